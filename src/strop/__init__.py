@@ -1,0 +1,37 @@
+"""strop: reinforcement-learning post-training for language models.
+
+The public names live in their own modules and are imported on first use, so that ``import strop`` (and with it
+``strop --help``) costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "DataProto": "strop.protocol",
+    "RLHFDataset": "strop.data.rl_dataset",
+    "create_rl_dataset": "strop.data.rl_dataset",
+    "RewardManager": "strop.rewards.manager",
+    "load_reward_manager": "strop.rewards.manager",
+    "Role": "strop.controller.roles",
+    "ResourcePoolManager": "strop.controller.resource_pool",
+    "LocalWorkerGroup": "strop.controller.local",
+    "Worker": "strop.workers.base",
+    "ActorRolloutRefWorker": "strop.workers.actor_rollout_ref",
+    "CriticWorker": "strop.workers.critic",
+    "RewardModelWorker": "strop.workers.reward_model",
+    "RayPPOTrainer": "strop.trainer.ppo",
+    "load_config": "strop.config.load",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'strop' has no attribute {name!r}")

@@ -1,0 +1,50 @@
+"""Every error that strop raises on purpose.
+
+Each is also the standard error that it resembles, so ``except ValueError`` works as a reader would expect. The message
+says what was found, what was expected and what to do; the command line prints it without a traceback and exits with
+status 2 (``--debug`` shows the traceback).
+"""
+
+from __future__ import annotations
+
+
+class StropError(Exception):
+    """The base of all of them."""
+
+
+class ConfigError(StropError, ValueError):
+    """One or more configuration keys are wrong; ``problems`` holds one line for each."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(problems))
+
+
+class DataError(StropError, ValueError):
+    """A data file, column or row cannot be used."""
+
+
+class ModelError(StropError, ValueError):
+    """A model folder or its tokenizer cannot be used as asked."""
+
+
+class RewardError(StropError, RuntimeError):
+    """Scoring failed in a way that must stop the run."""
+
+
+class CheckpointError(StropError, RuntimeError):
+    """A checkpoint cannot be written, found or read."""
+
+
+class TrainingError(StropError, RuntimeError):
+    """The run cannot go on: for example a reward that is not a number."""
+
+
+class MissingExtraError(StropError, ImportError):
+    """An optional package is not installed."""
+
+    def __init__(self, package: str, extra: str, needed_for: str) -> None:
+        super().__init__(
+            f"{needed_for} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'strop[{extra}]'"
+        )
