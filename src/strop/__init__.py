@@ -1,7 +1,7 @@
 """strop: reinforcement-learning post-training for language models.
 
-The public names live in their own modules and are imported on first use, so that ``import strop`` (and with it
-``strop --help``) costs nothing.
+The public names live in their own modules and are imported on first use, so that ``import strop`` (and with
+it ``strop --help``) costs nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every error that strop raises on purpose.
 
-Each is also the standard error that it resembles, so ``except ValueError`` works as a reader would expect. The message
-says what was found, what was expected and what to do; the command line prints it without a traceback and exits with
-status 2 (``--debug`` shows the traceback).
+Each is also the standard error that it resembles, so ``except ValueError`` works as a reader would expect.
+The message says what was found, what was expected and what to do; the command line prints it without a
+traceback and exits with status 2 (``--debug`` shows the traceback).
 """
 
 from __future__ import annotations

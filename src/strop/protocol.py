@@ -1,7 +1,8 @@
 """DataProto: the one container that moves between the trainer and its workers.
 
-A batch of B rows is a plain dict of tensors (first dimension B), a dict of object columns (length B) and a dict of
-facts about the batch as a whole. Plain dicts were measured against tensordict: no gain, and a slow import.
+A batch of B rows is a plain dict of tensors (first dimension B), a dict of object columns (length B) and a
+dict of facts about the batch as a whole. Plain dicts were measured against tensordict: no gain, and a slow
+import.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def _object_column(values: Sequence[Any] | np.ndarray) -> np.ndarray:
 class DataProto:
     """B rows: ``batch`` (tensors [B, ...]), ``non_tensor_batch`` (object arrays [B]) and ``meta_info``.
 
-    Raises ``ValueError`` at construction when the columns differ in length. Operations return new containers and
-    share storage where they can; tensors are never modified in place.
+    Raises ``ValueError`` at construction when the columns differ in length. Operations return new
+    containers and share storage where they can; tensors are never modified in place.
     """
 
     batch: dict[str, Tensor] = field(default_factory=dict)
@@ -91,7 +92,7 @@ class DataProto:
         )
 
     def select(self, *names: str) -> DataProto:
-        """Only the named columns (tensors or objects); ``KeyError`` names what is missing and what is there."""
+        """Only the named columns; ``KeyError`` names what is missing and what is there."""
         missing = [name for name in names if name not in self]
         if missing:
             raise KeyError(

@@ -1,0 +1,166 @@
+"""Load Hugging Face folders and GGUF files: float32 master weights, no dropout, left padding."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from strop.errors import MissingExtraError, ModelError
+
+
+def import_external_lib(names: str | list[str] | None) -> None:
+    """Import the packages that register a user's own models or tokenizers with transformers."""
+    for name in [names] if isinstance(names, str) else names or []:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ModelError(f"model.external_lib: cannot import {name!r}: {error}") from error
+
+
+def locate(path: str | Path) -> dict[str, Any]:
+    """The arguments by which transformers finds a model: a folder, a folder with one GGUF file, or the GGUF
+    file.
+
+    Raises ``ModelError`` when there is nothing to load, ``MissingExtraError`` when GGUF support is not
+    installed.
+    """
+    path = Path(path)
+    gguf_files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if not path.exists():
+        raise ModelError(f"model path {path}: nothing there; expected a Hugging Face folder or a .gguf file")
+    if path.is_dir() and (path / "config.json").is_file():
+        return {"pretrained_model_name_or_path": str(path)}
+    if len(gguf_files) != 1:
+        found = f"{len(gguf_files)} .gguf files" if gguf_files else "neither config.json nor a .gguf file"
+        raise ModelError(f"model path {path}: found {found}; expected config.json or exactly one .gguf file")
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingExtraError("gguf", "gguf", f"the GGUF model {gguf_files[0].name}")
+    return {"pretrained_model_name_or_path": str(gguf_files[0].parent), "gguf_file": gguf_files[0].name}
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """A tokenizer that pads on the left; without a pad token the end token pads: masks come from lengths."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ModelError(f"the tokenizer in {path} has neither a pad token nor an end-of-sequence token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model_config(
+    path: str | Path, *, override_config: Mapping[str, Any], trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """The model's configuration with every dropout at 0, then ``override_config`` on top."""
+    config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
+    for key, value in list(config.to_dict().items()):
+        if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_drop"))):
+            setattr(config, key, 0.0)
+    for key, value in override_config.items():
+        setattr(config, key, value)
+    return config
+
+
+def _load(auto_class: Any, path: str | Path, config: PretrainedConfig, **options: Any) -> tuple[Any, dict]:
+    if options.get("attn_implementation") is None:
+        options.pop("attn_implementation", None)
+    try:
+        return auto_class.from_pretrained(
+            **locate(path), config=config, dtype=torch.float32, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"cannot load a model from {path}: {error}") from error
+
+
+def load_causal_lm(
+    path: str | Path,
+    *,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """A causal language model with float32 weights and no dropout."""
+    config = load_model_config(
+        path, override_config=override_config or {}, trust_remote_code=trust_remote_code
+    )
+    model, loading = _load(
+        AutoModelForCausalLM,
+        path,
+        config,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+    )
+    if loading["missing_keys"]:
+        raise ModelError(f"model {path}: no weights for {sorted(loading['missing_keys'])[:5]}")
+    return model
+
+
+def load_scorer(
+    path: str | Path,
+    *,
+    fresh_head_seed: int | None,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """A sequence-classification model with one output: the shape of a reward model and of a critic.
+
+    A folder without a ``score`` layer (a language model) gets a fresh one, without bias, drawn from
+    N(0, 1/(hidden + 1)) (std = 1/sqrt(hidden + 1): Stiennon et al. 2020, appendix) by a generator seeded with
+    ``fresh_head_seed``; with ``fresh_head_seed=None`` (a reward model) that is a ``ModelError``.
+    """
+    config = load_model_config(
+        path, override_config=override_config or {}, trust_remote_code=trust_remote_code
+    )
+    config.num_labels = 1
+    model, loading = _load(
+        AutoModelForSequenceClassification,
+        path,
+        config,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+    )
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ModelError(f"model {path}: {type(model).__name__} has no bias-free linear `score` layer")
+    missing = set(loading["missing_keys"])
+    if "score.weight" in missing:
+        if fresh_head_seed is None:
+            raise ModelError(f"reward model {path}: no weights for its score layer; is it a language model?")
+        generator = torch.Generator().manual_seed(fresh_head_seed)
+        std = (head.in_features + 1) ** -0.5
+        with torch.no_grad():
+            head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * std)
+    if others := missing - {"score.weight"}:
+        raise ModelError(f"model {path}: no weights for {sorted(others)[:5]}")
+    return model
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends a response: the tokenizer's and those of the generation configuration."""
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
+    return sorted(token_id for token_id in ids if token_id is not None)
