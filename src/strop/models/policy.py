@@ -1,7 +1,7 @@
 """The policy: log-probs and entropies of response tokens, without ever holding [B, T, V] logits.
 
-Shapes: B sequences, P prompt tokens, T response tokens, L = P + T, N response tokens that the mask keeps, H hidden,
-V vocabulary.
+Shapes: B sequences, P prompt tokens, T response tokens, L = P + T, N response tokens that the mask keeps,
+H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,18 +15,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from strop.algorithms.logprobs import token_log_probs
 from strop.errors import ModelError
+from strop.models.base import RoleModel, hidden_states
 
 Projection = Callable[[Tensor], Tensor]
-
-
-def hidden_states(backbone: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The last hidden states [B, L, H]; one forward pass without a cache."""
-    return backbone(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        position_ids=batch["position_ids"],
-        use_cache=False,
-    ).last_hidden_state
 
 
 def logit_projection(config: PretrainedConfig, head: nn.Module) -> Projection:
@@ -64,12 +55,11 @@ def check_projection(model: PreTrainedModel, project: Projection) -> None:
         )
 
 
-class PolicyModel(nn.Module):
+class PolicyModel(RoleModel):
     """A causal LM that answers with per-token figures of its responses instead of logits."""
 
     def __init__(self, language_model: PreTrainedModel) -> None:
-        super().__init__()
-        self.language_model = language_model
+        super().__init__(language_model)
         head = language_model.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(language_model).__name__} has no output embeddings to project with")
@@ -77,16 +67,11 @@ class PolicyModel(nn.Module):
         check_projection(language_model, self._project)
         self._reference_head: Projection | None = None
 
-    @property
-    def hugging_face_model(self) -> PreTrainedModel:
-        """What is exported, and what the in-process rollout generates with."""
-        return self.language_model
-
     def keep_reference_head(self) -> None:
         """Freeze a copy of today's output layer: the full KL needs the reference's logits."""
-        head = copy.deepcopy(self.language_model.get_output_embeddings()).requires_grad_(False)
+        head = copy.deepcopy(self.hugging_face_model.get_output_embeddings()).requires_grad_(False)
         # Held in the closure only: as a sub-module it would be trained, saved and exported.
-        self._reference_head = logit_projection(self.language_model.config, head)
+        self._reference_head = logit_projection(self.hugging_face_model.config, head)
 
     def forward(
         self,
@@ -105,7 +90,7 @@ class PolicyModel(nn.Module):
         """
         mask_BT = batch["response_mask"].bool()
         prompt_width = batch["input_ids"].shape[1] - mask_BT.shape[1]
-        hidden_BTH = hidden_states(self.language_model.base_model, batch)[:, prompt_width - 1 : -1]
+        hidden_BTH = hidden_states(self.hugging_face_model, batch)[:, prompt_width - 1 : -1]
         reference = None
         if with_full_kl:
             reference = (batch["ref_hidden"][mask_BT], self._reference_head)

@@ -1,0 +1,1 @@
+"""Where workers run: in this process, or elsewhere. The trainer sees only a worker group."""

@@ -1,0 +1,46 @@
+"""Which processes a role gets: named pools, each a number of processes per node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from strop.controller.roles import Role
+from strop.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """``processes_per_node[i]`` processes on node i."""
+
+    name: str
+    processes_per_node: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        """All processes of the pool."""
+        return sum(self.processes_per_node)
+
+
+class ResourcePoolManager:
+    """Maps each role to its pool; roles with the same pool share its processes (co-located placement).
+
+    Raises ``ConfigError`` when a role names a pool that the specification lacks.
+    """
+
+    def __init__(self, resource_pool_spec: Mapping[str, Sequence[int]], mapping: Mapping[Role, str]) -> None:
+        self.pools = {name: ResourcePool(name, tuple(spec)) for name, spec in resource_pool_spec.items()}
+        self.mapping = dict(mapping)
+        for role, name in self.mapping.items():
+            if name not in self.pools:
+                raise ConfigError(
+                    f"role {role.name} is mapped to the pool {name!r}; known: {sorted(self.pools)}"
+                )
+
+    def pool_of(self, role: Role) -> ResourcePool:
+        """The pool of a role; ``ConfigError`` when the role is not mapped."""
+        if role not in self.mapping:
+            raise ConfigError(
+                f"no resource pool for role {role.name}; mapped: {[r.name for r in self.mapping]}"
+            )
+        return self.pools[self.mapping[role]]

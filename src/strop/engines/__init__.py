@@ -1,0 +1,1 @@
+"""How a model is trained: one protocol, one folder per back-end."""

@@ -1,0 +1,67 @@
+"""The seam between a role (actor, critic, reference, reward model) and whatever runs its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from strop.engines.micro_batches import MicroBatching
+from strop.protocol import DataProto
+
+Outputs = dict[str, Tensor]
+Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+"""(outputs of the model, columns of the micro-batch) -> (loss to differentiate, metrics).
+
+The loss and the metrics are sums over this micro-batch divided by the denominators of the whole mini-batch,
+so that adding up micro-batches (and ranks) gives the figure of the mini-batch, however it was split.
+"""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did: the gradient norm before clipping, and whether it was skipped."""
+
+    grad_norm: float
+    skipped: bool
+
+
+class Engine(Protocol):
+    """Runs forward and backward passes over a batch and keeps the optimizer.
+
+    A new back-end is one new class with these methods; workers know nothing else about it.
+    """
+
+    def infer(self, batch: DataProto, micro: MicroBatching, **options: Any) -> Outputs:
+        """Forward passes without gradient; outputs have the batch's rows in the batch's order."""
+        ...
+
+    def forward_backward(
+        self, batch: DataProto, loss: Loss, micro: MicroBatching, **options: Any
+    ) -> dict[str, float]:
+        """Accumulate the gradient of ``loss`` over a mini-batch; returns the sums of metrics and loss."""
+        ...
+
+    def optimizer_step(self, learning_rate: float) -> StepResult:
+        """Clip, step and clear the gradients; when they are not finite, skip the step."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's weights by Hugging Face name, one at a time."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write model and optimizer state, so that training can go on exactly."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read what ``save`` wrote."""
+        ...
+
+    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write a Hugging Face folder with safetensors weights."""
+        ...

@@ -1,0 +1,85 @@
+"""Cut a batch into micro-batches. How it is cut changes memory and speed, never a number.
+
+Shapes: B rows, L = P + T padded columns of a sequence, T padded response columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strop.errors import ConfigError
+from strop.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """Either ``rows`` sequences at a time, or as many as fit under ``max_tokens`` (dynamic batching)."""
+
+    rows: int | None = None
+    max_tokens: int | None = None
+
+    def split(self, batch: DataProto) -> list[Tensor]:
+        """Row indices of each micro-batch. Rows of like length share one, so that little of it is padding.
+
+        ``max_tokens`` bounds rows x the longest row of the micro-batch and is strict: a single row above it
+        is a ``ConfigError``.
+        """
+        lengths_B = batch.batch["attention_mask"].sum(dim=1)
+        order_B = torch.argsort(lengths_B, descending=True, stable=True)
+        if self.max_tokens is None:
+            return list(order_B.split(self.rows or len(batch)))
+        longest = int(lengths_B.max())
+        if longest > self.max_tokens:
+            raise ConfigError(
+                f"a sequence of {longest} tokens exceeds the cap of {self.max_tokens} per micro-batch; "
+                "raise the *_max_token_len_per_gpu key to at least max_prompt_length + max_response_length"
+            )
+        pieces, start = [], 0
+        for end in range(1, len(batch) + 1):
+            width = int(lengths_B[order_B[start]])
+            if end == len(batch) or (end + 1 - start) * width > self.max_tokens:
+                pieces.append(order_B[start:end])
+                start = end
+        return pieces
+
+
+def trim(batch: DataProto) -> dict[str, Tensor]:
+    """The tensors of a micro-batch without the columns that are padding in every row.
+
+    Columns as wide as ``attention_mask`` [B, L] lose them on both sides, columns as wide as
+    ``response_mask`` [B, T] on the right. At least one prompt and one response column stay.
+    """
+    mask_BL = batch.batch["attention_mask"]
+    width = mask_BL.shape[1]
+    response_width = batch.batch["response_mask"].shape[1] if "response_mask" in batch else 0
+    used = mask_BL.any(dim=0).nonzero().flatten()
+    first = min(int(used[0]), max(width - response_width - 1, 0))
+    last = max(int(used[-1]) + 1, width - response_width + 1)
+    trimmed = {}
+    for name, tensor in batch.batch.items():
+        if name in ("input_ids", "attention_mask", "position_ids"):
+            trimmed[name] = tensor[:, first:last]
+        elif response_width and tensor.dim() > 1 and tensor.shape[1] == response_width:
+            trimmed[name] = tensor[:, : response_width - (width - last)]
+        else:
+            trimmed[name] = tensor
+    return trimmed
+
+
+def restore(pieces: list[dict[str, Tensor]], rows: list[Tensor], response_width: int) -> dict[str, Tensor]:
+    """Put the outputs of micro-batches back into the batch's order and width."""
+    order = torch.argsort(torch.cat(rows))
+    whole = {}
+    for name in pieces[0]:
+        widened = []
+        for piece in pieces:
+            tensor = piece[name]
+            if tensor.dim() > 1 and tensor.shape[1] < response_width:
+                missing = tensor.new_zeros(len(tensor), response_width - tensor.shape[1], *tensor.shape[2:])
+                tensor = torch.cat([tensor, missing], dim=1)
+            widened.append(tensor)
+        whole[name] = torch.cat(widened)[order]
+    return whole
