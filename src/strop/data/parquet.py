@@ -1,0 +1,127 @@
+"""Prompt files: parquet in, checked rows out. Rows count from 0 in every message.
+
+``count_rows`` reads metadata only, and nothing here imports torch: ``strop check`` uses this module.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from strop.data.files import is_url, local_path, open_filesystem
+from strop.errors import DataError
+
+Files = str | Path | Sequence[str | Path]
+
+
+@dataclass(frozen=True)
+class PromptTable:
+    """The rows of one or several files, in order.
+
+    ``files`` are the names as the user wrote them, ``paths`` their local copies, ``starts`` the number of
+    each file's first row in ``table``.
+    """
+
+    table: pa.Table
+    files: tuple[str, ...]
+    paths: tuple[Path, ...]
+    starts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def locate(self, row: int) -> tuple[str, int]:
+        """The file that row ``row`` of the whole came from, and its number there."""
+        which = bisect_right(self.starts, row) - 1
+        return self.files[which], row - self.starts[which]
+
+    def error(self, row: int, field: str, problem: str) -> DataError:
+        """An error that names file, row and field."""
+        name, row_in_file = self.locate(row)
+        return DataError(f"{name}, row {row_in_file}, field {field}: {problem}")
+
+    def values(self, column: str, start: int, stop: int) -> list[Any]:
+        """Rows ``start`` to ``stop`` of a column as plain Python values (dict, list, str, numbers, None)."""
+        return self.table.column(column).slice(start, stop - start).to_pylist()
+
+    def row(self, row: int) -> dict[str, Any]:
+        """One row as plain Python values."""
+        return self.table.slice(row, 1).to_pylist()[0]
+
+
+def list_files(files: Files) -> list[str]:
+    """One name or many -> a list of names; :class:`DataError` when there is none."""
+    names = [str(files)] if isinstance(files, str | Path) else [str(name) for name in files]
+    if not names:
+        raise DataError("no data file was given: expected one parquet file or a list of them")
+    return names
+
+
+def count_rows(files: Files) -> int:
+    """The number of rows of all files, from their footers; a URL is not downloaded for it."""
+    return sum(_open_metadata(name).num_rows for name in list_files(files))
+
+
+def read_prompt_table(
+    files: Files, *, prompt_key: str = "prompt", cache_dir: str | Path | None = None
+) -> PromptTable:
+    """Read all files into one table.
+
+    Raises :class:`DataError` for a missing or unreadable file, one without rows, one without the column
+    ``prompt_key``, and for files whose columns do not fit together.
+    """
+    names = list_files(files)
+    paths = [_existing(name, local_path(name, cache_dir)) for name in names]
+    tables, starts, rows = [], [], 0
+    for name, path in zip(names, paths, strict=True):
+        table = _read_one(name, path, prompt_key)
+        tables.append(table)
+        starts.append(rows)
+        rows += table.num_rows
+    try:
+        whole = pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise DataError(
+            f"the columns of {', '.join(names)} have types that cannot be joined: {error}"
+        ) from error
+    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts))
+
+
+def _existing(name: str, path: Path) -> Path:
+    if path.is_file():
+        return path
+    found = "a folder" if path.is_dir() else "nothing"
+    raise DataError(f"{name}: expected a parquet file, found {found} (looked at {path.absolute()})")
+
+
+def _read_one(name: str, path: Path, prompt_key: str) -> pa.Table:
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{name}: cannot be read as parquet: {error}") from error
+    if prompt_key not in table.column_names:
+        raise DataError(
+            f"{name}: there is no column {prompt_key!r} (data.prompt_key); found {table.column_names}"
+        )
+    if table.num_rows == 0:
+        raise DataError(f"{name}: the file has no rows")
+    return table
+
+
+def _open_metadata(name: str) -> pq.FileMetaData:
+    try:
+        if not is_url(name):
+            return pq.read_metadata(_existing(name, local_path(name)))
+        fs, remote = open_filesystem(name)
+        with fs.open(remote, "rb") as handle:
+            return pq.read_metadata(handle)
+    except FileNotFoundError as error:
+        raise DataError(f"{name}: no such file") from error
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{name}: cannot be read as parquet: {error}") from error

@@ -1,0 +1,72 @@
+r"""MATH (Hendrycks et al. 2021): competition problems whose solution ends in ``\boxed{answer}``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from strop.data.preprocess.source import read_source
+from strop.data.preprocess.split import Split, make_row, text_field
+from strop.errors import DataError
+
+DATA_SOURCE = "lighteval/MATH"
+INSTRUCTION = r"Reason step by step and put the final answer in \boxed{}."
+
+
+def splits(
+    source: str | Path | None = None, *, instruction: str = INSTRUCTION, cache_dir: str | Path | None = None
+) -> dict[str, Split]:
+    """Every split of ``source`` (default: the hub). Records need ``problem`` and ``solution``."""
+
+    def convert(record: Any, split: str, index: int) -> dict[str, Any]:
+        problem, solution = text_field(record, "problem"), text_field(record, "solution")
+        return make_row(
+            data_source=DATA_SOURCE,
+            prompt=f"{problem}\n{instruction}",
+            ability="math",
+            ground_truth=boxed_answer(solution),
+            split=split,
+            index=index,
+            question=problem,
+            answer=solution,
+            level=record.get("level"),
+            type=record.get("type"),
+        )
+
+    records = read_source(source or DATA_SOURCE, cache_dir=cache_dir)
+    return {split: Split(found, convert) for split, found in records.items()}
+
+
+def boxed_answer(solution: str) -> str:
+    r"""The content of the last ``\boxed{...}`` (or ``\fbox{...}``) with balanced braces; ``\boxed 5`` gives
+    ``5``.
+    """
+    command, start = max(
+        ((name, solution.rfind(name)) for name in ("\\boxed", "\\fbox")), key=lambda found: found[1]
+    )
+    if start < 0:
+        raise DataError(r"field solution: there is no \boxed{...}")
+    rest = solution[start + len(command) :].lstrip()
+    if not rest.startswith("{"):
+        # TeX takes the next token alone; the data set means all that stands before the formula's end.
+        answer = rest.split("$", 1)[0].strip()
+    else:
+        answer = rest[1 : _closing_brace(rest)].strip()
+    if not answer:
+        raise DataError(r"field solution: the last \boxed is empty")
+    return answer
+
+
+def _closing_brace(text: str) -> int:
+    r"""Position of the brace that closes the one at position 0; ``\{`` and ``\}`` do not count."""
+    depth, position = 0, 0
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            position += 2
+            continue
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return position
+        position += 1
+    raise DataError(r"field solution: the braces of the last \boxed do not balance")
