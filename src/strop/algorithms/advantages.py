@@ -1,0 +1,233 @@
+"""Advantage estimators: from rewards per token to advantages and returns per token.
+
+Shapes: B samples, T response tokens.
+
+An estimator is a pure function, and the names of its parameters say what it needs. The trainer reads them
+with ``needs`` (no ``values``: no critic runs; ``baseline_scores``: greedy responses are generated) and calls
+it through ``estimate``:
+
+    rewards [B,T]          reward per token, with the KL penalty if that is in the reward
+    response_mask [B,T]    1 on tokens that the policy sampled, 0 on padding and on what a tool inserted
+    values [B,T]           the critic's value of the state before each token
+    uid (B hashables)      equal for responses to the same prompt
+    baseline_scores [B]    the score of the greedy response to the sample's prompt
+    gamma, lam             algorithm.gamma, algorithm.lam
+    whiten                 algorithm.whiten_advantages
+    norm_by_std            algorithm.norm_adv_by_std_in_grpo
+
+It returns (advantages [B,T], returns [B,T]), both 0 where the mask is 0. The returns are what the critic
+learns and what ``critic/returns`` shows: what a token brought in before any baseline was subtracted or any
+scale divided out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from strop.algorithms import masked
+from strop.algorithms.groups import group_statistics
+from strop.algorithms.masked import masked_sum, zero_masked
+from strop.algorithms.registry import asked_for, name_of, required_parameters, resolve
+from strop.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Uid = Sequence[Hashable] | np.ndarray
+
+Estimator = Callable[..., tuple[Tensor, Tensor]]
+
+AVAILABLE = frozenset(
+    ["rewards", "response_mask", "values", "uid", "baseline_scores", "gamma", "lam", "whiten", "norm_by_std"]
+)
+ESTIMATORS: dict[str, Estimator] = {}
+
+
+def register_estimator(name: str) -> Callable[[Estimator], Estimator]:
+    """Make a function known as ``algorithm.adv_estimator=name``."""
+
+    def register(estimator: Estimator) -> Estimator:
+        if name in ESTIMATORS:
+            raise ValueError(f"an advantage estimator called {name!r} is registered already")
+        ESTIMATORS[name] = estimator
+        return estimator
+
+    return register
+
+
+def get_estimator(name_or_import_path: str) -> Estimator:
+    """The estimator of that name, or a user's own by import path (``package.module:function``).
+
+    Raises:
+        ConfigError: it is not known, cannot be imported, or has a parameter that no trainer supplies.
+    """
+    estimator = resolve(name_or_import_path, ESTIMATORS, key="algorithm.adv_estimator")
+    unknown = sorted(needs(estimator) - AVAILABLE)
+    if unknown:
+        raise ConfigError(
+            f"algorithm.adv_estimator={name_or_import_path!r} asks for {', '.join(unknown)}, "
+            f"which an estimator cannot get (available: {', '.join(sorted(AVAILABLE))}; "
+            "give other parameters a default)"
+        )
+    return estimator
+
+
+def needs(estimator: Estimator) -> frozenset[str]:
+    """The names that the estimator cannot do without: its parameters that have no default."""
+    return required_parameters(estimator)
+
+
+@torch.no_grad()
+def estimate(estimator: Estimator, *, response_mask: Tensor, **available: Any) -> tuple[Tensor, Tensor]:
+    """Call the estimator with those of the available things that it asks for; no gradient is kept.
+
+    Raises:
+        ConfigError: it asks for something that is not there (None counts as not there).
+        ValueError: its result is not two tensors of the shape of the response mask.
+    """
+    present = {name: value for name, value in available.items() if value is not None}
+    present["response_mask"] = response_mask
+    missing = sorted(needs(estimator) - present.keys())
+    if missing:
+        raise ConfigError(
+            f"the advantage estimator {name_of(estimator)} needs {', '.join(missing)}, "
+            f"which this run does not compute (available: {', '.join(sorted(present))})"
+        )
+    result = estimator(**asked_for(estimator, present))
+    parts = result if isinstance(result, tuple) else (result,)
+    found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+    expected = tuple(response_mask.shape)
+    if found != [expected, expected]:
+        raise ValueError(
+            f"the advantage estimator {name_of(estimator)} must return two tensors (advantages, returns) "
+            f"of the response mask's shape {expected}, not {found}"
+        )
+    return result
+
+
+@register_estimator("gae")
+def gae(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float, whiten: bool
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation: Schulman et al., arXiv:1506.02438, equation 16.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the next
+    position whose mask is 1: positions with mask 0 are stepped over without a discount, and their rewards do
+    not count. After the last one, V and A are 0. returns = A + V, before the advantages are whitened over the
+    batch.
+    """
+    rewards_BT, values_BT = zero_masked(rewards, response_mask), zero_masked(values, response_mask)
+    next_value_B = next_advantage_B = rewards_BT.new_zeros(len(rewards_BT))
+    advantages_BT = torch.zeros_like(rewards_BT)
+    for t in reversed(range(rewards_BT.shape[1])):
+        delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
+        advantage_B = delta_B + gamma * lam * next_advantage_B
+        sampled_B = response_mask[:, t].bool()
+        next_value_B = torch.where(sampled_B, values_BT[:, t], next_value_B)
+        next_advantage_B = torch.where(sampled_B, advantage_B, next_advantage_B)
+        advantages_BT[:, t] = next_advantage_B
+    advantages_BT = zero_masked(advantages_BT, response_mask)
+    returns_BT = advantages_BT + values_BT
+    if whiten:
+        advantages_BT = masked.whiten(advantages_BT, response_mask)
+    return advantages_BT, returns_BT
+
+
+@register_estimator("grpo")
+def grpo(rewards: Tensor, response_mask: Tensor, uid: Uid, *, norm_by_std: bool) -> tuple[Tensor, Tensor]:
+    """Group-relative advantages: Shao et al., arXiv:2402.03300, section 4.1.2.
+
+    A_i = (s_i - mean) / (std + 1e-6) over the group, with s_i the sum of the sequence's rewards and the
+    unbiased standard deviation; every token of the sequence gets it. Without ``norm_by_std`` there is no
+    division (Dr. GRPO, Liu et al., arXiv:2503.20783). In a group of one, mean = 0 and std = 1. returns: s_i
+    on every token.
+    """
+    scores_B = masked_sum(rewards, response_mask, dim=-1)
+    baseline_B, std_B = _baseline_and_std(scores_B, uid)
+    advantages_B = scores_B.double() - baseline_B
+    if norm_by_std:
+        advantages_B = advantages_B / (std_B + 1e-6)
+    return _on_tokens(advantages_B, rewards, response_mask), _on_tokens(scores_B, rewards, response_mask)
+
+
+@register_estimator("reinforce_plus_plus")
+def reinforce_plus_plus(
+    rewards: Tensor, response_mask: Tensor, *, gamma: float, whiten: bool
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++: Hu et al., arXiv:2501.03262. No critic and no groups.
+
+    G_t = r_t + gamma G_{t+1} over the positions whose mask is 1; advantages: G whitened over the batch (as it
+    is, without ``whiten``). returns: G.
+    """
+    returns_BT = _discounted_returns(rewards, response_mask, gamma)
+    return masked.whiten(returns_BT, response_mask) if whiten else returns_BT, returns_BT
+
+
+@register_estimator("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(
+    rewards: Tensor, response_mask: Tensor, uid: Uid, *, whiten: bool
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ with the group's mean score as the baseline: Hu et al., arXiv:2501.03262.
+
+    s_i - mean over the group (0 in a group of one, as in ``grpo``), on every token, whitened over the tokens
+    of the batch (as it is, without ``whiten``). returns: s_i on every token.
+    """
+    scores_B = masked_sum(rewards, response_mask, dim=-1)
+    baseline_B, _ = _baseline_and_std(scores_B, uid)
+    advantages_BT = _on_tokens(scores_B.double() - baseline_B, rewards, response_mask)
+    if whiten:
+        advantages_BT = masked.whiten(advantages_BT, response_mask)
+    return advantages_BT, _on_tokens(scores_B, rewards, response_mask)
+
+
+@register_estimator("rloo")
+def rloo(rewards: Tensor, response_mask: Tensor, uid: Uid) -> tuple[Tensor, Tensor]:
+    """REINFORCE leave-one-out: Ahmadian et al., arXiv:2402.14740, equation 8; Kool et al., 2019.
+
+    s_i minus the mean score of the other members of its group, on every token; 0 in a group of one. returns:
+    s_i on every token.
+    """
+    scores_B = masked_sum(rewards, response_mask, dim=-1)
+    group = group_statistics(scores_B, uid)
+    # s - (n mean - s) / (n - 1) = (s - mean) n / (n - 1); in a group of one, s - mean is 0
+    advantages_B = (scores_B.double() - group.mean_B) * group.size_B / (group.size_B - 1).clamp(min=1)
+    return _on_tokens(advantages_B, rewards, response_mask), _on_tokens(scores_B, rewards, response_mask)
+
+
+@register_estimator("remax")
+def remax(rewards: Tensor, response_mask: Tensor, baseline_scores: Tensor) -> tuple[Tensor, Tensor]:
+    """ReMax: Li et al., arXiv:2310.10505, section 4.
+
+    returns: the sum of the rewards from each token to the end; advantages: that minus the score of the greedy
+        response to the same prompt.
+    """
+    returns_BT = _discounted_returns(rewards, response_mask, gamma=1.0)
+    return zero_masked(returns_BT - baseline_scores.unsqueeze(-1), response_mask), returns_BT
+
+
+def _discounted_returns(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_{t+1}, stepping over positions with mask 0; 0 there."""
+    rewards_BT = zero_masked(rewards, response_mask)
+    following_B = rewards_BT.new_zeros(len(rewards_BT))
+    returns_BT = torch.zeros_like(rewards_BT)
+    for t in reversed(range(rewards_BT.shape[1])):
+        sampled_B = response_mask[:, t].bool()
+        following_B = torch.where(sampled_B, rewards_BT[:, t] + gamma * following_B, following_B)
+        returns_BT[:, t] = following_B
+    return zero_masked(returns_BT, response_mask)
+
+
+def _baseline_and_std(scores_B: Tensor, uid: Uid) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each sample's group, 0 and 1 in a group of one; float64 [B]."""
+    group = group_statistics(scores_B, uid)
+    alone_B = group.size_B == 1
+    return group.mean_B.masked_fill(alone_B, 0.0), group.std_B.masked_fill(alone_B, 1.0)
+
+
+def _on_tokens(sequence_B: Tensor, like_BT: Tensor, response_mask: Tensor) -> Tensor:
+    """The value of a sequence on each of its tokens, 0 elsewhere."""
+    return zero_masked(sequence_B.to(like_BT.dtype).unsqueeze(-1).expand_as(like_BT), response_mask)

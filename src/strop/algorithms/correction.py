@@ -1,0 +1,90 @@
+"""The difference between the distribution that sampled and the one that is trained.
+
+Shapes: B samples, T response tokens.
+
+A sampler with its own kernels, precision or older weights gives other log-probs than the trainer does for the
+same tokens. How far they are apart is measured in every run; importance weights can correct for it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.masked import masked_mean, masked_sum, zero_masked
+from strop.errors import ConfigError
+
+ROLLOUT_IS_LEVELS = ("token", "sequence")
+
+
+@torch.no_grad()
+def rollout_is_weights(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, *, level: str, threshold: float
+) -> Tensor:
+    """Weights [B,T] for the policy loss per token: min(exp(old - rollout), threshold), without gradient, 0
+    where masked.
+
+    ``token``: the ratio of each token, a biased correction of little variance (Yao et al., "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training", 2025). ``sequence``: the ratio of the whole
+    sequence, exp(sum over its tokens), on each of its tokens. Truncated importance sampling: Ionides, 2008.
+    Exponents are clamped to +-20.
+
+    Raises:
+        ConfigError: another level, or a threshold that is not above 0.
+    """
+    if threshold <= 0:
+        raise ConfigError(f"actor_rollout_ref.actor.rollout_is_threshold={threshold} must be above 0")
+    d_BT = zero_masked(old_log_prob - rollout_log_prob, response_mask)
+    if level == "sequence":
+        d_BT = d_BT.sum(-1, keepdim=True).expand_as(d_BT)
+    elif level != "token":
+        raise ConfigError(
+            f"actor_rollout_ref.actor.rollout_is={level!r} is unknown "
+            f"(known: {', '.join(ROLLOUT_IS_LEVELS)}, or null)"
+        )
+    return zero_masked(d_BT.clamp(-20, 20).exp().clamp(max=threshold), response_mask)
+
+
+class RolloutStatistics(NamedTuple):
+    """How far the trainer's probabilities of the sampled tokens are from the sampler's."""
+
+    probs_diff_mean: float
+    """mean over tokens of |exp(old) - exp(rollout)|"""
+    probs_diff_max: float
+    """the largest of these"""
+    kl: float
+    """KL(sampler || trainer) per token, estimated by exp(d) - 1 - d with d = old - rollout; never negative"""
+    effective_sample_size: float
+    """(sum w)^2 / (N sum w^2), w = exp(d) per token: 1 if both agree, 1/N if one token outweighs all"""
+
+
+@torch.no_grad()
+def rollout_statistics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> RolloutStatistics:
+    """Compare the trainer's log-probs [B,T] of the sampled tokens with the sampler's, over all tokens that
+    count.
+
+    d is clamped to +-20. The effective sample size is that of Kish, 1965, as a fraction of the tokens.
+    Without any token, there is no difference: 0, 0, 0, 1.
+    """
+    old_BT, rollout_BT = (
+        zero_masked(old_log_prob, response_mask),
+        zero_masked(rollout_log_prob, response_mask),
+    )
+    difference_BT = (old_BT.exp() - rollout_BT.exp()).abs()
+    d_BT = (old_BT - rollout_BT).clamp(-20, 20)
+    weight_BT = d_BT.exp().double()  # squares of exp(20), summed
+    total, total_of_squares = (
+        masked_sum(weight_BT, response_mask),
+        masked_sum(weight_BT.square(), response_mask),
+    )
+    n_tokens = int(response_mask.bool().sum())
+    return RolloutStatistics(
+        probs_diff_mean=masked_mean(difference_BT, response_mask).item(),
+        probs_diff_max=difference_BT.max().item(),
+        kl=masked_mean(d_BT.exp() - 1 - d_BT, response_mask).item(),
+        effective_sample_size=(total.square() / (n_tokens * total_of_squares)).item() if n_tokens else 1.0,
+    )

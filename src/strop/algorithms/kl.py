@@ -1,0 +1,166 @@
+"""Estimates of the KL divergence to the reference model, its penalty in the reward, and the coefficient of
+that.
+
+Shapes: B samples, T response tokens. The estimators k1, k2, k3: J. Schulman, "Approximating KL Divergence"
+(2020), http://joschu.net/blog/kl-approx.html. The adaptive coefficient: Ziegler et al., arXiv:1909.08593,
+section 2.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from strop.algorithms.masked import masked_mean, zero_masked
+from strop.errors import ConfigError, TrainingError
+
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+KL_CONTROLLERS = ("fixed", "adaptive")
+
+
+def kl_penalty(
+    log_prob: Tensor, ref_log_prob: Tensor, kind: str, response_mask: Tensor | None = None
+) -> Tensor:
+    """KL(policy || reference) per token, estimated from the sampled token alone, with d = log_prob -
+    ref_log_prob.
+
+    ``kl``/``k1``: d. ``abs``: |d|. ``mse``/``k2``: d^2 / 2. ``low_var_kl``/``k3``: exp(-d) - 1 + d, with d
+    clamped to +-20 and the result to +-10, where its gradient is then 0 (below d = -2.6 and above d = 11).
+
+    With a mask, masked slots are 0 and have no gradient, whatever they held; without one, NaN goes in and
+    out.
+
+    Raises:
+        ValueError: ``full`` needs whole distributions: ``token_log_probs(..., ref=...)`` computes it.
+        ConfigError: an unknown kind.
+    """
+    if response_mask is not None:
+        log_prob, ref_log_prob = (
+            zero_masked(log_prob, response_mask),
+            zero_masked(ref_log_prob, response_mask),
+        )
+    d = log_prob - ref_log_prob
+    match kind:
+        case "kl" | "k1":
+            return d
+        case "abs":
+            return d.abs()
+        case "mse" | "k2":
+            return d.square() / 2
+        case "low_var_kl" | "k3":
+            d = d.clamp(-20, 20)
+            return ((-d).exp() - 1 + d).clamp(-10, 10)
+        case "full":
+            raise ValueError(
+                "the full KL cannot be computed from the log-probs of sampled tokens; "
+                "strop.algorithms.logprobs.token_log_probs(..., ref=...) returns it as full_kl_N"
+            )
+    raise ConfigError(f"unknown kind of KL estimate {kind!r} (known: {', '.join(KL_KINDS)})")
+
+
+def apply_kl_penalty(scores_BT: Tensor, kl_BT: Tensor, mask_BT: Tensor, beta: float) -> Tensor:
+    """Token rewards [B,T]: r_t = score_t - beta kl_t where the mask is 1, and 0 elsewhere."""
+    return zero_masked(scores_BT, mask_BT) - beta * zero_masked(kl_BT, mask_BT)
+
+
+def mean_sequence_kl(kl_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """The mean over sequences of the mean over a sequence's tokens, what a controller is updated with.
+
+    A row without any token (a row that only fills a batch up) is no sequence and does not count.
+    """
+    return masked_mean(masked_mean(kl_BT, mask_BT, dim=-1), mask_BT.bool().any(-1))
+
+
+class KLController(Protocol):
+    """The coefficient beta of the KL penalty, changed after each batch that used it."""
+
+    value: float
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """Take in the mean sequence KL of ``n_samples`` samples."""
+        ...
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must keep."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint."""
+        ...
+
+
+class FixedKLController:
+    """A coefficient that stays; it belongs to the configuration, so no checkpoint keeps or changes it."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """Nothing to do."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Nothing to do."""
+
+
+class AdaptiveKLController:
+    """A coefficient that steers the KL to ``target_kl``, by at most a fifth in ``horizon`` samples.
+
+    beta <- beta (1 + clip(kl / target - 1, +-0.2) n_samples / horizon)
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
+        if target_kl <= 0 or horizon <= 0:
+            raise ConfigError(
+                "algorithm.kl_ctrl: an adaptive coefficient needs target_kl and horizon above 0, "
+                f"not target_kl={target_kl} and horizon={horizon}"
+            )
+        self.value = init_kl_coef
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """Take in the mean sequence KL of ``n_samples`` samples.
+
+        Raises:
+            ConfigError: the horizon is so short that the coefficient could fall to 0 or below, and reward drift.
+            TrainingError: the KL is not a number.
+        """
+        if not math.isfinite(current_kl):
+            raise TrainingError(f"the KL to the reference model is {current_kl}; the log-probs are broken")
+        if n_samples >= 5 * self.horizon:
+            raise ConfigError(
+                f"algorithm.kl_ctrl.horizon={self.horizon} is too short for {n_samples} samples an "
+                f"iteration: the coefficient could reach 0 (needed: more than {n_samples // 5})"
+            )
+        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """The present coefficient."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue with a saved coefficient; a state saved by a fixed one holds none and changes nothing."""
+        self.value = state.get("value", self.value)
+
+
+def make_kl_controller(
+    type: str, *, kl_coef: float, target_kl: float = 0.1, horizon: int = 10_000
+) -> KLController:
+    """The controller that ``algorithm.kl_ctrl`` describes; its keys are the arguments.
+
+    Raises:
+        ConfigError: a type other than ``fixed`` or ``adaptive``.
+    """
+    if type == "fixed":
+        return FixedKLController(kl_coef)
+    if type == "adaptive":
+        return AdaptiveKLController(kl_coef, target_kl, horizon)
+    raise ConfigError(f"algorithm.kl_ctrl.type={type!r} is unknown (known: {', '.join(KL_CONTROLLERS)})")

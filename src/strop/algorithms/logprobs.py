@@ -1,0 +1,169 @@
+"""Log-probs of tokens, the entropy of their distributions and the full KL to a reference, chunk by chunk.
+
+Shapes: N packed tokens, n tokens of one chunk, H hidden, V vocabulary.
+
+For a batch of 64k tokens and a vocabulary of 150k, logits in float32 take 39 GB. So the language-model head
+is applied to a chunk of hidden states at a time, and where a gradient is needed the chunk is computed again
+in the backward pass: only tensors of [n, V] ever exist.
+"""
+
+# ruff: noqa: N815 (fields carry shape suffixes)
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+Project = Callable[[Tensor], Tensor]
+
+
+class TokenLogProbs(NamedTuple):
+    """What is known of N tokens, in float32; a column that was not asked for is None."""
+
+    log_probs_N: Tensor
+    """log p(token)"""
+    entropy_N: Tensor | None
+    """-sum_V p log p"""
+    full_kl_N: Tensor | None
+    """sum_V p (log p - log ref)"""
+
+
+def token_log_probs(
+    hidden_NH: Tensor,
+    project: Project,
+    ids_N: Tensor,
+    *,
+    temperature: float,
+    with_entropy: bool = True,
+    chunk_size: int = 1024,
+    ref: tuple[Tensor, Project] | None = None,
+) -> TokenLogProbs:
+    """Log-probs of the tokens ``ids_N`` that follow the hidden states ``hidden_NH``; N may be 0.
+
+    Args:
+        hidden_NH: the last hidden state before each token.
+        project: makes the logits [n, V] of a chunk [n, H]: the language-model head with everything that
+            follows it, such as soft-capping. Called twice for a chunk when there is a gradient and more than
+            one chunk.
+        ids_N: int64 token ids in [0, V).
+        temperature: divides the logits, of the reference too.
+        with_entropy: also return the entropies, with their gradient.
+        chunk_size: tokens projected at once; a handful of [chunk_size, V] float32 tensors live at the same
+            time.
+        ref: hidden states [N, H'] and the projection of the reference model; adds the full KL to it, with the
+            gradient to the policy only.
+
+    Raises:
+        ValueError: the numbers of tokens differ, or temperature or chunk_size is not above 0.
+    """
+    _check_arguments(hidden_NH, ids_N, temperature, chunk_size, ref)
+    ref_project = ref[1] if ref is not None else None
+
+    def score(hidden_nH: Tensor, ids_n: Tensor, ref_hidden_nH: Tensor | None) -> TokenLogProbs:
+        log_probs_nV = _log_softmax(project(hidden_nH), temperature)
+        ref_log_probs_nV = None
+        if ref_project is not None and ref_hidden_nH is not None:
+            with torch.no_grad():
+                ref_log_probs_nV = _log_softmax(ref_project(ref_hidden_nH), temperature)
+        return _measure(log_probs_nV, ids_n, with_entropy, ref_log_probs_nV)
+
+    # split, not slices: each slice's backward pass would make a gradient of full size
+    hidden_chunks = hidden_NH.split(chunk_size)
+    ref_chunks = ref[0].split(chunk_size) if ref is not None else [None] * len(hidden_chunks)
+    recompute = torch.is_grad_enabled() and len(hidden_chunks) > 1  # one chunk is as large either way
+    parts: list[TokenLogProbs] = []
+    for chunk in zip(hidden_chunks, ids_N.split(chunk_size), ref_chunks, strict=True):
+        if recompute:
+            # a head draws no random numbers, so their state need not be kept
+            parts.append(checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(score(*chunk))
+    return TokenLogProbs(
+        log_probs_N=torch.cat([part.log_probs_N for part in parts]),
+        entropy_N=_join([part.entropy_N for part in parts]),
+        full_kl_N=_join([part.full_kl_N for part in parts]),
+    )
+
+
+def log_probs_from_logits(
+    logits: Tensor, ids: Tensor, temperature: float = 1.0, chunk_size: int = 1024
+) -> Tensor:
+    """Log-probs [...] in float32 of the tokens ``ids`` [...] under ``logits`` [..., V] that exist already.
+
+    Every id must be in [0, V), in padding too. No float32 copy of all logits is made.
+    """
+    return _from_logits(logits, ids, temperature, chunk_size, with_entropy=False)[0]
+
+
+def log_probs_and_entropy_from_logits(
+    logits: Tensor, ids: Tensor, temperature: float = 1.0, chunk_size: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """``log_probs_from_logits`` and the entropies [...] of the same distributions."""
+    log_probs, entropy = _from_logits(logits, ids, temperature, chunk_size, with_entropy=True)
+    assert entropy is not None  # it was asked for
+    return log_probs, entropy
+
+
+def _from_logits(
+    logits: Tensor, ids: Tensor, temperature: float, chunk_size: int, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    if logits.shape[:-1] != ids.shape:
+        raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit ids of shape {tuple(ids.shape)}")
+    flat = token_log_probs(
+        logits.reshape(-1, logits.shape[-1]),
+        lambda logits_nV: logits_nV,
+        ids.reshape(-1),
+        temperature=temperature,
+        with_entropy=with_entropy,
+        chunk_size=chunk_size,
+    )
+    entropy = flat.entropy_N.view(ids.shape) if flat.entropy_N is not None else None
+    return flat.log_probs_N.view(ids.shape), entropy
+
+
+def _log_softmax(logits_nV: Tensor, temperature: float) -> Tensor:
+    logits_nV = logits_nV.float()
+    if temperature != 1.0:
+        logits_nV = logits_nV / temperature
+    return logits_nV.log_softmax(-1)
+
+
+def _measure(
+    log_probs_nV: Tensor, ids_n: Tensor, with_entropy: bool, ref_log_probs_nV: Tensor | None
+) -> TokenLogProbs:
+    log_probs_n = log_probs_nV.gather(-1, ids_n.unsqueeze(-1)).squeeze(-1)
+    entropy_n = full_kl_n = None
+    if with_entropy or ref_log_probs_nV is not None:
+        # some models forbid tokens by a logit of -inf; 0 x -inf would be NaN
+        lowest = torch.finfo(torch.float32).min
+        finite_nV = log_probs_nV.clamp(min=lowest)
+        probs_nV = log_probs_nV.exp()
+        if with_entropy:
+            entropy_n = -(probs_nV * finite_nV).sum(-1)
+        if ref_log_probs_nV is not None:
+            full_kl_n = (probs_nV * (finite_nV - ref_log_probs_nV.clamp(min=lowest))).sum(-1)
+    return TokenLogProbs(log_probs_n, entropy_n, full_kl_n)
+
+
+def _join(parts: list[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
+
+
+def _check_arguments(
+    hidden_NH: Tensor, ids_N: Tensor, temperature: float, chunk_size: int, ref: tuple[Tensor, Project] | None
+) -> None:
+    n_tokens = len(hidden_NH)
+    if len(ids_N) != n_tokens:
+        raise ValueError(f"{n_tokens} hidden states do not fit {len(ids_N)} token ids")
+    if ref is not None and len(ref[0]) != n_tokens:
+        raise ValueError(
+            f"{n_tokens} hidden states do not fit {len(ref[0])} hidden states of the reference model"
+        )
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature} has no log-probs; it must be above 0")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} must be 1 or more")

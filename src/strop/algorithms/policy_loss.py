@@ -1,0 +1,190 @@
+"""Policy losses per token, before aggregation: ppo, gspo and cispo.
+
+Shapes: B samples, T response tokens.
+
+A policy loss is a pure function ``(log_prob, old_log_prob, advantages, response_mask, *, clip_ratio_low,
+clip_ratio_high, clip_ratio_c=None) -> PolicyLoss``, all tensors [B,T]. It is not averaged:
+``aggregation.aggregate`` does that, after the caller has multiplied in any weights of ``correction``. k =
+log_prob - old_log_prob is clamped to +-20 everywhere, so that a ratio is finite.
+"""
+
+# ruff: noqa: N815 (fields carry shape suffixes)
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.masked import masked_mean, zero_masked
+from strop.algorithms.registry import resolve
+from strop.errors import ConfigError
+
+
+class PolicyLoss(NamedTuple):
+    """Per token, 0 where the mask is 0; only the loss has a gradient."""
+
+    loss_BT: Tensor
+    ratio_BT: Tensor
+    """the importance ratio exp(k), unclipped; of the whole sequence in gspo"""
+    clipped_BT: Tensor
+    """1 where clipping took effect, else 0"""
+    approx_kl_BT: Tensor
+    """exp(k) - 1 - k, which is never negative: an estimate of KL(old || new)"""
+
+
+PolicyLossFunction = Callable[..., PolicyLoss]
+
+POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
+
+
+def register_policy_loss(name: str) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+    """Make a function known as ``actor_rollout_ref.actor.policy_loss=name``."""
+
+    def register(policy_loss: PolicyLossFunction) -> PolicyLossFunction:
+        if name in POLICY_LOSSES:
+            raise ValueError(f"a policy loss called {name!r} is registered already")
+        POLICY_LOSSES[name] = policy_loss
+        return policy_loss
+
+    return register
+
+
+def get_policy_loss(name_or_import_path: str) -> PolicyLossFunction:
+    """The policy loss of that name, or a user's own by import path (``package.module:function``).
+
+    Raises:
+        ConfigError: it is not known, cannot be imported, or cannot be called as a policy loss is.
+    """
+    key = "actor_rollout_ref.actor.policy_loss"
+    policy_loss = resolve(name_or_import_path, POLICY_LOSSES, key=key)
+    try:
+        inspect.signature(policy_loss).bind(
+            "log_prob", "old_log_prob", "advantages", "response_mask",
+            clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=None,
+        )  # fmt: skip
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}={name_or_import_path!r} must take (log_prob, old_log_prob, advantages, response_mask, *, "
+            f"clip_ratio_low, clip_ratio_high, clip_ratio_c): {error}"
+        ) from error
+    return policy_loss
+
+
+@register_policy_loss("ppo")
+def ppo(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float | None = None,
+) -> PolicyLoss:
+    """The clipped surrogate: Schulman et al., arXiv:1707.06347, equation 7.
+
+    max(-A ratio, -A clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)); two bounds as in DAPO (Yu et al.,
+    arXiv:2503.14476). ``clip_ratio_c`` > 1 bounds the loss of a bad token that has become likely: where A <
+    0, no more than -A clip_ratio_c (dual clip, Ye et al., arXiv:1912.09729).
+    """
+    k_BT, advantages_BT = _clean(log_prob, old_log_prob, advantages, response_mask)
+    ratio_BT = k_BT.exp()
+    loss_BT, clipped_BT = _clipped_surrogate(
+        ratio_BT, advantages_BT, clip_ratio_low, clip_ratio_high, clip_ratio_c
+    )
+    return _masked(loss_BT, ratio_BT, clipped_BT, k_BT, response_mask)
+
+
+@register_policy_loss("gspo")
+def gspo(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float | None = None,
+) -> PolicyLoss:
+    """The clipped surrogate of whole sequences: Zheng et al., arXiv:2507.18071, equation 5.
+
+    The ratio of a sequence is exp(mean of k over its tokens), its advantage the mean over its tokens. Each
+    token gets the loss of its sequence, so that the aggregation ``seq-mean-token-mean`` gives the paper's
+    objective; ``token-mean`` weighs sequences by their length. The paper's clip ratios are of the order of
+    3e-4.
+    """
+    k_BT, advantages_BT = _clean(log_prob, old_log_prob, advantages, response_mask)
+    ratio_B1 = masked_mean(k_BT, response_mask, dim=-1).unsqueeze(-1).exp()
+    advantages_B1 = masked_mean(advantages_BT, response_mask, dim=-1).unsqueeze(-1)
+    loss_B1, clipped_B1 = _clipped_surrogate(
+        ratio_B1, advantages_B1, clip_ratio_low, clip_ratio_high, clip_ratio_c
+    )
+    return _masked(
+        loss_B1.expand_as(k_BT), ratio_B1.expand_as(k_BT), clipped_B1.expand_as(k_BT), k_BT, response_mask
+    )
+
+
+@register_policy_loss("cispo")
+def cispo(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float | None = None,
+) -> PolicyLoss:
+    """The policy gradient with clipped importance weights: MiniMax, arXiv:2506.13585, equation 4.
+
+    -sg(clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)) A log_prob, with sg for stop-gradient: a clipped
+    token keeps its gradient. The paper sets no lower bound: clip_ratio_low = 1.
+
+    Raises:
+        ConfigError: clip_ratio_c is set; there is no surrogate that it could bound.
+    """
+    if clip_ratio_c is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.clip_ratio_c={clip_ratio_c} has no meaning for cispo; set it to null"
+        )
+    k_BT, advantages_BT = _clean(log_prob, old_log_prob, advantages, response_mask)
+    ratio_BT = k_BT.detach().exp()
+    weight_BT = ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    loss_BT = -weight_BT * advantages_BT * zero_masked(log_prob, response_mask)
+    return _masked(loss_BT, ratio_BT, weight_BT != ratio_BT, k_BT, response_mask)
+
+
+def _clean(
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The clamped k [B,T] and the advantages, both 0 where the mask is 0."""
+    k_BT = zero_masked(log_prob, response_mask) - zero_masked(old_log_prob, response_mask)
+    return k_BT.clamp(-20, 20), zero_masked(advantages, response_mask)
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, c: float | None
+) -> tuple[Tensor, Tensor]:
+    """The loss, and where a clip has replaced -A ratio by a bound that has no gradient."""
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - low, 1 + high)
+    loss, clipped = torch.maximum(plain, bounded), bounded > plain
+    if c is None:
+        return loss, clipped
+    if c <= 1:
+        raise ConfigError(f"actor_rollout_ref.actor.clip_ratio_c={c} must be above 1")
+    ceiling = torch.where(advantages < 0, -advantages * c, torch.inf)
+    return torch.minimum(loss, ceiling), clipped | (loss > ceiling)
+
+
+def _masked(loss: Tensor, ratio: Tensor, clipped: Tensor, k: Tensor, response_mask: Tensor) -> PolicyLoss:
+    k = k.detach()
+    return PolicyLoss(
+        loss_BT=zero_masked(loss, response_mask),
+        ratio_BT=zero_masked(ratio.detach(), response_mask),
+        clipped_BT=zero_masked(clipped.to(loss.dtype), response_mask),
+        approx_kl_BT=zero_masked(k.exp() - 1 - k, response_mask),
+    )
