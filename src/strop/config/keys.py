@@ -1,0 +1,124 @@
+"""The schema as a list of keys: path, type in words, documentation; errors and docs/config.md quote it."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from strop.config.schema import Config
+from strop.config.schema.base import Expected, Section
+
+_PLAIN_NAMES = {
+    str: "string",
+    int: "int",
+    float: "float",
+    bool: "True or False",
+    type(None): "null",
+    Any: "any",
+}
+_CLOSE_ENOUGH = 0.6  # difflib's own default for "similar"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the tree; a section is a key too."""
+
+    path: str
+    expected: str
+    """The type in words, for example "int > 0 or null"."""
+    doc: str
+    is_section: bool
+
+
+@cache
+def all_keys() -> dict[str, Key]:
+    """Every key of the tree by its full path, in the order of the schema."""
+    return {key.path: key for key in _walk(Config, "")}
+
+
+def leaf_paths() -> list[str]:
+    """The full paths of the keys that hold a value, in the order of the schema."""
+    return [key.path for key in all_keys().values() if not key.is_section]
+
+
+def nearest(path: str) -> str | None:
+    """The known key most like `path`, if any is like it: by its last word first, then by the whole path."""
+
+    def likeness(known: str) -> float:
+        if known.endswith(f".{path}"):  # the right key without its first sections
+            return 1.0
+        word = difflib.SequenceMatcher(None, _last_word(path), _last_word(known)).ratio()
+        whole = difflib.SequenceMatcher(None, path, known).ratio()
+        return 0.6 * word + 0.4 * whole
+
+    best = max(all_keys(), key=likeness)
+    return best if likeness(best) > _CLOSE_ENOUGH else None
+
+
+def unknown_key(path: str) -> str:
+    """The line that reports a key which does not exist."""
+    guess = nearest(path)
+    if guess:
+        return f"{path}: unknown key; did you mean {guess}?"
+    section = path.rpartition(".")[0]
+    while section and section not in all_keys():
+        section = section.rpartition(".")[0]
+    siblings = [_last_word(known) for known in all_keys() if known.rpartition(".")[0] == section]
+    return f"{path}: unknown key; the keys of {section or 'the configuration'} are {', '.join(siblings)}"
+
+
+def _last_word(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            doc = (inner.__doc__ or "").strip().splitlines()[0]
+            yield Key(path, "a section (a mapping of keys)", doc, is_section=True)
+            yield from _walk(inner, f"{path}.")
+        else:
+            yield Key(path, _in_words(inner, field.metadata), field.description or "", is_section=False)
+
+
+def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    own_words = [str(item) for item in metadata if isinstance(item, Expected)]
+    if own_words:
+        return own_words[-1]
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _in_words(args[0], args[1:])
+    if origin in (Union, types.UnionType):
+        return " or ".join(_in_words(arg) for arg in args)
+    if origin is Literal:
+        return f"one of {', '.join(str(arg) for arg in args)}"
+    if origin is list:
+        return f"list of {_in_words(args[0])}"
+    if origin is dict:
+        return "mapping"
+    return _PLAIN_NAMES[annotation] + _bounds_in_words(metadata)
+
+
+def _bounds_in_words(metadata: Iterable[Any]) -> str:
+    words = []
+    for outer in metadata:
+        for item in outer.metadata if isinstance(outer, FieldInfo) else [outer]:
+            match item:
+                case annotated_types.Gt(bound):
+                    words.append(f"> {bound}")
+                case annotated_types.Ge(bound):
+                    words.append(f">= {bound}")
+                case annotated_types.Lt(bound):
+                    words.append(f"< {bound}")
+                case annotated_types.Le(bound):
+                    words.append(f"<= {bound}")
+    return f" {' and '.join(words)}" if words else ""

@@ -1,0 +1,121 @@
+"""From YAML, overrides or a plain mapping to a `Config`, with everything that is wrong reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from strop.config import deprecated
+from strop.config.keys import all_keys, unknown_key
+from strop.config.overrides import apply_override, split_overrides
+from strop.config.resolve import resolve, written_paths
+from strop.config.schema import Config
+from strop.config.user_file import DEFAULTS_FILE, compose_file, locate
+from strop.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+
+def load_config(
+    overrides: Sequence[str] = (), *, config_name: str | None = None, config_path: str | Path | None = None
+) -> Config:
+    """The defaults, the user's YAML file over them, and Hydra overrides over both.
+
+    Args:
+        overrides: `key=value`, `+key=value`, `++key=value`, `~key`, or `group=choice` for a config group in
+            the user's folder.
+        config_name: the user's file, with or without ".yaml".
+        config_path: its folder (relative to the current one), or the file itself. The file needs no `defaults:`
+            list, and only the keys that differ.
+
+    Raises:
+        ConfigError: one line for each unknown key, wrong value, dead interpolation and unreadable override.
+    """
+    file = locate(config_path, config_name)
+    groups, settings, problems = split_overrides(overrides, file.parent if file else None)
+    layer = compose_file(file, groups) if file else OmegaConf.create({})
+    return _build(layer, settings, problems)
+
+
+def as_config(config: Config | DictConfig | Mapping[str, Any]) -> Config:
+    """`config` as a `Config`: a mapping, which may hold only the keys that differ, is laid over the defaults.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    if isinstance(config, Config):
+        return config
+    try:
+        layer = OmegaConf.create(config) if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"configuration: {str(error).splitlines()[0]}") from error
+    OmegaConf.set_struct(layer, False)
+    return _build(layer, [], [])
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """`config` as plain nested dicts and lists."""
+    return config.model_dump()
+
+
+def to_yaml(config: Config) -> str:
+    """`config` as YAML, which `load_config(config_path=file)` reads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=10_000)
+
+
+def _build(layer: DictConfig, settings: list[Override], problems: list[str]) -> Config:
+    """Lay `layer` and `settings` over the defaults, resolve, validate; `problems` are known already."""
+    written = written_paths(cast(dict[Any, Any], OmegaConf.to_container(layer, resolve=False)))
+    tree = cast(DictConfig, OmegaConf.merge(OmegaConf.load(DEFAULTS_FILE), layer))
+    OmegaConf.set_readonly(tree, False)
+    for override in settings:
+        problem = apply_override(tree, override)
+        if problem:
+            problems.append(problem)
+        written |= written_paths({override.key_or_group: override.value()})
+    deprecated.settle(tree, written)
+
+    by_path: dict[str, str] = {}
+    plain = resolve(tree, by_path)
+    try:
+        config = Config.model_validate(plain)
+    except ValidationError as error:
+        for path, line in _readable(error, plain):
+            by_path.setdefault(path, line)
+        raise ConfigError(*problems, *by_path.values()) from None
+    if problems or by_path:
+        raise ConfigError(*problems, *by_path.values())
+    return config
+
+
+def _readable(error: ValidationError, plain: dict[Any, Any]) -> list[tuple[str, str]]:
+    """Path and line for each of pydantic's errors; several about one key (members of a union) become one."""
+    keys = all_keys()
+    lines: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        words = [str(word) for word in item["loc"]]
+        path = ".".join(words)
+        if item["type"] in ("extra_forbidden", "invalid_key"):
+            lines.setdefault(path, unknown_key(path))
+            continue
+        while path not in keys:  # below a key: an element of a list, or a member of a union
+            words.pop()
+            path = ".".join(words)
+        found = "nothing" if item["type"] == "missing" else _shown(plain, words)
+        lines.setdefault(path, f"{path}: found {found}, expected {keys[path].expected}")
+    return list(lines.items())
+
+
+def _shown(plain: dict[Any, Any], words: list[str]) -> str:
+    value: Any = plain
+    for word in words:
+        value = value[word]
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

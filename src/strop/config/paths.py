@@ -1,0 +1,15 @@
+"""Paths as they stand in the configuration: `~`, local, or a URL."""
+
+from __future__ import annotations
+
+import os
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` is fetched through fsspec (hdfs://, s3://, ...) rather than read from a local disk."""
+    return "://" in path
+
+
+def expand(path: str) -> str:
+    """`path` with a leading `~` spelled out; a URL, or a name such as Qwen/Qwen2.5-0.5B, stays as it is."""
+    return path if is_url(path) else os.path.expanduser(path)

@@ -1,0 +1,76 @@
+"""Keys under `critic`: the value model; it is built only when the advantage estimator needs values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strop.config.schema.base import PositiveFloat, PositiveInt, Section
+from strop.config.schema.shared import (
+    AttentionName,
+    ComputeDtype,
+    FsdpConfig,
+    LossAggregation,
+    OptimConfig,
+    Strategy,
+)
+
+
+class CriticModelConfig(Section):
+    """The model that the value head sits on."""
+
+    path: str
+    """Hugging Face model whose body the critic starts from."""
+    tokenizer_path: str
+    """Tokenizer that is saved next to the critic's checkpoint."""
+    external_lib: str | list[str] | None
+    """Package, or list of packages, to import first."""
+    override_config: dict[str, Any]
+    """Values laid over the model's config.json."""
+    enable_gradient_checkpointing: bool
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    use_remove_padding: bool
+    """Pack sequences without padding: the same numbers in less time."""
+    trust_remote_code: bool
+    """Run Python code that comes with the model."""
+    attn_implementation: AttentionName | None
+    """Attention kernel of transformers; null: its own choice."""
+    compute_dtype: ComputeDtype
+    """Precision of the passes; auto: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
+    fsdp_config: FsdpConfig
+
+
+class CriticConfig(Section):
+    """The value model and its update."""
+
+    strategy: Strategy
+    """Training back-end; the same as actor_rollout_ref.actor.strategy."""
+    optim: OptimConfig
+    model: CriticModelConfig
+    ppo_mini_batch_size: PositiveInt
+    """Prompts in one optimizer step, over all ranks: ppo_mini_batch_size x rollout.n samples."""
+    ppo_micro_batch_size: PositiveInt | None
+    """Deprecated: ppo_micro_batch_size_per_gpu times the number of ranks."""
+    ppo_micro_batch_size_per_gpu: PositiveInt | None
+    """Sequences in one forward and backward pass, per rank; memory only."""
+    forward_micro_batch_size: PositiveInt | None
+    """Deprecated: forward_micro_batch_size_per_gpu times the number of ranks."""
+    forward_micro_batch_size_per_gpu: PositiveInt | None
+    """Sequences in one forward pass for the values, per rank; memory only."""
+    use_dynamic_bsz: bool
+    """Cut micro-batches by tokens (the two keys below) instead of by sequences."""
+    ppo_max_token_len_per_gpu: PositiveInt
+    """Most tokens in one forward and backward pass, per rank, with use_dynamic_bsz."""
+    forward_max_token_len_per_gpu: PositiveInt
+    """Most tokens in one forward pass, per rank, with use_dynamic_bsz."""
+    ulysses_sequence_parallel_size: PositiveInt
+    """Ranks that share one sequence."""
+    ppo_epochs: PositiveInt
+    """Passes over the samples of one iteration."""
+    shuffle: bool
+    """Draw the mini-batches in a new seeded order every pass."""
+    grad_clip: PositiveFloat
+    """Largest global norm of the gradient; above it, the gradient is scaled down."""
+    cliprange_value: PositiveFloat
+    """A new value may move this far from the old one before its loss is clipped."""
+    loss_agg_mode: LossAggregation
+    """How token losses become one number; denominators count the whole mini-batch over all ranks."""

@@ -1,0 +1,71 @@
+"""The user's own YAML file with its config groups, composed by Hydra: a layer over the defaults.
+
+The layers are put together in `load` rather than by Hydra: so a file in the shape of the reference document
+needs no `defaults:` list, and a key that does not exist is kept until the schema reports it with all the rest.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from strop.errors import ConfigError
+
+DEFAULT_NAME = "ppo_trainer"
+DEFAULTS_FILE = Path(__file__).with_name(f"{DEFAULT_NAME}.yaml")
+
+
+def locate(config_path: str | Path | None, config_name: str | None) -> Path | None:
+    """The user's file; None when only the shipped defaults are meant.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    name = (config_name or DEFAULT_NAME).removesuffix(".yaml")
+    if config_path is None:
+        if name == DEFAULT_NAME:
+            return None
+        raise ConfigError(
+            f"--config-name {config_name}: strop ships only {DEFAULT_NAME}; "
+            "for a file of your own, give its folder with --config-path"
+        )
+    path = Path(config_path).expanduser().resolve()
+    if path.is_file() and config_name is None:
+        return path
+    if not path.is_dir():
+        raise ConfigError(f"--config-path {config_path}: no such folder")
+    file = path / f"{name}.yaml"
+    if not file.is_file():
+        found = ", ".join(sorted(other.name for other in path.glob("*.yaml"))) or "no YAML file"
+        raise ConfigError(f"--config-name {name}: no file {name}.yaml in {path}; it has {found}")
+    return file
+
+
+def compose_file(file: Path, group_overrides: Sequence[str] = ()) -> DictConfig:
+    """`file` and the config groups that it or `group_overrides` choose, without the shipped defaults.
+
+    Raises:
+        ConfigError: the file is not YAML, holds no mapping, or does not compose.
+    """
+    from hydra import compose, initialize_config_dir  # here: not needed without a file
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+
+    # The shipped defaults lie beneath every file. To a `defaults:` list that names them they are therefore an
+    # empty layer, and what comes back is exactly what the user wrote.
+    ConfigStore.instance().store(name=DEFAULT_NAME, node={})
+    try:
+        with initialize_config_dir(str(file.parent), version_base="1.3"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*missing `_self_`")  # it then comes last, as expected
+            layer = compose(file.name, overrides=list(group_overrides))
+    except RecursionError as error:
+        raise ConfigError(f"{file}: its `defaults:` list leads back to itself") from error
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
+    OmegaConf.set_struct(layer, False)
+    return layer
