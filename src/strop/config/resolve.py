@@ -19,7 +19,7 @@ def written_paths(mapping: dict[Any, Any], prefix: str = "") -> set[str]:
 
 
 def resolve(node: DictConfig, problems: dict[str, str], prefix: str = "") -> dict[Any, Any]:
-    """`node` as plain dicts and lists; an interpolation that leads nowhere is a line in `problems`, by path."""
+    """`node` as plain dicts and lists; an interpolation that leads nowhere is a line in `problems`."""
     plain = {}
     for key in list(node.keys()):
         path = f"{prefix}{key}"

@@ -1,7 +1,7 @@
 """The user's own YAML file with its config groups, composed by Hydra: a layer over the defaults.
 
 The layers are put together in `load` rather than by Hydra: so a file in the shape of the reference document
-needs no `defaults:` list, and a key that does not exist is kept until the schema reports it with all the rest.
+needs no `defaults:` list, and a key that does not exist is kept until the schema reports it.
 """
 
 from __future__ import annotations
