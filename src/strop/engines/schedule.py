@@ -11,7 +11,7 @@ def learning_rate_factor(
     """What the base learning rate is multiplied with at ``iteration`` (counted from 0) of ``total``.
 
     Warm-up: (iteration + 1) / W over the first W = int(warmup_ratio x total) iterations. After it: 1
-    (``constant``), a half cosine (``cosine``) or a straight line (``linear``) from 1 towards ``min_ratio`` (null: 0).
+    (``constant``), a half cosine (``cosine``) or a line (``linear``) from 1 towards ``min_ratio`` (null: 0).
     """
     warmup = int(warmup_ratio * total)
     if iteration < warmup:

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from strop.errors import MissingExtraError, ModelError
 
@@ -136,13 +137,18 @@ def load_scorer(
         path, override_config=override_config or {}, trust_remote_code=trust_remote_code
     )
     config.num_labels = 1
-    model, loading = _load(
-        AutoModelForSequenceClassification,
-        path,
-        config,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=attn_implementation,
-    )
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # a missing score layer is dealt with below, not a warning
+    try:
+        model, loading = _load(
+            AutoModelForSequenceClassification,
+            path,
+            config,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attn_implementation,
+        )
+    finally:
+        logging.set_verbosity(verbosity)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ModelError(f"model {path}: {type(model).__name__} has no bias-free linear `score` layer")

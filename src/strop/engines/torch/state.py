@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,8 @@ def save(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Pat
     """Write the state into ``folder``; ``CheckpointError`` when the disk refuses (full, read-only)."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        dcp.save(_collect(module, optimizer), checkpoint_id=str(folder), no_dist=True)
+        with _single_process():
+            dcp.save(_collect(module, optimizer), checkpoint_id=str(folder), no_dist=True)
     except (OSError, RuntimeError, dcp.CheckpointException) as error:
         raise CheckpointError(f"cannot write the checkpoint {folder}: {_cause(error)}") from error
 
@@ -55,7 +58,8 @@ def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Pat
     """Read what ``save`` wrote, bit for bit; ``CheckpointError`` when it is incomplete or does not fit."""
     collected = _collect(module, optimizer)
     try:
-        dcp.load(collected, checkpoint_id=str(folder), no_dist=True)
+        with _single_process():
+            dcp.load(collected, checkpoint_id=str(folder), no_dist=True)
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, dcp.CheckpointException) as error:
         raise CheckpointError(
             f"{folder} cannot be read as the state of this model: {_cause(error)}"
@@ -63,6 +67,14 @@ def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Pat
     set_model_state_dict(module, collected["model"])
     if optimizer is not None:
         set_optimizer_state_dict(module, optimizer, collected["optimizer"])
+
+
+@contextlib.contextmanager
+def _single_process() -> Iterator[None]:
+    """Without torch's reminder, at every call, that there is one process: we say so by ``no_dist``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _cause(error: BaseException) -> str:

@@ -1,0 +1,1 @@
+"""The algorithm and its loop."""

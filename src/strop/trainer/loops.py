@@ -1,0 +1,186 @@
+"""The loop around the algorithm: data, resume, validation, checkpoints, logging."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from strop.config.load import to_dict
+from strop.config.schema import Config
+from strop.data.loader import PromptLoader, train_loader, validation_loader
+from strop.data.rl_dataset import create_rl_dataset
+from strop.errors import ConfigError
+from strop.tracking.base import Tracking
+from strop.tracking.curves import draw_curves
+from strop.tracking.samples import write_samples
+from strop.trainer.checkpoint import Checkpoints
+from strop.trainer.metrics import speed_metrics
+from strop.trainer.run_folder import RunFolder
+from strop.trainer.validation import validate
+
+if TYPE_CHECKING:
+    from strop.trainer.ppo import RayPPOTrainer
+
+
+def build_loaders(
+    config: Config, tokenizer: Any, train_dataset: Any | None, val_dataset: Any | None
+) -> tuple[PromptLoader, PromptLoader]:
+    """The endless seeded loader of training prompts and the one-pass loader of validation prompts."""
+    data = config.data
+    if train_dataset is None:
+        train_dataset = create_rl_dataset(data.train_files, data, tokenizer)
+    if val_dataset is None:
+        val_dataset = create_rl_dataset(data.val_files, data, tokenizer)
+    train = train_loader(
+        train_dataset,
+        batch_size=data.train_batch_size,
+        seed=config.trainer.seed,
+        shuffle=data.shuffle,
+        pad_token_id=tokenizer.pad_token_id,
+        max_prompt_length=data.max_prompt_length,
+    )
+    validation = validation_loader(
+        val_dataset,
+        batch_size=data.val_batch_size,
+        pad_token_id=tokenizer.pad_token_id,
+        max_prompt_length=data.max_prompt_length,
+    )
+    return train, validation
+
+
+def total_training_steps(config: Config, steps_per_epoch: int) -> int:
+    """Exactly that many iterations run."""
+    return config.trainer.total_training_steps or steps_per_epoch * config.trainer.total_epochs
+
+
+def fit(trainer: RayPPOTrainer) -> None:
+    """Run the iterations that are left, from the last checkpoint if there is one."""
+    run = Run(trainer)
+    run.start()
+    try:
+        run.iterate()
+    finally:
+        run.close()
+
+
+class Run:
+    """One training run: its folder, its trackers and its checkpoints."""
+
+    def __init__(self, trainer: RayPPOTrainer) -> None:
+        self.trainer = trainer
+        self.settings = trainer.config.trainer
+        self.folder = RunFolder(self.settings.default_local_dir)
+        self.checkpoints = Checkpoints(self.folder.path, max_to_keep=self.settings.max_ckpt_to_keep)
+        self.seconds_before = 0.0
+        self.best_score: float | None = None
+
+    def start(self) -> None:
+        """Resume or begin: afterwards the folder holds the configuration and the trackers are open."""
+        trainer, settings = self.trainer, self.settings
+        checkpoint = self.checkpoints.find(settings.resume_mode)
+        if checkpoint is None:
+            self.folder.archive_previous_run()
+        else:
+            state = self.checkpoints.load(checkpoint, trainer.groups)
+            self.load_state_dict(state)
+            if trainer.global_step >= trainer.total_steps and not settings.val_only:
+                raise ConfigError(
+                    f"{checkpoint} is already at iteration {trainer.global_step} of {trainer.total_steps}: "
+                    "nothing is left to train. Raise trainer.total_epochs or trainer.total_training_steps, "
+                    "or start anew with trainer.resume_mode=disable"
+                )
+        self.folder.write_config(trainer.config)
+        self.tracking = Tracking(
+            settings.logger,
+            run_dir=self.folder.path,
+            project_name=settings.project_name,
+            experiment_name=settings.experiment_name,
+            config=to_dict(trainer.config),
+            total_steps=trainer.total_steps,
+            start_step=trainer.global_step,
+        )
+        self.started = time.perf_counter()
+
+    def iterate(self) -> None:
+        """Train to the end, or only validate."""
+        trainer, settings = self.trainer, self.settings
+        first = trainer.global_step == 0
+        if settings.val_only or (settings.val_before_train and first and settings.test_freq > 0):
+            self.tracking.log(trainer.global_step, self.validate())
+        if settings.val_only:
+            return
+        for prompts in trainer.train_loader:
+            metrics = self.one_iteration(prompts)
+            # Logged before it is saved: a run that resumes from this checkpoint then has this line, and a
+            # run that resumes from an earlier one drops it and writes it again.
+            self.tracking.log(trainer.global_step, metrics)
+            last = trainer.global_step == trainer.total_steps
+            if settings.save_freq > 0 and (last or trainer.global_step % settings.save_freq == 0):
+                with trainer.timer.phase("save_checkpoint"):
+                    self.checkpoints.save(trainer.global_step, trainer.groups, self.state_dict())
+            if last:
+                break
+        if settings.save_freq <= 0:
+            trainer.actor_rollout.export(self.folder.final_model)
+
+    def one_iteration(self, prompts: Any) -> dict[str, float]:
+        """A step of the algorithm and what hangs on it; returns all its metrics."""
+        trainer, settings = self.trainer, self.settings
+        with trainer.timer.phase("step"):
+            batch, metrics = trainer.step(prompts)
+        trainer.global_step += 1
+        step, last = trainer.global_step, trainer.global_step == trainer.total_steps
+        if settings.log_rollouts:
+            with trainer.timer.phase("log_rollouts"):
+                write_samples(self.folder.rollouts(step), batch, trainer.tokenizer)
+        if settings.test_freq > 0 and (last or step % settings.test_freq == 0):
+            metrics |= self.validate()
+        timing = trainer.timer.take()
+        return {
+            "episode": float(step * trainer.config.data.train_batch_size),
+            "epoch": step / len(trainer.train_loader),
+            **metrics,
+            **timing,
+            **speed_metrics(batch, timing, devices=trainer.actor_rollout.world_size),
+            "time/from_scratch": self.seconds(),
+        }
+
+    def validate(self) -> dict[str, float]:
+        """Scores by data source; the best mean so far is remembered."""
+        trainer = self.trainer
+        with trainer.timer.phase("testing"):
+            metrics, samples = validate(trainer)
+            write_samples(self.folder.validation(trainer.global_step), samples, trainer.tokenizer)
+        mean = sum(metrics.values()) / max(len(metrics), 1)
+        self.best_score = mean if self.best_score is None else max(mean, self.best_score)
+        return metrics
+
+    def seconds(self) -> float:
+        """Wall-clock seconds of training since the run first began, over all resumes."""
+        return self.seconds_before + time.perf_counter() - self.started
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver must remember; the random streams that strop itself draws from need nothing."""
+        trainer = self.trainer
+        return {
+            "global_step": trainer.global_step,
+            "loader": trainer.train_loader.state_dict(),
+            "kl_controller": trainer.kl_controller.state_dict(),
+            "best_score": self.best_score,
+            "seconds": self.seconds(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where ``state_dict`` was called."""
+        trainer = self.trainer
+        trainer.global_step = state["global_step"]
+        trainer.train_loader.load_state_dict(state["loader"])
+        trainer.kl_controller.load_state_dict(state["kl_controller"])
+        self.best_score = state["best_score"]
+        self.seconds_before = state["seconds"]
+
+    def close(self) -> None:
+        """Close the trackers and draw the curves, also after an error."""
+        self.tracking.close()
+        if not self.settings.val_only and self.trainer.global_step > 0:
+            draw_curves(self.folder.path)

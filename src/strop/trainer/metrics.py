@@ -1,0 +1,161 @@
+"""The figures of one iteration, under the names that docs/metrics.md defines.
+
+Shapes: B samples, T response tokens. Means are over real tokens or over sequences, never over padding and
+never means of means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from strop.algorithms.correction import rollout_statistics
+from strop.algorithms.kl import mean_sequence_kl
+from strop.algorithms.masked import masked_mean, masked_sum, masked_var
+from strop.protocol import DataProto
+
+_SEQUENCE_LOSSES = ("loss", "pg_loss", "vf_loss", "entropy_loss", "kl_loss")
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """What one optimizer step reported, and how much of the iteration it stands for."""
+
+    metrics: Mapping[str, float]
+    n_tokens: float
+    n_seqs: float
+
+
+def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dict[str, float]:
+    """One figure for all optimizer steps of an iteration.
+
+    Losses are weighted by what they average over (tokens, or sequences under the ``seq-*`` aggregations),
+    shares of tokens by tokens; the learning rate is the last one; skipped steps are counted; the gradient
+    norm is the mean over the steps that were taken.
+    """
+    records = list(records)
+    n_tokens = sum(record.n_tokens for record in records)
+    n_seqs = sum(record.n_seqs for record in records)
+    merged = {}
+    for name in records[0].metrics:
+        values = [record.metrics[name] for record in records]
+        if name == "lr":
+            merged[name] = values[-1]
+        elif name == "skipped_steps":
+            merged[name] = sum(values)
+        elif name == "grad_norm":
+            taken = [v for v, r in zip(values, records, strict=True) if not r.metrics.get("skipped_steps")]
+            merged[name] = sum(taken) / len(taken) if taken else float("nan")
+        elif name in _SEQUENCE_LOSSES and loss_agg_mode != "token-mean":
+            merged[name] = sum(v * r.n_seqs for v, r in zip(values, records, strict=True)) / n_seqs
+        else:
+            merged[name] = sum(v * r.n_tokens for v, r in zip(values, records, strict=True)) / n_tokens
+    return merged
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    values = values.float()
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def batch_metrics(batch: DataProto, *, max_prompt_length: int) -> dict[str, float]:
+    """Scores, rewards, advantages, returns, values and lengths of the samples of an iteration."""
+    columns, mask_BT = batch.batch, batch.batch["response_mask"]
+    real_BT = mask_BT.bool()
+    metrics = {
+        **_spread("critic/score", masked_sum(columns["token_level_scores"], mask_BT, dim=1)),
+        **_spread("critic/rewards", masked_sum(columns["token_level_rewards"], mask_BT, dim=1)),
+        **_spread("critic/advantages", columns["advantages"][real_BT]),
+        **_spread("critic/returns", columns["returns"][real_BT]),
+    }
+    if "values" in columns:
+        metrics |= _spread("critic/values", columns["values"][real_BT])
+        residual = masked_var(columns["returns"] - columns["values"], mask_BT)
+        metrics["critic/vf_explained_var"] = (
+            1 - residual / (masked_var(columns["returns"], mask_BT) + 1e-8)
+        ).item()
+    lengths_B = real_BT.sum(dim=1)
+    prompt_width = columns["attention_mask"].shape[1] - mask_BT.shape[1]
+    prompts_B = columns["attention_mask"][:, :prompt_width].sum(dim=1)
+    truncated = columns["truncated"].float().mean().item()
+    return {
+        **metrics,
+        **_spread("response_length", lengths_B),
+        "response_length/clip_ratio": truncated,
+        **_spread("prompt_length", prompts_B),
+        "prompt_length/clip_ratio": (prompts_B >= max_prompt_length).float().mean().item(),
+        "val/sequence_lengths": lengths_B.float().mean().item(),
+        "val/num_stop_token_ids": 1.0 - truncated,
+    }
+
+
+def objective_metrics(batch: DataProto, *, kl_coef: float) -> dict[str, float]:
+    """The ``objective/*`` family: per-sequence sums averaged over sequences; ``kl_coef`` is the beta that
+    was used.
+
+    The KL figures are there when a reference model is; ``non_score_reward`` has the sign that adds up:
+    scores + non_score_reward = rlhf_reward.
+    """
+    columns, mask_BT = batch.batch, batch.batch["response_mask"]
+    scores = masked_sum(columns["token_level_scores"], mask_BT, dim=1).mean().item()
+    rewards = masked_sum(columns["token_level_rewards"], mask_BT, dim=1).mean().item()
+    metrics = {
+        "objective/scores": scores,
+        "objective/rlhf_reward": rewards,
+        "objective/non_score_reward": rewards - scores,
+        "objective/entropy": masked_mean(columns["entropys"], mask_BT).item(),
+    }
+    if "kl" in columns:
+        metrics["objective/kl"] = masked_sum(columns["kl"], mask_BT, dim=1).mean().item()
+        metrics["critic/kl"] = mean_sequence_kl(columns["kl"], mask_BT).item()
+        metrics["critic/kl_coeff"] = kl_coef
+    if "reward/rule" in columns:
+        metrics["objective/verifiable_correct_rate"] = (columns["reward/rule"] >= 1).float().mean().item()
+    return metrics
+
+
+def sampler_metrics(batch: DataProto) -> dict[str, float]:
+    """How far the sampler's log-probs are from the trainer's (contract 5)."""
+    columns = batch.batch
+    statistics = rollout_statistics(
+        columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
+    )
+    return {f"training/rollout_{name}": value for name, value in statistics._asdict().items()}
+
+
+def policy_metrics(actor: Mapping[str, float]) -> dict[str, float]:
+    """The actor's merged update under its two families of names."""
+    aliases = {
+        "objective/loss": "loss",
+        "loss/policy_avg": "pg_loss",
+        "policy/approxkl_avg": "approx_kl",
+        "policy/clipfrac_avg": "pg_clipfrac",
+        "policy/entropy_avg": "entropy",
+        "lr": "lr",
+    }
+    named = {f"actor/{name}": value for name, value in actor.items() if name not in ("approx_kl", "entropy")}
+    return {**named, **{alias: actor[name] for alias, name in aliases.items() if name in actor}}
+
+
+def speed_metrics(batch: DataProto, timing: Mapping[str, float], *, devices: int) -> dict[str, float]:
+    """Tokens per second and milliseconds per token; ``timing`` has ``timing_s/*`` with ``timing_s/step``."""
+    total = int(batch.batch["attention_mask"].sum())
+    responses = int(batch.batch["response_mask"].sum())
+    step_s = timing["timing_s/step"]
+    metrics = {
+        "perf/total_num_tokens": float(total),
+        "perf/time_per_step": step_s,
+        "perf/throughput": total / (step_s * devices),
+        "time/training": step_s,
+    }
+    for name in ("gen", "ref", "values", "adv", "update_critic", "update_actor"):
+        if (seconds := timing.get(f"timing_s/{name}")) is not None:
+            tokens = responses if name == "gen" else total
+            metrics[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
+    return metrics

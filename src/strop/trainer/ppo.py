@@ -1,0 +1,309 @@
+"""PPO and its relatives, as one reads them: ``step`` is one iteration of the algorithm.
+
+The trainer is the single controller. It sees workers only through worker groups, so the same text drives
+models in this process and models on a cluster; ``ray_worker_group_cls`` decides which. Everything that is
+not the algorithm (validation, checkpoints, logging) hangs on the loop in ``strop.trainer.loops``.
+
+Shapes: B samples (prompts x rollout.n), T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from strop.algorithms.advantages import estimate, get_estimator, needs
+from strop.algorithms.correction import rollout_is_weights
+from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
+from strop.algorithms.masked import masked_sum
+from strop.config.load import as_config
+from strop.config.schema import Config
+from strop.controller.resource_pool import ResourcePoolManager
+from strop.controller.roles import Role
+from strop.protocol import DataProto
+from strop.trainer import loops
+from strop.trainer.metrics import (
+    UpdateRecord,
+    batch_metrics,
+    merge_updates,
+    objective_metrics,
+    policy_metrics,
+    sampler_metrics,
+)
+from strop.trainer.scores import attach_scores, require_finite
+from strop.trainer.seeds import permutation, sample_seeds
+from strop.trainer.timing import PhaseTimer
+
+_MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+_ACTOR_COLUMNS = (*_MODEL_INPUTS, "old_log_probs", "advantages")
+_ACTOR_OPTIONAL = ("ref_log_prob", "ref_hidden", "rollout_is_weights")
+_CRITIC_COLUMNS = (*_MODEL_INPUTS, "values", "returns")
+
+
+class RayPPOTrainer:
+    """Drives actor, rollout, reference, critic and reward model through one PPO iteration after another.
+
+    ``role_worker_mapping`` gives the worker class of each role, ``resource_pool_manager`` where it lives and
+    ``ray_worker_group_cls`` the kind of group (``LocalWorkerGroup`` runs everything in this process).
+    ``reward_fn`` maps a batch to a ``RewardOutput`` (or to token-level scores [B, T]); ``val_reward_fn``
+    does so in validation.
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any],
+        tokenizer: Any,
+        role_worker_mapping: Mapping[Role, type],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type,
+        reward_fn: Callable[[DataProto], Any],
+        val_reward_fn: Callable[[DataProto], Any] | None = None,
+        train_dataset: Any | None = None,
+        val_dataset: Any | None = None,
+    ) -> None:
+        self.config = as_config(config)
+        self.tokenizer = tokenizer
+        self.role_worker_mapping = dict(role_worker_mapping)
+        self.resource_pool_manager = resource_pool_manager
+        self.worker_group_cls = ray_worker_group_cls
+        self.reward_fn: Callable[[DataProto], Any] = reward_fn
+        self.val_reward_fn: Callable[[DataProto], Any] = val_reward_fn or reward_fn
+        self.train_loader, self.val_loader = loops.build_loaders(
+            self.config, tokenizer, train_dataset, val_dataset
+        )
+        self.total_steps = loops.total_training_steps(self.config, len(self.train_loader))
+        self.global_step = 0  # iterations done; the one in progress is global_step + 1
+        self.timer = PhaseTimer()
+        self.actor_rollout: Any = None  # worker groups: their methods are those of the workers
+        self.ref: Any = None
+        self.critic: Any = None
+        self.reward_model: Any = None
+
+        algorithm = self.config.algorithm
+        self.estimator = get_estimator(algorithm.adv_estimator)
+        self._estimator_needs = needs(self.estimator)
+        control = algorithm.kl_ctrl
+        self.kl_controller = make_kl_controller(
+            control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
+        )
+        actor = self.config.actor_rollout_ref.actor
+        self.kl_in_reward = not actor.use_kl_loss and control.kl_coef > 0
+        self.use_reference = actor.use_kl_loss or self.kl_in_reward
+        self.use_critic = "values" in self._estimator_needs
+        self.use_reward_model = self.config.reward_model.enable
+
+    # ------------------------------------------------------------------------------------------- building
+
+    def init_workers(self) -> None:
+        """Build the worker groups of the roles that this run needs, and load their models."""
+        self.actor_rollout = self._group(Role.ActorRollout)
+        if self.use_reference:
+            self.ref = self._group(Role.RefPolicy)
+        if self.use_critic:
+            self.critic = self._group(Role.Critic)
+        if self.use_reward_model:
+            self.reward_model = self._group(Role.RewardModel)
+        for group in self.groups.values():
+            group.init_model()
+
+    def _group(self, role: Role) -> Any:
+        return self.worker_group_cls(
+            worker_cls=self.role_worker_mapping[role],
+            init_kwargs={"config": self.config, "role": role},
+            resource_pool=self.resource_pool_manager.pool_of(role),
+            name=role.name,
+        )
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        """The worker groups that exist, by the name of their folder in a checkpoint."""
+        named = {
+            "actor": self.actor_rollout,
+            "ref": self.ref,
+            "critic": self.critic,
+            "reward_model": self.reward_model,
+        }
+        return {name: group for name, group in named.items() if group is not None}
+
+    def fit(self) -> None:
+        """Train: ``init_workers`` comes first. Ends after ``total_steps`` iterations."""
+        loops.fit(self)
+
+    # ------------------------------------------------------------------------------------------ one iteration
+
+    def step(self, prompts: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """One iteration of PPO on a batch of prompts: the finished samples, and the metrics."""
+        batch = self.collect(prompts)
+        return self.learn(batch)
+
+    def collect(self, prompts: DataProto) -> DataProto:
+        """Generate responses with the present policy and score them."""
+        batch = self.generate(prompts)
+        return self.score(batch)
+
+    def learn(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Advantages, then the updates of critic and actor."""
+        batch = self.evaluate(batch)
+        batch = self.estimate_advantages(batch)
+        metrics = self.batch_metrics(batch)
+        if self.use_critic:
+            metrics |= {f"critic/{name}": value for name, value in self.update_critic(batch).items()}
+        if self.global_step >= self.config.trainer.critic_warmup:
+            metrics |= policy_metrics(self.update_actor(batch))
+        return batch, metrics
+
+    # ---------------------------------------------------------------------------------------- parts of
+    # collect
+
+    def generate(self, prompts: DataProto) -> DataProto:
+        """``rollout.n`` responses to each prompt with the sampler's log-probs; for ReMax greedy ones too."""
+        n, iteration = self.config.actor_rollout_ref.rollout.n, self.global_step + 1
+        uids = [f"{iteration}-{row}" for row in range(len(prompts))]
+        prompts = prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
+        with self.timer.phase("gen"):
+            seeds = sample_seeds(self.config.trainer.seed, "rollout", iteration, len(prompts), n)
+            batch = self.generate_with(prompts, seeds, mode="train")
+        if "baseline_scores" in self._estimator_needs:
+            with self.timer.phase("gen_greedy"):
+                greedy = self.generate_with(prompts, seeds[:, :1], mode="greedy")
+            scores_B = masked_sum(
+                self.score(greedy).batch["token_level_scores"], greedy.batch["response_mask"], dim=1
+            )
+            batch.batch["baseline_scores"] = scores_B.repeat_interleave(n)
+        return batch
+
+    def generate_with(self, prompts: DataProto, seeds: Tensor, *, mode: str) -> DataProto:
+        """Responses of the rollout; ``mode``: ``train``, ``greedy`` or ``validate`` (``val_kwargs``)."""
+        request = DataProto(
+            {**prompts.batch, "seeds": seeds}, prompts.non_tensor_batch, {**prompts.meta_info, "mode": mode}
+        )
+        return self.actor_rollout.generate_sequences(request)
+
+    def score(self, batch: DataProto) -> DataProto:
+        """``token_level_scores`` [B, T], and each named part of the score as ``reward/<part>`` [B]."""
+        with self.timer.phase("reward"):
+            if self.use_reward_model:
+                batch = batch.union(self.reward_model.compute_rm_score(batch))
+            output = self.reward_fn(batch)
+        return attach_scores(batch, output)
+
+    # ------------------------------------------------------------------------------------------ parts of
+    # learn
+
+    def evaluate(self, batch: DataProto) -> DataProto:
+        """What the models say of the samples before the update: log-probs, entropies, values."""
+        inputs = batch.select(*_MODEL_INPUTS)
+        if self.use_reference:
+            with self.timer.phase("ref"):
+                batch = batch.union(self.ref.compute_ref_log_prob(inputs))
+            inputs = batch.select(*_MODEL_INPUTS, *(["ref_hidden"] if "ref_hidden" in batch else []))
+        with self.timer.phase("old_log_prob"):
+            batch = batch.union(self.actor_rollout.compute_log_prob(inputs))
+        if self.use_critic:
+            with self.timer.phase("values"):
+                batch = batch.union(self.critic.compute_values(inputs))
+        return batch
+
+    def estimate_advantages(self, batch: DataProto) -> DataProto:
+        """Rewards with the KL penalty, advantages and returns: pure functions of the batch, on the driver."""
+        with self.timer.phase("adv"):
+            columns, algorithm = dict(batch.batch), self.config.algorithm
+            columns["token_level_rewards"] = self._rewards(columns)
+            columns["advantages"], columns["returns"] = estimate(
+                self.estimator,
+                rewards=columns["token_level_rewards"],
+                response_mask=columns["response_mask"],
+                values=columns.get("values"),
+                uid=batch.non_tensor_batch["uid"],
+                baseline_scores=columns.get("baseline_scores"),
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                whiten=algorithm.whiten_advantages,
+                norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+            )
+            actor = self.config.actor_rollout_ref.actor
+            if actor.rollout_is is not None:
+                columns["rollout_is_weights"] = rollout_is_weights(
+                    columns["old_log_probs"],
+                    columns["rollout_log_probs"],
+                    columns["response_mask"],
+                    level=actor.rollout_is,
+                    threshold=actor.rollout_is_threshold,
+                )
+        require_finite("advantages", columns["advantages"])
+        return DataProto(columns, batch.non_tensor_batch, batch.meta_info)
+
+    def _rewards(self, columns: dict[str, Tensor]) -> Tensor:
+        """r_t = score_t - beta kl_t; also keeps the KL (to report it) and steers beta by it."""
+        self._beta_used = self.kl_controller.value if self.kl_in_reward else 0.0
+        if not self.use_reference:
+            return columns["token_level_scores"]
+        mask_BT = columns["response_mask"]
+        kind = self.config.algorithm.kl_penalty
+        if kind == "full":
+            columns["kl"] = columns["full_kl"]
+        else:
+            columns["kl"] = kl_penalty(columns["old_log_probs"], columns["ref_log_prob"], kind, mask_BT)
+        rewards_BT = apply_kl_penalty(columns["token_level_scores"], columns["kl"], mask_BT, self._beta_used)
+        if self.kl_in_reward:
+            self.kl_controller.update(mean_sequence_kl(columns["kl"], mask_BT).item(), len(mask_BT))
+        return rewards_BT
+
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        """The critic's optimizer steps of this iteration."""
+        with self.timer.phase("update_critic"):
+            return self._update(
+                self.critic.update_critic, batch.select(*_CRITIC_COLUMNS), self.config.critic, "critic"
+            )
+
+    def update_actor(self, batch: DataProto) -> dict[str, float]:
+        """The actor's optimizer steps of this iteration."""
+        optional = [name for name in _ACTOR_OPTIONAL if name in batch]
+        with self.timer.phase("update_actor"):
+            return self._update(
+                self.actor_rollout.update_actor,
+                batch.select(*_ACTOR_COLUMNS, *optional),
+                self.config.actor_rollout_ref.actor,
+                "actor",
+            )
+
+    def _update(
+        self, update: Callable[[DataProto], dict[str, float]], batch: DataProto, section: Any, name: str
+    ) -> dict[str, float]:
+        records = []
+        for epoch in range(section.ppo_epochs):
+            for mini_batch in self._mini_batches(batch, section, name, epoch):
+                metrics = update(mini_batch)
+                meta = mini_batch.meta_info
+                records.append(UpdateRecord(metrics, meta["n_tokens"], meta["n_seqs"]))
+        return merge_updates(records, loss_agg_mode=section.loss_agg_mode)
+
+    def _mini_batches(self, batch: DataProto, section: Any, name: str, epoch: int) -> Iterator[DataProto]:
+        """Which samples share an optimizer step is decided here, before anything is spread over ranks.
+
+        Each mini-batch carries the denominators of its losses: its real tokens and its sequences, over all
+        ranks.
+        """
+        if section.shuffle:
+            batch = batch[
+                permutation(self.config.trainer.seed, name, len(batch), self.global_step + 1, epoch)
+            ]
+        for mini_batch in batch.split(section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n):
+            mini_batch.meta_info |= {
+                "n_tokens": float(mini_batch.batch["response_mask"].sum()),
+                "n_seqs": float(len(mini_batch)),
+                "iteration": self.global_step,
+                "total_iterations": self.total_steps,
+            }
+            yield mini_batch
+
+    def batch_metrics(self, batch: DataProto) -> dict[str, float]:
+        """Everything that is known about the samples before the update."""
+        return {
+            **batch_metrics(batch, max_prompt_length=self.config.data.max_prompt_length),
+            **objective_metrics(batch, kl_coef=self._beta_used),
+            **sampler_metrics(batch),
+            **batch.meta_info.get("reward_metrics", {}),
+        }

@@ -1,0 +1,63 @@
+"""The files of one run, under ``trainer.default_local_dir``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from strop.config.load import to_yaml
+from strop.config.schema import Config
+
+_RUN_FILES = ("config.yaml", "metrics.jsonl", "curves.png", "rollouts", "validation", "final_model")
+_LATEST = "latest_checkpointed_iteration.txt"
+
+
+class RunFolder:
+    """Names and makes the run's files."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def rollouts(self, step: int) -> Path:
+        """The samples of an iteration."""
+        return self.path / "rollouts" / f"step_{step:06d}.parquet"
+
+    def validation(self, step: int) -> Path:
+        """The validation samples after ``step`` iterations."""
+        return self.path / "validation" / f"step_{step:06d}.parquet"
+
+    @property
+    def final_model(self) -> Path:
+        """The trained actor as a Hugging Face folder, when no checkpoints are kept."""
+        return self.path / "final_model"
+
+    def write_config(self, config: Config) -> None:
+        """The resolved configuration, in place of an earlier one only when it is whole."""
+        write_atomically(self.path / "config.yaml", to_yaml(config))
+
+    def archive_previous_run(self) -> None:
+        """Move what an earlier run left into ``previous_1``, ``previous_2``, ...: nothing is lost."""
+        left = [self.path / name for name in (*_RUN_FILES, _LATEST)] + list(self.path.glob("global_step_*"))
+        left = [path for path in left if path.exists()]
+        if not left:
+            return
+        number = 1
+        while (archive := self.path / f"previous_{number}").exists():
+            number += 1
+        archive.mkdir()
+        for path in left:
+            path.rename(archive / path.name)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside and rename: a reader sees the old file or the new one, never half of one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with beside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

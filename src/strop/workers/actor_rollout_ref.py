@@ -1,0 +1,141 @@
+"""The policy's worker: actor, rollout and reference model, in whichever combination its role asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from strop.config.schema import Config
+from strop.controller.dispatch import Dispatch, register
+from strop.controller.roles import Role
+from strop.engines.base import Engine
+from strop.models.loader import end_token_ids, load_causal_lm
+from strop.models.policy import PolicyModel
+from strop.protocol import DataProto
+from strop.rollout.base import RolloutEngine, SamplingParams, build_rollout
+from strop.workers.base import Worker
+from strop.workers.losses import actor_objective
+
+
+class ActorRolloutRefWorker(Worker):
+    """Holds the trained policy and the rollout on its weights, or a frozen reference, or both."""
+
+    rollout: RolloutEngine
+    reference: Engine
+
+    def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(config, role, rank=rank, world_size=world_size)
+        self.section = config.actor_rollout_ref
+        self.temperature = self.section.rollout.temperature
+        actor, algorithm = self.section.actor, config.algorithm
+        has_reference = actor.use_kl_loss or algorithm.kl_ctrl.kl_coef > 0
+        self.full_kl_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
+        self.full_kl = self.full_kl_loss or (has_reference and algorithm.kl_penalty == "full")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model (twice when the role has both actor and reference) and build what the role needs."""
+        self.tokenizer = self.load_tokenizer(self.config.data.tokenizer or self.section.model.path)
+        if self.role in (Role.RefPolicy, Role.ActorRolloutRef):
+            self.reference = self._build(trained=None)[0]
+        if self.role is Role.RefPolicy:
+            return
+        trains = self.role is not Role.Rollout
+        self.engine, policy = self._build(trained=self.section.actor if trains else None)
+        if self.full_kl:
+            policy.keep_reference_head()
+        if self.role is not Role.Actor:
+            model = policy.hugging_face_model
+            self.rollout = build_rollout(
+                self.section.rollout.name,
+                model=model,
+                pad_token_id=self.tokenizer.pad_token_id,
+                eos_token_ids=end_token_ids(model, self.tokenizer),
+                autocast_dtype=self.engine.autocast_dtype,
+                micro_batch_size=self.section.rollout.micro_batch_size_per_gpu,
+            )
+
+    def _build(self, trained: Any | None) -> tuple[Any, PolicyModel]:
+        model = self.section.model
+        policy = PolicyModel(
+            load_causal_lm(
+                self.find_model(model.path, model.external_lib),
+                override_config=model.override_config,
+                trust_remote_code=model.trust_remote_code,
+                attn_implementation=model.attn_implementation,
+            )
+        )
+        engine = self.build_engine(
+            policy,
+            compute_dtype=model.compute_dtype,
+            checkpointing=model.enable_gradient_checkpointing,
+            trained=trained,
+        )
+        return engine, policy
+
+    @register(Dispatch.DATA_PARALLEL)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Responses to each prompt; ``meta_info["mode"]`` is ``train``, ``greedy`` or ``validate``."""
+        mode = prompts.meta_info["mode"]
+        params = SamplingParams.from_config(self.section.rollout, validate=mode == "validate")
+        if mode == "greedy":
+            params = dataclasses.replace(params, n=1, do_sample=False)
+        return self.rollout.generate(prompts, params)
+
+    @register(Dispatch.DATA_PARALLEL)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """``old_log_probs`` and ``entropys`` [B, T]; ``full_kl`` [B, T] when the KL is the full one."""
+        micro = self._log_prob_micro_batching(self.section.rollout)
+        found = self.engine.infer(
+            batch, micro, temperature=self.temperature, with_entropy=True, with_full_kl=self.full_kl
+        )
+        columns = {"old_log_probs": found["log_prob"], "entropys": found["entropy"]}
+        if self.full_kl:
+            columns["full_kl"] = found["full_kl"]
+        return DataProto(columns)
+
+    @register(Dispatch.DATA_PARALLEL)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """``ref_log_prob`` [B, T]; for the full KL also the hidden states ``ref_hidden`` [B, T, H]."""
+        micro = self._log_prob_micro_batching(self.section.ref)
+        found = self.reference.infer(
+            batch, micro, temperature=self.temperature, with_entropy=False, with_hidden=self.full_kl
+        )
+        columns = {"ref_log_prob": found["log_prob"]}
+        if self.full_kl:
+            columns["ref_hidden"] = found["hidden"]
+        return DataProto(columns)
+
+    @register(Dispatch.DATA_PARALLEL)
+    def update_actor(self, mini_batch: DataProto) -> dict[str, float]:
+        """One optimizer step on a mini-batch whose ``meta_info`` has the global denominators."""
+        actor, meta = self.section.actor, mini_batch.meta_info
+        objective = actor_objective(
+            actor,
+            n_tokens=meta["n_tokens"],
+            n_seqs=meta["n_seqs"],
+            max_response_length=self.config.data.max_response_length,
+        )
+        micro = self.micro_batching(
+            actor,
+            "ppo_micro_batch_size",
+            dynamic=actor.use_dynamic_bsz,
+            max_tokens=actor.ppo_max_token_len_per_gpu,
+        )
+        return self.train_on(
+            mini_batch,
+            objective,
+            actor,
+            micro,
+            temperature=self.temperature,
+            with_entropy=True,
+            with_full_kl=self.full_kl_loss,
+        )
+
+    def _log_prob_micro_batching(self, section: Any) -> Any:
+        return self.micro_batching(
+            section,
+            "log_prob_micro_batch_size",
+            dynamic=section.log_prob_use_dynamic_bsz,
+            max_tokens=section.log_prob_max_token_len_per_gpu,
+        )

@@ -1,0 +1,132 @@
+"""What every worker has: its place among the ranks, its engine, and one way to take an optimizer step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from strop.config.schema import Config
+from strop.controller.dispatch import Dispatch, register
+from strop.controller.roles import Role
+from strop.data.files import local_path
+from strop.engines.base import Engine, Loss
+from strop.engines.micro_batches import MicroBatching
+from strop.engines.schedule import learning_rate_factor
+from strop.engines.torch.engine import OptimizerSettings, TorchEngine, pick_autocast, pick_device
+from strop.engines.torch.state import weights_hash
+from strop.models.base import RoleModel
+from strop.models.loader import import_external_lib, load_tokenizer
+from strop.protocol import DataProto
+
+
+class Worker:
+    """One process of a role. Subclasses build their model in ``init_model`` and mark what groups may call."""
+
+    engine: Engine
+    tokenizer: Any
+
+    def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
+        self.config = config
+        self.role = role
+        self.rank = rank
+        self.world_size = world_size
+        self.device = pick_device(config.trainer.device)
+
+    def find_model(self, path: str, external_lib: str | list[str] | None) -> Path:
+        """The local folder of a model, downloaded once; the packages it needs are imported."""
+        import_external_lib(external_lib)
+        return local_path(path, self.config.data.cache_dir)
+
+    def load_tokenizer(self, path: str) -> Any:
+        """The tokenizer that lies at a local path or URL."""
+        return load_tokenizer(
+            local_path(path, self.config.data.cache_dir),
+            trust_remote_code=self.config.actor_rollout_ref.model.trust_remote_code,
+        )
+
+    def build_engine(
+        self,
+        module: RoleModel,
+        *,
+        compute_dtype: str,
+        checkpointing: bool = False,
+        trained: Any | None = None,
+    ) -> TorchEngine:
+        """The engine of ``module``; ``trained`` is the section with ``optim``, None for inference only."""
+        settings = None
+        if trained is not None:
+            optim = trained.optim
+            settings = OptimizerSettings(
+                betas=(optim.betas[0], optim.betas[1]),
+                weight_decay=optim.weight_decay,
+                eps=optim.eps,
+                grad_clip=trained.grad_clip,
+            )
+        return TorchEngine(
+            module,
+            device=self.device,
+            autocast_dtype=pick_autocast(compute_dtype, self.device),
+            optimizer=settings,
+            gradient_checkpointing=checkpointing and trained is not None,
+        )
+
+    def micro_batching(self, section: Any, prefix: str, *, dynamic: bool, max_tokens: int) -> MicroBatching:
+        """The key ``<prefix>_per_gpu``, or its deprecated global form over the ranks, or dynamic batching."""
+        if dynamic:
+            return MicroBatching(max_tokens=max_tokens)
+        rows = getattr(section, f"{prefix}_per_gpu")
+        if rows is None:
+            rows = getattr(section, prefix) // self.world_size
+        return MicroBatching(rows=rows)
+
+    def train_on(
+        self, mini_batch: DataProto, loss: Loss, section: Any, micro: MicroBatching, **options: Any
+    ) -> dict[str, float]:
+        """One optimizer step on a mini-batch; the metrics of the loss, ``grad_norm``, ``lr``,
+        ``skipped_steps``.
+
+        ``mini_batch.meta_info`` holds ``iteration`` (from 0) and ``total_iterations``: they fix the
+        learning rate.
+        """
+        optim, meta = section.optim, mini_batch.meta_info
+        learning_rate = optim.lr * learning_rate_factor(
+            meta["iteration"],
+            total=meta["total_iterations"],
+            warmup_ratio=optim.lr_warmup_steps_ratio,
+            style=optim.warmup_style,
+            min_ratio=optim.min_lr_ratio,
+        )
+        metrics = self.engine.forward_backward(mini_batch, loss, micro, **options)
+        step = self.engine.optimizer_step(learning_rate)
+        return {
+            **metrics,
+            "grad_norm": step.grad_norm,
+            "lr": learning_rate,
+            "skipped_steps": float(step.skipped),
+        }
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write the training state into ``folder`` and the model as it is into ``folder/huggingface``."""
+        self.engine.save(folder)
+        self.engine.export(folder / "huggingface", self.tokenizer)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: Path) -> None:
+        """Read what ``save_checkpoint`` wrote."""
+        self.engine.load(folder)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder; an earlier one is replaced when the new one is whole."""
+        building = folder.with_name(f"{folder.name}.tmp")
+        shutil.rmtree(building, ignore_errors=True)
+        self.engine.export(building, self.tokenizer)
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
+
+    @register(Dispatch.RANK_ZERO)
+    def weights_hash(self) -> str:
+        """SHA-256 over all parameters."""
+        return weights_hash(self.engine.named_weights())

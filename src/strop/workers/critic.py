@@ -1,0 +1,63 @@
+"""The critic's worker: values of states, and their regression on the returns."""
+
+from __future__ import annotations
+
+from strop.controller.dispatch import Dispatch, register
+from strop.models.loader import load_scorer
+from strop.models.scorer import ValueModel
+from strop.protocol import DataProto
+from strop.workers.base import Worker
+from strop.workers.losses import critic_objective
+
+
+class CriticWorker(Worker):
+    """Holds the value model, which may start from a language model or from a reward model."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the value model; a language model gets a fresh value head, drawn from ``trainer.seed``."""
+        critic = self.config.critic
+        self.tokenizer = self.load_tokenizer(critic.model.tokenizer_path or critic.model.path)
+        scorer = load_scorer(
+            self.find_model(critic.model.path, critic.model.external_lib),
+            fresh_head_seed=self.config.trainer.seed,
+            override_config=critic.model.override_config,
+            trust_remote_code=critic.model.trust_remote_code,
+            attn_implementation=critic.model.attn_implementation,
+        )
+        self.engine = self.build_engine(
+            ValueModel(scorer),
+            compute_dtype=critic.model.compute_dtype,
+            checkpointing=critic.model.enable_gradient_checkpointing,
+            trained=critic,
+        )
+
+    @register(Dispatch.DATA_PARALLEL)
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """``values`` [B, T]: the state before each response token, 0 where the mask is 0."""
+        critic = self.config.critic
+        micro = self.micro_batching(
+            critic,
+            "forward_micro_batch_size",
+            dynamic=critic.use_dynamic_bsz,
+            max_tokens=critic.forward_max_token_len_per_gpu,
+        )
+        return DataProto(self.engine.infer(batch, micro))
+
+    @register(Dispatch.DATA_PARALLEL)
+    def update_critic(self, mini_batch: DataProto) -> dict[str, float]:
+        """One optimizer step on a mini-batch whose ``meta_info`` has the global denominators."""
+        critic, meta = self.config.critic, mini_batch.meta_info
+        objective = critic_objective(
+            critic,
+            n_tokens=meta["n_tokens"],
+            n_seqs=meta["n_seqs"],
+            max_response_length=self.config.data.max_response_length,
+        )
+        micro = self.micro_batching(
+            critic,
+            "ppo_micro_batch_size",
+            dynamic=critic.use_dynamic_bsz,
+            max_tokens=critic.ppo_max_token_len_per_gpu,
+        )
+        return self.train_on(mini_batch, objective, critic, micro)

@@ -1,0 +1,112 @@
+"""The objectives of actor and critic: algorithms put together by configuration, over global denominators.
+
+Shapes: B sequences of a micro-batch, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from strop.algorithms.aggregation import aggregate
+from strop.algorithms.kl import kl_penalty
+from strop.algorithms.masked import masked_sum
+from strop.algorithms.policy_loss import get_policy_loss
+from strop.algorithms.value_loss import value_loss
+from strop.engines.base import Loss
+
+
+def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_length: int) -> Loss:
+    """agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(kl): NUMERICS, policy loss.
+
+    ``actor`` is the section ``actor_rollout_ref.actor``; ``n_tokens`` and ``n_seqs`` count the whole
+    mini-batch over all ranks and micro-batches.
+    """
+    policy_loss = get_policy_loss(actor.policy_loss)
+    clip_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    clip_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+
+    def objective(
+        outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        mask_BT = columns["response_mask"]
+
+        def agg(loss_BT: Tensor) -> Tensor:
+            return aggregate(
+                loss_BT,
+                mask_BT,
+                mode=actor.loss_agg_mode,
+                n_tokens=n_tokens,
+                n_seqs=n_seqs,
+                max_response_length=max_response_length,
+            )
+
+        policy = policy_loss(
+            outputs["log_prob"],
+            columns["old_log_probs"],
+            columns["advantages"],
+            mask_BT,
+            clip_ratio_low=clip_low,
+            clip_ratio_high=clip_high,
+            clip_ratio_c=actor.clip_ratio_c,
+        )
+        loss_BT = policy.loss_BT
+        if "rollout_is_weights" in columns:
+            loss_BT = loss_BT * columns["rollout_is_weights"]
+        pg_loss = agg(loss_BT)
+        metrics = {
+            "pg_loss": pg_loss,
+            "pg_clipfrac": masked_sum(policy.clipped_BT, mask_BT) / n_tokens,
+            "ppo_kl": masked_sum(columns["old_log_probs"] - outputs["log_prob"], mask_BT) / n_tokens,
+            "approx_kl": masked_sum(policy.approx_kl_BT, mask_BT) / n_tokens,
+        }
+        total = pg_loss
+        if "entropy" in outputs:
+            metrics["entropy"] = masked_sum(outputs["entropy"], mask_BT) / n_tokens
+            metrics["entropy_loss"] = agg(outputs["entropy"])
+            total = total - actor.entropy_coeff * metrics["entropy_loss"]
+        if actor.use_kl_loss:
+            metrics["kl_loss"] = agg(_kl(actor.kl_loss_type, outputs, columns))
+            total = total + actor.kl_loss_coef * metrics["kl_loss"]
+        return total, metrics
+
+    return objective
+
+
+def _kl(kind: str, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Tensor:
+    if kind == "full":
+        return outputs["full_kl"]
+    return kl_penalty(outputs["log_prob"], columns["ref_log_prob"], kind, columns["response_mask"])
+
+
+def critic_objective(critic: Any, *, n_tokens: float, n_seqs: float, max_response_length: int) -> Loss:
+    """0.5 agg(max of the unclipped and the clipped squared error): NUMERICS, value loss."""
+
+    def objective(
+        outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        mask_BT = columns["response_mask"]
+        loss_BT, clipped_BT = value_loss(
+            outputs["values"],
+            columns["returns"],
+            columns["values"],
+            mask_BT,
+            cliprange_value=critic.cliprange_value,
+        )
+        total = aggregate(
+            loss_BT,
+            mask_BT,
+            mode=critic.loss_agg_mode,
+            n_tokens=n_tokens,
+            n_seqs=n_seqs,
+            max_response_length=max_response_length,
+        )
+        return total, {
+            "vf_loss": total,
+            "vf_clipfrac": masked_sum(clipped_BT, mask_BT) / n_tokens,
+            "vpred_mean": masked_sum(outputs["values"], mask_BT) / n_tokens,
+        }
+
+    return objective

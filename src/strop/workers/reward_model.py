@@ -1,0 +1,87 @@
+"""The reward model's worker: one score for each prompt with its response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.controller.dispatch import Dispatch, register
+from strop.errors import ModelError
+from strop.models.loader import load_scorer
+from strop.models.scorer import SequenceScorer
+from strop.protocol import DataProto
+from strop.workers.base import Worker
+
+
+class RewardModelWorker(Worker):
+    """Scores with an ``AutoModelForSequenceClassification``.
+
+    With ``reward_model.model.input_tokenizer`` set, samples are decoded with it and written anew with the
+    reward model's own tokenizer and chat template; without it the policy's token ids are scored as they
+    are.
+    """
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the reward model, and the tokenizers when it has its own."""
+        section, policy = self.config.reward_model, self.config.actor_rollout_ref.model
+        scorer = load_scorer(
+            self.find_model(section.model.path, section.model.external_lib),
+            fresh_head_seed=None,
+            trust_remote_code=section.model.trust_remote_code,
+        )
+        self.tokenizer = self.load_tokenizer(section.model.path)
+        self.input_tokenizer: Any = None
+        if section.model.input_tokenizer is not None:
+            self.input_tokenizer = self.load_tokenizer(section.model.input_tokenizer)
+            if self.tokenizer.chat_template is None:
+                raise ModelError(
+                    f"reward model {section.model.path}: its tokenizer has no chat template to write samples "
+                    "with; set reward_model.model.input_tokenizer=null if it shares the policy's tokenizer"
+                )
+        self.engine = self.build_engine(SequenceScorer(scorer), compute_dtype=policy.compute_dtype)
+
+    @register(Dispatch.DATA_PARALLEL)
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        """``rm_scores`` [B]."""
+        section = self.config.reward_model
+        micro = self.micro_batching(
+            section,
+            "micro_batch_size",
+            dynamic=section.use_dynamic_bsz,
+            max_tokens=section.forward_max_token_len_per_gpu,
+        )
+        return DataProto(self.engine.infer(self._inputs(batch), micro))
+
+    def _inputs(self, batch: DataProto) -> DataProto:
+        if self.input_tokenizer is None:
+            return batch.select("input_ids", "attention_mask", "position_ids")
+        rows = [
+            self._write_anew(prompt, response_T[mask_T.bool()])
+            for prompt, response_T, mask_T in zip(
+                batch.non_tensor_batch["raw_prompt"],
+                batch.batch["responses"],
+                batch.batch["response_mask"],
+                strict=True,
+            )
+        ]
+        width = max(len(row) for row in rows)
+        ids = torch.full((len(rows), width), self.tokenizer.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for index, row in enumerate(rows):
+            ids[index, width - len(row) :] = torch.tensor(row)
+            mask[index, width - len(row) :] = 1
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        return DataProto({"input_ids": ids, "attention_mask": mask, "position_ids": positions})
+
+    def _write_anew(self, prompt: Any, response: Tensor) -> list[int]:
+        """Token ids of the conversation by the reward model's own template; if too long, its end is kept."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        text = self.input_tokenizer.decode(response, skip_special_tokens=True)
+        ids = self.tokenizer.apply_chat_template(
+            [*messages, {"role": "assistant", "content": text}], return_dict=False
+        )
+        limit = self.config.reward_model.max_length
+        return ids if limit is None else ids[-limit:]
