@@ -163,7 +163,7 @@ def _row_index(fields: dict[str, Any], row_number: int) -> Any:
     extra_info = fields.get("extra_info")
     if isinstance(extra_info, dict) and extra_info.get("index") is not None:
         return extra_info["index"]
-    return row_number
+    return fields.get("index", row_number)
 
 
 def _check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> None:

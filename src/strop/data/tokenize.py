@@ -36,9 +36,9 @@ logger = logging.getLogger("strop.data")
 Chunk = Sequence[Sequence[int] | np.ndarray]  # token ids of consecutive prompts
 
 CHUNK_ROWS = 1_000
-# A worker process spends some seconds on importing transformers; below this many rows it never earns them
-# back.
-MIN_ROWS_FOR_PROCESSES = 30_000
+# A worker process spends some seconds on importing transformers. A fast tokenizer already uses all cores for what it
+# does in Rust, so its workers only share out the templates; one written in Python gains sooner.
+MIN_ROWS_FOR_PROCESSES = {"fast": 100_000, "slow": 5_000}
 MIN_ROWS_FOR_BAR = 5_000
 
 
@@ -75,8 +75,9 @@ def tokenize_table(
     """Token ids of the column ``prompt_key``, from the cache below ``cache_dir`` if it is there (None: no
     cache).
 
-    ``num_workers`` processes are used from 30,000 rows on (None: one per core). Raises :class:`DataError`
-    naming file, row and field of the first prompt that cannot be used.
+    ``num_workers`` processes (None: one per core) are used where they pay off: from 100,000 rows on, or 5,000 with
+    a tokenizer written in Python. Raises :class:`DataError` naming file, row and field of the first prompt that
+    cannot be used.
     """
     cache = _cache_path(table, tokenizer, prompt_key, cache_dir) if cache_dir is not None else None
     if cache is not None and (found := _load(cache, len(table))) is not None:
@@ -107,7 +108,8 @@ class _ChunkError(Exception):
 def _encode_all(
     table: PromptTable, tokenizer: PreTrainedTokenizerBase, prompt_key: str, workers: int, bar: Bar
 ) -> list[Chunk]:
-    if workers > 1 and len(table) >= MIN_ROWS_FOR_PROCESSES:
+    enough = MIN_ROWS_FOR_PROCESSES["fast" if tokenizer.is_fast else "slow"]
+    if workers > 1 and len(table) >= enough:
         try:
             return _encode_in_processes(table, tokenizer, prompt_key, workers, bar)
         except (BrokenProcessPool, pickle.PicklingError, AttributeError, TypeError) as error:

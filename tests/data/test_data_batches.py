@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+
+from strop.data.collate import collate
+from strop.data.loader import PromptLoader, train_loader, validation_loader
+from strop.errors import CheckpointError, DataError
+
+
+def row(*ids: int, **fields):
+    return {"input_ids": torch.tensor(ids), **fields}
+
+
+class Numbers:
+    """Row i is the prompt [i + 1, i + 1, ...] of i + 1 tokens."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, number: int):
+        return row(*[number + 1] * (number + 1), index=number)
+
+
+def test_prompts_are_padded_on_the_left():
+    batch = collate([row(7, 8), row(4, 5, 6, 9)], pad_token_id=99, max_prompt_length=4)
+    assert batch.batch["input_ids"].tolist() == [[99, 99, 7, 8], [4, 5, 6, 9]]
+    assert batch.batch["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    assert batch.batch["position_ids"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    assert {tensor.dtype for tensor in batch.batch.values()} == {torch.int64}
+
+
+def test_a_token_that_equals_the_pad_id_is_still_attended_to():
+    batch = collate([row(0, 5, 0)], pad_token_id=0, max_prompt_length=5)
+    assert batch.batch["attention_mask"].tolist() == [[0, 0, 1, 1, 1]]
+
+
+def test_other_fields_become_object_columns_even_when_they_look_like_a_matrix():
+    rows = [
+        row(1, raw_prompt_ids=[1, 2], reward_model={"ground_truth": "3"}),
+        row(2, raw_prompt_ids=[3, 4], reward_model={}),
+    ]
+    batch = collate(rows, pad_token_id=0, max_prompt_length=3)
+    assert batch.non_tensor_batch["raw_prompt_ids"].shape == (2,)
+    assert batch.non_tensor_batch["raw_prompt_ids"][1] == [3, 4]
+    assert batch.non_tensor_batch["reward_model"][0] == {"ground_truth": "3"}
+    assert "input_ids" not in batch.non_tensor_batch
+    assert len(batch) == 2
+
+
+def test_a_prompt_over_the_limit_is_refused():
+    with pytest.raises(DataError, match="row 1 of the batch has 3 prompt tokens, the limit is 2"):
+        collate([row(1), row(1, 2, 3)], pad_token_id=0, max_prompt_length=2)
+
+
+def test_rows_with_other_fields_are_refused():
+    with pytest.raises(DataError, match=r"row 1 .*\['ability', 'index'\]"):
+        collate([row(1, index=0), row(2, ability="math")], pad_token_id=0, max_prompt_length=2)
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(DataError, match="at least one row"):
+        collate([], pad_token_id=0, max_prompt_length=2)
+
+
+def test_the_training_loader_goes_on_for_ever_and_resumes():
+    def build() -> PromptLoader:
+        return train_loader(Numbers(5), batch_size=2, seed=4, pad_token_id=0, max_prompt_length=5)
+
+    loader = build()
+    assert len(loader) == 2
+    straight = [batch.non_tensor_batch["index"].tolist() for batch in islice(loader, 7)]
+    interrupted = build()
+    for _ in islice(interrupted, 3):
+        pass
+    resumed = build()
+    resumed.load_state_dict(interrupted.state_dict())
+    assert [batch.non_tensor_batch["index"].tolist() for batch in islice(resumed, 4)] == straight[3:]
+
+
+def test_the_training_loader_can_keep_the_order_of_the_file():
+    loader = train_loader(
+        Numbers(4), batch_size=2, seed=4, pad_token_id=0, max_prompt_length=4, shuffle=False
+    )
+    first = next(iter(loader))
+    assert first.batch["input_ids"].tolist() == [[0, 0, 0, 1], [0, 0, 2, 2]]
+
+
+def test_the_validation_loader_gives_every_row_once_each_time():
+    loader = validation_loader(Numbers(5), batch_size=2, pad_token_id=0, max_prompt_length=5)
+    for _ in range(2):
+        assert [batch.non_tensor_batch["index"].tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+    assert len(loader) == 3
+    assert loader.state_dict() == {}
+    loader.load_state_dict({})
+    with pytest.raises(CheckpointError, match="no state to restore"):
+        loader.load_state_dict({"epoch": 1})

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from strop.data.files import DEFAULT_CACHE_DIR, atomic_write, cache_folder, content_digest, local_path
+from strop.errors import DataError
+
+
+@pytest.fixture
+def downloads(monkeypatch):
+    """The remote paths of all downloads from the memory file system, in order."""
+    seen = []
+    original = MemoryFileSystem.get_file
+
+    def counted(self, rpath, lpath, **kwargs):
+        seen.append(rpath)
+        return original(self, rpath, lpath, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", counted)
+    return seen
+
+
+def below(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if not path.name.endswith(".lock"))
+
+
+def test_a_local_path_passes_through_with_the_home_expanded(tmp_path):
+    assert local_path("~/x.parquet") == Path.home() / "x.parquet"
+    assert local_path("some-org/some-model") == Path("some-org/some-model")
+    assert local_path(tmp_path / "y") == tmp_path / "y"
+
+
+def test_a_file_url_is_used_where_it_is(tmp_path):
+    (tmp_path / "a.txt").write_text("here")
+    assert local_path(f"file://{tmp_path}/a.txt", tmp_path / "cache") == tmp_path / "a.txt"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_url_is_downloaded_once_and_again_when_it_changed(memory_fs, tmp_path, downloads):
+    memory_fs.pipe("/bucket/train.parquet", b"one")
+    first = local_path("memory://bucket/train.parquet", tmp_path)
+    assert first.name == "train.parquet"
+    assert first.read_bytes() == b"one"
+    assert local_path("memory://bucket/train.parquet", tmp_path) == first
+    assert downloads == ["/bucket/train.parquet"]
+
+    memory_fs.pipe("/bucket/train.parquet", b"two")
+    second = local_path("memory://bucket/train.parquet", tmp_path)
+    assert second.read_bytes() == b"two"
+    assert first.read_bytes() == b"one"
+    assert len(downloads) == 2
+
+
+def test_a_folder_comes_with_all_its_files(memory_fs, tmp_path, downloads):
+    memory_fs.pipe("/models/tiny/config.json", b"{}")
+    memory_fs.pipe("/models/tiny/shards/a.safetensors", b"weights")
+    folder = local_path("memory://models/tiny/", tmp_path)
+    assert folder.name == "tiny"
+    assert (folder / "config.json").read_bytes() == b"{}"
+    assert (folder / "shards" / "a.safetensors").read_bytes() == b"weights"
+    assert local_path("memory://models/tiny/", tmp_path) == folder
+    assert len(downloads) == 2
+
+
+def test_a_download_that_fails_midway_leaves_nothing_and_can_be_repeated(memory_fs, tmp_path, monkeypatch):
+    memory_fs.pipe("/models/m/a.bin", b"first")
+    memory_fs.pipe("/models/m/b.bin", b"second")
+    original = MemoryFileSystem.get_file
+
+    def breaks_at_the_second(self, rpath, lpath, **kwargs):
+        if rpath.endswith("b.bin"):
+            Path(lpath).write_bytes(b"sec")
+            raise ConnectionResetError("the line went dead")
+        return original(self, rpath, lpath, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "get_file", breaks_at_the_second)
+        with pytest.raises(DataError, match=r"memory://models/m.*the line went dead"):
+            local_path("memory://models/m", tmp_path)
+    assert below(tmp_path) == ["downloads"]
+    assert below(local_path("memory://models/m", tmp_path)) == ["a.bin", "b.bin"]
+
+
+def test_the_rest_of_a_killed_download_is_removed(memory_fs, tmp_path):
+    memory_fs.pipe("/d/a.bin", b"whole")
+    path = local_path("memory://d/a.bin", tmp_path)
+    partial = path.parent.with_name(f"{path.parent.name}.partial")
+    path.parent.rename(partial)
+    (partial / "stale").write_text("left by a process that was killed")
+    assert local_path("memory://d/a.bin", tmp_path) == path
+    assert below(tmp_path) == sorted(["downloads", path.parent.name, "a.bin"])
+
+
+def test_concurrent_callers_share_one_download(memory_fs, tmp_path, monkeypatch, downloads):
+    memory_fs.pipe("/d/big.bin", b"x" * 1000)
+    slow = threading.Event()
+    original = MemoryFileSystem.get_file
+
+    def slowly(self, rpath, lpath, **kwargs):
+        slow.wait(0.2)
+        return original(self, rpath, lpath, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lambda _: local_path("memory://d/big.bin", tmp_path), range(4)))
+    assert len(paths) == 1
+    assert downloads == ["/d/big.bin"]
+
+
+def test_what_is_missing_is_named(memory_fs, tmp_path):
+    with pytest.raises(DataError, match=r"memory://nowhere/train\.parquet: no such file or folder"):
+        local_path("memory://nowhere/train.parquet", tmp_path)
+    with pytest.raises(DataError, match="no such file or folder"):
+        local_path(f"file://{tmp_path}/absent", tmp_path)
+    memory_fs.mkdir("/empty")
+    with pytest.raises(DataError, match="memory://empty: the folder is empty"):
+        local_path("memory://empty", tmp_path)
+
+
+def test_a_file_system_without_a_back_end_is_one_short_error(tmp_path):
+    with pytest.raises(DataError, match=r"nosuch://a/b: cannot open this file system \(Protocol not known"):
+        local_path("nosuch://a/b", tmp_path)
+
+
+def test_a_back_end_that_cannot_start_is_one_short_error(tmp_path, monkeypatch):
+    # What pyarrow says of hdfs:// on a machine without Java: a hundred lines.
+    def no_java(url):
+        raise OSError("Unable to load libjvm\n" + "dlopen(...) failed\n" * 100)
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", no_java)
+    with pytest.raises(DataError) as caught:
+        local_path("hdfs://namenode:9000/data/train.parquet", tmp_path)
+    assert "Unable to load libjvm" in str(caught.value)
+    assert "dlopen" not in str(caught.value)
+
+
+def write_half(target: Path) -> None:
+    with atomic_write(target) as temporary:
+        temporary.write_text("ne")
+        raise OSError("disk full")
+
+
+def test_an_atomic_write_replaces_the_whole_file_or_leaves_it(tmp_path):
+    target = tmp_path / "new" / "file.txt"
+    with atomic_write(target) as temporary:
+        temporary.write_text("old")
+        assert not target.exists()
+    with pytest.raises(OSError, match="disk full"):
+        write_half(target)
+    assert target.read_text() == "old"
+    assert below(tmp_path) == ["file.txt", "new"]
+
+
+def test_the_default_cache_is_in_the_home_folder():
+    assert cache_folder(None) == Path(DEFAULT_CACHE_DIR).expanduser()
+    assert cache_folder("~/elsewhere") == Path.home() / "elsewhere"
+
+
+def test_the_digest_is_sha256(tmp_path):
+    (tmp_path / "abc").write_bytes(b"abc")
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
+    assert content_digest(tmp_path / "abc") == expected

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from strop.data.parquet import count_rows, list_files, read_prompt_table
+from strop.errors import DataError
+
+
+def test_files_are_joined_in_the_order_given(write):
+    second = write("b.parquet", [{"prompt": "b0"}])
+    first = write("a.parquet", [{"prompt": "a0"}, {"prompt": "a1"}])
+    table = read_prompt_table([str(second), first])
+    assert table.values("prompt", 0, 3) == ["b0", "a0", "a1"]
+    assert table.locate(0) == (str(second), 0)
+    assert table.locate(1) == (str(first), 0)
+    assert table.locate(2) == (str(first), 1)
+    assert count_rows([second, first]) == 3
+    assert count_rows(str(first)) == 2
+
+
+def test_nested_values_become_plain_python(write):
+    path = write(
+        "a.parquet",
+        [{"prompt": [{"role": "user", "content": "hi"}], "extra_info": {"tags": ["x", "y"], "n": 3}}],
+    )
+    row = read_prompt_table(path).row(0)
+    assert row == {"prompt": [{"role": "user", "content": "hi"}], "extra_info": {"tags": ["x", "y"], "n": 3}}
+    assert type(row["extra_info"]["tags"]) is list
+
+
+def test_files_with_different_extra_columns_are_joined_with_nulls(write):
+    a = write("a.parquet", [{"prompt": "a", "extra_info": {"x": 1}}])
+    b = write("b.parquet", [{"prompt": "b", "extra_info": {"y": "z"}, "level": "hard"}])
+    table = read_prompt_table([a, b])
+    assert table.row(0) == {"prompt": "a", "extra_info": {"x": 1, "y": None}, "level": None}
+    assert table.row(1) == {"prompt": "b", "extra_info": {"x": None, "y": "z"}, "level": "hard"}
+
+
+def test_files_that_do_not_fit_together_are_named(write):
+    a, b = write("a.parquet", [{"prompt": "a"}]), write("b.parquet", [{"prompt": [1]}])
+    with pytest.raises(DataError, match=r"a\.parquet.*b\.parquet.*cannot be joined"):
+        read_prompt_table([a, b])
+
+
+def test_an_error_names_file_row_and_field(write):
+    a, b = write("a.parquet", [{"prompt": "a"}]), write("b.parquet", [{"prompt": "b"}, {"prompt": "c"}])
+    error = read_prompt_table([a, b]).error(2, "prompt", "too odd")
+    assert str(error) == f"{b}, row 1, field prompt: too odd"
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"absent\.parquet: expected a parquet file, found nothing"):
+        read_prompt_table(tmp_path / "absent.parquet")
+    with pytest.raises(DataError, match=r"absent\.parquet: expected a parquet file, found nothing"):
+        count_rows(tmp_path / "absent.parquet")
+
+
+def test_a_folder_is_not_a_file(tmp_path):
+    with pytest.raises(DataError, match="expected a parquet file, found a folder"):
+        read_prompt_table(tmp_path)
+
+
+def test_a_file_without_rows_is_refused(write):
+    path = write("none.parquet", prompt=pa.array([], pa.string()))
+    with pytest.raises(DataError, match=r"none\.parquet: the file has no rows"):
+        read_prompt_table(path)
+
+
+def test_a_missing_column_is_named_with_those_there_are(write):
+    path = write("a.parquet", [{"question": "?", "answer": "!"}])
+    with pytest.raises(DataError, match=r"no column 'prompt' .*\['question', 'answer'\]"):
+        read_prompt_table(path)
+    assert len(read_prompt_table(path, prompt_key="question")) == 1
+
+
+def test_what_is_not_parquet_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    path.write_text('{"prompt": "json, in truth"}')
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet"):
+        read_prompt_table(path)
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet"):
+        count_rows(path)
+
+
+def test_no_files_at_all_is_an_error():
+    with pytest.raises(DataError, match="no data file was given"):
+        list_files([])
+
+
+def test_rows_of_a_url_are_counted_without_downloading_it(write, memory_fs, tmp_path, monkeypatch):
+    local = write("a.parquet", prompt=["text"] * 1000, filler=[str(i) * 50 for i in range(1000)])
+    memory_fs.pipe("/bucket/a.parquet", local.read_bytes())
+    monkeypatch.setattr(type(memory_fs), "get_file", lambda *_, **__: pytest.fail("downloaded"))
+    assert count_rows("memory://bucket/a.parquet") == 1000
+    with pytest.raises(DataError, match=r"memory://bucket/b\.parquet: no such file"):
+        count_rows("memory://bucket/b.parquet")
+
+
+def test_a_url_is_read_through_the_cache(write, memory_fs, tmp_path):
+    memory_fs.pipe("/bucket/a.parquet", write("a.parquet", [{"prompt": "far away"}]).read_bytes())
+    table = read_prompt_table("memory://bucket/a.parquet", cache_dir=tmp_path / "cache")
+    assert table.row(0) == {"prompt": "far away"}
+    assert table.locate(0) == ("memory://bucket/a.parquet", 0)
+    assert pq.read_metadata(table.paths[0]).num_rows == 1
+    assert table.paths[0].is_relative_to(tmp_path / "cache")

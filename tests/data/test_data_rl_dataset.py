@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from strop.data.loader import validation_loader
+from strop.data.preprocess import prepare
+from strop.data.rl_dataset import RLHFDataset, create_rl_dataset
+from strop.errors import DataError
+
+
+def chat(text: str):
+    return [{"role": "user", "content": text}]
+
+
+def full_row(text: str, index: int | None = None, **fields):
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": chat(text),
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": {"split": "train", "index": index, "tags": ["a", "b"]},
+        **fields,
+    }
+
+
+@pytest.fixture
+def build(write, tokenizer):
+    """build(rows, **arguments) -> RLHFDataset on one file data.parquet."""
+
+    def make(rows, **arguments):
+        return RLHFDataset(write("data.parquet", rows), tokenizer, **{"max_prompt_length": 8, **arguments})
+
+    return make
+
+
+def test_a_row_has_its_ids_and_its_columns_as_plain_python(build):
+    dataset = build([full_row("w1 w2", index=5, level="hard")])
+    row = dataset[0]
+    assert row.pop("input_ids").tolist() == [3, 11, 12, 5]
+    assert row == {
+        "data_source": "openai/gsm8k",
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": {"split": "train", "index": 5, "tags": ["a", "b"]},
+        "index": 5,
+        "level": "hard",
+    }
+    assert type(row["extra_info"]["tags"]) is list
+    assert dataset[0]["input_ids"].dtype == torch.int64
+
+
+def test_raw_chat_and_raw_ids_come_on_request(build):
+    row = build([full_row("w1 w2")], return_raw_chat=True, return_raw_input_ids=True)[0]
+    assert row["raw_prompt"] == chat("w1 w2")
+    assert row["raw_prompt_ids"] == [11, 12]
+    plain = build([{"prompt": "w3"}], return_raw_chat=True, return_raw_input_ids=True)[0]
+    assert plain["input_ids"].tolist() == [1, 13]
+    assert plain["raw_prompt"] == chat("w3")
+    assert plain["raw_prompt_ids"] == [13]
+
+
+def test_the_index_is_extra_infos_or_a_column_or_the_row_number(build):
+    assert [row["index"] for row in build([full_row("w1", index=9), full_row("w2")])] == [9, 1]
+    assert [row["index"] for row in build([{"prompt": "w1", "index": 40}])] == [40]
+    assert [row["index"] for row in build([{"prompt": "w1", "extra_info": None}])] == [0]
+
+
+def test_the_only_column_that_is_needed_is_the_prompt(build):
+    dataset = build([{"question": chat("w1")}], prompt_key="question")
+    assert dataset[0]["input_ids"].tolist() == [3, 11, 5]
+    assert set(dataset[0]) == {"input_ids", "index"}
+
+
+def test_the_data_source_may_be_under_another_name(build):
+    row = build([{"prompt": "w1", "task": "my/task"}], reward_fn_key="task")[0]
+    assert row["data_source"] == row["task"] == "my/task"
+
+
+def test_overlong_prompts_are_dropped_with_their_number(build, caplog):
+    rows = [full_row("w1 w2 w3 w4 w5 w6 w7"), full_row("w1"), full_row("w1 w2 w3 w4 w5 w6")]
+    with caplog.at_level(logging.WARNING, "strop.data"):
+        dataset = build(rows)  # 9, 3 and 8 tokens
+    assert [len(row["input_ids"]) for row in dataset] == [3, 8]
+    assert [row["index"] for row in dataset] == [1, 2]
+    assert "dropped 1 of 3 prompts, longer than data.max_prompt_length=8 tokens" in caplog.text
+
+
+def test_nothing_is_said_when_nothing_is_dropped(build, caplog):
+    build([full_row("w1")])
+    assert caplog.text == ""
+
+
+def test_no_prompt_left_is_an_error(build):
+    with pytest.raises(DataError, match=r"all 2 prompts are longer .*=2 \(the shortest has 3 tokens\)"):
+        build([full_row("w1"), full_row("w1 w2")], max_prompt_length=2)
+
+
+def test_truncation_error_names_the_row_its_length_and_the_limit(build):
+    rows = [full_row("w1"), full_row("w1 w2 w3"), full_row("w1 w2")]
+    with pytest.raises(DataError) as caught:
+        build(rows, max_prompt_length=3, filter_overlong_prompts=False)
+    message = str(caught.value)
+    assert (
+        "data.parquet, row 1, field prompt: the prompt has 5 tokens, data.max_prompt_length is 3" in message
+    )
+    assert "2 of 3 prompts are too long" in message
+
+
+@pytest.mark.parametrize(
+    ("side", "limit", "kept"),
+    [
+        ("left", 4, [13, 14, 15, 5]),
+        ("right", 4, [3, 11, 12, 13]),
+        ("middle", 4, [3, 11, 15, 5]),
+        ("middle", 5, [3, 11, 14, 15, 5]),
+        ("middle", 1, [5]),
+        ("left", 7, [3, 11, 12, 13, 14, 15, 5]),
+    ],
+)
+def test_truncation_keeps_the_named_part(build, side, limit, kept):
+    rows = [full_row("w1 w2 w3 w4 w5")]  # 3 11 12 13 14 15 5
+    dataset = build(rows, max_prompt_length=limit, truncation=side, filter_overlong_prompts=False)
+    assert dataset[0]["input_ids"].tolist() == kept
+
+
+def test_the_filter_comes_before_truncation(build):
+    dataset = build([full_row("w1 w2 w3"), full_row("w1")], max_prompt_length=3, truncation="left")
+    assert len(dataset) == 1
+
+
+def test_an_unknown_truncation_is_refused(build):
+    with pytest.raises(
+        DataError, match=r"data\.truncation='center': expected one of error, left, right, middle"
+    ):
+        build([full_row("w1")], truncation="center")
+
+
+def test_a_data_set_ends_like_a_list(build):
+    dataset = build([full_row("w1"), full_row("w2")])
+    assert len(list(dataset)) == len(dataset) == 2
+    assert dataset[-1]["input_ids"].tolist() == [3, 12, 5]
+    with pytest.raises(IndexError):
+        dataset[2]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("data_source", None, "row 1, field data_source: expected a string, found null"),
+        ("reward_model", None, r"row 1, field reward_model: expected a record .*, found null"),
+    ],
+)
+def test_a_value_that_is_missing_is_named(build, column, value, message):
+    with pytest.raises(DataError, match=message):
+        build([full_row("w1"), full_row("w2", **{column: value})])
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("data_source", 7, "row 0, field data_source: expected a string, found int 7"),
+        ("reward_model", "72", "row 0, field reward_model: expected a record .*, found str '72'"),
+        ("extra_info", "none", "row 0, field extra_info: expected a record or null, found str 'none'"),
+    ],
+)
+def test_a_column_of_another_type_is_named(build, column, value, message):
+    with pytest.raises(DataError, match=message):
+        build([full_row("w1", **{column: value})])
+
+
+def test_the_first_value_shows_the_wrong_type_even_after_nulls(build):
+    with pytest.raises(DataError, match=r"row 1, field extra_info: .* found int 3"):
+        build([full_row("w1", extra_info=None), full_row("w1", extra_info=3)])
+
+
+def test_dictionary_encoded_strings_are_strings(write, tokenizer):
+    path = write("d.parquet", prompt=["w1"], data_source=pa.array(["a/b"]).dictionary_encode())
+    assert RLHFDataset(path, tokenizer, max_prompt_length=8)[0]["data_source"] == "a/b"
+
+
+def test_columns_that_a_batch_makes_itself_are_refused(build):
+    with pytest.raises(DataError, match=r"columns \['input_ids'\] have names that a batch uses"):
+        build([full_row("w1", input_ids=[1, 2])])
+
+
+def config(**changes):
+    values = {
+        "prompt_key": "prompt",
+        "max_prompt_length": 4,
+        "truncation": "right",
+        "filter_overlong_prompts": False,
+        "return_raw_chat": True,
+        "return_raw_input_ids": True,
+        "reward_fn_key": "data_source",
+        "num_workers": None,
+        "cache_dir": None,
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def test_create_rl_dataset_follows_the_configuration(write, tokenizer, tmp_path):
+    path = write("data.parquet", [full_row("w1 w2 w3")])
+    dataset = create_rl_dataset([path], config(cache_dir=tmp_path / "cache"), tokenizer)
+    row = dataset[0]
+    assert row["input_ids"].tolist() == [3, 11, 12, 13]
+    assert row["raw_prompt"] == chat("w1 w2 w3")
+    assert row["raw_prompt_ids"] == [11, 12, 13]
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
+    with pytest.raises(DataError, match=r"a processor \(object\) was given"):
+        create_rl_dataset([path], config(), tokenizer, object())
+
+
+def test_gsm8k_goes_from_jsonl_to_batches(real_data, tmp_path):
+    """The whole way on real rows with a byte-level BPE trained on them: decoding gives the prompts back."""
+    prepared = prepare("gsm8k", real_data / "gsm8k", tmp_path / "out")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000,
+        special_tokens=["<pad>", "<user>", "<assistant>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    lines = (real_data / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    backend.train_from_iterator(lines, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    dataset = RLHFDataset(
+        prepared["test"].path,
+        tokenizer,
+        max_prompt_length=400,
+        return_raw_chat=True,
+        cache_dir=tmp_path / "cache",
+    )
+    assert len(dataset) == 1319
+    batches = validation_loader(dataset, batch_size=500, pad_token_id=0, max_prompt_length=400)
+    sizes = []
+    for batch in batches:
+        sizes.append(len(batch))
+        ids = batch.batch["input_ids"][batch.batch["attention_mask"].bool()].tolist()
+        texts = [messages[0]["content"] for messages in batch.non_tensor_batch["raw_prompt"]]
+        assert tokenizer.decode(ids) == "".join(f"<user>{text}<assistant>" for text in texts)
+        assert (batch.batch["input_ids"][:, -1] == tokenizer.convert_tokens_to_ids("<assistant>")).all()
+    assert sizes == [500, 500, 319]

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+import strop.data.tokenize as tokenize_module
+from strop.data.parquet import read_prompt_table
+from strop.data.prompts import PromptError, as_messages, encode_prompts, encode_raw, prompt_problem
+from strop.data.tokenize import tokenize_table, tokenizer_fingerprint
+from strop.errors import DataError, ModelError
+
+
+def chat(text: str, role: str = "user"):
+    return [{"role": role, "content": text}]
+
+
+def as_lists(tokens) -> list[list[int]]:
+    return [tokens[row].tolist() for row in range(len(tokens))]
+
+
+@pytest.fixture
+def no_encoding(monkeypatch):
+    """From here on, tokenizing anything fails the test."""
+
+    def forbid():
+        monkeypatch.setattr(
+            tokenize_module,
+            "encode_prompts",
+            lambda *_: pytest.fail("tokenized instead of read from the cache"),
+        )
+
+    return forbid
+
+
+def test_messages_are_rendered_with_the_template_and_a_generation_prompt(tokenizer):
+    prompt = [{"role": "system", "content": "w1"}, {"role": "user", "content": "w2 w3"}]
+    # [system] w1 [user] w2 w3 [assistant], and no <s>: the template is the whole truth about special tokens.
+    assert encode_prompts([prompt, chat("w9")], tokenizer) == [[4, 11, 3, 12, 13, 5], [3, 19, 5]]
+
+
+def test_a_plain_string_is_tokenized_as_it_stands(tokenizer, make_tokenizer):
+    # <s> is what this tokenizer adds to any text by itself.
+    assert encode_prompts(["w1 w2", "w3"], tokenizer) == [[1, 11, 12], [1, 13]]
+    assert encode_prompts(["w1"], make_tokenizer(chat_template=None)) == [[1, 11]]
+
+
+def test_messages_need_a_chat_template(make_tokenizer):
+    with pytest.raises(ModelError, match="has no chat template, but the prompts are chat messages"):
+        encode_prompts([chat("w1")], make_tokenizer(chat_template=None))
+
+
+def test_raw_ids_are_the_text_alone(tokenizer):
+    assert encode_raw("w1 w2", tokenizer) == [11, 12]
+    assert encode_raw([*chat("w1", "system"), *chat("w2")], tokenizer) == [11, 12]
+
+
+def test_a_string_as_messages_is_one_user_message():
+    assert as_messages("hello") == chat("hello")
+    assert as_messages([{"role": "user", "content": "x", "name": None}]) == chat("x")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        (None, "found null"),
+        (5, "found int 5"),
+        ("", "found an empty string"),
+        ([], "found an empty list"),
+        (["hello"], "found str 'hello' as message 0"),
+        ([{"role": "user"}], r"the content of message 0 must be a string, found only the keys \['role'\]"),
+        ([*chat("x"), {"role": None, "content": "x"}], "the role of message 1 must be a string, found null"),
+        ([{"role": "user", "content": ["image"]}], r"content of message 0 .* found list \['image'\]"),
+    ],
+)
+def test_what_is_not_a_prompt_is_described(prompt, found, tokenizer):
+    with pytest.raises(PromptError, match=found) as caught:
+        encode_prompts([prompt], tokenizer)
+    assert caught.value.reason.startswith("expected a list of {role, content} messages or a string")
+    assert prompt_problem(chat("fine")) is None
+
+
+def test_a_prompt_that_the_template_refuses_is_found_among_many(tokenizer):
+    with pytest.raises(PromptError, match=r"the chat template refused it: .*no tools here") as caught:
+        encode_prompts([chat("w1"), chat("w2"), chat("w3", "tool")], tokenizer)
+    assert caught.value.offset == 2
+
+
+def test_a_prompt_without_tokens_is_refused(make_tokenizer):
+    silent = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(PromptError, match="the prompt has no tokens") as caught:
+        encode_prompts([chat("w1"), chat(" ")], silent)
+    assert caught.value.offset == 1
+
+
+def test_a_wrong_row_names_file_row_and_field(write, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenize_module, "CHUNK_ROWS", 2)
+    good = write("a.parquet", [{"prompt": chat("w1")}] * 3)
+    bad = write("b.parquet", [{"prompt": chat("w1")}, {"prompt": None}, {"prompt": chat("w1")}])
+    with pytest.raises(DataError) as caught:
+        tokenize_table(read_prompt_table([good, bad]), tokenizer)
+    assert str(caught.value) == (
+        f"{bad}, row 1, field prompt: expected a list of {{role, content}} messages or a string, found null"
+    )
+
+
+def test_the_cache_spares_the_second_tokenization(write, tokenizer, tmp_path, no_encoding):
+    table = read_prompt_table(write("a.parquet", [{"prompt": "w1 w2"}, {"prompt": "w3"}]))
+    first = tokenize_table(table, tokenizer, cache_dir=tmp_path / "cache")
+    no_encoding()
+    again = tokenize_table(table, tokenizer, cache_dir=tmp_path / "cache")
+    assert as_lists(first) == as_lists(again) == [[1, 11, 12], [1, 13]]
+    assert again.lengths.tolist() == [3, 2]
+
+
+def test_the_cache_knows_content_column_and_tokenizer(write, make_tokenizer, tmp_path):
+    cache = tmp_path / "cache"
+
+    def ids(rows, tokenizer=None, prompt_key="prompt"):
+        table = read_prompt_table(write("a.parquet", rows), prompt_key=prompt_key)
+        return as_lists(
+            tokenize_table(table, tokenizer or make_tokenizer(), prompt_key=prompt_key, cache_dir=cache)
+        )
+
+    rows = [{"prompt": chat("w1"), "other": chat("w2")}]
+    assert ids(rows) == [[3, 11, 5]]
+    assert ids(rows, prompt_key="other") == [[3, 12, 5]]
+    assert ids([{"prompt": chat("w7"), "other": chat("w2")}]) == [[3, 17, 5]]
+    assert ids(rows, make_tokenizer("{{ messages[0].content }}")) == [[11]]
+    assert len(list((cache / "tokens").glob("*.npz"))) == 4
+
+
+def test_the_fingerprint_ignores_the_padding_of_the_last_call(tokenizer):
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer(["w1", "w2 w3"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_fingerprint(tokenizer) == before
+    tokenizer.add_tokens(["w99"])
+    assert tokenizer_fingerprint(tokenizer) != before
+
+
+def test_a_template_that_writes_the_date_is_not_served_from_yesterday(make_tokenizer, monkeypatch):
+    dated = make_tokenizer("{{ strftime_now('%d') }}{{ messages[0].content }}")
+    plain = make_tokenizer()
+    today = (tokenizer_fingerprint(dated), tokenizer_fingerprint(plain))
+
+    class Tomorrow(tokenize_module.date):
+        @classmethod
+        def today(cls):
+            return cls(2101, 1, 1)
+
+    monkeypatch.setattr(tokenize_module, "date", Tomorrow)
+    assert tokenizer_fingerprint(dated) != today[0]
+    assert tokenizer_fingerprint(plain) == today[1]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "text", "rows"])
+def test_a_damaged_cache_is_made_anew(damage, write, tokenizer, tmp_path, caplog):
+    table = read_prompt_table(write("a.parquet", prompt=[f"w{i}" for i in range(30)]))
+    cache = tmp_path / "cache"
+    whole = as_lists(tokenize_table(table, tokenizer, cache_dir=cache))
+    (stored,) = (cache / "tokens").iterdir()
+    content = stored.read_bytes()
+    if damage == "rows":
+        other = read_prompt_table(write("b.parquet", prompt=["w1"]))
+        tokenize_table(other, tokenizer, cache_dir=tmp_path / "other")
+        (donor,) = (tmp_path / "other" / "tokens").iterdir()
+        stored.write_bytes(donor.read_bytes())
+    else:
+        middle = len(content) // 4
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        stored.write_bytes({"cut": content[: len(content) // 2], "flip": flipped, "text": b"no zip"}[damage])
+    with caplog.at_level(logging.WARNING, "strop.data"):
+        assert as_lists(tokenize_table(table, tokenizer, cache_dir=cache)) == whole
+    assert "is made anew" in caplog.text
+    assert stored.read_bytes() == content
+
+
+def test_a_cache_that_cannot_be_written_only_warns(write, tokenizer, tmp_path, caplog):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    table = read_prompt_table(write("a.parquet", [{"prompt": "w1"}]))
+    with caplog.at_level(logging.WARNING, "strop.data"):
+        assert as_lists(tokenize_table(table, tokenizer, cache_dir=tmp_path / "cache")) == [[1, 11]]
+    assert "cannot be written" in caplog.text
+
+
+def test_worker_processes_give_the_same_ids_and_the_same_errors(write, tokenizer, monkeypatch, caplog):
+    monkeypatch.setitem(tokenize_module.MIN_ROWS_FOR_PROCESSES, "fast", 10)
+    monkeypatch.setattr(tokenize_module, "CHUNK_ROWS", 7)
+    rows = [{"prompt": chat(f"w{number % 40} w{number % 7}")} for number in range(40)]
+    table = read_prompt_table(write("a.parquet", rows))
+    in_process = tokenize_table(table, tokenizer, num_workers=1)
+    in_workers = tokenize_table(table, tokenizer, num_workers=2)
+    assert as_lists(in_workers) == as_lists(in_process)
+    assert as_lists(in_workers)[8] == [3, 18, 11, 5]
+
+    broken = read_prompt_table(write("b.parquet", [*rows[:20], {"prompt": chat("w1", "tool")}, *rows]))
+    with pytest.raises(DataError, match=r"b\.parquet, row 20, field prompt: the chat template refused it"):
+        tokenize_table(broken, tokenizer, num_workers=2)
+    assert "worker processes failed" not in caplog.text
+
+
+def test_a_tokenizer_that_cannot_be_pickled_is_used_in_this_process(write, tokenizer, monkeypatch, caplog):
+    monkeypatch.setitem(tokenize_module.MIN_ROWS_FOR_PROCESSES, "fast", 1)
+    tokenizer.lock = threading.Lock()
+    table = read_prompt_table(write("a.parquet", [{"prompt": "w1"}, {"prompt": "w2"}]))
+    with caplog.at_level(logging.WARNING, "strop.data"):
+        assert as_lists(tokenize_table(table, tokenizer, num_workers=2)) == [[1, 11], [1, 12]]
+    assert "tokenizing in one process" in caplog.text
+
+
+def test_the_chunk_worker_works_as_in_a_worker_process(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenize_module, "_worker_tokenizer", None)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    with pytest.raises(RuntimeError, match="was not started"):
+        tokenize_module._encode_chunk(["w1"])
+    tokenize_module._start_worker(tokenizer)
+    assert [ids.tolist() for ids in tokenize_module._encode_chunk(["w1", "w2"])] == [[1, 11], [1, 12]]
