@@ -129,7 +129,7 @@ class AdaptiveKLController:
         """Take in the mean sequence KL of ``n_samples`` samples.
 
         Raises:
-            ConfigError: the horizon is so short that the coefficient could fall to 0 or below, and reward drift.
+            ConfigError: the horizon is so short that the coefficient could become 0 or reward drift.
             TrainingError: the KL is not a number.
         """
         if not math.isfinite(current_kl):

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from strop.algorithms.advantages import (
+    ESTIMATORS,
+    estimate,
+    gae,
+    get_estimator,
+    grpo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+def rows(*values):
+    return torch.tensor(values)
+
+
+def outcome(scores, length=2):
+    """Rewards with the score on the last of ``length`` tokens, then one poisoned slot; and the mask."""
+    rewards = torch.zeros(len(scores), length + 1)
+    rewards[:, length - 1] = torch.tensor(scores)
+    rewards[:, length] = NAN
+    mask = torch.ones_like(rewards)
+    mask[:, length] = 0
+    return rewards, mask
+
+
+def first_tokens(advantages):
+    """The advantage of each sequence, having checked that all its tokens have it and padding has none."""
+    assert_close(advantages[:, 0], advantages[:, 1])
+    assert advantages[:, 2].abs().max() == 0
+    return advantages[:, 0]
+
+
+# ---- gae
+
+
+def test_gae_by_hand():
+    # t=2: delta = 4 + 0 - 3 = 1; A = 1
+    # t=1: delta = 2 + 0.5 x 3 - 2 = 1.5; A = 1.5 + 0.25 x 1 = 1.75
+    # t=0: delta = 1 + 0.5 x 2 - 1 = 1; A = 1 + 0.25 x 1.75 = 1.4375
+    advantages, returns = gae(
+        rows([1.0, 2.0, 4.0]), rows([1.0, 2.0, 3.0]), torch.ones(1, 3), gamma=0.5, lam=0.5, whiten=False
+    )
+    assert advantages.tolist() == [[1.4375, 1.75, 1.0]]
+    assert returns.tolist() == [[2.4375, 3.75, 4.0]]
+
+
+def test_gae_whitens_the_advantages_and_leaves_the_returns():
+    # mean 1.3958333; squares 0.0017361 + 0.1254340 + 0.1566840 = 0.2838542; / 2; root 0.3767321
+    advantages, returns = gae(
+        rows([1.0, 2.0, 4.0]), rows([1.0, 2.0, 3.0]), torch.ones(1, 3), gamma=0.5, lam=0.5, whiten=True
+    )
+    assert_close(advantages, rows([0.1106003, 0.9401023, -1.0507025]), atol=1e-6, rtol=0)
+    assert returns.tolist() == [[2.4375, 3.75, 4.0]]
+
+
+def test_gae_steps_over_holes_without_a_discount_and_ignores_what_they_hold():
+    # t=3: A = 4 - 3 = 1; t=0: delta = 1 + 0.5 x 3 - 1 = 1.5; A = 1.5 + 0.25 x 1 = 1.75
+    advantages, returns = gae(
+        rows([1.0, NAN, 100.0, 4.0]), rows([1.0, INF, 7.0, 3.0]), rows([1.0, 0.0, 0.0, 1.0]),
+        gamma=0.5, lam=0.5, whiten=False,
+    )  # fmt: skip
+    assert advantages.tolist() == [[1.75, 0.0, 0.0, 1.0]]
+    assert returns.tolist() == [[2.75, 0.0, 0.0, 4.0]]
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, 1000.0])
+def test_gae_takes_no_value_from_after_the_last_token(poison):
+    # a value mask that reaches one further would add gamma (1 - lam) V
+    advantages, returns = gae(
+        rows([1.0, 2.0, 4.0, poison]), rows([1.0, 2.0, 3.0, poison]), rows([1.0, 1.0, 1.0, 0.0]),
+        gamma=0.5, lam=0.5, whiten=False,
+    )  # fmt: skip
+    assert advantages.tolist() == [[1.4375, 1.75, 1.0, 0.0]]
+    assert returns.tolist() == [[2.4375, 3.75, 4.0, 0.0]]
+
+
+def test_gae_of_a_row_without_tokens_is_zero():
+    advantages, returns = gae(
+        rows([NAN, NAN], [0.0, 1.0]), rows([NAN, NAN], [0.5, 0.5]), rows([0.0, 0.0], [1.0, 1.0]),
+        gamma=1.0, lam=1.0, whiten=False,
+    )  # fmt: skip
+    assert advantages.tolist() == [[0.0, 0.0], [0.5, 0.5]]
+    assert returns.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=12
+    ),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)  # fmt: skip
+def test_gae_is_the_discounted_sum_of_the_deltas_of_the_sampled_tokens(tokens, gamma, lam):
+    kept = [(reward, value) for reward, value, sampled in tokens if sampled]
+    deltas = [
+        reward + (gamma * kept[i + 1][1] if i + 1 < len(kept) else 0) - value
+        for i, (reward, value) in enumerate(kept)
+    ]
+    expected = [
+        sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(deltas))) for i in range(len(deltas))
+    ]
+    rewards, values, mask = (
+        torch.tensor([column], dtype=torch.float64) for column in zip(*tokens, strict=True)
+    )
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam, whiten=False)
+    assert_close(advantages[mask.bool()], torch.tensor(expected, dtype=torch.float64))
+    assert_close(returns[mask.bool()] - values[mask.bool()], advantages[mask.bool()])
+    assert advantages[~mask.bool()].abs().sum() == 0
+
+
+# ---- grpo
+
+
+def test_grpo_by_hand_with_groups_out_of_order():
+    # a: 1, 3: mean 2, std sqrt(2); b: 2, 2, 5: mean 3, squares 1 + 1 + 4 = 6, / 2, std sqrt(3)
+    rewards, mask = outcome([1.0, 2.0, 2.0, 3.0, 5.0])
+    advantages, returns = grpo(rewards, mask, ["a", "b", "b", "a", "b"], norm_by_std=True)
+    expected = torch.tensor([-0.7071063, -0.5773499, -0.5773499, 0.7071063, 1.1546999])
+    assert_close(first_tokens(advantages), expected, atol=2e-7, rtol=0)
+    assert first_tokens(returns).tolist() == [1.0, 2.0, 2.0, 3.0, 5.0]
+
+
+def test_grpo_adds_1e_6_to_the_standard_deviation():
+    # std 1.4142136e-6: 1e-6 / 2.4142136e-6
+    rewards, mask = outcome([0.0, 2e-6])
+    advantages, _ = grpo(rewards, mask, ["a", "a"], norm_by_std=True)
+    assert_close(first_tokens(advantages), torch.tensor([-0.4142136, 0.4142136]))
+
+
+def test_grpo_without_the_standard_deviation():
+    rewards, mask = outcome([1.0, 2.0, 2.0, 3.0, 5.0])
+    advantages, _ = grpo(rewards, mask, ["a", "b", "b", "a", "b"], norm_by_std=False)
+    assert first_tokens(advantages).tolist() == [-1.0, -1.0, -1.0, 1.0, 2.0]
+
+
+def test_grpo_of_a_group_of_one_keeps_the_score():
+    rewards, mask = outcome([3.0, 1.0, 3.0])
+    advantages, _ = grpo(rewards, mask, ["alone", "a", "a"], norm_by_std=True)
+    assert_close(first_tokens(advantages), torch.tensor([2.999997, -0.7071063, 0.7071063]))  # 3 / (1 + 1e-6)
+    advantages, _ = grpo(rewards, mask, ["alone", "a", "a"], norm_by_std=False)
+    assert first_tokens(advantages).tolist() == [3.0, -1.0, 1.0]
+
+
+def test_the_score_of_a_sequence_is_the_sum_over_its_sampled_tokens():
+    # 1 + 2 = 3 and 5: mean 4
+    rewards = rows([1.0, NAN, 2.0, INF], [5.0, NAN, NAN, NAN])
+    mask = rows([1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0])
+    advantages, returns = grpo(rewards, mask, ["a", "a"], norm_by_std=False)
+    assert advantages.tolist() == [[-1.0, 0.0, -1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+    assert returns.tolist() == [[3.0, 0.0, 3.0, 0.0], [5.0, 0.0, 0.0, 0.0]]
+
+
+def test_equal_scores_have_no_advantage_although_their_mean_is_rounded():
+    rewards, mask = outcome([0.1] * 7 + [0.7] * 3)
+    advantages, _ = grpo(rewards, mask, ["a"] * 7 + ["b"] * 3, norm_by_std=True)
+    assert advantages.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "uid", [np.array(["x", "y", "x"], dtype=object), np.array([7, 8, 7]), [("p", 1), ("p", 2), ("p", 1)]]
+)
+def test_uids_may_be_an_array_or_any_hashables(uid):
+    rewards, mask = outcome([1.0, 9.0, 3.0])
+    assert first_tokens(rloo(rewards, mask, uid)[0]).tolist() == [-2.0, 0.0, 2.0]
+
+
+def test_uids_must_be_as_many_as_samples():
+    rewards, mask = outcome([1.0, 2.0])
+    with pytest.raises(ValueError, match="3 uids do not fit 2 samples"):
+        grpo(rewards, mask, ["a", "a", "b"], norm_by_std=True)
+
+
+# ---- reinforce_plus_plus
+
+
+def test_reinforce_plus_plus_by_hand():
+    # row 1: 4; 2 + 0.5 x 4 = 4; 1 + 0.5 x 4 = 3; row 2, over its hole: 2; 1 + 0.5 x 2 = 2
+    rewards = rows([1.0, 2.0, 4.0], [1.0, NAN, 2.0])
+    mask = rows([1.0, 1.0, 1.0], [1.0, 0.0, 1.0])
+    advantages, returns = reinforce_plus_plus(rewards, mask, gamma=0.5, whiten=False)
+    assert advantages.tolist() == returns.tolist() == [[3.0, 4.0, 4.0], [2.0, 0.0, 2.0]]
+    # mean 3, variance (0 + 1 + 1 + 1 + 1) / 4 = 1
+    advantages, returns = reinforce_plus_plus(rewards, mask, gamma=0.5, whiten=True)
+    assert_close(advantages, rows([0.0, 1.0, 1.0], [-1.0, 0.0, -1.0]))
+    assert returns.tolist() == [[3.0, 4.0, 4.0], [2.0, 0.0, 2.0]]
+
+
+def test_reinforce_plus_plus_baseline_by_hand():
+    # centred: a -1, 1; alone 5; over tokens -1, -1, 1, 5: mean 1, squares 4 + 4 + 0 + 16, / 3, root 2.8284271
+    rewards = rows([1.0, 0.0], [5.0, NAN], [3.0, NAN])
+    mask = rows([1.0, 1.0], [1.0, 0.0], [1.0, 0.0])
+    uid = ["a", "alone", "a"]
+    advantages, returns = reinforce_plus_plus_baseline(rewards, mask, uid, whiten=True)
+    assert_close(advantages, rows([-0.7071068, -0.7071068], [1.4142136, 0.0], [0.0, 0.0]))
+    assert returns.tolist() == [[1.0, 1.0], [5.0, 0.0], [3.0, 0.0]]
+    advantages, _ = reinforce_plus_plus_baseline(rewards, mask, uid, whiten=False)
+    assert advantages.tolist() == [[-1.0, -1.0], [5.0, 0.0], [1.0, 0.0]]
+
+
+# ---- rloo and remax
+
+
+def test_rloo_by_hand():
+    # a: 1 - 3, 3 - 1; b: 2 - (2 + 5)/2, the same, 5 - 2; alone: 0
+    rewards, mask = outcome([1.0, 2.0, 2.0, 3.0, 5.0, 8.0])
+    advantages, returns = rloo(rewards, mask, ["a", "b", "b", "a", "b", "alone"])
+    assert_close(first_tokens(advantages), torch.tensor([-2.0, -1.5, -1.5, 2.0, 3.0, 0.0]))
+    assert first_tokens(returns).tolist() == [1.0, 2.0, 2.0, 3.0, 5.0, 8.0]
+
+
+def test_remax_by_hand():
+    rewards = rows([0.0, 1.0, 2.0], [1.0, NAN, 4.0], [3.0, NAN, INF])
+    mask = rows([1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, 0.0, 0.0])
+    advantages, returns = remax(rewards, mask, torch.tensor([2.0, 0.5, -1.0]))
+    assert returns.tolist() == [[3.0, 3.0, 2.0], [5.0, 0.0, 4.0], [3.0, 0.0, 0.0]]
+    assert advantages.tolist() == [[1.0, 1.0, 0.0], [4.5, 0.0, 3.5], [4.0, 0.0, 0.0]]
+
+
+# ---- all of them
+
+
+def everything(n_samples=6, length=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(n_samples, length, generator=generator) < 0.7).float()
+    mask[:, 0] = 1
+    return {
+        "rewards": torch.randn(n_samples, length, generator=generator),
+        "response_mask": mask,
+        "values": torch.randn(n_samples, length, generator=generator),
+        "uid": ["a", "b", "c", "a", "b", "b"][:n_samples],
+        "baseline_scores": torch.randn(n_samples, generator=generator),
+        "gamma": 0.9,
+        "lam": 0.8,
+        "whiten": True,
+        "norm_by_std": True,
+    }
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_poisoned_padding_changes_nothing(name):
+    clean = everything()
+    hidden = clean["response_mask"] == 0
+    expected = estimate(get_estimator(name), **clean)
+    for poison in (NAN, INF, -1e30):
+        poisoned = clean | {
+            column: clean[column].masked_fill(hidden, poison) for column in ("rewards", "values")
+        }
+        for found, wanted in zip(estimate(get_estimator(name), **poisoned), expected, strict=True):
+            assert torch.equal(found, wanted)
+            assert found[hidden].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_the_order_of_the_rows_does_not_matter(name):
+    straight = everything()
+    order = torch.tensor([4, 0, 5, 2, 1, 3])
+    shuffled = {
+        column: value[order] if isinstance(value, torch.Tensor) else value
+        for column, value in straight.items()
+    }
+    shuffled["uid"] = [straight["uid"][i] for i in order]
+    for found, wanted in zip(
+        estimate(get_estimator(name), **shuffled), estimate(get_estimator(name), **straight), strict=True
+    ):
+        assert_close(found, wanted[order])
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_results_have_the_type_of_the_rewards_and_no_gradient(name):
+    inputs = everything()
+    inputs["values"].requires_grad_()
+    inputs["rewards"].requires_grad_()
+    for part in estimate(get_estimator(name), **inputs):
+        assert part.shape == inputs["rewards"].shape
+        assert part.dtype == torch.float32
+        assert not part.requires_grad

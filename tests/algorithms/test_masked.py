@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from strop.algorithms.masked import masked_mean, masked_sum, masked_var, whiten, zero_masked
+
+NAN, INF = math.nan, math.inf
+VALUES = torch.tensor([[1.0, 2.0, NAN], [4.0, INF, 6.0]])
+MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
+
+
+def test_sum_and_mean_count_selected_values_only():
+    assert masked_sum(VALUES, MASK).item() == 13.0  # 1 + 2 + 4 + 6
+    assert masked_mean(VALUES, MASK).item() == 3.25  # 13 / 4
+
+
+def test_sum_and_mean_along_a_dimension():
+    assert masked_sum(VALUES, MASK, dim=-1).tolist() == [3.0, 10.0]
+    assert masked_mean(VALUES, MASK, dim=-1).tolist() == [1.5, 5.0]
+    assert masked_mean(VALUES, MASK, dim=0).tolist() == [2.5, 2.0, 6.0]
+
+
+def test_variance_is_unbiased():
+    # deviations from 3.25: -2.25, -1.25, 0.75, 2.75; squares 5.0625 + 1.5625 + 0.5625 + 7.5625 = 14.75; / 3
+    assert masked_var(VALUES, MASK).item() == pytest.approx(4.9166667)
+
+
+def test_whitening_by_hand():
+    # sqrt(4.9166667) = 2.2173558
+    expected = torch.tensor([[-1.0147220, -0.5637345, 0.0], [0.3382407, 0.0, 1.2402158]])
+    assert_close(whiten(VALUES, MASK), expected, atol=1e-6, rtol=0)
+
+
+def test_whitening_adds_1e_8_under_the_root():
+    # mean 5e-5, variance 5e-9: 5e-5 / sqrt(1.5e-8) = 0.4082483; with 1e-8 outside of the root, 0.707
+    white = whiten(torch.tensor([0.0, 1e-4]), torch.ones(2))
+    assert_close(white, torch.tensor([-0.4082483, 0.4082483]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_a_mask_may_have_any_dtype(dtype):
+    assert masked_mean(VALUES, MASK.to(dtype)).item() == 3.25
+    assert whiten(VALUES, MASK.to(dtype)).dtype == torch.float32
+
+
+def test_a_mask_broadcasts_and_the_mean_counts_what_it_selects():
+    rows = torch.tensor([[1.0], [0.0]])
+    assert masked_mean(torch.tensor([[1.0, 2.0], [NAN, NAN]]), rows).item() == 1.5
+
+
+def test_nothing_selected_gives_zero():
+    nothing = torch.zeros_like(MASK)
+    assert masked_sum(VALUES, nothing).item() == 0
+    assert masked_mean(VALUES, nothing).item() == 0
+    assert masked_var(VALUES, nothing).item() == 0
+    assert whiten(VALUES, nothing).abs().max().item() == 0
+    assert masked_mean(VALUES, torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]), dim=-1).tolist() == [
+        1.5,
+        0.0,
+    ]
+
+
+def test_a_single_value_whitens_to_zero():
+    one = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    assert masked_var(VALUES, one).item() == 0
+    assert whiten(VALUES, one).abs().max().item() == 0
+
+
+def test_masked_slots_get_no_gradient_even_through_a_function_that_breaks_there():
+    x = torch.tensor([1.0, NAN, INF], requires_grad=True)
+    mask = torch.tensor([1.0, 0.0, 0.0])
+    zero_masked(zero_masked(x, mask).exp(), mask).sum().backward()
+    assert x.grad is not None
+    assert_close(x.grad, torch.tensor([math.e, 0.0, 0.0]))
+
+
+@given(st.lists(st.tuples(st.floats(-100, 100, width=32), st.booleans()), min_size=2, max_size=20))
+def test_statistics_equal_torchs_on_the_selected_values(pairs):
+    values = torch.tensor([value for value, _ in pairs], dtype=torch.float64)
+    mask = torch.tensor([selected for _, selected in pairs])
+    kept = values[mask]
+    assert_close(masked_sum(values, mask), kept.sum())
+    if len(kept) > 1:
+        assert_close(masked_mean(values, mask), kept.mean())
+        assert_close(masked_var(values, mask), kept.var(correction=1))
