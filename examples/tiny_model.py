@@ -1,7 +1,7 @@
 """A very small language model with a character tokenizer: made here, downloaded from nowhere.
 
-It is a Qwen2 (grouped attention, rotary positions, SwiGLU, tied embeddings) in the ordinary Hugging Face format, so
-everything that works on it works on a large one.
+It is a Qwen2 (rotary positions, SwiGLU, tied embeddings) in the ordinary Hugging Face format: what works
+on it works on a large one.
 """
 
 from __future__ import annotations

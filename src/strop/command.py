@@ -9,9 +9,10 @@ from strop.errors import ConfigError, StropError
 
 
 def run_command(action: Callable[[], int], *, debug: bool) -> int:
-    """Run ``action``. A ``StropError`` is printed without its traceback (unless ``debug``) and gives status 2.
+    """Run ``action`` and return the exit status.
 
-    Ctrl-C gives 130, as shells expect.
+    A ``StropError`` is printed without its traceback (unless ``debug``) and gives 2; Ctrl-C gives 130, as
+    shells expect.
     """
     try:
         return action()

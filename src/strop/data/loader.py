@@ -19,7 +19,7 @@ class RowDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, row: int) -> dict[str, Any]: ...
+    def __getitem__(self, row: int, /) -> dict[str, Any]: ...
 
 
 class PromptLoader:
@@ -63,9 +63,7 @@ def train_loader(
     max_prompt_length: int,
     shuffle: bool = True,
 ) -> PromptLoader:
-    """Endless seeded batches of exactly ``batch_size`` rows; the rest of an epoch that fills no batch is
-    left out.
-    """
+    """Endless seeded batches of exactly ``batch_size`` rows; what is left of an epoch is skipped."""
     sampler = EpochSampler(len(dataset), batch_size, seed, shuffle=shuffle, drop_last=True)
     pad = partial(collate, pad_token_id=pad_token_id, max_prompt_length=max_prompt_length)
     return PromptLoader(dataset, sampler, pad)

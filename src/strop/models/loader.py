@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -90,7 +91,7 @@ def _load(auto_class: Any, path: str | Path, config: PretrainedConfig, **options
         return auto_class.from_pretrained(
             **locate(path), config=config, dtype=torch.float32, output_loading_info=True, **options
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"cannot load a model from {path}: {error}") from error

@@ -93,6 +93,8 @@ class PolicyModel(RoleModel):
         hidden_BTH = hidden_states(self.hugging_face_model, batch)[:, prompt_width - 1 : -1]
         reference = None
         if with_full_kl:
+            if self._reference_head is None:
+                raise ModelError("the full KL needs keep_reference_head() to be called before training")
             reference = (batch["ref_hidden"][mask_BT], self._reference_head)
         found = token_log_probs(
             hidden_BTH[mask_BT],

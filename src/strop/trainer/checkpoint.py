@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from strop.data.files import atomic_write
 from strop.errors import CheckpointError
-from strop.trainer.run_folder import write_atomically
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _MANIFEST = "manifest.json"
@@ -56,7 +56,8 @@ class Checkpoints:
             shutil.rmtree(stale, ignore_errors=True)
             final.rename(stale)
         building.rename(final)
-        write_atomically(self.folder / _LATEST, f"{step}\n")
+        with atomic_write(self.folder / _LATEST) as path:
+            path.write_text(f"{step}\n")
         shutil.rmtree(stale, ignore_errors=True)
         self._prune(keep=step)
         return final
@@ -145,7 +146,8 @@ def _seal(building: Path) -> None:
     """List every file with its size and force all of them to disk."""
     files = sorted(path for path in building.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(building)): path.stat().st_size for path in files}
-    write_atomically(building / _MANIFEST, json.dumps(sizes, indent=1))
+    with atomic_write(building / _MANIFEST) as path:
+        path.write_text(json.dumps(sizes, indent=1))
     for path in [*files, building]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
 """``strop train``: from a configuration to a trained model.
 
-``build_trainer`` is the place to copy from when a run needs another worker, reward or placement: it is the wiring of the
-reference documents, and everything it puts together is public.
+``build_trainer`` is the place to copy from when a run needs another worker, reward or placement: everything
+that it puts together is public.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("strop")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--config-path``, ``--config-name``, ``--debug`` and Hydra overrides, for every command that takes a config."""
+    """``--config-path``, ``--config-name``, ``--debug`` and Hydra overrides."""
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="Hydra overrides of ppo_trainer.yaml"
     )
@@ -116,7 +116,7 @@ def require_valid(config: Config) -> None:
 
 
 def require_shared_vocabulary(config: Config) -> None:
-    """A reward model without a tokenizer of its own reads the policy's ids: ``ModelError`` unless they are the same."""
+    """``ModelError`` when a reward model without ``input_tokenizer`` has another vocabulary."""
     from strop.data.files import local_path
     from strop.models.loader import load_model_config
 
@@ -130,8 +130,8 @@ def require_shared_vocabulary(config: Config) -> None:
     if sizes["policy"] != sizes["reward model"]:
         raise ModelError(
             f"the vocabularies differ: policy {sizes['policy']}, reward model {sizes['reward model']}. Set "
-            "reward_model.model.input_tokenizer to the policy's tokenizer, so that samples are decoded and written "
-            "anew for the reward model"
+            "reward_model.model.input_tokenizer to the policy's tokenizer, so that samples are decoded and "
+            "written anew for the reward model"
         )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from strop.config.load import to_yaml
 from strop.config.schema import Config
+from strop.data.files import atomic_write
 
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "curves.png", "rollouts", "validation", "final_model")
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -34,7 +34,8 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """The resolved configuration, in place of an earlier one only when it is whole."""
-        write_atomically(self.path / "config.yaml", to_yaml(config))
+        with atomic_write(self.path / "config.yaml") as path:
+            path.write_text(to_yaml(config))
 
     def archive_previous_run(self) -> None:
         """Move what an earlier run left into ``previous_1``, ``previous_2``, ...: nothing is lost."""
@@ -48,16 +49,3 @@ class RunFolder:
         archive.mkdir()
         for path in left:
             path.rename(archive / path.name)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside and rename: a reader sees the old file or the new one, never half of one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with beside.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import pytest
+import tiny_model
+import torch
+import transformers
+from builders import random_samples
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from strop.errors import ModelError
+from strop.models.loader import end_token_ids, load_causal_lm, load_scorer, load_tokenizer, locate
+from strop.models.policy import PolicyModel
+from strop.models.scorer import SequenceScorer, ValueModel
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model.save(tmp_path_factory.mktemp("tiny"), hidden=32)
+
+
+def _config(family: str):
+    """A tiny configuration of a model family whose logits are not simply the output layer's."""
+    size = {
+        "vocab_size": 19,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    }
+    extra = {
+        "Llama": {},
+        "Gemma2": {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
+        "Cohere": {"logit_scale": 0.3},
+        "Granite": {"logits_scaling": 4.0},
+        "Mistral": {"sliding_window": None},
+    }[family]
+    return getattr(transformers, f"{family}Config")(**size, **extra)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Cohere", "Granite", "Mistral"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_and_entropy_are_those_of_the_models_own_logits(family, temperature):
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(_config(family)).eval()
+    samples = random_samples(5)
+    columns, mask = samples.batch, samples.batch["response_mask"]
+    with torch.no_grad():
+        outputs = PolicyModel(model)(columns, temperature=temperature)
+        logits = model(
+            input_ids=columns["input_ids"],
+            attention_mask=columns["attention_mask"],
+            position_ids=columns["position_ids"],
+        ).logits[:, 5:-1]
+    log_softmax = (logits / temperature).log_softmax(-1)
+    expected = log_softmax.gather(-1, columns["responses"][..., None])[..., 0] * mask
+    torch.testing.assert_close(outputs["log_prob"], expected, atol=1e-5, rtol=1e-5)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1) * mask
+    torch.testing.assert_close(outputs["entropy"], entropy, atol=1e-5, rtol=1e-5)
+
+
+def test_a_family_that_changes_its_logits_in_an_unknown_way_is_refused():
+    class Doubled(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 2
+            return output
+
+    with pytest.raises(ModelError, match="changes its logits"):
+        PolicyModel(Doubled(_config("Llama")))
+
+
+def test_full_kl_is_the_sum_over_the_vocabulary_and_its_gradient_reaches_the_policy_only(folder):
+    reference, trained = load_causal_lm(folder), load_causal_lm(folder)
+    policy = PolicyModel(trained)
+    policy.keep_reference_head()
+    with torch.no_grad():
+        for weight in trained.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    columns = dict(random_samples(4).batch)
+    with torch.no_grad():
+        columns["ref_hidden"] = PolicyModel(reference)(columns, with_hidden=True)["hidden"]
+    found = policy(columns, temperature=0.8, with_full_kl=True)["full_kl"]
+
+    inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    p = (trained(**inputs).logits[:, 5:-1] / 0.8).log_softmax(-1)
+    q = (reference(**inputs).logits[:, 5:-1] / 0.8).log_softmax(-1)
+    expected = (p.exp() * (p - q)).sum(-1) * columns["response_mask"]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert found.sum() > 0.01
+    found.sum().backward()
+    assert all(weight.grad is None for weight in reference.parameters())
+    assert trained.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+
+
+def test_values_are_read_one_position_before_each_response_token(folder):
+    scorer = load_scorer(folder, fresh_head_seed=3)
+    samples = random_samples(4)
+    columns = samples.batch
+    with torch.no_grad():
+        values = ValueModel(scorer)(columns)["values"]
+        hidden = scorer.model(
+            **{name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        ).last_hidden_state
+    for row in range(4):
+        for t in range(5):
+            expected = (hidden[row, 6 + t - 1] @ scorer.score.weight[0]).item()
+            assert values[row, t].item() == pytest.approx(
+                expected if columns["response_mask"][row, t] else 0.0, abs=1e-6
+            )
+
+
+def test_a_fresh_value_head_has_the_std_of_the_formula_and_depends_on_the_seed_alone(tmp_path):
+    wide = tiny_model.save(tmp_path / "wide", hidden=512, layers=1)
+    head = load_scorer(wide, fresh_head_seed=3).score
+    assert head.bias is None
+    assert head.weight.std().item() == pytest.approx(1 / 513**0.5, rel=0.1)
+    torch.manual_seed(99)
+    assert torch.equal(head.weight, load_scorer(wide, fresh_head_seed=3).score.weight)
+    assert not torch.equal(head.weight, load_scorer(wide, fresh_head_seed=4).score.weight)
+
+
+def test_a_critic_starts_from_a_reward_models_head_when_there_is_one(folder, tmp_path):
+    reward_model = load_scorer(folder, fresh_head_seed=3)
+    reward_model.save_pretrained(tmp_path)
+    assert torch.equal(load_scorer(tmp_path, fresh_head_seed=4).score.weight, reward_model.score.weight)
+
+
+def test_a_language_model_is_not_taken_for_a_reward_model(folder):
+    with pytest.raises(ModelError, match="no weights for its score layer"):
+        load_scorer(folder, fresh_head_seed=None)
+
+
+def test_sequence_scores_are_those_of_transformers(folder, tmp_path):
+    scorer = load_scorer(folder, fresh_head_seed=3)
+    scorer.save_pretrained(tmp_path)
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    ids = torch.tensor([[0, 0, 5, 6, 7], [4, 5, 6, 7, 8]])
+    mask = (ids != 0).long()
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+    }
+    with torch.no_grad():
+        found = SequenceScorer(scorer)(batch)["rm_scores"]
+        expected = theirs(**batch).logits[:, 0]
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_dropout_is_off_and_overrides_are_applied(tmp_path):
+    config = transformers.GPT2Config(
+        vocab_size=19, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.3, attn_pdrop=0.2, embd_pdrop=0.1
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    loaded = load_causal_lm(tmp_path, override_config={"embd_pdrop": 0.5})
+    assert (loaded.config.resid_pdrop, loaded.config.attn_pdrop, loaded.config.embd_pdrop) == (0, 0, 0.5)
+
+
+def test_weights_are_float32_whatever_the_file_holds(folder, tmp_path):
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert {weight.dtype for weight in load_causal_lm(tmp_path).parameters()} == {torch.float32}
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_its_end_token(folder, tmp_path):
+    tokenizer = tiny_model.build_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    load_causal_lm(folder).save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).pad_token_id == tokenizer.eos_token_id
+
+
+def test_every_declared_end_token_counts(folder):
+    model, tokenizer = load_causal_lm(folder), load_tokenizer(folder)
+    model.generation_config.eos_token_id = [1, 7]
+    assert end_token_ids(model, tokenizer) == [1, 7]
+
+
+def test_a_folder_without_a_model_says_what_was_expected(tmp_path):
+    with pytest.raises(ModelError, match=r"neither config\.json nor a \.gguf file"):
+        locate(tmp_path)
+    with pytest.raises(ModelError, match="nothing there"):
+        locate(tmp_path / "missing")
+
+
+def test_a_damaged_weight_file_is_one_clear_error(folder, tmp_path):
+    load_causal_lm(folder).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="cannot load a model"):
+        load_causal_lm(tmp_path)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.protocol import DataProto
+
+
+def _three_rows() -> DataProto:
+    return DataProto.from_dict(
+        {"ids": torch.tensor([[1, 2], [3, 4], [5, 6]])},
+        {"uid": ["a", "b", "c"], "messages": [[1], [2], [3]]},
+        {"step": 4},
+    )
+
+
+def test_columns_of_different_length_are_refused():
+    with pytest.raises(ValueError, match="differ in length.*ids.*3.*uid.*2"):
+        DataProto.from_dict({"ids": torch.zeros(3, 1)}, {"uid": ["a", "b"]})
+
+
+def test_lists_of_equal_length_stay_objects_and_do_not_become_a_matrix():
+    assert _three_rows().non_tensor_batch["messages"].shape == (3,)
+    assert _three_rows().non_tensor_batch["messages"][1] == [2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (1, ["b"]),
+        (-1, ["c"]),
+        (slice(0, 2), ["a", "b"]),
+        ([2, 0], ["c", "a"]),
+        (torch.tensor([1, 1]), ["b", "b"]),
+        (torch.tensor([True, False, True]), ["a", "c"]),
+        (np.array([0]), ["a"]),
+    ],
+)
+def test_rows_are_taken_from_tensors_and_objects_alike(rows, expected):
+    taken = _three_rows()[rows]
+    assert list(taken.non_tensor_batch["uid"]) == expected
+    assert taken.batch["ids"][:, 0].tolist() == [{"a": 1, "b": 3, "c": 5}[uid] for uid in expected]
+    assert taken.meta_info == {"step": 4}
+
+
+def test_union_takes_both_and_refuses_a_column_that_differs():
+    data = _three_rows()
+    joined = data.union(DataProto({"values": torch.ones(3, 2)}, {}, {"more": 1}))
+    assert set(joined.batch) == {"ids", "values"}
+    assert joined.meta_info == {"step": 4, "more": 1}
+    assert "values" not in data
+    with pytest.raises(ValueError, match="'ids'"):
+        data.union(DataProto({"ids": torch.zeros(3, 2, dtype=torch.long)}))
+    with pytest.raises(ValueError, match="3 rows and 2 rows"):
+        data.union(DataProto({"other": torch.zeros(2)}))
+
+
+def test_repeat_keeps_the_samples_of_a_prompt_adjacent_when_interleaved():
+    assert list(_three_rows().repeat(2).non_tensor_batch["uid"]) == ["a", "a", "b", "b", "c", "c"]
+    assert list(_three_rows().repeat(2, interleave=False).non_tensor_batch["uid"]) == list("abcabc")
+    assert _three_rows().repeat(2).batch["ids"][:, 0].tolist() == [1, 1, 3, 3, 5, 5]
+
+
+def test_pop_moves_columns_out_and_names_what_is_missing():
+    data = _three_rows()
+    taken = data.pop("ids", "uid")
+    assert set(taken.batch) == {"ids"}
+    assert list(data.non_tensor_batch) == ["messages"]
+    with pytest.raises(KeyError, match=r"\['ids'\].*messages"):
+        data.select("ids")
+
+
+def test_chunk_needs_equal_parts():
+    with pytest.raises(ValueError, match="3 rows do not divide into 2"):
+        _three_rows().chunk(2)
+    assert [len(part) for part in _three_rows().chunk(3)] == [1, 1, 1]
+
+
+def test_concat_refuses_parts_with_other_columns():
+    with pytest.raises(ValueError, match="columns differ.*uid"):
+        DataProto.concat([_three_rows(), _three_rows().select("ids", "messages")])
+
+
+@given(st.integers(1, 30), st.integers(1, 12))
+def test_concat_undoes_split(rows: int, size: int):
+    data = DataProto.from_dict({"x": torch.arange(rows)}, {"name": [str(i) for i in range(rows)]})
+    again = DataProto.concat(data.split(size))
+    assert torch.equal(again.batch["x"], data.batch["x"])
+    assert list(again.non_tensor_batch["name"]) == list(data.non_tensor_batch["name"])
+
+
+def test_survives_pickling():
+    again = pickle.loads(pickle.dumps(_three_rows()))
+    assert torch.equal(again.batch["ids"], _three_rows().batch["ids"])
+    assert again.meta_info == {"step": 4}
