@@ -34,9 +34,7 @@ _VERSION_FACTS = (
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether ``path`` names a file system (``hdfs://...``), as opposed to a local path or a model's hub
-    name.
-    """
+    """Whether ``path`` names a file system (``hdfs://...``); a local path or a hub name does not."""
     return "://" in str(path)
 
 
@@ -78,9 +76,7 @@ def local_path(url: str | Path, cache_dir: str | Path | None = None) -> Path:
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of ``url`` and the path inside it; :class:`DataError` when there is no
-    back-end.
-    """
+    """The fsspec file system of ``url`` and the path inside it; :class:`DataError` without a back-end."""
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError, OSError) as error:
@@ -94,9 +90,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def atomic_write(path: str | Path) -> Generator[Path]:
-    """Yield a temporary path beside ``path``; it becomes ``path`` by one rename if the block ends without
-    an error.
-    """
+    """Yield a temporary path that becomes ``path`` by one rename if the block ends without an error."""
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
@@ -129,9 +123,7 @@ def _io_errors(url: str) -> Generator[None]:
 
 
 def _remote_files(fs: Any, remote: str) -> dict[str, dict[str, Any]]:
-    """Path relative to ``remote`` -> facts, for every file at or below it; a single file has the relative
-    path ``""``.
-    """
+    """Relative path -> facts, for every file at or below ``remote``; the path of a single file is empty."""
     facts = fs.info(remote)
     if facts["type"] != "directory":
         return {"": facts}

@@ -18,9 +18,7 @@ EXPECTED = "expected a list of {role, content} messages or a string"
 
 
 class PromptError(Exception):
-    """Prompt number ``offset`` of those given cannot be used; ``reason`` says why. Travels between
-    processes.
-    """
+    """Prompt number ``offset`` of those given cannot be used; ``reason`` says why. Can be pickled."""
 
     def __init__(self, offset: int, reason: str) -> None:
         super().__init__(offset, reason)
@@ -80,9 +78,7 @@ def encode_prompts(
 
 
 def encode_raw(prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of the text alone: no chat template, no special tokens; several messages are joined by line
-    ends.
-    """
+    """Token ids of the text alone, messages joined by line ends: no chat template, no special tokens."""
     text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 

@@ -146,9 +146,7 @@ def create_rl_dataset(
 
 
 def truncate(ids: np.ndarray, limit: int, side: str) -> np.ndarray:
-    """At most ``limit`` ids, cut on the named side; ``middle`` keeps the first limit // 2 and the last of
-    the rest.
-    """
+    """At most ``limit`` ids, cut on the named side; ``middle`` keeps the first limit // 2 and the end."""
     if len(ids) <= limit:
         return ids
     if side == "left":
@@ -185,9 +183,7 @@ def _check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> N
 def _check_column(
     table: PromptTable, name: str, expected: str, fits: Callable[[pa.DataType], bool], nulls: bool = False
 ) -> None:
-    """Arrow gives all rows one type, so the first value shows a wrong type, and otherwise only nulls are
-    wrong.
-    """
+    """Arrow gives all rows one type: the first value shows a wrong one, and else only nulls are wrong."""
     column = table.table.column(name)
     if column.null_count and not nulls:
         row = pc.index(column.is_null(), True).as_py()

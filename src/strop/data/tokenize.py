@@ -13,8 +13,9 @@ import multiprocessing
 import os
 import pickle
 import zipfile
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import date
@@ -36,8 +37,8 @@ logger = logging.getLogger("strop.data")
 Chunk = Sequence[Sequence[int] | np.ndarray]  # token ids of consecutive prompts
 
 CHUNK_ROWS = 1_000
-# A worker process spends some seconds on importing transformers. A fast tokenizer already uses all cores for what it
-# does in Rust, so its workers only share out the templates; one written in Python gains sooner.
+# A worker process spends some seconds on importing transformers. A fast tokenizer already uses all cores
+# for what it does in Rust, so its workers only share out the templates; one written in Python gains sooner.
 MIN_ROWS_FOR_PROCESSES = {"fast": 100_000, "slow": 5_000}
 MIN_ROWS_FOR_BAR = 5_000
 
@@ -72,12 +73,11 @@ def tokenize_table(
     num_workers: int | None = None,
     cache_dir: str | Path | None = None,
 ) -> TokenizedPrompts:
-    """Token ids of the column ``prompt_key``, from the cache below ``cache_dir`` if it is there (None: no
-    cache).
+    """Token ids of the column ``prompt_key``, taken from the cache below ``cache_dir`` (None: no cache).
 
-    ``num_workers`` processes (None: one per core) are used where they pay off: from 100,000 rows on, or 5,000 with
-    a tokenizer written in Python. Raises :class:`DataError` naming file, row and field of the first prompt that
-    cannot be used.
+    ``num_workers`` processes (None: one per core) are used where they pay off: from 100,000 rows on, or
+    5,000 with a tokenizer written in Python. Raises :class:`DataError` naming file, row and field of the
+    first prompt that cannot be used.
     """
     cache = _cache_path(table, tokenizer, prompt_key, cache_dir) if cache_dir is not None else None
     if cache is not None and (found := _load(cache, len(table))) is not None:
@@ -113,8 +113,7 @@ def _encode_all(
         try:
             return _encode_in_processes(table, tokenizer, prompt_key, workers, bar)
         except (BrokenProcessPool, pickle.PicklingError, AttributeError, TypeError) as error:
-            # A script without `if __name__ == "__main__"` cannot spawn, and a home-made tokenizer may not
-            # pickle.
+            # A script without `if __name__ == "__main__"` cannot spawn; a home-made tokenizer may not pickle.
             logger.warning("tokenizing in one process: worker processes failed (%s)", error)
     chunks: list[Chunk] = []
     for start, stop in _chunk_bounds(len(table)):
@@ -133,16 +132,25 @@ def _encode_in_processes(
     # spawn: forking a process in which torch has started its threads can deadlock.
     context = multiprocessing.get_context("spawn")
     chunks: list[Chunk] = []
-    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer,)) as pool:
-        bounds = list(_chunk_bounds(len(table)))
-        futures = [pool.submit(_encode_chunk, table.values(prompt_key, *bound)) for bound in bounds]
+    pending: deque[tuple[int, int, Future[Chunk]]] = deque()
+
+    def collect_oldest() -> None:
+        start, stop, future = pending.popleft()
         try:
-            for (start, stop), future in zip(bounds, futures, strict=True):
-                try:
-                    chunks.append(future.result())
-                except PromptError as error:
-                    raise _ChunkError(start + error.offset, error.reason) from error
-                bar.advance(stop - start)
+            chunks.append(future.result())
+        except PromptError as error:
+            raise _ChunkError(start + error.offset, error.reason) from error
+        bar.advance(stop - start)
+
+    with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer,)) as pool:
+        try:
+            for start, stop in _chunk_bounds(len(table)):
+                rows = table.values(prompt_key, start, stop)
+                pending.append((start, stop, pool.submit(_encode_chunk, rows)))
+                if len(pending) > 4 * workers:  # enough to keep all busy, without all prompts in memory twice
+                    collect_oldest()
+            while pending:
+                collect_oldest()
         finally:
             pool.shutdown(cancel_futures=True)
     return chunks
@@ -215,9 +223,7 @@ def _cache_path(
 
 
 def _load(path: Path, rows: int) -> TokenizedPrompts | None:
-    """The cached ids, or None when there are none or they cannot be trusted. The zip format carries
-    checksums.
-    """
+    """The cached ids, or None when there are none or they cannot be trusted (zip carries checksums)."""
     if not path.exists():
         return None
     try:

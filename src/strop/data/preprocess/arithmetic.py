@@ -23,8 +23,7 @@ def splits(
     train_size: int | None = None,
     seed: int = 1,
 ) -> dict[str, Split]:
-    """Prompts ``a+b=`` over all ordered pairs of operands from ``min_operand`` to ``max_operand``, both
-    included.
+    """Prompts ``a+b=`` over all ordered pairs of operands, ``min_operand`` to ``max_operand`` included.
 
     ``held_out`` pairs go to the split ``test``: a fraction of all when below 1, else a count; 0 makes no
     test split. The others, or ``train_size`` of them, go to ``train``; a pair is never in both (its mirror

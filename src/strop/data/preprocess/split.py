@@ -11,9 +11,7 @@ from strop.errors import DataError
 
 @dataclass(frozen=True)
 class Split:
-    """Raw records, and how one becomes a row: ``convert(record, split, index)``; :class:`DataError` says
-    why it cannot.
-    """
+    """Raw records, and how one becomes a row: ``convert(record, split, index)``, or a :class:`DataError`."""
 
     records: Sequence[Any]
     convert: Callable[[Any, str, int], dict[str, Any]]
