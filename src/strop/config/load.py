@@ -32,8 +32,8 @@ def load_config(
         overrides: `key=value`, `+key=value`, `++key=value`, `~key`, or `group=choice` for a config group in
             the user's folder.
         config_name: the user's file, with or without ".yaml".
-        config_path: its folder (relative to the current one), or the file itself. The file needs only the keys
-            that differ, and no `defaults:` list.
+        config_path: its folder (relative to the current one), or the file itself. The file needs only the
+            keys that differ, and no `defaults:` list.
 
     Raises:
         ConfigError: one line for each unknown key, wrong value, dead interpolation and unreadable override.

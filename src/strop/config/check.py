@@ -1,0 +1,61 @@
+"""Everything that can be said about a configuration before a model is loaded, in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strop.config.batch_plan import BatchPlan
+from strop.config.deprecated import NEW_LIB, OLD_LIBS, deprecation_lines
+from strop.config.rules import ALL_RULES
+from strop.config.schema import Config
+from strop.config.support import unsupported
+from strop.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What `check` found; without errors there is a plan."""
+
+    errors: list[str]
+    warnings: list[str]
+    plan: BatchPlan | None
+
+    def raise_errors(self) -> None:
+        """All errors as one `ConfigError`, if there are any."""
+        if self.errors:
+            raise ConfigError(*self.errors)
+
+
+def check(config: Config, *, train_rows: int | None = None, ranks: int = 1) -> CheckResult:
+    """Check `config` across its keys.
+
+    Args:
+        config: what `load_config` gave: each value by itself is of the right type.
+        train_rows: prompts in the training files, if known: then the plan has the number of iterations.
+        ranks: data-parallel ranks; this version runs one process.
+
+    Returns:
+        Errors that stop the run, warnings that do not (keys without effect, deprecated keys, doubtful
+        settings), and the plan, which is None when the batch sizes do not fit one another.
+    """
+    errors, warnings = unsupported(config)
+    for rule in ALL_RULES:
+        for finding in rule(config):
+            (errors if finding.level == "error" else warnings).append(finding.text)
+    model = config.actor_rollout_ref.model
+    if model.external_libs is not None and model.external_libs != model.external_lib:
+        errors.append(
+            f"{NEW_LIB}={model.external_lib} and the deprecated {OLD_LIBS}={model.external_libs} differ"
+        )
+    warnings += deprecation_lines(config)
+    try:
+        plan = BatchPlan.from_config(config, train_rows=train_rows, ranks=ranks)
+    except ConfigError as error:
+        return CheckResult(errors + error.problems, warnings, None)
+    if plan.actor_iterations == 0:
+        errors.append(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} covers all {plan.iterations} iterations: "
+            f"the actor "
+            "would never be trained"
+        )
+    return CheckResult(errors, warnings, plan)

@@ -1,0 +1,120 @@
+"""The sizes of micro-batches: sequences or tokens per rank, from the new keys or the deprecated ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from strop.config.nearest import nearest_in_words
+from strop.config.schema import Config
+from strop.config.values import value_at
+from strop.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """What one pass takes on one rank: `rows` sequences, or, cut by tokens, at most `max_tokens`."""
+
+    rows: int | None = None
+    max_tokens: int | None = None
+
+    def passes(self, samples: int) -> int | None:
+        """Passes over `samples` sequences, the last perhaps smaller; None if it depends on their lengths."""
+        return None if self.rows is None else -(-samples // self.rows)
+
+    def __str__(self) -> str:
+        return f"{self.rows} sequences" if self.max_tokens is None else f"up to {self.max_tokens} tokens"
+
+
+@dataclass(frozen=True)
+class MicroBatchKeys:
+    """The four keys that decide one micro-batch size, by full path."""
+
+    overall: str
+    """Deprecated: sequences over all ranks."""
+    dynamic: str
+    max_tokens: str
+
+    @property
+    def per_gpu(self) -> str:
+        """Sequences per rank."""
+        return f"{self.overall}_per_gpu"
+
+
+MICRO_BATCHES: dict[str, MicroBatchKeys] = {
+    "actor": MicroBatchKeys(
+        "actor_rollout_ref.actor.ppo_micro_batch_size",
+        "actor_rollout_ref.actor.use_dynamic_bsz",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    ),
+    "log_prob": MicroBatchKeys(
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size",
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+    ),
+    "ref": MicroBatchKeys(
+        "actor_rollout_ref.ref.log_prob_micro_batch_size",
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    ),
+    "critic": MicroBatchKeys(
+        "critic.ppo_micro_batch_size", "critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu"
+    ),
+    "values": MicroBatchKeys(
+        "critic.forward_micro_batch_size", "critic.use_dynamic_bsz", "critic.forward_max_token_len_per_gpu"
+    ),
+    "reward_model": MicroBatchKeys(
+        "reward_model.micro_batch_size",
+        "reward_model.use_dynamic_bsz",
+        "reward_model.forward_max_token_len_per_gpu",
+    ),
+}
+"""Each pass that is cut into micro-batches: updates of actor and critic, and the forward passes."""
+
+
+def resolve_micro_batch(config: Config, name: str, ranks: int = 1) -> MicroBatchSize:
+    """The micro-batch size of the pass `name` (of `MICRO_BATCHES`) on each of `ranks` data-parallel ranks.
+
+    Raises:
+        ConfigError: both or neither of the two keys set, a deprecated size that does not divide over the
+            ranks, or a token cap that one whole sequence may exceed.
+    """
+    keys = MICRO_BATCHES[name]
+    if value_at(config, keys.dynamic):
+        return MicroBatchSize(max_tokens=_token_cap(config, keys))
+    per_gpu, overall = value_at(config, keys.per_gpu), value_at(config, keys.overall)
+    match per_gpu, overall:
+        case None, None:
+            raise ConfigError(f"{keys.per_gpu}: not set; set it, or {keys.dynamic}=True")
+        case _, None:
+            return MicroBatchSize(rows=per_gpu)
+        case None, _:
+            return MicroBatchSize(rows=_per_rank(keys, overall, ranks))
+    raise ConfigError(
+        f"{keys.per_gpu}={per_gpu} and the deprecated {keys.overall}={overall} are both set; keep the first, "
+        "with the other at null"
+    )
+
+
+def _per_rank(keys: MicroBatchKeys, overall: Any, ranks: int) -> int:
+    if overall % ranks:
+        raise ConfigError(
+            f"{keys.overall}={overall} does not divide over {ranks} ranks "
+            f"({nearest_in_words(overall, range(ranks, overall + ranks + 1, ranks))}); "
+            f"{keys.per_gpu} counts per rank"
+        )
+    return overall // ranks
+
+
+def _token_cap(config: Config, keys: MicroBatchKeys) -> int:
+    cap, prompt, response = (
+        value_at(config, keys.max_tokens),
+        config.data.max_prompt_length,
+        config.data.max_response_length,
+    )
+    if cap < prompt + response:
+        raise ConfigError(
+            f"{keys.max_tokens}={cap} does not hold one sequence of data.max_prompt_length={prompt} + "
+            f"data.max_response_length={response} tokens (at least {prompt + response})"
+        )
+    return cap

@@ -1,0 +1,117 @@
+"""What `strop check` shows: findings, the derived numbers, the memory forecast, and the resolved configuration."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
+from strop.config.check import CheckResult
+from strop.config.forecast import Forecast, forecast
+from strop.config.load import to_yaml
+from strop.config.schema import Config
+
+_FORWARD_NAMES = {
+    "log_prob": "old log-probs",
+    "ref": "reference log-probs",
+    "values": "values",
+    "reward_model": "reward model",
+}
+
+
+def render(result: CheckResult, config: Config, *, with_yaml: bool = True) -> Group:
+    """Everything about `config`, for a rich console: errors and warnings come last, where the eye ends."""
+    parts: list[RenderableType] = []
+    if with_yaml:
+        parts.append(Syntax(to_yaml(config), "yaml", background_color="default"))
+    if result.plan is not None:
+        parts += [plan_table(result.plan), placement_table(config, result.plan)]
+        parts.append(memory_table(forecast(config, result.plan)))
+    parts += [Text(f"warning: {line}", style="yellow") for line in result.warnings]
+    parts += [Text(f"error: {line}", style="bold red") for line in result.errors]
+    if not result.errors:
+        parts.append(Text("No errors.", style="green"))
+    return Group(*parts)
+
+
+def plan_table(plan: BatchPlan) -> Table:
+    """Prompts, samples, mini-batches, micro-batches, optimizer steps and totals."""
+    table = _two_columns("What the batch sizes come to")
+    table.add_row("prompts an iteration", f"{plan.prompts:,}")
+    table.add_row("samples an iteration", f"{plan.samples:,} = {plan.prompts:,} prompts x {plan.n}")
+    _add_update(table, "actor", plan.actor)
+    if plan.critic is not None:
+        _add_update(table, "critic", plan.critic)
+    for name, forward in plan.forwards.items():
+        table.add_row(f"{_FORWARD_NAMES[name]}: micro-batches on each rank", _micro_batches(forward))
+    unknown = "unknown: the training files were not read"
+    table.add_row("training prompts", unknown if plan.train_rows is None else f"{plan.train_rows:,}")
+    table.add_row("iterations in an epoch", _number_or(unknown, plan.iterations_per_epoch))
+    table.add_row("iterations in the run", _number_or(unknown, plan.iterations))
+    if plan.iterations is not None and plan.actor_iterations is not None:
+        table.add_row("samples in the run", f"{plan.iterations * plan.samples:,}")
+        table.add_row(
+            "actor: optimizer steps in the run", f"{plan.actor_iterations * plan.actor.optimizer_steps:,}"
+        )
+        if plan.critic is not None:
+            table.add_row(
+                "critic: optimizer steps in the run", f"{plan.iterations * plan.critic.optimizer_steps:,}"
+            )
+    return table
+
+
+def placement_table(config: Config, plan: BatchPlan) -> Table:
+    """Which model runs where."""
+    devices = {"auto": "the GPU if there is one, else the CPU", "cpu": "the CPU", "cuda": "the GPU"}
+    where = f"{plan.ranks} process{'es' if plan.ranks > 1 else ''}, on {devices[config.trainer.device]}"
+    table = _two_columns("Placement")
+    rollout = f"actor and rollout ({config.actor_rollout_ref.rollout.name})"
+    roles = {"log_prob": rollout, "ref": "reference", "values": "critic", "reward_model": "reward model"}
+    for name, role in roles.items():
+        if name in plan.forwards:
+            table.add_row(role, where)
+    return table
+
+
+def memory_table(memory: Forecast) -> Table:
+    """Bytes by purpose, in GiB."""
+    table = _two_columns("Memory of one rank (estimate, at full sequence lengths)")
+    for name, size in memory.resident.items():
+        table.add_row(name, _gib(size))
+    for name, size in memory.phases.items():
+        table.add_row(f"during {name}", _gib(size))
+    table.add_section()
+    table.add_row("peak: all weights and the largest phase", _gib(memory.peak))
+    return table
+
+
+def _two_columns(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    return table
+
+
+def _add_update(table: Table, name: str, update: UpdatePlan) -> None:
+    table.add_row(
+        f"{name}: optimizer steps an iteration",
+        f"{update.optimizer_steps:,} = {update.mini_batches:,} mini-batches x {update.epochs} epochs",
+    )
+    table.add_row(f"{name}: samples in a mini-batch", f"{update.samples_per_mini_batch:,}")
+    table.add_row(f"{name}: micro-batches of a mini-batch, on each rank", _micro_batches(update))
+
+
+def _micro_batches(part: UpdatePlan | ForwardPlan) -> str:
+    if part.micro_batches is None:
+        return f"as many as fit, of {part.micro_batch}"
+    return f"{part.micro_batches:,} of {part.micro_batch}"
+
+
+def _number_or(otherwise: str, number: int | None) -> str:
+    return otherwise if number is None else f"{number:,}"
+
+
+def _gib(size: int | None) -> str:
+    return "unknown: the model is not a local folder" if size is None else f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,23 @@
+"""The rules between keys, each a generator of findings about one matter; `check` runs them all."""
+
+from __future__ import annotations
+
+from strop.config.rules import inputs, learning, named
+from strop.config.rules.finding import Rule
+
+ALL_RULES: tuple[Rule, ...] = (
+    named.pluggable_names,
+    named.trackers,
+    learning.groups,
+    learning.kl,
+    learning.sampling,
+    learning.validation_sampling,
+    learning.schedules,
+    learning.critic_warmup,
+    inputs.data_files,
+    inputs.models,
+    inputs.tokenizer,
+    inputs.context_window,
+    inputs.custom_reward,
+    inputs.resume,
+)

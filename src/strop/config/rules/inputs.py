@@ -1,0 +1,122 @@
+"""Rules about files: what the configuration points to is there. URLs are left to the download."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from strop.config.model_facts import read_model_facts
+from strop.config.names import needs_critic
+from strop.config.paths import expand, is_url
+from strop.config.rules.finding import Finding, error, warning
+from strop.config.schema import Config
+
+
+def data_files(config: Config) -> Iterator[Finding]:
+    """Parquet files exist."""
+    for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
+        if not files:
+            yield error(f"data.{key}: found an empty list, expected at least one parquet file")
+        for file in files:
+            if not is_url(file) and not Path(expand(file)).exists():
+                yield error(f"data.{key}: no file {file} (strop prepare makes one from a data set)")
+
+
+def models(config: Config) -> Iterator[Finding]:
+    """Model folders exist and hold a model; a name without a folder is left to the hub."""
+    policy = config.actor_rollout_ref.model.path
+    paths = {"actor_rollout_ref.model.path": policy}
+    if needs_critic(config.algorithm.adv_estimator) and config.critic.model.path != policy:
+        paths["critic.model.path"] = config.critic.model.path
+    if config.reward_model.enable:
+        paths["reward_model.model.path"] = config.reward_model.model.path
+    for key, path in paths.items():
+        folder = Path(expand(path))
+        if is_url(path) or folder.is_file():
+            continue
+        if folder.is_dir():
+            if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
+                yield error(f"{key}={path}: the folder has no config.json, so it is not a Hugging Face model")
+        elif not _may_be_a_hub_name(path):
+            yield error(f"{key}={path}: no such folder")
+
+
+def tokenizer(config: Config) -> Iterator[Finding]:
+    """A tokenizer of its own exists."""
+    path = config.data.tokenizer
+    if path and not is_url(path) and not Path(expand(path)).exists() and not _may_be_a_hub_name(path):
+        yield error(f"data.tokenizer={path}: no such folder")
+
+
+def context_window(config: Config) -> Iterator[Finding]:
+    """The model was made for sequences as long as these."""
+    path, data = config.actor_rollout_ref.model.path, config.data
+    facts = read_model_facts(path)
+    longest = data.max_prompt_length + data.max_response_length
+    if facts is not None and facts.context is not None and facts.context < longest:
+        yield warning(
+            f"data.max_prompt_length={data.max_prompt_length} + "
+            f"data.max_response_length={data.max_response_length} = "
+            f"{longest} tokens, more than the {facts.context} that {path} was made for"
+        )
+
+
+def custom_reward(config: Config) -> Iterator[Finding]:
+    """The reward file exists and defines the function; it is read, not run."""
+    path, name = config.custom_reward_function.path, config.custom_reward_function.name
+    if path is None or is_url(path):
+        return
+    file = Path(expand(path))
+    if not file.is_file():
+        yield error(f"custom_reward_function.path={path}: no such file")
+        return
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as problem:
+        yield error(f"custom_reward_function.path={path}: not Python ({problem})")
+        return
+    defined = _defined_names(tree)
+    if name not in defined and "*" not in defined:
+        has = ", ".join(sorted(defined)) or "nothing"
+        yield error(f"custom_reward_function.name={name}: {path} does not define it; it defines {has}")
+
+
+def resume(config: Config) -> Iterator[Finding]:
+    """A checkpoint that is named exists; whether it is whole is seen when it is loaded."""
+    mode = config.trainer.resume_mode
+    if mode not in ("auto", "disable") and not Path(expand(mode)).is_dir():
+        yield error(
+            f"trainer.resume_mode={mode}: expected auto, disable, or a global_step_N folder; there is no "
+            f"such folder"
+        )
+
+
+def _may_be_a_hub_name(path: str) -> bool:
+    return not path.startswith(("/", "~", ".")) and path.count("/") <= 1 and not path.endswith(".gguf")
+
+
+def _defined_names(tree: ast.Module) -> set[str]:
+    """What a module defines at its top level, also inside `if` and `try`; "*" for a star import."""
+    names: set[str] = set()
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name for alias in aliases}
+            case ast.Assign(targets=targets):
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case ast.If() | ast.Try() | ast.With():
+                pending += [
+                    child
+                    for child in ast.iter_child_nodes(node)
+                    if isinstance(child, ast.stmt | ast.ExceptHandler)
+                ]
+            case ast.ExceptHandler(body=body):
+                pending += body
+    return names

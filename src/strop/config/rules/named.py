@@ -1,0 +1,67 @@
+"""Rules about names: estimators, losses, reward managers and trackers, built in or by import path."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Collection, Iterator
+
+from strop.config.names import (
+    ESTIMATOR_NEEDS,
+    LOGGER_PACKAGES,
+    POLICY_LOSSES,
+    REWARD_MANAGERS,
+    is_import_path,
+)
+from strop.config.rules.finding import Finding, error
+from strop.config.schema import Config
+
+_NOT_IN_A_WANDB_PROJECT = re.compile(r"[/\\#?%:]")
+
+
+def pluggable_names(config: Config) -> Iterator[Finding]:
+    """Estimator, policy loss and reward manager are built in, or importable."""
+    yield from _known("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATOR_NEEDS)
+    policy_loss = config.actor_rollout_ref.actor.policy_loss
+    yield from _known("actor_rollout_ref.actor.policy_loss", policy_loss, POLICY_LOSSES)
+    manager = config.reward_model.reward_manager
+    if manager != "prime":  # known, and not in this version: see support.py
+        yield from _known("reward_model.reward_manager", manager, REWARD_MANAGERS)
+
+
+def trackers(config: Config) -> Iterator[Finding]:
+    """Trackers exist, their packages are installed, and the run's names suit them."""
+    trainer = config.trainer
+    for name in trainer.logger:
+        if name not in LOGGER_PACKAGES:
+            yield error(f"trainer.logger={name}: unknown; known: {', '.join(LOGGER_PACKAGES)}")
+            continue
+        package = LOGGER_PACKAGES[name]
+        if package and importlib.util.find_spec(package) is None:
+            yield error(
+                f"trainer.logger={name}: the package {package} is not installed: pip install "
+                f"'strop[{package}]', "
+                "or leave it out, as in trainer.logger=[console]"
+            )
+    for key, name in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
+        if not name.strip():
+            yield error(f"trainer.{key}: found an empty name")
+    if "wandb" in trainer.logger and _NOT_IN_A_WANDB_PROJECT.search(trainer.project_name):
+        yield error(f"trainer.project_name={trainer.project_name}: wandb allows none of / \\ # ? % : in it")
+
+
+def _known(key: str, name: str, known: Collection[str]) -> Iterator[Finding]:
+    if name in known:
+        return
+    if not is_import_path(name):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        yield error(
+            f"{key}={name}: unknown; {hint}(known: {', '.join(known)}; your own by its import path, "
+            f"package.module:name)"
+        )
+        return
+    package = re.split("[.:]", name)[0]
+    if package != "__main__" and importlib.util.find_spec(package) is None:
+        yield error(f"{key}={name}: there is no module {package}; is its folder on PYTHONPATH?")

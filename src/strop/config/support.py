@@ -1,0 +1,208 @@
+"""The keys that this version does not honour: when, why, and whether that stops the run.
+
+One table, from which `check` takes its lines and docs/config.md its column. A key without an entry is
+honoured. A warning says that the key changes nothing in this run; an error, that the run would not be what
+was asked for. A value that names what happens anyway is not reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from strop.config.keys import leaf_paths
+from strop.config.schema import Config
+from strop.config.values import value_at
+
+Level = Literal["warning", "error"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Some keys that are not honoured when `applies(config, value)`."""
+
+    keys: tuple[str, ...]
+    """Full paths, with `*` for any text."""
+    when: str
+    """The condition in words, for the reference page."""
+    applies: Callable[[Config, Any], bool]
+    level: Level
+    reason: str
+
+    def paths(self) -> list[str]:
+        """The keys of the schema that it is about."""
+        return [path for path in leaf_paths() if any(fnmatchcase(path, pattern) for pattern in self.keys)]
+
+
+def _uses_hf(config: Config, _: Any) -> bool:
+    return config.actor_rollout_ref.rollout.name == "hf"
+
+
+def _is_not(*neutral: Any) -> Callable[[Config, Any], bool]:
+    return lambda config, value: value not in neutral
+
+
+def _hf_and_not(neutral: Any) -> Callable[[Config, Any], bool]:
+    return lambda config, value: _uses_hf(config, value) and value != neutral
+
+
+_IN_PROCESS = "rollout.name=hf generates in the training process, on the actor's own weights"
+_ONE_PROCESS = "this version trains in one process"
+_NO_OFFLOAD = "models stay on their device"
+
+LIMITS: tuple[Limit, ...] = (
+    Limit(
+        keys=("actor_rollout_ref.rollout.name",),
+        when="vllm",
+        applies=_is_not("hf"),
+        level="error",
+        reason="not in this version; set actor_rollout_ref.rollout.name=hf",
+    ),
+    Limit(
+        keys=("actor_rollout_ref.actor.strategy", "critic.strategy"),
+        when="megatron",
+        applies=_is_not("fsdp"),
+        level="error",
+        reason="not in this version; set it to fsdp",
+    ),
+    Limit(
+        keys=("actor_rollout_ref.hybrid_engine",),
+        when="False",
+        applies=_is_not(True),
+        level="error",
+        reason="actor and rollout share their processes; set it to True",
+    ),
+    Limit(
+        keys=("reward_model.reward_manager",),
+        when="prime",
+        applies=lambda config, value: value == "prime",
+        level="error",
+        reason="not in this version; set reward_model.reward_manager=naive or the import path of your own",
+    ),
+    Limit(
+        keys=(
+            "actor_rollout_ref.rollout.gpu_memory_utilization",
+            "actor_rollout_ref.rollout.load_format",
+            "actor_rollout_ref.rollout.max_num_batched_tokens",
+            "actor_rollout_ref.rollout.max_num_seqs",
+        ),
+        when="with rollout.name=hf",
+        applies=_uses_hf,
+        level="warning",
+        reason=_IN_PROCESS,
+    ),
+    Limit(
+        keys=("actor_rollout_ref.rollout.tensor_model_parallel_size",),
+        when="above 1 with rollout.name=hf",
+        applies=_hf_and_not(1),
+        level="warning",
+        reason=_IN_PROCESS,
+    ),
+    Limit(
+        keys=("actor_rollout_ref.rollout.enforce_eager", "actor_rollout_ref.rollout.free_cache_engine"),
+        when="False with rollout.name=hf",
+        applies=_hf_and_not(True),
+        level="warning",
+        reason=_IN_PROCESS,
+    ),
+    Limit(
+        keys=("actor_rollout_ref.rollout.dtype",),
+        when="unless it equals actor_rollout_ref.model.compute_dtype, with rollout.name=hf",
+        applies=lambda config, value: (
+            _uses_hf(config, value) and value != config.actor_rollout_ref.model.compute_dtype
+        ),
+        level="warning",
+        reason=_IN_PROCESS,
+    ),
+    Limit(
+        keys=("trainer.nnodes", "trainer.n_gpus_per_node", "*ulysses_sequence_parallel_size"),
+        when="above 1",
+        applies=_is_not(1),
+        level="warning",
+        reason=_ONE_PROCESS,
+    ),
+    Limit(
+        keys=("*.fsdp_size",),
+        when="above 1",
+        applies=_is_not(-1, 1),
+        level="warning",
+        reason=_ONE_PROCESS,
+    ),
+    Limit(
+        keys=("*.min_num_params", "*.transformer_layer_cls_to_wrap"),
+        when="unless at its default",
+        applies=_is_not(0, None),
+        level="warning",
+        reason=_ONE_PROCESS,
+    ),
+    Limit(
+        keys=("*.param_offload", "*.grad_offload", "*.optimizer_offload"),
+        when="True",
+        applies=_is_not(False),
+        level="warning",
+        reason=_NO_OFFLOAD,
+    ),
+    Limit(
+        keys=("*.use_remove_padding",),
+        when="True",
+        applies=_is_not(False),
+        level="warning",
+        reason="sequences are padded to the longest of their micro-batch; the numbers are the same",
+    ),
+    Limit(
+        keys=("trainer.default_hdfs_dir",),
+        when="unless null",
+        applies=_is_not(None),
+        level="warning",
+        reason="checkpoints are written to trainer.default_local_dir only",
+    ),
+    Limit(
+        keys=("*.optim.total_training_steps",),
+        when="unless -1",
+        applies=_is_not(-1),
+        level="warning",
+        reason="the schedule ends with the run; trainer.total_training_steps sets its length",
+    ),
+    Limit(
+        keys=("actor_rollout_ref.rollout.prompt_length",),
+        when="unless it equals data.max_prompt_length",
+        applies=lambda config, value: value != config.data.max_prompt_length,
+        level="warning",
+        reason="data.max_prompt_length is the key that counts",
+    ),
+    Limit(
+        keys=("actor_rollout_ref.rollout.response_length",),
+        when="unless it equals data.max_response_length",
+        applies=lambda config, value: value != config.data.max_response_length,
+        level="error",
+        reason="set data.max_response_length, which it has to equal",
+    ),
+)
+
+
+def unsupported(config: Config) -> tuple[list[str], list[str]]:
+    """Errors, one for each key, and warnings, one for each reason with all its keys."""
+    errors: list[str] = []
+    by_reason: dict[str, list[str]] = {}
+    for limit in LIMITS:
+        for path in limit.paths():
+            value = value_at(config, path)
+            if not limit.applies(config, value):
+                continue
+            if limit.level == "error":
+                errors.append(f"{path}={value}: {limit.reason}")
+            else:
+                by_reason.setdefault(limit.reason, []).append(f"{path}={value}")
+    warnings = [f"no effect ({reason}): {', '.join(keys)}" for reason, keys in by_reason.items()]
+    return errors, warnings
+
+
+def status_in_words(path: str) -> str:
+    """The entry of the key `path` in the last column of the reference page."""
+    entries = [limit for limit in LIMITS if path in limit.paths()]
+    if not entries:
+        return "honoured"
+    verb = {"warning": "no effect", "error": "error"}
+    return "; ".join(f"{verb[limit.level]} {limit.when}: {limit.reason}" for limit in entries)
