@@ -16,19 +16,18 @@ from strop.command import run_command
 from strop.config.check import check
 from strop.config.load import load_config
 from strop.config.schema import Config
-from strop.errors import ConfigError, ModelError
+from strop.errors import ModelError
 
 logger = logging.getLogger("strop")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--config-path``, ``--config-name``, ``--debug`` and Hydra overrides."""
+    """``--config-path``, ``--config-name`` and Hydra overrides."""
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="Hydra overrides of ppo_trainer.yaml"
     )
     parser.add_argument("--config-name", "-cn", help="a YAML file of yours, laid over ppo_trainer.yaml")
     parser.add_argument("--config-path", "-cp", help="the folder of that file, or the file itself")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def config_from(arguments: argparse.Namespace) -> Config:
@@ -41,6 +40,7 @@ def config_from(arguments: argparse.Namespace) -> Config:
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m strop.trainer.main_ppo key=value ...``; returns the exit status."""
     parser = argparse.ArgumentParser(prog="strop train", description="Train a language model with PPO.")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(argv)
     return run_command(lambda: run(config_from(arguments)), debug=arguments.debug)
@@ -111,8 +111,7 @@ def require_valid(config: Config) -> None:
     result = check(config)
     for warning in result.warnings:
         logger.warning("warning: %s", warning)
-    if result.errors:
-        raise ConfigError(*result.errors)
+    result.raise_errors()
 
 
 def require_shared_vocabulary(config: Config) -> None:

@@ -18,6 +18,7 @@ from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
 from strop.algorithms.masked import masked_sum
+from strop.config.batch_plan import uses_reference
 from strop.config.load import as_config
 from strop.config.schema import Config
 from strop.controller.resource_pool import ResourcePoolManager
@@ -90,7 +91,7 @@ class RayPPOTrainer:
         )
         actor = self.config.actor_rollout_ref.actor
         self.kl_in_reward = not actor.use_kl_loss and control.kl_coef > 0
-        self.use_reference = actor.use_kl_loss or self.kl_in_reward
+        self.use_reference = uses_reference(self.config)
         self.use_critic = "values" in self._estimator_needs
         self.use_reward_model = self.config.reward_model.enable
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from strop.config.batch_plan import uses_reference
 from strop.config.schema import Config
 from strop.controller.dispatch import Dispatch, register
 from strop.controller.roles import Role
@@ -27,10 +28,9 @@ class ActorRolloutRefWorker(Worker):
         super().__init__(config, role, rank=rank, world_size=world_size)
         self.section = config.actor_rollout_ref
         self.temperature = self.section.rollout.temperature
-        actor, algorithm = self.section.actor, config.algorithm
-        has_reference = actor.use_kl_loss or algorithm.kl_ctrl.kl_coef > 0
+        actor = self.section.actor
         self.full_kl_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
-        self.full_kl = self.full_kl_loss or (has_reference and algorithm.kl_penalty == "full")
+        self.full_kl = self.full_kl_loss or (uses_reference(config) and config.algorithm.kl_penalty == "full")
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -85,7 +85,7 @@ class ActorRolloutRefWorker(Worker):
     @register(Dispatch.DATA_PARALLEL)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """``old_log_probs`` and ``entropys`` [B, T]; ``full_kl`` [B, T] when the KL is the full one."""
-        micro = self._log_prob_micro_batching(self.section.rollout)
+        micro = self.micro_batching("log_prob")
         found = self.engine.infer(
             batch, micro, temperature=self.temperature, with_entropy=True, with_full_kl=self.full_kl
         )
@@ -97,7 +97,7 @@ class ActorRolloutRefWorker(Worker):
     @register(Dispatch.DATA_PARALLEL)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """``ref_log_prob`` [B, T]; for the full KL also the hidden states ``ref_hidden`` [B, T, H]."""
-        micro = self._log_prob_micro_batching(self.section.ref)
+        micro = self.micro_batching("ref")
         found = self.reference.infer(
             batch, micro, temperature=self.temperature, with_entropy=False, with_hidden=self.full_kl
         )
@@ -116,26 +116,12 @@ class ActorRolloutRefWorker(Worker):
             n_seqs=meta["n_seqs"],
             max_response_length=self.config.data.max_response_length,
         )
-        micro = self.micro_batching(
-            actor,
-            "ppo_micro_batch_size",
-            dynamic=actor.use_dynamic_bsz,
-            max_tokens=actor.ppo_max_token_len_per_gpu,
-        )
         return self.train_on(
             mini_batch,
             objective,
             actor,
-            micro,
+            self.micro_batching("actor"),
             temperature=self.temperature,
             with_entropy=True,
             with_full_kl=self.full_kl_loss,
-        )
-
-    def _log_prob_micro_batching(self, section: Any) -> Any:
-        return self.micro_batching(
-            section,
-            "log_prob_micro_batch_size",
-            dynamic=section.log_prob_use_dynamic_bsz,
-            max_tokens=section.log_prob_max_token_len_per_gpu,
         )

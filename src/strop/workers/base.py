@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from strop.config.micro_batches import resolve_micro_batch
 from strop.config.schema import Config
 from strop.controller.dispatch import Dispatch, register
 from strop.controller.roles import Role
@@ -71,14 +72,10 @@ class Worker:
             gradient_checkpointing=checkpointing and trained is not None,
         )
 
-    def micro_batching(self, section: Any, prefix: str, *, dynamic: bool, max_tokens: int) -> MicroBatching:
-        """The key ``<prefix>_per_gpu``, or its deprecated global form over the ranks, or dynamic batching."""
-        if dynamic:
-            return MicroBatching(max_tokens=max_tokens)
-        rows = getattr(section, f"{prefix}_per_gpu")
-        if rows is None:
-            rows = getattr(section, prefix) // self.world_size
-        return MicroBatching(rows=rows)
+    def micro_batching(self, name: str) -> MicroBatching:
+        """How the pass ``name`` (a key of ``MICRO_BATCHES``) is cut on this rank."""
+        size = resolve_micro_batch(self.config, name, self.world_size)
+        return MicroBatching(rows=size.rows, max_tokens=size.max_tokens)
 
     def train_on(
         self, mini_batch: DataProto, loss: Loss, section: Any, micro: MicroBatching, **options: Any

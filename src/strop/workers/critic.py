@@ -35,14 +35,7 @@ class CriticWorker(Worker):
     @register(Dispatch.DATA_PARALLEL)
     def compute_values(self, batch: DataProto) -> DataProto:
         """``values`` [B, T]: the state before each response token, 0 where the mask is 0."""
-        critic = self.config.critic
-        micro = self.micro_batching(
-            critic,
-            "forward_micro_batch_size",
-            dynamic=critic.use_dynamic_bsz,
-            max_tokens=critic.forward_max_token_len_per_gpu,
-        )
-        return DataProto(self.engine.infer(batch, micro))
+        return DataProto(self.engine.infer(batch, self.micro_batching("values")))
 
     @register(Dispatch.DATA_PARALLEL)
     def update_critic(self, mini_batch: DataProto) -> dict[str, float]:
@@ -54,10 +47,4 @@ class CriticWorker(Worker):
             n_seqs=meta["n_seqs"],
             max_response_length=self.config.data.max_response_length,
         )
-        micro = self.micro_batching(
-            critic,
-            "ppo_micro_batch_size",
-            dynamic=critic.use_dynamic_bsz,
-            max_tokens=critic.ppo_max_token_len_per_gpu,
-        )
-        return self.train_on(mini_batch, objective, critic, micro)
+        return self.train_on(mini_batch, objective, critic, self.micro_batching("critic"))

@@ -46,14 +46,7 @@ class RewardModelWorker(Worker):
     @register(Dispatch.DATA_PARALLEL)
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """``rm_scores`` [B]."""
-        section = self.config.reward_model
-        micro = self.micro_batching(
-            section,
-            "micro_batch_size",
-            dynamic=section.use_dynamic_bsz,
-            max_tokens=section.forward_max_token_len_per_gpu,
-        )
-        return DataProto(self.engine.infer(self._inputs(batch), micro))
+        return DataProto(self.engine.infer(self._inputs(batch), self.micro_batching("reward_model")))
 
     def _inputs(self, batch: DataProto) -> DataProto:
         if self.input_tokenizer is None:

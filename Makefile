@@ -1,0 +1,49 @@
+# Everything runs in .venv, which these targets make and keep: no other set-up is needed.
+PYTHON ?= python3
+SEED ?= 1
+ALGORITHM ?= ppo
+DEMO_DIR ?= runs/demo
+
+BIN := .venv/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
+
+.PHONY: demo test test-all check format bench docs clean
+
+demo: .venv/core  ## build a tiny model, train it with PPO, show what it learned
+	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --out $(DEMO_DIR)
+
+test: .venv/dev  ## the test suite: minutes on two cores
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+test-all: .venv/dev  ## the slow tests too
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or not slow" $(ARGS)
+
+check: .venv/dev  ## formatting, lint, types, layers, generated pages
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/ty check src
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate_config_reference.py --check
+
+format: .venv/dev  ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/dev  ## tables of ratios; see benchmarks/
+	$(BIN)/python benchmarks/rollout_hf.py
+
+docs: .venv/dev  ## write the generated pages anew
+	$(BIN)/python docs/generate_config_reference.py
+
+clean:
+	rm -rf .venv build dist runs src/*.egg-info
+
+# The lock pins every version; extras a stamp file each, so that a second run installs nothing.
+.venv/core: pyproject.toml requirements.lock
+	$(PYTHON) -m venv .venv
+	$(INSTALL) torch --editable .
+	@touch $@
+
+.venv/dev: .venv/core
+	$(INSTALL) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,108 @@
+"""The command ``strop``. What a command needs is imported when it is asked for: ``--help`` imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from strop.command import run_command
+
+Run = Callable[[argparse.Namespace], int]
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from strop.trainer import main_ppo
+
+    return main_ppo.run(main_ppo.config_from(arguments))
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from strop.config.table import show_check
+    from strop.trainer.main_ppo import config_from
+
+    return show_check(config_from(arguments), train_rows=_count_rows)
+
+
+def _count_rows(files: str | list[str]) -> int | None:
+    from strop.data.parquet import count_rows
+
+    return count_rows(files)
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    from strop.data.preprocess.cli_args import prepare_from_arguments
+
+    for split, (path, rows) in prepare_from_arguments(arguments).items():
+        print(f"{split}: {rows} rows in {path}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from strop.trainer.export import export
+
+    print(f"model in {export(arguments.checkpoint, arguments.out, role=arguments.role)}")
+    return 0
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    return importlib.import_module("strop.rewards.cli_score").run(arguments)
+
+
+def _view(arguments: argparse.Namespace) -> int:
+    return importlib.import_module("strop.tracking.view").run(arguments)
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a global_step_N folder")
+    parser.add_argument("--out", required=True, help="the Hugging Face folder to write; must not exist")
+    parser.add_argument("--role", default="actor", choices=("actor", "critic"), help="whose model (actor)")
+
+
+_COMMANDS: dict[str, tuple[str, str, Run]] = {
+    "train": ("train a model", "strop.trainer.main_ppo:add_config_arguments", _train),
+    "check": (
+        "check a configuration without loading a model",
+        "strop.trainer.main_ppo:add_config_arguments",
+        _check,
+    ),
+    "prepare": (
+        "turn a data set into parquet files",
+        "strop.data.preprocess.cli_args:add_arguments",
+        _prepare,
+    ),
+    "score": ("score a file of answers", "strop.rewards.cli_score:add_arguments", _score),
+    "export": ("turn a checkpoint into a Hugging Face folder", "strop.cli:_export_arguments", _export),
+    "view": ("look at a run", "strop.tracking.view:add_arguments", _view),
+}
+
+
+def _overview() -> argparse.ArgumentParser:
+    """What ``strop --help`` shows; the arguments of a command are its own parser's."""
+    parser = argparse.ArgumentParser(
+        prog="strop", description="Sharpen language models with reinforcement learning."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (summary, _arguments, _run) in _COMMANDS.items():
+        commands.add_parser(name, help=summary)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] not in _COMMANDS:
+        _overview().parse_args(argv)
+        return 2
+    summary, add_arguments, run = _COMMANDS[argv[0]]
+    parser = argparse.ArgumentParser(prog=f"strop {argv[0]}", description=f"{summary.capitalize()}.")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    module, _, function = add_arguments.partition(":")
+    getattr(importlib.import_module(module), function)(parser)
+    arguments = parser.parse_intermixed_args(argv[1:])
+    return run_command(lambda: run(arguments), debug=arguments.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
