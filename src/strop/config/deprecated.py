@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 from omegaconf import DictConfig, OmegaConf
 
+from strop.config.keys import value_at
 from strop.config.schema import Config
-from strop.config.values import value_at
 
 OLD_LIBS = "actor_rollout_ref.model.external_libs"
 NEW_LIB = "actor_rollout_ref.model.external_lib"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ def all_keys() -> dict[str, Key]:
 def leaf_paths() -> list[str]:
     """The full paths of the keys that hold a value, in the order of the schema."""
     return [key.path for key in all_keys().values() if not key.is_section]
+
+
+def value_at(config: Config, path: str) -> Any:
+    """The value of the key `path`, for example "trainer.total_epochs"."""
+    return operator.attrgetter(path)(config)
 
 
 def nearest(path: str) -> str | None:

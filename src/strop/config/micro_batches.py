@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from strop.config.keys import value_at
 from strop.config.nearest import nearest_in_words
 from strop.config.schema import Config
-from strop.config.values import value_at
 from strop.errors import ConfigError
 
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from strop.config.keys import leaf_paths
+from strop.config.keys import leaf_paths, value_at
 from strop.config.schema import Config
-from strop.config.values import value_at
 
 Level = Literal["warning", "error"]
 
@@ -48,35 +47,35 @@ def _hf_and_not(neutral: Any) -> Callable[[Config, Any], bool]:
     return lambda config, value: _uses_hf(config, value) and value != neutral
 
 
-_IN_PROCESS = "rollout.name=hf generates in the training process, on the actor's own weights"
+_IN_PROCESS = "hf generates in the training process, on the actor's own weights"
 _ONE_PROCESS = "this version trains in one process"
 _NO_OFFLOAD = "models stay on their device"
 
 LIMITS: tuple[Limit, ...] = (
     Limit(
         keys=("actor_rollout_ref.rollout.name",),
-        when="vllm",
+        when="if vllm",
         applies=_is_not("hf"),
         level="error",
         reason="not in this version; set actor_rollout_ref.rollout.name=hf",
     ),
     Limit(
         keys=("actor_rollout_ref.actor.strategy", "critic.strategy"),
-        when="megatron",
+        when="if megatron",
         applies=_is_not("fsdp"),
         level="error",
         reason="not in this version; set it to fsdp",
     ),
     Limit(
         keys=("actor_rollout_ref.hybrid_engine",),
-        when="False",
+        when="if False",
         applies=_is_not(True),
         level="error",
         reason="actor and rollout share their processes; set it to True",
     ),
     Limit(
         keys=("reward_model.reward_manager",),
-        when="prime",
+        when="if prime",
         applies=lambda config, value: value == "prime",
         level="error",
         reason="not in this version; set reward_model.reward_manager=naive or the import path of your own",
@@ -95,14 +94,14 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         keys=("actor_rollout_ref.rollout.tensor_model_parallel_size",),
-        when="above 1 with rollout.name=hf",
+        when="if above 1 with rollout.name=hf",
         applies=_hf_and_not(1),
         level="warning",
         reason=_IN_PROCESS,
     ),
     Limit(
         keys=("actor_rollout_ref.rollout.enforce_eager", "actor_rollout_ref.rollout.free_cache_engine"),
-        when="False with rollout.name=hf",
+        when="if False with rollout.name=hf",
         applies=_hf_and_not(True),
         level="warning",
         reason=_IN_PROCESS,
@@ -118,14 +117,14 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         keys=("trainer.nnodes", "trainer.n_gpus_per_node", "*ulysses_sequence_parallel_size"),
-        when="above 1",
+        when="if above 1",
         applies=_is_not(1),
         level="warning",
         reason=_ONE_PROCESS,
     ),
     Limit(
         keys=("*.fsdp_size",),
-        when="above 1",
+        when="if above 1",
         applies=_is_not(-1, 1),
         level="warning",
         reason=_ONE_PROCESS,
@@ -139,14 +138,14 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         keys=("*.param_offload", "*.grad_offload", "*.optimizer_offload"),
-        when="True",
+        when="if True",
         applies=_is_not(False),
         level="warning",
         reason=_NO_OFFLOAD,
     ),
     Limit(
         keys=("*.use_remove_padding",),
-        when="True",
+        when="if True",
         applies=_is_not(False),
         level="warning",
         reason="sequences are padded to the longest of their micro-batch; the numbers are the same",

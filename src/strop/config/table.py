@@ -1,17 +1,23 @@
-"""What `strop check` shows: findings, the derived numbers, the memory forecast, and the resolved configuration."""
+"""What `strop check` shows: the resolved configuration, what it comes to, and everything wrong with it."""
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+from rich.console import Console, Group, RenderableType
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
 from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
-from strop.config.check import CheckResult
+from strop.config.check import CheckResult, check
 from strop.config.forecast import Forecast, forecast
 from strop.config.load import to_yaml
+from strop.config.paths import expand
 from strop.config.schema import Config
+from strop.errors import StropError
 
 _FORWARD_NAMES = {
     "log_prob": "old log-probs",
@@ -19,6 +25,25 @@ _FORWARD_NAMES = {
     "values": "values",
     "reward_model": "reward model",
 }
+
+
+def show_check(config: Config, *, train_rows: Callable[[list[str]], int | None]) -> int:
+    """Check `config`, show everything about it on the standard output, and return the exit status: 2 on errors.
+
+    `train_rows` counts the prompts in parquet files; it is called when the training files are all local and
+    there.
+    """
+    files = [expand(file) for file in config.data.train_files]
+    rows, problems = None, []
+    if all(os.path.exists(file) for file in files):
+        try:
+            rows = train_rows(files)
+        except StropError as error:
+            problems.append(str(error))
+    result = check(config, train_rows=rows)
+    result = replace(result, errors=result.errors + problems)
+    Console(soft_wrap=True).print(render(result, config))
+    return 2 if result.errors else 0
 
 
 def render(result: CheckResult, config: Config, *, with_yaml: bool = True) -> Group:
@@ -84,6 +109,8 @@ def memory_table(memory: Forecast) -> Table:
         table.add_row(f"during {name}", _gib(size))
     table.add_section()
     table.add_row("peak: all weights and the largest phase", _gib(memory.peak))
+    if memory.peak is None:
+        table.caption = "unknown: a model that is not in a local folder"
     return table
 
 
@@ -97,7 +124,7 @@ def _two_columns(title: str) -> Table:
 def _add_update(table: Table, name: str, update: UpdatePlan) -> None:
     table.add_row(
         f"{name}: optimizer steps an iteration",
-        f"{update.optimizer_steps:,} = {update.mini_batches:,} mini-batches x {update.epochs} epochs",
+        f"{update.optimizer_steps:,} = {update.mini_batches:,} mini-batches x {update.epochs} ppo_epochs",
     )
     table.add_row(f"{name}: samples in a mini-batch", f"{update.samples_per_mini_batch:,}")
     table.add_row(f"{name}: micro-batches of a mini-batch, on each rank", _micro_batches(update))
@@ -114,4 +141,4 @@ def _number_or(otherwise: str, number: int | None) -> str:
 
 
 def _gib(size: int | None) -> str:
-    return "unknown: the model is not a local folder" if size is None else f"{size / 2**30:.2f} GiB"
+    return "unknown" if size is None else f"{size / 2**30:.2f} GiB"
