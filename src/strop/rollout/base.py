@@ -1,0 +1,107 @@
+"""The seam between a policy and whatever generates with it: sampling parameters, protocol, registry."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from strop.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from strop.config.schema.rollout import RolloutConfig
+    from strop.protocol import DataProto
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one call samples. Raises ``ConfigError`` with every field that is out of range."""
+
+    max_tokens: int
+    """Longest response, in tokens, the stop token included."""
+    n: int = 1
+    """Responses per prompt."""
+    temperature: float = 1.0
+    """The logits are divided by it; 0 means greedy."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1 or 0: off."""
+    top_p: float = 1.0
+    """Then among the fewest likeliest tokens that hold this much probability; 1: off."""
+    do_sample: bool = True
+    """False means greedy, whatever the other fields say."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, besides the end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Do not stop at the end-of-sequence tokens; ``stop_token_ids`` still stop."""
+
+    def __post_init__(self) -> None:
+        rules = {
+            "max_tokens": (self.max_tokens >= 1, "1 or more"),
+            "n": (self.n >= 1, "1 or more"),
+            "temperature": (self.temperature >= 0 and math.isfinite(self.temperature), "0 or more"),
+            "top_k": (self.top_k >= -1, "-1 or 0 (off), or 1 and more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "stop_token_ids": (all(token >= 0 for token in self.stop_token_ids), "0 or more, each"),
+        }
+        problems = [
+            f"SamplingParams.{name}={vars(self)[name]} is out of range, expected {expected}"
+            for name, (valid, expected) in rules.items()
+            if not valid
+        ]
+        if problems:
+            raise ConfigError(*problems)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken instead of a random one."""
+        return not self.do_sample or self.temperature == 0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-k or top-p makes the sampled distribution another one than the model's."""
+        return self.top_k > 0 or self.top_p < 1
+
+    @classmethod
+    def from_config(cls, rollout: RolloutConfig, *, validate: bool = False) -> SamplingParams:
+        """From the section ``actor_rollout_ref.rollout``; ``validate`` takes its ``val_kwargs``."""
+        source = rollout.val_kwargs if validate else rollout
+        return cls(
+            max_tokens=rollout.response_length,
+            n=source.n,
+            temperature=source.temperature,
+            top_k=source.top_k,
+            top_p=source.top_p,
+            do_sample=source.do_sample,
+            stop_token_ids=tuple(rollout.stop_token_ids),
+            ignore_eos=rollout.ignore_eos,
+        )
+
+
+class RolloutEngine(Protocol):
+    """Generates responses. A new back-end is one new class with these methods and a line in ``ROLLOUTS``."""
+
+    def generate(self, prompts: DataProto, params: SamplingParams) -> DataProto:
+        """``params.n`` rows for every prompt, adjacent; what the columns are is in ``strop.rollout.hf``."""
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over the trainer's weights, by Hugging Face name; nothing to do where they are shared."""
+        ...
+
+
+ROLLOUTS: dict[str, str] = {"hf": "strop.rollout.hf:HFRollout"}
+"""Name in ``actor_rollout_ref.rollout.name`` -> "module:class", imported when it is asked for."""
+
+
+def build_rollout(name: str, *arguments: Any, **options: Any) -> RolloutEngine:
+    """Import the back-end called ``name`` and construct it; ``ConfigError`` names the known ones."""
+    if name not in ROLLOUTS:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name!r} is unknown (known: {', '.join(ROLLOUTS)})"
+        )
+    module_name, _, class_name = ROLLOUTS[name].partition(":")
+    return getattr(importlib.import_module(module_name), class_name)(*arguments, **options)

@@ -1,0 +1,64 @@
+"""Linear layers with weights in oneDNN's blocked layout, for the length of one `generate` on a CPU.
+
+The plain matrix product reorders the weights at every call, which a training batch hides and a decoding step
+of a few rows does not: measured 1.2 times faster with 64 rows, 1.5 to 4 times with 16 or fewer, for float32
+and bfloat16. The packed weights are made from the trainer's at the start of a call and dropped at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_SMALLEST = 1 << 17
+"""Elements of a weight: below, the packed product's fixed cost (10 us) is more than it saves."""
+_ROWS_HINT = 16
+"""Rows that the layout is chosen for; the same layouts came out for 1 to 64."""
+
+
+@contextmanager
+def packed_linears(model: nn.Module, autocast_dtype: torch.dtype | None) -> Generator[None]:
+    """Inside, every large ``nn.Linear`` of ``model`` computes with a packed copy of its weight.
+
+    ``autocast_dtype`` is what autocast computes linear layers in, None without autocast. Layers that are on
+    another device, sharded, patched or of another type are left alone.
+    """
+    packed: list[nn.Linear] = []
+    try:
+        for module in model.modules():
+            if type(module) is nn.Linear and _packable(module, autocast_dtype or module.weight.dtype):
+                # An instance attribute hides the method, until it is deleted.
+                module.forward = _packed_forward(module, autocast_dtype or module.weight.dtype)
+                packed.append(module)
+        yield
+    finally:
+        for module in packed:
+            del module.forward
+
+
+def _packable(module: nn.Linear, dtype: torch.dtype) -> bool:
+    weight = module.weight
+    return (
+        weight.device.type == "cpu"
+        and type(weight) is nn.Parameter  # not a DTensor or another subclass
+        and weight.numel() >= _SMALLEST
+        and "forward" not in vars(module)
+        and torch.backends.mkldnn.is_available()
+        and (
+            dtype == torch.float32
+            or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        )
+    )
+
+
+def _packed_forward(module: nn.Linear, dtype: torch.dtype) -> Callable[..., Tensor]:
+    weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach().to(dtype), _ROWS_HINT)
+    bias = None if module.bias is None else module.bias.detach().to(dtype)
+
+    def forward(input: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(input.to(dtype), weight, bias, "none", [], "")
+
+    return forward
