@@ -1,0 +1,164 @@
+"""Every figure on a batch small enough to compute by hand.
+
+Two samples, two prompt columns, three response columns; the second response is one token and then garbage.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from strop.protocol import DataProto
+from strop.trainer.metrics import (
+    UpdateRecord,
+    batch_metrics,
+    merge_updates,
+    objective_metrics,
+    policy_metrics,
+    sampler_metrics,
+    speed_metrics,
+)
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def batch() -> DataProto:
+    return DataProto(
+        {
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0]]),
+            "response_mask": torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]),
+            "truncated": torch.tensor([True, False]),
+            "token_level_scores": torch.tensor([[0.0, 0.0, 1.0], [0.5, NAN, NAN]]),
+            "token_level_rewards": torch.tensor([[-0.1, 0.0, 0.9], [0.25, NAN, NAN]]),
+            "advantages": torch.tensor([[1.0, 2.0, 3.0], [-2.0, NAN, NAN]]),
+            "returns": torch.tensor([[1.0, 1.0, 1.0], [0.0, NAN, NAN]]),
+            "values": torch.tensor([[0.5, 1.0, 1.0], [0.5, NAN, NAN]]),
+            "entropys": torch.tensor([[1.0, 2.0, 3.0], [6.0, NAN, NAN]]),
+            "kl": torch.tensor([[0.1, 0.2, 0.3], [0.4, NAN, NAN]]),
+            "old_log_probs": torch.tensor([[-1.0, -1.0, -1.0], [-2.0, NAN, NAN]]),
+            "rollout_log_probs": torch.tensor([[-1.0, -1.0, -1.0], [-1.0, NAN, NAN]]),
+            "reward/rule": torch.tensor([1.0, 0.5]),
+        }
+    )
+
+
+def test_batch_metrics_count_real_tokens_only(batch):
+    found = batch_metrics(batch, max_prompt_length=2)
+    assert found == pytest.approx(
+        {
+            "critic/score/mean": 0.75,
+            "critic/score/max": 1.0,
+            "critic/score/min": 0.5,
+            "critic/rewards/mean": (0.8 + 0.25) / 2,
+            "critic/rewards/max": 0.8,
+            "critic/rewards/min": 0.25,
+            "critic/advantages/mean": (1 + 2 + 3 - 2) / 4,
+            "critic/advantages/max": 3.0,
+            "critic/advantages/min": -2.0,
+            "critic/returns/mean": 0.75,
+            "critic/returns/max": 1.0,
+            "critic/returns/min": 0.0,
+            "critic/values/mean": 0.75,
+            "critic/values/max": 1.0,
+            "critic/values/min": 0.5,
+            # returns - values: 0.5, 0, 0, -0.5, variance 1/6; returns: 1, 1, 1, 0, variance 1/4
+            "critic/vf_explained_var": 1 - (1 / 6) / (1 / 4),
+            "response_length/mean": 2.0,
+            "response_length/max": 3.0,
+            "response_length/min": 1.0,
+            "response_length/clip_ratio": 0.5,
+            "prompt_length/mean": 1.5,
+            "prompt_length/max": 2.0,
+            "prompt_length/min": 1.0,
+            "prompt_length/clip_ratio": 0.5,
+            "val/sequence_lengths": 2.0,
+            "val/num_stop_token_ids": 0.5,
+        },
+        rel=1e-5,
+    )
+
+
+def test_objective_metrics_sum_over_a_sequence_and_average_over_sequences(batch):
+    found = objective_metrics(batch, kl_coef=0.05)
+    assert found == pytest.approx(
+        {
+            "objective/scores": 0.75,
+            "objective/rlhf_reward": 0.525,
+            "objective/non_score_reward": -0.225,
+            "objective/entropy": 3.0,
+            "objective/kl": (0.6 + 0.4) / 2,
+            "critic/kl": (0.2 + 0.4) / 2,
+            "critic/kl_coeff": 0.05,
+            "objective/verifiable_correct_rate": 0.5,
+        }
+    )
+
+
+def test_without_a_reference_there_is_no_kl_to_report(batch):
+    del batch.batch["kl"]
+    assert not [name for name in objective_metrics(batch, kl_coef=0.0) if "kl" in name]
+
+
+def test_sampler_metrics_compare_probabilities_of_real_tokens(batch):
+    found = sampler_metrics(batch)
+    difference = 2.718281828**-1 - 2.718281828**-2
+    assert found["training/rollout_probs_diff_mean"] == pytest.approx(difference / 4, rel=1e-5)
+    assert found["training/rollout_probs_diff_max"] == pytest.approx(difference, rel=1e-5)
+
+
+def _records(**changes):
+    first = {"pg_loss": 1.0, "pg_clipfrac": 0.5, "grad_norm": 2.0, "lr": 1e-3, "skipped_steps": 0.0}
+    second = {"pg_loss": 4.0, "pg_clipfrac": 0.0, "grad_norm": 4.0, "lr": 5e-4, "skipped_steps": 0.0}
+    return [UpdateRecord(first, n_tokens=30, n_seqs=2), UpdateRecord({**second, **changes}, 10, 2)]
+
+
+def test_updates_are_merged_by_what_their_figures_average_over():
+    tokens = merge_updates(_records(), loss_agg_mode="token-mean")
+    assert tokens == pytest.approx(
+        {
+            "pg_loss": (30 * 1 + 10 * 4) / 40,
+            "pg_clipfrac": 30 * 0.5 / 40,
+            "grad_norm": 3.0,
+            "lr": 5e-4,
+            "skipped_steps": 0.0,
+        }
+    )
+    sequences = merge_updates(_records(), loss_agg_mode="seq-mean-token-sum")
+    assert sequences["pg_loss"] == pytest.approx(2.5)
+    assert sequences["pg_clipfrac"] == pytest.approx(30 * 0.5 / 40)
+
+
+def test_a_skipped_step_is_counted_and_left_out_of_the_gradient_norm():
+    merged = merge_updates(_records(skipped_steps=1.0, grad_norm=NAN), loss_agg_mode="token-mean")
+    assert merged["skipped_steps"] == 1.0
+    assert merged["grad_norm"] == 2.0
+
+
+def test_policy_metrics_carry_both_families_of_names():
+    found = policy_metrics({"loss": 0.1, "pg_loss": 0.2, "approx_kl": 0.3, "pg_clipfrac": 0.4, "lr": 0.5})
+    assert found == {
+        "actor/loss": 0.1,
+        "actor/pg_loss": 0.2,
+        "actor/pg_clipfrac": 0.4,
+        "actor/lr": 0.5,
+        "objective/loss": 0.1,
+        "loss/policy_avg": 0.2,
+        "policy/approxkl_avg": 0.3,
+        "policy/clipfrac_avg": 0.4,
+        "lr": 0.5,
+    }
+
+
+def test_speed_counts_prompt_and_response_tokens_and_generation_response_tokens(batch):
+    found = speed_metrics(batch, {"timing_s/step": 2.0, "timing_s/gen": 1.0, "timing_s/ref": 0.7}, devices=1)
+    assert found == pytest.approx(
+        {
+            "perf/total_num_tokens": 7.0,
+            "perf/time_per_step": 2.0,
+            "perf/throughput": 3.5,
+            "time/training": 2.0,
+            "timing_per_token_ms/gen": 1000 / 4,
+            "timing_per_token_ms/ref": 100.0,
+        }
+    )
