@@ -1,0 +1,17 @@
+"""Rewards: from a finished response to a number.
+
+``manager``        scores a batch (``RewardManager``, ``load_reward_manager``)
+``reward_output``  its result, as tensors
+``router``         which scorer belongs to which data source
+``score``          the scorers themselves: pure functions of text
+``custom``         a user's own function, from ``custom_reward_function.path`` and ``.name``
+``scoring``        one sample after another, until too many have failed (``error_budget``)
+``process``        runs a scorer in a process that can be killed at a deadline. ``worker`` is that process;
+                   the two exchange ``records`` over a ``wire``; ``output`` reads what it prints and
+                   ``process_tree`` ends it with all that it started
+``examine``        samples with their scores, as text to read
+``cli_score``      ``strop score``: a file of answers (``answer_file`` reads it)
+
+Only ``manager`` and ``reward_output`` import torch, so that the scoring process starts in a twentieth of a
+second.
+"""

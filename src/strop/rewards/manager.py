@@ -1,0 +1,248 @@
+"""``RewardManager``: from a batch of responses to token-level scores. B samples, T padded response tokens."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strop.algorithms.registry import asked_for, resolve
+from strop.errors import ConfigError, RewardError
+from strop.protocol import DataProto
+from strop.rewards.custom import load_custom_reward, require_score_signature
+from strop.rewards.error_budget import ErrorBudget
+from strop.rewards.examine import describe_sample
+from strop.rewards.process import RewardProcess
+from strop.rewards.records import REWARD_MODEL, RULE, Outcome, Sample, ScoreFunction
+from strop.rewards.reward_output import RewardOutput, at_last_token, rule_parts, score_metrics
+from strop.rewards.router import Router, unknown_source
+from strop.rewards.scoring import name_sample, score_samples
+
+if TYPE_CHECKING:
+    from strop.config.schema import Config
+
+logger = logging.getLogger(__name__)
+
+_KEY = "reward_model.reward_manager"
+
+
+class RewardManager:
+    """Scores one sample after another, each under a deadline, in a process that can be killed.
+
+    ``compute_score`` is called with the keywords ``data_source``, ``solution_str``, ``ground_truth`` and
+    ``extra_info``, and returns a number, or a dict with a number under "score" and further named numbers.
+    Without it, the sample's data source decides (:mod:`strop.rewards.router`), with ``scorer_kwargs`` for it.
+
+    A batch with ``rm_scores`` [B] adds the reward model's score. It stands alone for samples that ask for it
+    (``reward_model.style`` is "model") and, without ``compute_score``, for data sources without a scorer.
+
+    A sample whose scorer raises, takes longer than ``timeout_s`` seconds or ends its process scores
+    ``error_score``. Beyond ``max_error_rate`` of them (:mod:`strop.rewards.error_budget`) scoring stops.
+
+    ``num_examine`` samples of each data source in every batch go to ``printer`` (default: the log) as text.
+
+    Raises:
+        ConfigError: ``compute_score`` cannot be called as above or cannot be sent to the process.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: ScoreFunction | None = None,
+        reward_fn_key: str = "data_source",
+        *,
+        timeout_s: float = 10.0,
+        error_score: float = 0.0,
+        max_error_rate: float = 0.1,
+        scorer_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        printer: Callable[[str], None] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.reward_fn_key = reward_fn_key
+        self.error_score = error_score
+        self.printer = printer or logger.info
+        self._sources: list[str] | None = None  # None: every source has a scorer
+        if compute_score is None:
+            compute_score = router = Router(scorer_kwargs)
+            self._sources = router.sources
+        elif scorer_kwargs:
+            raise ConfigError(
+                "scorer_kwargs is for the built-in scorers: a reward function of your own is set"
+            )
+        else:
+            require_score_signature(compute_score, "compute_score")
+        self._budget = ErrorBudget(max_error_rate)
+        self._process = RewardProcess(compute_score, timeout_s=timeout_s)
+
+    def __call__(self, batch: DataProto) -> RewardOutput:
+        """Score every sample of the batch.
+
+        Needs ``responses`` and ``response_mask`` [B, T] and the columns ``reward_fn_key`` and (for rules)
+        ``reward_model`` {"style", "ground_truth"}. Reads ``extra_info``, and, to print samples, ``prompts``
+        and ``attention_mask``. An empty response has its score at token 0.
+
+        Raises:
+            RewardError: a data source without a scorer, a score that is NaN or infinite, too many failed
+                samples, or a scorer that cannot be loaded.
+        """
+        samples = self._samples(batch)
+        model_B = batch.batch.get("rm_scores")
+        has_rule = self._rows_with_rule(batch, samples, has_model=model_B is not None)
+        outcomes = score_samples(self._process, samples, has_rule, self._budget)
+
+        parts = rule_parts(outcomes, error_score=self.error_score)
+        if model_B is not None:
+            parts[REWARD_MODEL] = model_B.detach().float().cpu().reshape(len(samples))
+            self._require_finite_model_scores(samples, parts[REWARD_MODEL])
+        summed = [parts[name].nan_to_num() for name in (RULE, REWARD_MODEL) if name in parts]
+        scores_B = torch.stack(summed).sum(dim=0) if summed else torch.zeros(len(samples))
+
+        self._examine(batch, samples, scores_B, parts, outcomes)
+        return RewardOutput(
+            token_level_scores=at_last_token(scores_B, batch.batch["response_mask"]),
+            parts=parts,
+            metrics=score_metrics(outcomes, parts),
+            responses=[sample.solution_str for sample in samples],
+            errors=["" if outcome is None else outcome.error for outcome in outcomes],
+        )
+
+    def validate_sources(self, sources: Iterable[str], *, has_reward_model: bool = False) -> None:
+        """At start-up: ``RewardError`` for the first data source that nothing can score."""
+        if self._sources is None or has_reward_model:
+            return
+        for source in sorted(set(sources)):
+            if source not in self._sources:
+                raise unknown_source(source, self._sources)
+
+    def start(self) -> None:
+        """Start the scoring process now instead of with the first batch; ``RewardError`` when it cannot."""
+        self._process.start()
+
+    def close(self) -> None:
+        """End the scoring process; it would also end with the program."""
+        self._process.close()
+
+    def _samples(self, batch: DataProto) -> list[Sample]:
+        columns = batch.non_tensor_batch
+        if self.reward_fn_key not in columns:
+            raise RewardError(
+                f"the data has no column {self.reward_fn_key!r} (data.reward_fn_key), which says how a row "
+                f"is scored; it has {sorted(columns)}"
+            )
+        nothing = np.full(len(batch), None, dtype=object)
+        return [
+            Sample(str(source), response, (target or {}).get("ground_truth"), extra)
+            for source, response, target, extra in zip(
+                columns[self.reward_fn_key],
+                self._decode(
+                    batch.batch["responses"], batch.batch["response_mask"], skip_special_tokens=True
+                ),
+                columns.get("reward_model", nothing),
+                columns.get("extra_info", nothing),
+                strict=True,
+            )
+        ]
+
+    def _decode(self, ids_BT: Tensor, mask_BT: Tensor, *, skip_special_tokens: bool) -> list[str]:
+        return [
+            self.tokenizer.decode(ids_T[mask_T.bool()].tolist(), skip_special_tokens=skip_special_tokens)
+            for ids_T, mask_T in zip(ids_BT.cpu(), mask_BT.cpu(), strict=True)
+        ]
+
+    def _rows_with_rule(self, batch: DataProto, samples: list[Sample], *, has_model: bool) -> list[bool]:
+        """Which samples a function scores. All are looked at before the first is scored."""
+        self.validate_sources((sample.data_source for sample in samples), has_reward_model=has_model)
+        if not has_model:
+            return [True] * len(samples)
+        targets = batch.non_tensor_batch.get("reward_model", [None] * len(samples))
+        return [
+            (target or {}).get("style") != "model"
+            and (self._sources is None or sample.data_source in self._sources)
+            for sample, target in zip(samples, targets, strict=True)
+        ]
+
+    def _require_finite_model_scores(self, samples: list[Sample], scores_B: Tensor) -> None:
+        for row in (~torch.isfinite(scores_B)).nonzero().flatten().tolist():
+            raise RewardError(
+                f"the reward model gave {scores_B[row].item()} for {name_sample(row, samples[row])}"
+            )
+
+    def _examine(
+        self,
+        batch: DataProto,
+        samples: list[Sample],
+        scores_B: Tensor,
+        parts: Mapping[str, Tensor],
+        outcomes: list[Outcome | None],
+    ) -> None:
+        """Hand the first samples of every data source to the printer."""
+        shown: Counter[str] = Counter()
+        for row, sample in enumerate(samples):
+            if shown[sample.data_source] >= self.num_examine:
+                continue
+            shown[sample.data_source] += 1
+            outcome = outcomes[row]
+            own_parts = {name: values[row].item() for name, values in parts.items()}
+            self.printer(
+                describe_sample(
+                    sample,
+                    prompt=self._prompt(batch, row),
+                    score=scores_B[row].item(),
+                    parts={name: value for name, value in own_parts.items() if not math.isnan(value)},
+                    error=outcome.error if outcome else "",
+                )
+            )
+
+    def _prompt(self, batch: DataProto, row: int) -> str:
+        """The prompt as the model saw it, chat template included."""
+        if not {"prompts", "attention_mask"} <= batch.batch.keys():
+            return "(not in the batch)"
+        prompts = batch.batch["prompts"][row : row + 1]
+        mask = batch.batch["attention_mask"][row : row + 1, : prompts.shape[1]]
+        return self._decode(prompts, mask, skip_special_tokens=False)[0]
+
+
+def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
+    """The reward manager that ``reward_model.reward_manager`` names: ``naive``, or a class by import path.
+
+    It is made with ``tokenizer``, ``num_examine``, ``compute_score`` (from ``custom_reward_function``, or
+    None), ``reward_fn_key``, the entries of ``reward_kwargs`` and, as far as it takes them, ``timeout_s``,
+    ``error_score`` and ``max_error_rate``.
+
+    Raises:
+        ConfigError: an unknown name, an argument that the class does not take, or a custom reward function
+            that cannot be used.
+    """
+    section = config.reward_model
+    build = resolve(section.reward_manager, {"naive": RewardManager}, _KEY)
+    custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
+    limits = {
+        "timeout_s": section.timeout_s,
+        "error_score": section.error_score,
+        "max_error_rate": section.max_error_rate,
+    }
+    arguments = {
+        "tokenizer": tokenizer,
+        "num_examine": num_examine,
+        "compute_score": custom,
+        "reward_fn_key": config.data.reward_fn_key,
+        **asked_for(build, limits),
+        **reward_kwargs,
+    }
+    try:
+        inspect.signature(build).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{_KEY}={section.reward_manager!r} with reward_model.reward_kwargs={reward_kwargs}: {error}; "
+            f"its parameters are {inspect.signature(build)}"
+        ) from None
+    return build(**arguments)

@@ -1,0 +1,211 @@
+"""``RewardProcess``: a scorer in a process of its own, which is killed at a deadline and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+import uuid
+import weakref
+from types import TracebackType
+from typing import IO
+
+import cloudpickle
+
+from strop.errors import ConfigError, RewardError
+from strop.rewards import wire
+from strop.rewards.output import OutputReader
+from strop.rewards.process_tree import MARKER, describe_exit, kill_tree
+from strop.rewards.records import Outcome, Sample, ScoreFunction, Setup
+
+_GOODBYE_S = 2.0
+
+
+class RewardProcess:
+    """One killable process that evaluates one sample at a time.
+
+    ``function`` crosses by cloudpickle, so that functions from a script or a notebook work; the program's own
+    main module is not run again, and nothing is forked. A sample that raises, exceeds ``timeout_s`` seconds
+    or takes the process down gives an :class:`Outcome` that says so; the next one finds a process again.
+    No process outlives ``close``, the object, or the program, however that ends.
+
+    Not for several threads at once: a pool holds one of these for each.
+
+    Raises:
+        ConfigError: the function cannot be pickled.
+    """
+
+    def __init__(
+        self, function: ScoreFunction, *, timeout_s: float = 10.0, start_timeout_s: float = 120.0
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.start_timeout_s = start_timeout_s
+        try:
+            self._function = cloudpickle.dumps(function)
+        # Pickling runs code of the object's own, which may raise anything.
+        except Exception as error:
+            raise ConfigError(
+                f"the reward function {function!r} cannot be sent to the process that runs it ({error}); "
+                "keep open files, locks and models out of it, or load them in the function itself"
+            ) from error
+        self._child: _Child | None = None
+
+    def __enter__(self) -> RewardProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the process unless it runs.
+
+        Raises ``RewardError`` when the function cannot be loaded in it, or the process does not answer.
+        """
+        self._running()
+
+    def evaluate(self, sample: Sample) -> Outcome:
+        """Score one sample within ``timeout_s`` seconds."""
+        try:
+            message = pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL)
+        # As above; and one such sample is no worse than one that raises in the scorer.
+        except Exception as error:  # noqa: BLE001
+            return Outcome("raised", error=f"the sample cannot be sent to the scoring process: {error}")
+        child = self._running()
+        child.output.allow_more()
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            wire.send(child.requests, message, deadline)
+            return Outcome(**json.loads(wire.receive(child.answers, deadline, is_alive=child.is_alive)))
+        except TimeoutError:
+            self._drop()
+            return Outcome(
+                "timeout", error=f"the reward function took longer than {self.timeout_s:g} s and was cut off"
+            )
+        except (EOFError, BrokenPipeError):
+            return Outcome("crashed", error=f"the reward function ended its process: {self._drop()}")
+        except (ValueError, TypeError) as error:  # not JSON, or not an outcome
+            self._drop()
+            return Outcome("crashed", error=f"the reward function wrote into its process's pipe: {error}")
+        except BaseException:  # Ctrl-C: the answer to this sample must not be read as the next one's
+            self._drop()
+            raise
+
+    def close(self) -> None:
+        """End the process: it may finish by itself within 2 seconds, so that its exit handlers run."""
+        if self._child is not None:
+            self._child.say_goodbye()
+            self._drop()
+
+    def _running(self) -> _Child:
+        if self._child is not None and not self._child.is_gone():
+            return self._child
+        self._drop()
+        child = _Child()
+        try:
+            self._greet(child)
+        except BaseException:
+            child.kill()
+            raise
+        self._child = child
+        return child
+
+    def _greet(self, child: _Child) -> None:
+        """Send the function; returns when the process is ready for samples."""
+        deadline = time.monotonic() + self.start_timeout_s
+        try:
+            wire.send(child.requests, pickle.dumps(Setup(sys.path, self._function)), deadline)
+            answer = json.loads(wire.receive(child.answers, deadline, is_alive=child.is_alive))
+        except TimeoutError:
+            raise RewardError(
+                f"the process for the reward function did not start within {self.start_timeout_s:g} s; "
+                "does its module do long work when it is imported?"
+            ) from None
+        except (EOFError, BrokenPipeError):
+            raise RewardError(f"the process for the reward function did not start: {child.kill()}") from None
+        if answer["status"] != "ready":
+            raise RewardError(
+                "the reward function cannot be loaded in the process that runs it:\n" + answer["error"]
+            )
+
+    def _drop(self) -> str:
+        """Kill what runs, and say how it ended."""
+        child, self._child = self._child, None
+        return "" if child is None else child.kill()
+
+
+class _Child:
+    """The running process, the pipes to it, and its end."""
+
+    def __init__(self) -> None:
+        marker = uuid.uuid4().hex
+        lifeline, own_end = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                # -P: a random.py in the current folder must not stand before the standard library
+                [sys.executable, "-P", "-m", "strop.rewards.worker", str(lifeline)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(lifeline,),
+                start_new_session=True,  # its own group, and Ctrl-C in the terminal does not reach it
+                env=os.environ | {MARKER: marker},
+            )
+        except BaseException:
+            os.close(own_end)
+            raise
+        finally:
+            os.close(lifeline)
+        # Also runs when the object is collected and at the end of the program.
+        self._end = weakref.finalize(self, _end_process, self.process, marker, own_end, os.getpid())
+        self._requests, self._answers, errors = _pipes(self.process)
+        self.requests, self.answers = self._requests.fileno(), self._answers.fileno()
+        os.set_blocking(self.requests, False)
+        os.set_blocking(self.answers, False)
+        self.output = OutputReader(errors)
+
+    def is_alive(self) -> bool:
+        """Whether it runs; leaves its exit status, and with it its id, in place."""
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:  # the program ignores SIGCHLD, so nothing is left of it
+            return False
+
+    def is_gone(self) -> bool:
+        """Whether it ended between two samples."""
+        return wire.is_closed(self.answers) or not self.is_alive()
+
+    def say_goodbye(self) -> None:
+        """Close its requests, and give it a moment to end by itself."""
+        self._requests.close()
+        deadline = time.monotonic() + _GOODBYE_S
+        while self.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def kill(self) -> str:
+        """End it and all that it started; how it ended, with the last of what it printed."""
+        status = self._end()
+        ending = "it was killed" if status is None else describe_exit(status)
+        printed = self.output.tail()
+        return f"{ending}; the last it printed:\n{printed}" if printed else ending
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+    if process.stdin is None or process.stdout is None or process.stderr is None:
+        raise RuntimeError("the process was started without pipes")
+    return process.stdin, process.stdout, process.stderr
+
+
+def _end_process(process: subprocess.Popen[bytes], marker: str, lifeline: int, owner: int) -> int | None:
+    if os.getpid() != owner:  # a fork of the program collects its copy: the process is not its to end
+        return None
+    status = kill_tree(process, marker)
+    os.close(lifeline)
+    requests, answers, _ = _pipes(process)  # its output is read to the end by its own thread
+    requests.close()
+    answers.close()
+    return status

@@ -1,0 +1,109 @@
+"""Which scorer belongs to which data source.
+
+Built-in scorers are named by import path and loaded when a sample needs them. ``register_scorer`` adds one
+for a further data source; it has the signature of a custom reward function (:mod:`strop.rewards.custom`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from strop.errors import ConfigError, RewardError, StropError
+from strop.rewards.custom import require_score_signature
+from strop.rewards.records import ScoreFunction
+
+_BUILT_IN = {
+    "openai/gsm8k": "strop.rewards.score.gsm8k:compute_score",
+    "lighteval/MATH": "strop.rewards.score.math:compute_score",
+    "DigitalLearningGmbH/MATH-lighteval": "strop.rewards.score.math:compute_score",
+    "strop/arithmetic": "strop.rewards.score.exact:compute_score",
+}
+_registered: dict[str, ScoreFunction | str] = {}
+
+
+def register_scorer(data_source: str, scorer: ScoreFunction | str) -> None:
+    """Score the rows of ``data_source`` with ``scorer``: a function, or the import path ``module:function``.
+
+    It goes before a built-in scorer of the same source. Reward managers made before this call do not see it.
+    """
+    if not isinstance(scorer, str):
+        require_score_signature(scorer, f"register_scorer({data_source!r}): the scorer")
+    _registered[data_source] = scorer
+
+
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> Any:
+    """The score of one response by the scorer of its data source; ``RewardError`` when there is none."""
+    return Router()(
+        data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
+    )
+
+
+class Router:
+    """A reward function that picks the scorer by data source, with the scorers known when it was made.
+
+    ``options`` holds keyword arguments for built-in scorers by data source, for example
+    ``{"openai/gsm8k": {"method": "flexible"}}`` or ``{"lighteval/MATH": {"method": "math-verify"}}``.
+
+    Raises:
+        ConfigError: options for a source without a built-in scorer, or options that it does not take.
+        MissingExtraError: an option needs a package that is not installed.
+    """
+
+    def __init__(self, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._registered = dict(_registered)
+        self._options = {source: dict(given) for source, given in (options or {}).items()}
+        for source, given in self._options.items():
+            self._try_options(source, given)
+
+    def __call__(self, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
+        if data_source in self._registered:
+            return _load(self._registered[data_source])(
+                data_source=data_source,
+                solution_str=solution_str,
+                ground_truth=ground_truth,
+                extra_info=extra_info,
+            )
+        if data_source not in _BUILT_IN:
+            raise unknown_source(data_source, self.sources)
+        scorer = _load(_BUILT_IN[data_source])
+        return scorer(solution_str, ground_truth, **self._options.get(data_source, {}))
+
+    @property
+    def sources(self) -> list[str]:
+        """The data sources that have a scorer."""
+        return sorted({*_BUILT_IN, *self._registered})
+
+    def _try_options(self, source: str, given: Mapping[str, Any]) -> None:
+        """Score nothing once, so that wrong options show before the first sample does."""
+        if source in self._registered or source not in _BUILT_IN:
+            raise ConfigError(
+                f"scorer_kwargs: {source!r} is no data source with a built-in scorer "
+                f"(known: {', '.join(sorted(_BUILT_IN))})"
+            )
+        try:
+            _load(_BUILT_IN[source])("", "0", **given)
+        except StropError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"scorer_kwargs for {source!r}: {error}") from error
+
+
+def unknown_source(data_source: str, known: Iterable[str]) -> RewardError:
+    """The error for a data source without a scorer."""
+    return RewardError(
+        f"data_source {data_source!r} has no scorer (known: {', '.join(sorted(known))}). To add one, set "
+        "custom_reward_function.path to a Python file with "
+        "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
+        "or call strop.rewards.router.register_scorer(data_source, function)"
+    )
+
+
+def _load(scorer: ScoreFunction | str) -> ScoreFunction:
+    if not isinstance(scorer, str):
+        return scorer
+    module, _, attribute = scorer.partition(":")
+    return getattr(importlib.import_module(module), attribute)
