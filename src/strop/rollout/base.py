@@ -66,7 +66,7 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1
 
     @classmethod
-    def from_config(cls, rollout: RolloutConfig, *, validate: bool = False) -> SamplingParams:
+    def from_config(cls, rollout: RolloutConfig, validate: bool = False) -> SamplingParams:
         """From the section ``actor_rollout_ref.rollout``; ``validate`` takes its ``val_kwargs``."""
         source = rollout.val_kwargs if validate else rollout
         return cls(

@@ -106,7 +106,7 @@ class DecodeCache(Cache):
         self._mask[:, 0, 0, : self.length].masked_fill_(~prompt_mask, torch.finfo(dtype).min)
 
     def write_prompts(self, states: Sequence[KeysAndValues], rows: Tensor, sources: Tensor) -> None:
-        """Copy prompts ``sources`` of ``states`` to ``rows``: a prompt is computed once for all its samples."""
+        """Copy prompts ``sources`` of ``states`` to ``rows``: a prompt is computed once for its samples."""
         for layer, (keys, values) in zip(self.layers, states, strict=True):
             start = self.length - keys.shape[2]
             layer.stored_keys[rows, :, start : self.length] = keys[sources].to(layer.stored_keys.dtype)

@@ -119,7 +119,8 @@ def invert_cdf(weights_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     before_R1 = sums_RN.gather(1, (block_R1 - 1).clamp(min=0)).masked_fill(block_R1 == 0, 0.0)
     row_R = torch.arange(rows, device=weights_RV.device)
     inside_RB = blocks_RNB[row_R, block_R1[:, 0]].cumsum(-1, dtype=torch.float64)
-    return block_R1 * _BLOCK + _first_above(inside_RB, target_R1 - before_R1)
+    index_R1 = block_R1 * _BLOCK + _first_above(inside_RB, target_R1 - before_R1)
+    return index_R1.clamp_(max=vocabulary - 1)  # NaN weights end in the padding
 
 
 def _first_above(cumulative_RN: Tensor, target_R1: Tensor) -> Tensor:
@@ -127,4 +128,4 @@ def _first_above(cumulative_RN: Tensor, target_R1: Tensor) -> Tensor:
     total_R1 = cumulative_RN[:, -1:]
     below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))  # rounding may reach the total
     index_R1 = torch.searchsorted(cumulative_RN, torch.minimum(target_R1, below_total_R1), right=True)
-    return index_R1.clamp_(max=cumulative_RN.shape[-1] - 1)  # only NaN weights get there
+    return index_R1.clamp_(max=cumulative_RN.shape[-1] - 1)  # NaN weights end behind the last

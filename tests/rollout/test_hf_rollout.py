@@ -1,0 +1,330 @@
+"""The hf rollout against transformers' own generate and forward pass, and its promises about randomness."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_lms import EOS, FAMILIES, PAD, VOCABULARY, full_log_probs, prompts_of, tiny_lm
+from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+
+from strop.errors import DataError, ModelError, TrainingError
+from strop.rollout.base import SamplingParams
+from strop.rollout.hf import HFRollout
+
+LENGTHS = [3, 9, 1, 6, 5]
+
+
+def rollout_of(model, pad=PAD, eos=(EOS,), **options) -> HFRollout:
+    return HFRollout(model, pad_token_id=pad, eos_token_ids=eos, **options)
+
+
+def count_steps(model) -> list[int]:
+    """The number of rows in every forward pass from now on."""
+    rows: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    return rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers_generate(family):
+    model = tiny_lm(family)
+    prompts = prompts_of(LENGTHS)
+    stop = 5
+    expected = model.generate(
+        input_ids=prompts.batch["input_ids"],
+        attention_mask=prompts.batch["attention_mask"],
+        do_sample=False,
+        max_new_tokens=16,
+        eos_token_id=stop,
+        pad_token_id=PAD,
+    )[:, prompts.batch["input_ids"].shape[1] :]
+    answers = rollout_of(model, eos=[stop]).generate(prompts, SamplingParams(max_tokens=16, do_sample=False))
+    found = answers.batch["responses"][:, : expected.shape[1]]
+    assert torch.equal(found, expected)
+    assert len(expected.unique()) > 5  # a model that repeats one token would prove nothing
+
+
+@pytest.mark.parametrize("pad", [PAD, EOS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_log_probs_are_those_of_a_full_forward_pass(family, pad):
+    model = tiny_lm(family)
+    params = SamplingParams(max_tokens=14, n=3, temperature=1.7, stop_token_ids=(7, 8, 9))
+    batch = rollout_of(model, pad=pad).generate(prompts_of(LENGTHS, n=3, pad=pad), params).batch
+    expected = full_log_probs(model, batch, temperature=1.7).gather(2, batch["responses"][..., None])[..., 0]
+    mask = batch["response_mask"].bool()
+    assert 20 < mask.sum() < mask.numel()
+    torch.testing.assert_close(batch["rollout_log_probs"][mask], expected[mask], atol=1e-5, rtol=1e-5)
+    assert (batch["rollout_log_probs"][~mask] == 0).all()
+
+
+def test_filtered_log_probs_are_renormalised_over_the_tokens_kept():
+    model = tiny_lm()
+    params = SamplingParams(max_tokens=6, n=4, top_k=3, temperature=0.8)
+    batch = rollout_of(model).generate(prompts_of(LENGTHS, n=4), params).batch
+    log_probs = full_log_probs(model, batch, temperature=0.8)
+    best = log_probs.topk(3, -1)
+    allowed = (best.indices == batch["responses"][..., None]).any(-1)
+    expected = log_probs.gather(2, batch["responses"][..., None])[..., 0] - best.values.logsumexp(-1)
+    mask = batch["response_mask"].bool()
+    assert allowed[mask].all()
+    torch.testing.assert_close(batch["rollout_log_probs"][mask], expected[mask], atol=1e-5, rtol=1e-5)
+
+
+def test_columns_have_the_shapes_types_and_values_of_the_contract():
+    prompts = prompts_of(LENGTHS, n=2, pad=EOS)
+    params = SamplingParams(max_tokens=12, n=2, stop_token_ids=tuple(range(10, 16)))
+    answers = rollout_of(tiny_lm(), pad=EOS).generate(prompts, params)
+    batch, rows, width = answers.batch, 10, prompts.batch["input_ids"].shape[1]
+    expected = {
+        "prompts": (torch.int64, (rows, width)),
+        "responses": (torch.int64, (rows, 12)),
+        "input_ids": (torch.int64, (rows, width + 12)),
+        "attention_mask": (torch.int64, (rows, width + 12)),
+        "position_ids": (torch.int64, (rows, width + 12)),
+        "response_mask": (torch.float32, (rows, 12)),
+        "rollout_log_probs": (torch.float32, (rows, 12)),
+        "truncated": (torch.bool, (rows,)),
+    }
+    assert {name: (column.dtype, tuple(column.shape)) for name, column in batch.items()} == expected
+    assert list(answers.non_tensor_batch["uid"]) == [f"prompt-{row // 2}" for row in range(rows)]
+    assert torch.equal(batch["prompts"], prompts.batch["input_ids"].repeat_interleave(2, 0))
+    assert torch.equal(batch["input_ids"], torch.cat([batch["prompts"], batch["responses"]], 1))
+    assert torch.equal(batch["attention_mask"][:, width:].float(), batch["response_mask"])
+    stops = {EOS, *range(10, 16)}
+    for row in range(rows):
+        length = int(batch["response_mask"][row].sum())
+        tokens = batch["responses"][row].tolist()
+        assert not stops & set(tokens[: length - 1])
+        assert tokens[length:] == [EOS] * (12 - length)  # padding
+        assert bool(batch["truncated"][row]) == (tokens[length - 1] not in stops)
+        used = int(batch["attention_mask"][row].sum())
+        assert batch["position_ids"][row][batch["attention_mask"][row].bool()].tolist() == list(range(used))
+    assert batch["truncated"].any()
+    assert not batch["truncated"].all()
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4, 7, None])
+def test_samples_do_not_depend_on_micro_batches_or_company_or_order(micro_batch_size):
+    model = tiny_lm()
+    prompts = prompts_of(LENGTHS, n=3)
+    params = SamplingParams(max_tokens=20, n=3, stop_token_ids=(7, 8, 9))
+    whole = rollout_of(model).generate(prompts, params).batch
+    rollout = rollout_of(model, micro_batch_size=micro_batch_size)
+    order = torch.tensor([3, 0, 4, 2, 1])
+    shuffled = rollout.generate(prompts[order], params).batch
+    rows = (order[:, None] * 3 + torch.arange(3)).flatten()
+    assert torch.equal(shuffled["responses"], whole["responses"][rows])
+    torch.testing.assert_close(
+        shuffled["rollout_log_probs"], whole["rollout_log_probs"][rows], atol=2e-6, rtol=1e-5
+    )
+    alone = rollout.generate(prompts[1], params).batch
+    assert torch.equal(alone["responses"], whole["responses"][3:6])
+    other_seeds = prompts.select("input_ids", "attention_mask", "position_ids")
+    other_seeds.batch["seeds"] = prompts.batch["seeds"] + 1
+    others = rollout.generate(other_seeds, params).batch["responses"].view(5, 3, -1)
+    assert torch.equal(others[:, :2], whole["responses"].view(5, 3, -1)[:, 1:])  # the next sample's seed
+    assert not torch.equal(others, whole["responses"].view(5, 3, -1))
+
+
+def test_two_calls_are_bit_identical_and_leave_the_global_generator_alone():
+    rollout, prompts = rollout_of(tiny_lm()), prompts_of(LENGTHS, n=2)
+    before = torch.get_rng_state()
+    first, second = (rollout.generate(prompts, SamplingParams(max_tokens=9, n=2)).batch for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_first_tokens_follow_the_models_distribution():
+    model = tiny_lm()
+    n = 6000
+    batch = (
+        rollout_of(model)
+        .generate(prompts_of([4], n=n), SamplingParams(max_tokens=1, n=n, temperature=1.5))
+        .batch
+    )
+    probs = full_log_probs(model, {k: v[:1] for k, v in batch.items()}, temperature=1.5)[0, 0].exp().double()
+    counts = torch.bincount(batch["responses"][:, 0], minlength=VOCABULARY).double()
+    common = probs * n >= 5
+    observed = torch.cat([counts[common], counts[~common].sum()[None]])
+    expected = torch.cat([probs[common], probs[~common].sum()[None]]) * n
+    chi_square = float(((observed - expected) ** 2 / expected).sum())
+    freedom = len(observed) - 1
+    assert freedom > 10
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5  # four standard deviations
+    assert batch["response_mask"].all()
+
+
+def test_prompts_are_computed_once_and_finished_rows_leave_the_batch():
+    model = tiny_lm()
+    rollout = rollout_of(model)
+    rows = count_steps(model)
+    params = SamplingParams(max_tokens=60, n=8, stop_token_ids=tuple(range(10, 20)), temperature=2.0)
+    batch = rollout.generate(prompts_of(LENGTHS, n=8), params).batch
+    lengths = batch["response_mask"].sum(1)
+    assert rows[0] == 5
+    assert rows[1] > 20
+    assert rows[-1] <= 3
+    assert rows == sorted(rows[:1]) + sorted(rows[1:], reverse=True)
+    assert len(rows) == int(lengths.max()) < 60  # stops when the last row does
+    assert sum(rows[1:]) < 1.4 * float(lengths.sum())
+
+
+def test_every_token_a_stop_token_needs_one_forward_pass():
+    model = tiny_lm()
+    rollout, params = (
+        rollout_of(model),
+        SamplingParams(max_tokens=30, stop_token_ids=tuple(range(VOCABULARY))),
+    )
+    rows = count_steps(model)
+    batch = rollout.generate(prompts_of(LENGTHS), params).batch
+    assert rows == [5]
+    assert batch["response_mask"].sum(1).tolist() == [1.0] * 5
+    assert not batch["truncated"].any()
+
+
+def test_ignore_eos_ignores_the_eos_and_no_other_stop_token():
+    rollout = rollout_of(tiny_lm(), eos=tuple(range(30)))
+    prompts = prompts_of(LENGTHS, n=4)
+    stopping = rollout.generate(prompts, SamplingParams(max_tokens=20, n=4)).batch
+    assert (stopping["response_mask"].sum(1) < 20).any()
+    on = rollout.generate(prompts, SamplingParams(max_tokens=20, n=4, ignore_eos=True)).batch
+    assert on["response_mask"].all()
+    assert on["truncated"].all()
+    params = SamplingParams(max_tokens=20, n=4, ignore_eos=True, stop_token_ids=(40, 41, 42, 43))
+    other = rollout.generate(prompts, params).batch
+    for row in (~other["truncated"]).nonzero()[:, 0].tolist():
+        assert int(other["responses"][row, int(other["response_mask"][row].sum()) - 1]) in (40, 41, 42, 43)
+    assert not other["truncated"].all()
+
+
+def test_greedy_log_probs_are_the_models_own_and_need_no_seeds():
+    model = tiny_lm()
+    prompts = prompts_of(LENGTHS).select("input_ids", "attention_mask", "position_ids")
+    batch = rollout_of(model).generate(prompts, SamplingParams(max_tokens=1, temperature=0)).batch
+    best = full_log_probs(model, batch).max(-1)
+    assert torch.equal(batch["responses"], best.indices)
+    torch.testing.assert_close(batch["rollout_log_probs"], best.values, atol=1e-5, rtol=1e-5)
+
+
+def test_long_responses_outgrow_the_first_allocation(monkeypatch):
+    monkeypatch.setattr("strop.rollout.kv_cache._GROWTH", 3)
+    monkeypatch.setattr("strop.rollout.decoding._PREFILL_TOKENS", 10)
+    model, prompts = tiny_lm("gemma3"), prompts_of(LENGTHS, n=3)
+    params = SamplingParams(max_tokens=25, n=3, stop_token_ids=(7, 8, 9))
+    in_pieces = rollout_of(model).generate(prompts, params).batch
+    monkeypatch.undo()
+    at_once = rollout_of(model).generate(prompts, params).batch
+    assert torch.equal(in_pieces["responses"], at_once["responses"])
+
+
+def test_generation_runs_without_dropout_and_restores_every_modules_mode():
+    model = tiny_lm("gpt2")  # with its default dropout of 0.1
+    rollout, prompts, params = rollout_of(model), prompts_of(LENGTHS), SamplingParams(max_tokens=8)
+    expected = rollout.generate(prompts, params).batch["responses"]
+    model.train()
+    model.transformer.wte.eval()
+    modes = [module.training for module in model.modules()]
+    assert torch.equal(rollout.generate(prompts, params).batch["responses"], expected)
+    assert [module.training for module in model.modules()] == modes
+    assert model.config._attn_implementation == "sdpa"
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+def test_weights_are_the_trainers_so_an_update_shows_at_once():
+    model = tiny_lm()
+    rollout, prompts, params = rollout_of(model), prompts_of(LENGTHS), SamplingParams(max_tokens=10)
+    before = rollout.generate(prompts, params).batch
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    after = rollout.generate(prompts, params).batch
+    assert not torch.equal(before["responses"], after["responses"])
+    expected = full_log_probs(model, after).gather(2, after["responses"][..., None])[..., 0]
+    mask = after["response_mask"].bool()
+    torch.testing.assert_close(after["rollout_log_probs"][mask], expected[mask], atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_autocast_stays_near_the_float32_log_probs():
+    model = tiny_lm()
+    rollout = rollout_of(model, autocast_dtype=torch.bfloat16)
+    batch = rollout.generate(prompts_of(LENGTHS, n=4), SamplingParams(max_tokens=10, n=4)).batch
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = full_log_probs(model, batch).gather(2, batch["responses"][..., None])[..., 0]
+    mask = batch["response_mask"].bool()
+    difference = (batch["rollout_log_probs"] - expected).abs()[mask]
+    assert float(difference.mean()) < 0.05
+    exact = full_log_probs(model, batch).gather(2, batch["responses"][..., None])[..., 0]
+    assert 0 < float((batch["rollout_log_probs"] - exact).abs()[mask].mean()) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda batch: batch.pop("seeds"), "no column seeds"),
+        (
+            lambda batch: batch.update(seeds=batch["seeds"][:, :1]),
+            r"seeds have shape \[5, 1\], expected \[5, 2\]",
+        ),
+        (lambda batch: batch["attention_mask"][3].zero_(), "prompt 3 is empty or not left-padded"),
+        (lambda batch: batch["attention_mask"][2, -1:].zero_(), "prompt 2 is empty or not left-padded"),
+        (lambda batch: batch["attention_mask"][1, 7].zero_(), "prompt 1 is empty or not left-padded"),
+    ],
+)
+def test_unusable_prompts_are_refused(change, message):
+    prompts = prompts_of(LENGTHS, n=2)
+    change(prompts.batch)
+    with pytest.raises(DataError, match=message):
+        rollout_of(tiny_lm()).generate(prompts, SamplingParams(max_tokens=4, n=2))
+
+
+def test_diverged_weights_are_an_error_and_not_a_batch():
+    model = tiny_lm()
+    rollout = rollout_of(model)
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(TrainingError, match="not finite"):
+        rollout.generate(prompts_of(LENGTHS), SamplingParams(max_tokens=4))
+    assert model.config._attn_implementation == "sdpa"
+
+
+class ForgetsPositions(LlamaForCausalLM):
+    """Decodes as if every new token stood at the beginning."""
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, logits_to_keep=0, **options):
+        if past_key_values is not None and input_ids.shape[1] == 1:
+            position_ids = torch.zeros_like(position_ids)
+        return super().forward(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            logits_to_keep=logits_to_keep,
+            **options,
+        )
+
+
+def _flash() -> LlamaForCausalLM:
+    model = tiny_lm("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ForgetsPositions(FAMILIES["llama"]()).eval(), "decodes ForgetsPositions wrongly"),
+        (
+            lambda: MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2)),
+            "linear_attention",
+        ),
+        (
+            lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=2, n_head=2)),
+            "does not take",
+        ),
+        (_flash, "sdpa or eager, not 'flash_attention_2'"),
+    ],
+)
+def test_models_that_would_be_decoded_wrongly_are_refused(build, message):
+    torch.manual_seed(0)
+    with pytest.raises(ModelError, match=message):
+        rollout_of(build())

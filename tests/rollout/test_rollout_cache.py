@@ -1,0 +1,105 @@
+"""The in-place cache against plain concatenation, and packed linear layers against the layers themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_lms import prompts_of, tiny_lm
+from torch import nn
+from transformers import DynamicCache
+
+from strop.errors import ModelError
+from strop.rollout import kv_cache
+from strop.rollout.base import SamplingParams
+from strop.rollout.hf import HFRollout
+from strop.rollout.kv_cache import DecodeCache, keys_and_values
+from strop.rollout.packed_linear import packed_linears
+
+
+def random_states(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(rows, 2, columns, 4, generator=generator) for _ in range(2))
+
+
+@pytest.mark.parametrize("growth", [1, 3, 128])
+def test_cache_equals_concatenation_while_it_grows_and_drops_rows(monkeypatch, growth):
+    monkeypatch.setattr(kv_cache, "_GROWTH", growth)
+    windows = [None, 3]
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1]]).bool()
+    prompts = [random_states(2, 4, seed) for seed in (1, 2)]  # two prompts, of which each has two samples
+    cache = DecodeCache(prompts, windows, prompt_mask=mask, limit=4 + 7, dtype=torch.float32)
+    of_row = torch.tensor([0, 0, 1, 1])
+    cache.write_prompts(prompts, torch.arange(4), of_row)
+    expected = [[states[of_row] for states in layer] for layer in prompts]
+    kept = torch.arange(4)
+    for step in range(7):
+        keep = {2: torch.tensor([0, 2, 3]), 5: torch.tensor([1])}.get(step)
+        if keep is not None:
+            kept = kept[keep]
+            expected = [[states[keep] for states in layer] for layer in expected]
+        masks = cache.next_column(keep)
+        length = 5 + step
+        visible = torch.cat([mask[kept], torch.ones(len(kept), step + 1, dtype=torch.bool)], 1)
+        assert torch.equal(masks["full_attention"][:, 0, 0] == 0, visible)
+        assert torch.equal(masks["sliding_attention"][:, 0, 0] == 0, visible[:, -3:])
+        for index, window in enumerate(windows):
+            new = random_states(len(kept), 1, 100 * step + index)
+            expected[index] = [torch.cat(pair, 2) for pair in zip(expected[index], new, strict=True)]
+            found = cache.update(*new, index)
+            for states, wanted in zip(found, expected[index], strict=True):
+                assert torch.equal(states, wanted if window is None else wanted[:, :, -window:])
+        assert cache.get_seq_length() == length
+
+
+def test_a_model_that_fills_fewer_caches_than_it_has_layers_is_refused():
+    filled = DynamicCache()
+    filled.update(*random_states(1, 3, 0), layer_idx=0)
+    assert len(keys_and_values(filled, 1)) == 1
+    with pytest.raises(ModelError, match="filled 1 of 2 cache layers"):
+        keys_and_values(filled, 2)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_packed_layers_compute_what_the_layers_compute(dtype, rows):
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(512, 384), nn.Linear(384, 512, bias=False), nn.Linear(16, 16)])
+    inputs = [torch.randn(rows, 1, layer.in_features) for layer in layers]
+    before = [layer.forward for layer in layers]
+
+    def outputs() -> list[torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
+            return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+
+    with torch.no_grad():
+        expected = outputs()
+        with packed_linears(layers, dtype):
+            assert ["forward" in vars(layer) for layer in layers] == [True, True, False]
+            found = outputs()
+            assert [x.dtype for x in found] == [x.dtype for x in expected]
+    assert [layer.forward for layer in layers] == before
+    for mine, theirs in zip(found, expected, strict=True):
+        tolerance = 1e-5 if dtype is None else 2e-2
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+
+
+def test_layers_are_unpacked_again_after_an_error():
+    layer = nn.Linear(512, 512)
+    with (
+        pytest.raises(RuntimeError, match="mat1"),
+        packed_linears(nn.Sequential(layer, nn.Linear(9, 9)), None),
+    ):
+        nn.Linear(9, 9)(layer(torch.zeros(1, 512)))
+    assert "forward" not in vars(layer)
+
+
+def test_packing_during_generation_changes_no_token(monkeypatch):
+    monkeypatch.setattr("strop.rollout.packed_linear._SMALLEST", 1)
+    model = tiny_lm()
+    prompts, params = prompts_of([3, 9, 5], n=4), SamplingParams(max_tokens=12, n=4)
+    rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[1])
+    packed = rollout.generate(prompts, params).batch
+    monkeypatch.setattr("strop.rollout.hf._PACK_FROM", 99)
+    plain = rollout.generate(prompts, params).batch
+    assert torch.equal(packed["responses"], plain["responses"])
+    torch.testing.assert_close(packed["rollout_log_probs"], plain["rollout_log_probs"], atol=1e-5, rtol=1e-5)

@@ -1,0 +1,78 @@
+"""Sampling parameters and the registry of back-ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from strop.errors import ConfigError
+from strop.rollout.base import ROLLOUTS, SamplingParams, build_rollout
+
+ROLLOUT = SimpleNamespace(
+    temperature=0.7,
+    top_k=20,
+    top_p=0.9,
+    response_length=64,
+    ignore_eos=True,
+    do_sample=True,
+    n=5,
+    stop_token_ids=[3, 4],
+    val_kwargs=SimpleNamespace(do_sample=False, temperature=0, top_k=-1, top_p=1, n=2),
+)
+
+
+def test_every_field_out_of_range_is_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(max_tokens=0, n=0, temperature=-1, top_k=-2, top_p=0, stop_token_ids=(-1,))
+    assert [problem.split("=")[0] for problem in caught.value.problems] == [
+        f"SamplingParams.{name}"
+        for name in ("max_tokens", "n", "temperature", "top_k", "top_p", "stop_token_ids")
+    ]
+
+
+@pytest.mark.parametrize(
+    "field", [{"top_p": 1.01}, {"temperature": float("inf")}, {"temperature": float("nan")}]
+)
+def test_values_beyond_the_upper_bounds_are_refused(field):
+    with pytest.raises(ConfigError, match=next(iter(field))):
+        SamplingParams(max_tokens=1, **field)
+
+
+def test_training_and_validation_read_their_own_keys():
+    assert SamplingParams.from_config(ROLLOUT) == SamplingParams(
+        max_tokens=64, n=5, temperature=0.7, top_k=20, top_p=0.9, stop_token_ids=(3, 4), ignore_eos=True
+    )
+    assert SamplingParams.from_config(ROLLOUT, validate=True) == SamplingParams(
+        max_tokens=64, n=2, temperature=0, do_sample=False, stop_token_ids=(3, 4), ignore_eos=True
+    )
+
+
+def test_temperature_zero_or_do_sample_false_is_greedy():
+    assert SamplingParams(max_tokens=1, temperature=0).greedy
+    assert SamplingParams(max_tokens=1, do_sample=False).greedy
+    assert not SamplingParams(max_tokens=1).greedy
+
+
+def test_top_k_zero_and_minus_one_are_off():
+    assert not SamplingParams(max_tokens=1, top_k=0).filtered
+    assert not SamplingParams(max_tokens=1, top_k=-1).filtered
+    assert SamplingParams(max_tokens=1, top_k=1).filtered
+    assert SamplingParams(max_tokens=1, top_p=0.99).filtered
+
+
+def test_an_unknown_back_end_names_the_known_ones():
+    with pytest.raises(ConfigError, match=r"rollout.name='sglang' is unknown \(known: .*hf"):
+        build_rollout("sglang")
+
+
+def test_a_back_end_is_imported_when_it_is_built(monkeypatch):
+    monkeypatch.setitem(ROLLOUTS, "mine", "types:SimpleNamespace")
+    assert vars(build_rollout("mine", model="m", pad_token_id=3)) == {"model": "m", "pad_token_id": 3}
+
+
+def test_the_seam_imports_no_torch():
+    code = "import sys, strop.rollout.base; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,104 @@
+"""Randomly initialised models of several families, small enough to decode in milliseconds, and prompts."""
+
+from __future__ import annotations
+
+import torch
+import transformers as hf
+from transformers import PreTrainedModel
+
+from strop.protocol import DataProto
+
+VOCABULARY = 61
+PAD, EOS = 0, 1
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    # Far from uniform, so that a wrong mask or position changes the likeliest token.
+    "initializer_range": 0.4,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "bos_token_id": 2,
+}
+_WINDOW = 4
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES = {
+    "qwen2": lambda: hf.Qwen2Config(**_SIZES),
+    "qwen2 with windows": lambda: hf.Qwen2Config(
+        **_SIZES, use_sliding_window=True, sliding_window=_WINDOW, layer_types=_MIXED
+    ),
+    "qwen3": lambda: hf.Qwen3Config(**_SIZES),
+    "llama": lambda: hf.LlamaConfig(**_SIZES),
+    "llama eager": lambda: hf.LlamaConfig(**_SIZES, attn_implementation="eager"),
+    "mistral": lambda: hf.MistralConfig(**_SIZES, sliding_window=None),
+    "mistral with windows": lambda: hf.MistralConfig(**_SIZES, sliding_window=_WINDOW),
+    "gemma2": lambda: hf.Gemma2Config(
+        **_SIZES,
+        sliding_window=_WINDOW,
+        layer_types=_MIXED,
+        query_pre_attn_scalar=8,
+        attn_implementation="sdpa",
+    ),
+    "gemma2 eager": lambda: hf.Gemma2Config(
+        **_SIZES,
+        sliding_window=_WINDOW,
+        layer_types=_MIXED,
+        query_pre_attn_scalar=8,
+        attn_implementation="eager",
+    ),
+    "gemma3": lambda: hf.Gemma3TextConfig(
+        **_SIZES, sliding_window=_WINDOW, layer_types=_MIXED, query_pre_attn_scalar=8
+    ),
+    "granite": lambda: hf.GraniteConfig(**_SIZES, logits_scaling=2.0),
+    "gpt2": lambda: hf.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=64,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        initializer_range=0.4,
+        bos_token_id=2,
+    ),
+}
+
+
+def tiny_lm(family: str = "qwen2", seed: int = 0) -> PreTrainedModel:
+    """A model of this family in eval mode."""
+    torch.manual_seed(seed)
+    return hf.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+
+
+def prompts_of(lengths: list[int], n: int = 1, pad: int = PAD, extra_columns: int = 2) -> DataProto:
+    """Left-padded prompts of these lengths; ``extra_columns`` are padding in every row."""
+    width = max(lengths) + extra_columns
+    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(2, VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(7))
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.where(mask.bool(), ids, pad),
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+            "seeds": torch.arange(len(lengths) * n).view(len(lengths), n) + 1000,
+        },
+        {"uid": [f"prompt-{row}" for row in range(len(lengths))]},
+    )
+
+
+def full_log_probs(
+    model: PreTrainedModel, batch: dict[str, torch.Tensor], temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probs [B, T, V] of every response position, from one forward pass over prompt and response."""
+    width = batch["prompts"].shape[1]
+    with torch.no_grad():
+        logits = model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            position_ids=batch["position_ids"],
+            use_cache=False,
+        ).logits
+    return torch.log_softmax(logits[:, width - 1 : -1].float() / temperature, -1)
