@@ -34,7 +34,7 @@ ALGORITHMS = {  # one override each turns PPO into a relative; these need no cri
     "rloo": "rloo",
     "remax": "remax",
 }
-WARM_UP = {"steps": 100, "batch_size": 256, "learning_rate": 2e-3}
+WARM_UP = {"steps": 130, "batch_size": 256, "learning_rate": 2e-3}
 console = Console()
 
 

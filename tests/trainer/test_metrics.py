@@ -95,6 +95,11 @@ def test_objective_metrics_sum_over_a_sequence_and_average_over_sequences(batch)
     )
 
 
+def test_samples_that_no_rule_scored_do_not_count_as_wrong(batch):
+    batch.batch["reward/rule"] = torch.tensor([1.0, NAN])
+    assert objective_metrics(batch, kl_coef=0.0)["objective/verifiable_correct_rate"] == 1.0
+
+
 def test_without_a_reference_there_is_no_kl_to_report(batch):
     del batch.batch["kl"]
     assert not [name for name in objective_metrics(batch, kl_coef=0.0) if "kl" in name]

@@ -116,7 +116,10 @@ def objective_metrics(batch: DataProto, *, kl_coef: float) -> dict[str, float]:
         metrics["critic/kl"] = mean_sequence_kl(columns["kl"], mask_BT).item()
         metrics["critic/kl_coeff"] = kl_coef
     if "reward/rule" in columns:
-        metrics["objective/verifiable_correct_rate"] = (columns["reward/rule"] >= 1).float().mean().item()
+        rule = columns["reward/rule"]
+        verifiable = rule[~rule.isnan()]  # a sample that no rule scored has NaN there
+        if len(verifiable):
+            metrics["objective/verifiable_correct_rate"] = (verifiable >= 1).float().mean().item()
     return metrics
 
 

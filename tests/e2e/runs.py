@@ -1,0 +1,69 @@
+"""Whole training runs on a tiny model, in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tiny_model
+from builders import write_prompts
+
+from strop.config.load import load_config
+from strop.trainer.main_ppo import build_trainer
+
+TIMES = ("timing_", "perf/", "time/")
+
+
+def make_inputs(folder: Path, *, rows: int = 24) -> Path:
+    """A model and prompts for ``overrides``; returns ``folder``."""
+    tiny_model.save(folder / "model", hidden=32)
+    write_prompts(folder / "train.parquet", rows)
+    write_prompts(folder / "val.parquet", 6)
+    return folder
+
+
+def overrides(inputs: Path, run: Path, *extra: str) -> list[str]:
+    """A run of 8 prompts x 2 samples an iteration, 3 iterations an epoch."""
+    return [
+        f"actor_rollout_ref.model.path={inputs / 'model'}",
+        f"data.train_files={inputs / 'train.parquet'}",
+        f"data.val_files={inputs / 'val.parquet'}",
+        f"data.cache_dir={inputs / 'cache'}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=8",
+        "data.max_response_length=4",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "critic.optim.lr=1e-2",
+        "trainer.logger=[console]",
+        "trainer.n_gpus_per_node=1",
+        "trainer.device=cpu",
+        "trainer.total_training_steps=2",
+        f"trainer.default_local_dir={run}",
+        *extra,
+    ]
+
+
+def train(options: Sequence[str]) -> Any:
+    """Train and return the trainer."""
+    trainer = build_trainer(load_config(options))
+    trainer.init_workers()
+    trainer.fit()
+    return trainer
+
+
+def hashes(trainer: Any) -> dict[str, str]:
+    """The parameter hash of everything that is trained."""
+    return {
+        name: trainer.groups[name].weights_hash() for name in ("actor", "critic") if name in trainer.groups
+    }
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what the clock says."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
