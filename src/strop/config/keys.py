@@ -73,8 +73,9 @@ def unknown_key(path: str) -> str:
     guess = nearest(path)
     if guess:
         return f"{path}: unknown key; did you mean {guess}?"
+    sections = {key.path for key in all_keys().values() if key.is_section}
     section = path.rpartition(".")[0]
-    while section and section not in all_keys():
+    while section and section not in sections:
         section = section.rpartition(".")[0]
     siblings = [_last_word(known) for known in all_keys() if known.rpartition(".")[0] == section]
     return f"{path}: unknown key; the keys of {section or 'the configuration'} are {', '.join(siblings)}"
@@ -123,8 +124,6 @@ def _bounds_in_words(metadata: Iterable[Any]) -> str:
                     words.append(f"> {bound}")
                 case annotated_types.Ge(bound):
                     words.append(f">= {bound}")
-                case annotated_types.Lt(bound):
-                    words.append(f"< {bound}")
                 case annotated_types.Le(bound):
                     words.append(f"<= {bound}")
     return f" {' and '.join(words)}" if words else ""

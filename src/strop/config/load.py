@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -73,7 +74,7 @@ def to_yaml(config: Config) -> str:
 def _build(layer: DictConfig, settings: list[Override], problems: list[str]) -> Config:
     """Lay `layer` and `settings` over the defaults, resolve, validate; `problems` are known already."""
     written = written_paths(cast(dict[Any, Any], OmegaConf.to_container(layer, resolve=False)))
-    tree = cast(DictConfig, OmegaConf.merge(OmegaConf.load(DEFAULTS_FILE), layer))
+    tree = cast(DictConfig, OmegaConf.merge(_defaults(), layer))  # a copy
     OmegaConf.set_readonly(tree, False)
     for override in settings:
         problem = apply_override(tree, override)
@@ -93,6 +94,11 @@ def _build(layer: DictConfig, settings: list[Override], problems: list[str]) -> 
     if problems or by_path:
         raise ConfigError(*problems, *by_path.values())
     return config
+
+
+@cache
+def _defaults() -> DictConfig:
+    return cast(DictConfig, OmegaConf.load(DEFAULTS_FILE))
 
 
 def _readable(error: ValidationError, plain: dict[Any, Any]) -> list[tuple[str, str]]:

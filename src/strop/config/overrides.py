@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from strop.config.keys import all_keys, unknown_key
+from strop.config.keys import nearest
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -57,12 +57,14 @@ def apply_override(tree: DictConfig, override: Override) -> str | None:
         section, _, name = key.rpartition(".")
         parent = OmegaConf.select(tree, section) if section else tree
         if not isinstance(parent, DictConfig) or name not in parent:
-            return f"{override.input_line}: no value to remove" if key in all_keys() else unknown_key(key)
+            guess = nearest(key)
+            hint = f"; did you mean ~{guess}?" if guess and guess != key else ""
+            return f"{override.input_line}: no value to remove{hint}"
         if value is not None and value != parent[name]:
             return f"{override.input_line}: not removed, its value is {parent[name]}"
         del parent[name]
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        return f"{override.input_line}: {' '.join(str(error).split())}"
+        return f"{override.input_line}: cannot be set ({' '.join(str(error).split())})"
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, Literal
 
 from strop.config.keys import leaf_paths, value_at
@@ -30,6 +31,7 @@ class Limit:
     level: Level
     reason: str
 
+    @cached_property
     def paths(self) -> list[str]:
         """The keys of the schema that it is about."""
         return [path for path in leaf_paths() if any(fnmatchcase(path, pattern) for pattern in self.keys)]
@@ -186,7 +188,7 @@ def unsupported(config: Config) -> tuple[list[str], list[str]]:
     errors: list[str] = []
     by_reason: dict[str, list[str]] = {}
     for limit in LIMITS:
-        for path in limit.paths():
+        for path in limit.paths:
             value = value_at(config, path)
             if not limit.applies(config, value):
                 continue
@@ -200,7 +202,7 @@ def unsupported(config: Config) -> tuple[list[str], list[str]]:
 
 def status_in_words(path: str) -> str:
     """The entry of the key `path` in the last column of the reference page."""
-    entries = [limit for limit in LIMITS if path in limit.paths()]
+    entries = [limit for limit in LIMITS if path in limit.paths]
     if not entries:
         return "honoured"
     verb = {"warning": "no effect", "error": "error"}

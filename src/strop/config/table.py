@@ -28,7 +28,7 @@ _FORWARD_NAMES = {
 
 
 def show_check(config: Config, *, train_rows: Callable[[list[str]], int | None]) -> int:
-    """Check `config`, show everything about it on the standard output, and return the exit status: 2 on errors.
+    """Check `config`, show everything about it on the standard output, return the exit status (2: errors).
 
     `train_rows` counts the prompts in parquet files; it is called when the training files are all local and
     there.

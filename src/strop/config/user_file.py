@@ -7,7 +7,8 @@ needs no `defaults:` list, and a key that does not exist is kept until the schem
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -53,14 +54,14 @@ def compose_file(file: Path, group_overrides: Sequence[str] = ()) -> DictConfig:
         ConfigError: the file is not YAML, holds no mapping, or does not compose.
     """
     from hydra import compose, initialize_config_dir  # here: not needed without a file
-    from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
 
-    # The shipped defaults lie beneath every file. To a `defaults:` list that names them they are therefore an
-    # empty layer, and what comes back is exactly what the user wrote.
-    ConfigStore.instance().store(name=DEFAULT_NAME, node={})
     try:
-        with initialize_config_dir(str(file.parent), version_base="1.3"), warnings.catch_warnings():
+        with (
+            _own_hydra(file.parent),
+            initialize_config_dir(str(file.parent), version_base="1.3"),
+            warnings.catch_warnings(),
+        ):
             warnings.filterwarnings("ignore", message=".*missing `_self_`")  # it then comes last, as expected
             layer = compose(file.name, overrides=list(group_overrides))
     except RecursionError as error:
@@ -69,3 +70,28 @@ def compose_file(file: Path, group_overrides: Sequence[str] = ()) -> DictConfig:
         raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
     OmegaConf.set_struct(layer, False)
     return layer
+
+
+@contextmanager
+def _own_hydra(folder: Path) -> Generator[None, None, None]:
+    """Hydra's global state for one composition, then put back: the caller may be a Hydra application.
+
+    The shipped defaults lie beneath every file. To a `defaults:` list that names them they are therefore an
+    empty layer, and what is composed is exactly what the user wrote. A file of that name in `folder` is the
+    user's own.
+    """
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+
+    outer, store = GlobalHydra.instance().hydra, ConfigStore.instance()
+    stored = dict(store.repo)
+    GlobalHydra.instance().clear()
+    if not (folder / f"{DEFAULT_NAME}.yaml").is_file():
+        store.store(name=DEFAULT_NAME, node={})
+    try:
+        yield
+    finally:
+        store.repo = stored
+        GlobalHydra.instance().clear()
+        if outer is not None:
+            GlobalHydra.instance().initialize(outer)

@@ -1,0 +1,166 @@
+"""Expected numbers are worked out by hand from the units of the keys: prompts, prompts, samples per rank."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.config.batch_plan import BatchPlan
+from strop.config.load import load_config
+from strop.config.micro_batches import MicroBatchSize, resolve_micro_batch
+from strop.config.nearest import divisors, nearest_in_words
+from strop.errors import ConfigError
+
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size"
+
+
+def plan(*overrides, **sizes):
+    return BatchPlan.from_config(load_config(overrides), **sizes)
+
+
+def problems(*overrides, **sizes):
+    with pytest.raises(ConfigError) as caught:
+        plan(*overrides, **sizes)
+    return caught.value.problems
+
+
+def test_the_defaults_on_gsm8k():
+    found = plan(train_rows=7473)
+    assert (found.prompts, found.n, found.samples) == (1024, 1, 1024)
+    assert (found.actor.mini_batches, found.actor.samples_per_mini_batch) == (4, 256)
+    assert (found.actor.micro_batch, found.actor.micro_batches) == (MicroBatchSize(rows=8), 32)
+    assert found.actor.optimizer_steps == found.critic.optimizer_steps == 4
+    assert {name: forward.micro_batches for name, forward in found.forwards.items()} == {
+        "log_prob": 64,
+        "ref": 64,
+        "values": 128,
+    }
+    assert (found.iterations_per_epoch, found.iterations) == (7, 210)
+
+
+def test_n_samples_multiply_samples_and_not_steps():
+    found = plan(
+        "data.train_batch_size=12", f"{MINI}=4", "actor_rollout_ref.rollout.n=5",
+        "critic.ppo_mini_batch_size=6",
+        "critic.ppo_epochs=3", "algorithm.adv_estimator=gae",
+    )  # fmt: skip
+    assert found.samples == 60
+    assert (found.actor.samples_per_mini_batch, found.actor.optimizer_steps) == (20, 3)
+    assert (found.critic.samples_per_mini_batch, found.critic.optimizer_steps) == (30, 6)
+    assert found.actor.micro_batches == 3  # 8 + 8 + 4: the last one is smaller
+    assert found.critic.micro_batches == 4
+    assert (found.train_rows, found.iterations) == (None, None)
+
+
+def test_ranks_share_a_mini_batch():
+    found = plan(
+        "data.train_batch_size=8", f"{MINI}=4", "actor_rollout_ref.rollout.n=4", f"{MICRO}_per_gpu=3", ranks=2
+    )
+    assert (found.actor.samples_per_mini_batch, found.actor.samples_per_rank) == (16, 8)
+    assert found.actor.micro_batches == 3
+    assert found.forwards["log_prob"].samples_per_rank == 16
+
+
+def test_critic_reference_and_reward_model_are_planned_only_when_the_run_has_them():
+    bare = plan("algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0")
+    assert bare.critic is None
+    assert list(bare.forwards) == ["log_prob"]
+    rich = plan(
+        "algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.use_kl_loss=True", "reward_model.enable=True"
+    )
+    assert list(rich.forwards) == ["log_prob", "ref", "reward_model"]
+    assert plan("algorithm.adv_estimator=mine.py:fn").critic is not None  # it may need one
+
+
+def test_the_number_of_iterations():
+    assert plan("trainer.total_epochs=2", train_rows=2047).iterations == 2  # full batches only
+    assert plan("trainer.total_training_steps=5", train_rows=7473).iterations == 5
+    assert plan("trainer.total_training_steps=5").iterations == 5
+    warm = plan("trainer.total_training_steps=5", "trainer.critic_warmup=2")
+    assert (warm.iterations, warm.actor_iterations) == (5, 3)
+
+
+def test_sizes_that_do_not_divide_show_the_numbers_and_the_nearest_that_work():
+    assert problems("data.train_batch_size=256", f"{MINI}=100") == [
+        f"{MINI}=100 does not divide data.train_batch_size=256 (nearest: 64, 128)"
+    ]
+    assert problems("data.train_batch_size=256", "critic.ppo_mini_batch_size=300") == [
+        "critic.ppo_mini_batch_size=300 does not divide data.train_batch_size=256 (nearest: 256)"
+    ]
+    assert problems("data.train_batch_size=64", f"{MINI}=2", "actor_rollout_ref.rollout.n=2", ranks=8) == [
+        f"{MINI}=2 x actor_rollout_ref.rollout.n=2 does not divide over 8 ranks (nearest: 4)"
+    ]
+    assert problems("data.train_batch_size=9", f"{MINI}=3", ranks=2) == [
+        f"{MINI}=3 x actor_rollout_ref.rollout.n=1 does not divide over 2 ranks (no value works)"
+    ]
+    assert problems(train_rows=100) == [
+        "data.train_batch_size=1024 is more than the 100 training prompts (at most 100)"
+    ]
+
+
+def test_all_wrong_sizes_are_reported_at_once():
+    found = problems(
+        f"{MINI}=100", f"{MICRO}=3", f"{MICRO}_per_gpu=3", "critic.ppo_mini_batch_size=7",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=null", train_rows=1,
+    )  # fmt: skip
+    assert len(found) == 5
+
+
+def test_a_deprecated_size_is_divided_by_the_ranks():
+    config = load_config([f"{MICRO}=32"])
+    assert resolve_micro_batch(config, "actor", ranks=4) == MicroBatchSize(rows=8)
+    with pytest.raises(
+        ConfigError, match=r"ppo_micro_batch_size=32 does not divide over 3 ranks \(nearest: 30, 33\)"
+    ):
+        resolve_micro_batch(config, "actor", ranks=3)
+
+
+def test_both_keys_or_neither_is_an_error_that_names_them():
+    both = load_config([f"{MICRO}=3", f"{MICRO}_per_gpu=4"])
+    with pytest.raises(ConfigError, match=f"{MICRO}_per_gpu=4 and the deprecated {MICRO}=3 are both set"):
+        resolve_micro_batch(both, "actor")
+    neither = load_config([f"{MICRO}_per_gpu=null"])
+    with pytest.raises(ConfigError, match=f"{MICRO}_per_gpu: not set; set it, or .*use_dynamic_bsz=True"):
+        resolve_micro_batch(neither, "actor")
+    dynamic = load_config([f"{MICRO}_per_gpu=null", "actor_rollout_ref.actor.use_dynamic_bsz=True"])
+    assert resolve_micro_batch(dynamic, "actor") == MicroBatchSize(max_tokens=16384)
+    assert resolve_micro_batch(dynamic, "log_prob") == MicroBatchSize(max_tokens=16384)
+    assert resolve_micro_batch(dynamic, "critic") == MicroBatchSize(max_tokens=32768)
+
+
+def test_a_token_cap_holds_one_whole_sequence():
+    overrides = [
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1023",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"=1023 does not hold one sequence of .*=512 \+ .*=512 tokens \(at least 1024\)"
+    ):
+        resolve_micro_batch(load_config(overrides), "actor")
+    assert plan(*overrides[:1]).actor.micro_batches is None
+
+
+def test_nearest_and_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
+    assert nearest_in_words(5, divisors(12)) == "nearest: 4, 6"
+    assert nearest_in_words(20, divisors(12)) == "nearest: 12"
+    assert nearest_in_words(0, [3]) == "nearest: 3"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    mini_batches=st.integers(1, 6), mini=st.integers(1, 6), n=st.integers(1, 4), micro=st.integers(1, 9),
+    ranks=st.integers(1, 4),
+)  # fmt: skip
+def test_a_valid_plan_accounts_for_every_sample(mini_batches, mini, n, micro, ranks):
+    overrides = [
+        f"data.train_batch_size={mini_batches * mini * ranks}", f"{MINI}={mini * ranks}",
+        f"actor_rollout_ref.rollout.n={n}", f"{MICRO}_per_gpu={micro}",
+    ]  # fmt: skip
+    actor = plan(*overrides, ranks=ranks).actor
+    assert actor.mini_batches * actor.samples_per_mini_batch == mini_batches * mini * ranks * n
+    assert actor.samples_per_rank * ranks == actor.samples_per_mini_batch
+    assert (actor.micro_batches - 1) * micro < actor.samples_per_rank <= actor.micro_batches * micro

@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from strop.algorithms.advantages import ESTIMATORS
+from strop.algorithms.advantages import needs as estimator_needs
+from strop.algorithms.policy_loss import POLICY_LOSSES as REGISTERED_LOSSES
+from strop.config.check import check
+from strop.config.keys import all_keys
+from strop.config.load import load_config
+from strop.config.names import ESTIMATOR_NEEDS, POLICY_LOSSES, is_import_path, needs_critic
+from strop.config.support import LIMITS, status_in_words
+from strop.errors import ConfigError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture
+def valid(tmp_path):
+    """Overrides that make a configuration without errors or warnings."""
+    (tmp_path / "train.parquet").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return [
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/train.parquet",
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        f"{ROLLOUT}.name=hf",
+        "trainer.logger=[console]",
+    ]
+
+
+@pytest.fixture
+def report(valid):
+    def run(*overrides, **sizes):
+        return check(load_config([*valid, *overrides]), **sizes)
+
+    return run
+
+
+def doubts(result):
+    """Warnings other than those about keys without effect."""
+    return [line for line in result.warnings if not line.startswith("no effect")]
+
+
+def test_a_good_configuration_has_no_errors_and_a_plan(report):
+    result = report(train_rows=2048)
+    assert (result.errors, doubts(result)) == ([], [])
+    assert result.plan.iterations == 60
+    result.raise_errors()
+
+
+def test_all_errors_come_together(report):
+    result = report(
+        "algorithm.adv_estimator=grop", "data.val_files=/no/such.parquet", "data.train_batch_size=7",
+        "critic.strategy=megatron", "trainer.logger=[consol]",
+    )  # fmt: skip
+    assert len(result.errors) == 5
+    assert result.plan is None
+    with pytest.raises(ConfigError) as caught:
+        result.raise_errors()
+    assert caught.value.problems == result.errors
+
+
+# ------------------------------------------------------------------------------------------------------ names
+
+
+def test_the_tables_of_names_mirror_the_registries():
+    always_given = {"rewards", "response_mask", "gamma", "lam", "whiten", "norm_by_std"}
+    registered = {name: estimator_needs(function) - always_given for name, function in ESTIMATORS.items()}
+    assert registered == ESTIMATOR_NEEDS
+    assert set(REGISTERED_LOSSES) == set(POLICY_LOSSES)
+    assert [name for name in ESTIMATORS if needs_critic(name)] == ["gae"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "algorithm.adv_estimator=grop",
+            "algorithm.adv_estimator=grop: unknown; did you mean grpo? (known: gae, grpo, ",
+        ),
+        ("algorithm.adv_estimator=xyz", "algorithm.adv_estimator=xyz: unknown; (known: gae"),
+        ("actor_rollout_ref.actor.policy_loss=pg", "actor_rollout_ref.actor.policy_loss=pg: unknown; "),
+        ("reward_model.reward_manager=naiv", "did you mean naive?"),
+        ("reward_model.reward_manager=prime", "not in this version; set reward_model.reward_manager=naive"),
+        (
+            "algorithm.adv_estimator=no_such_package.mine:fn",
+            "there is no module no_such_package; is its folder on PYTHONPATH?",
+        ),
+        (
+            "trainer.logger=[console,wandbb]",
+            "trainer.logger=wandbb: unknown; known: console, jsonl, tensorboard, wandb",
+        ),
+        ("trainer.project_name=''", "trainer.project_name: found an empty name"),
+    ],
+)
+def test_unknown_names_are_errors_that_say_what_is_known(report, override, said):
+    (line,) = report(override).errors
+    assert said in line
+
+
+def test_import_paths_are_accepted(report):
+    assert is_import_path("package.module:function")
+    assert is_import_path("package.module.function")
+    assert not is_import_path("grpo")
+    result = report(
+        "algorithm.adv_estimator=json:loads", "actor_rollout_ref.actor.policy_loss=os.path.join",
+        "reward_model.reward_manager=__main__:Manager",
+    )  # fmt: skip
+    assert result.errors == []
+
+
+def test_a_tracker_without_its_package_is_an_error_that_names_the_extra(report, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
+    (line,) = report("trainer.logger=[console,wandb]").errors
+    assert line.startswith(
+        "trainer.logger=wandb: the package wandb is not installed: pip install 'strop[wandb]'"
+    )
+
+
+def test_a_project_name_that_wandb_refuses(report):
+    assert report("trainer.project_name='a/b'").errors == []
+    (line,) = report("trainer.project_name='a/b'", "trainer.logger=[wandb]").errors
+    assert "wandb allows none of" in line
+
+
+# --------------------------------------------------------------------------------------------------- learning
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus_baseline"])
+def test_groups_of_one_are_doubtful(report, estimator):
+    (line,) = doubts(report(f"algorithm.adv_estimator={estimator}"))
+    assert line.startswith(f"{ROLLOUT}.n=1 with algorithm.adv_estimator={estimator}: a group of one")
+    assert doubts(report(f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n=4")) == []
+
+
+def test_rloo_with_groups_of_one_is_an_error(report):
+    (line,) = report("algorithm.adv_estimator=rloo").errors
+    assert "every advantage is 0 (expected n >= 2)" in line
+    assert report("algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=2").errors == []
+
+
+def test_estimators_without_groups_take_one_answer(report):
+    for estimator in ("gae", "remax", "reinforce_plus_plus"):
+        result = report(f"algorithm.adv_estimator={estimator}")
+        assert (result.errors, doubts(result)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.kl_coef=0"],
+            "no effect with algorithm.kl_ctrl.kl_coef=0",
+        ),
+        (
+            ["algorithm.kl_ctrl.type=adaptive", "actor_rollout_ref.actor.use_kl_loss=True"],
+            "no effect with actor_rollout_ref.actor.use_kl_loss=True",
+        ),
+        ([f"{ROLLOUT}.do_sample=False"], "the policy explores nothing"),
+        ([f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p: the sampler is another distribution"),
+        ([f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5"], f"{ROLLOUT}.top_p and {ROLLOUT}.top_k: the sampler"),
+        ([f"{ROLLOUT}.val_kwargs.n=2"], "2 greedy answers are all the same"),
+        ([f"{ROLLOUT}.val_kwargs.do_sample=True"], "do_sample=True with temperature=0 is greedy"),
+        (
+            ["critic.optim.min_lr_ratio=0.1"],
+            "critic.optim.min_lr_ratio=0.1 has no effect with warmup_style=constant",
+        ),
+    ],
+)
+def test_doubtful_settings_are_one_warning_each(report, overrides, said):
+    result = report(*overrides)
+    (line,) = doubts(result)
+    assert said in line
+    assert result.errors == []
+
+
+def test_settings_that_look_like_those_and_are_fine(report):
+    result = report(
+        "algorithm.kl_ctrl.type=adaptive", f"{ROLLOUT}.top_k=0", f"{ROLLOUT}.val_kwargs.n=2",
+        f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=0.7",
+        "actor_rollout_ref.actor.optim.min_lr_ratio=0.1", "actor_rollout_ref.actor.optim.warmup_style=cosine",
+        "trainer.critic_warmup=2",
+    )  # fmt: skip
+    assert (result.errors, doubts(result)) == ([], [])
+
+
+def test_the_floor_of_a_critics_learning_rate_does_not_matter_without_a_critic(report):
+    assert (
+        doubts(report("critic.optim.min_lr_ratio=0.1", "algorithm.adv_estimator=reinforce_plus_plus")) == []
+    )
+
+
+def test_training_needs_a_temperature_and_validation_alone_does_not(report):
+    (line,) = report(f"{ROLLOUT}.temperature=0").errors
+    assert line.startswith(f"{ROLLOUT}.temperature=0: training needs a temperature above 0")
+    assert report(f"{ROLLOUT}.temperature=0", "trainer.val_only=True").errors == []
+
+
+def test_a_critic_warmup_needs_a_critic_and_an_end(report):
+    (line,) = report("trainer.critic_warmup=3", "algorithm.adv_estimator=reinforce_plus_plus").errors
+    assert line.startswith("trainer.critic_warmup=3 with algorithm.adv_estimator=reinforce_plus_plus")
+    (line,) = report("trainer.critic_warmup=3", "trainer.total_training_steps=3").errors
+    assert "covers all 3 iterations" in line
+
+
+# ----------------------------------------------------------------------------------------------------- inputs
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("data.train_files=[]", "data.train_files: found an empty list, expected at least one parquet file"),
+        ("actor_rollout_ref.model.path=/no/model", "actor_rollout_ref.model.path=/no/model: no such folder"),
+        ("critic.model.path=./no", "critic.model.path=./no: no such folder"),
+        ("data.tokenizer=/no/tokenizer", "data.tokenizer=/no/tokenizer: no such folder"),
+        ("custom_reward_function.path=/no/r.py", "custom_reward_function.path=/no/r.py: no such file"),
+        (
+            "trainer.resume_mode=autom",
+            "trainer.resume_mode=autom: expected auto, disable, or a global_step_N folder; there is no such "
+            "folder",
+        ),
+    ],
+)
+def test_missing_inputs_are_errors(report, override, line):
+    assert report(override).errors == [line]
+
+
+def test_a_missing_data_file_says_which_and_what_makes_one(report):
+    (line,) = report("data.train_files=[/no/a.parquet,hdfs://host/b.parquet]").errors
+    assert line == "data.train_files: no file /no/a.parquet (strop prepare makes one from a data set)"
+
+
+def test_urls_and_hub_names_are_left_to_the_download(report):
+    result = report(
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", "data.tokenizer=hdfs://host/tokenizer",
+        "data.train_files=s3://bucket/train.parquet", "custom_reward_function.path=s3://bucket/r.py",
+    )  # fmt: skip
+    assert result.errors == []
+
+
+def test_models_that_the_run_does_not_load_are_not_looked_for(report, tmp_path):
+    assert report("critic.model.path=/no/model", "algorithm.adv_estimator=grpo").errors == []
+    assert report("reward_model.model.path=/no/model").errors == []
+    assert len(report("reward_model.model.path=/no/model", "reward_model.enable=True").errors) == 1
+    (tmp_path / "empty").mkdir()
+    (line,) = report(f"actor_rollout_ref.model.path={tmp_path}/empty").errors
+    assert "the folder has no config.json" in line
+    (tmp_path / "empty" / "weights.gguf").touch()
+    assert report(f"actor_rollout_ref.model.path={tmp_path}/empty").errors == []
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def compute_score(*arguments): ...\n", None),
+        ("from elsewhere import score as compute_score\n", None),
+        ("from elsewhere import *\n", None),
+        ("import functools\ncompute_score = functools.partial(print)\n", None),
+        ("compute_score: object = print\n", None),
+        ("try:\n    from a import compute_score\nexcept ImportError:\n    def compute_score(): ...\n", None),
+        ("class compute_score: ...\n", None),
+        ("def score(): ...\nif True:\n    def other(): ...\n", "does not define it; it defines other, score"),
+        ("def outer():\n    def compute_score(): ...\n", "does not define it; it defines outer"),
+        ("", "does not define it; it defines nothing"),
+        ("def compute_score(:\n", "not Python"),
+    ],
+)
+def test_a_reward_file_defines_its_function(report, tmp_path, source, said):
+    (tmp_path / "reward.py").write_text(source)
+    errors = report(f"custom_reward_function.path={tmp_path}/reward.py").errors
+    if said is None:
+        assert errors == []
+    else:
+        assert len(errors) == 1
+        assert said in errors[0]
+
+
+def test_a_reward_file_is_read_and_not_run(report, tmp_path):
+    (tmp_path / "reward.py").write_text("raise SystemExit\ndef compute_score(): ...\n")
+    assert report(f"custom_reward_function.path={tmp_path}/reward.py").errors == []
+
+
+def test_a_checkpoint_folder_can_be_named(report, tmp_path):
+    assert report(f"trainer.resume_mode={tmp_path}").errors == []
+
+
+def test_a_model_made_for_shorter_sequences_is_doubtful(report, tmp_path):
+    (tmp_path / "model" / "config.json").write_text(
+        '{"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 10,'
+        ' "intermediate_size": 16, "max_position_embeddings": 1000}'
+    )
+    (line,) = doubts(report())
+    assert line.startswith(
+        "data.max_prompt_length=512 + data.max_response_length=512 = 1024 tokens, more than the 1000"
+    )
+    assert doubts(report("data.max_prompt_length=488")) == []
+
+
+# ----------------------------------------------------------------------------------- keys that are not
+# honoured
+
+
+def test_every_limit_is_about_keys_that_exist():
+    for limit in LIMITS:
+        assert limit.paths, limit.keys
+        assert all(limit.paths == sorted(set(limit.paths), key=list(all_keys()).index) for limit in LIMITS)
+
+
+NOT_HONOURED = {
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.actor.strategy": "megatron",
+    "critic.strategy": "megatron",
+    "actor_rollout_ref.hybrid_engine": "False",
+    "reward_model.reward_manager": "prime",
+    "actor_rollout_ref.rollout.response_length": "7",
+    "actor_rollout_ref.rollout.prompt_length": "7",
+    "actor_rollout_ref.rollout.enforce_eager": "False",
+    "actor_rollout_ref.rollout.free_cache_engine": "False",
+    "trainer.nnodes": "2",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "2",
+    "critic.ulysses_sequence_parallel_size": "2",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": "4",
+    "actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params": "10",
+    "actor_rollout_ref.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap": "[Layer]",
+    "reward_model.model.fsdp_config.min_num_params": "10",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "True",
+    "critic.model.fsdp_config.grad_offload": "True",
+    "critic.model.fsdp_config.optimizer_offload": "True",
+    "actor_rollout_ref.model.use_remove_padding": "True",
+    "critic.optim.total_training_steps": "100",
+}
+
+
+@pytest.mark.parametrize(("path", "value"), NOT_HONOURED.items())
+def test_a_key_that_is_not_honoured_is_named(report, path, value):
+    before, after = report(), report(f"{path}={value}")
+    lines = [line for line in after.errors + after.warnings if f"{path}=" in line]
+    assert len(lines) == 1
+    assert not any(f"{path}=" in line for line in before.errors + before.warnings)
+    assert status_in_words(path) != "honoured"
+    assert status_in_words(path).startswith("error") == bool(after.errors)
+
+
+def test_a_key_that_says_what_happens_anyway_is_not_named(report):
+    quiet = report(
+        f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.dtype=float32",
+        "actor_rollout_ref.model.compute_dtype=float32", "trainer.n_gpus_per_node=1",
+        "trainer.default_hdfs_dir=null",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",
+    )  # fmt: skip
+    (line,) = quiet.warnings
+    for key in ("gpu_memory_utilization", "load_format", "max_num_batched_tokens", "max_num_seqs"):
+        assert f"{ROLLOUT}.{key}=" in line
+    assert line.count("=") == 4
+
+
+def test_keys_of_one_reason_share_a_line(report):
+    warnings = report("trainer.nnodes=2").warnings
+    (line,) = [line for line in warnings if "one process" in line]
+    assert (
+        line == "no effect (this version trains in one process): trainer.nnodes=2, trainer.n_gpus_per_node=8"
+    )
+
+
+def test_deprecated_keys_are_named_and_contradictions_are_errors(report):
+    result = report("critic.ppo_micro_batch_size=8", "critic.forward_micro_batch_size_per_gpu=4")
+    assert result.errors == []
+    (line,) = doubts(result)
+    assert line.startswith("critic.ppo_micro_batch_size=8 is deprecated")
+    model = "actor_rollout_ref.model"
+    (line,) = report(f"{model}.external_lib=a", f"{model}.external_libs=b").errors
+    assert line == f"{model}.external_lib=a and the deprecated {model}.external_libs=b differ"

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from strop.config.batch_plan import BatchPlan
+from strop.config.forecast import forecast
+from strop.config.load import load_config
+from strop.config.model_facts import read_model_facts
+
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def model(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=request.param == "tied"))
+    model.save_pretrained(folder)
+    return folder, sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_parameters_are_counted_from_the_headers_of_the_weights(model):
+    folder, parameters = model
+    facts = read_model_facts(str(folder))
+    assert (facts.parameters, facts.counted) == (parameters, True)
+    assert (facts.layers, facts.hidden, facts.vocabulary, facts.kv_width, facts.context) == (
+        2,
+        16,
+        50,
+        8,
+        128,
+    )
+
+
+def test_parameters_are_counted_over_all_shards(tmp_path):
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert read_model_facts(str(tmp_path)).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_without_weights_the_shape_gives_the_number(model, tmp_path):
+    folder, parameters = model
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    facts = read_model_facts(str(tmp_path))
+    assert (facts.parameters, facts.counted) == (parameters, False)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"num_attention_heads": 0, "hidden_size": "x"}'])
+def test_a_folder_that_says_nothing_gives_nothing(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    assert read_model_facts(str(tmp_path)) is None
+
+
+def test_broken_weights_give_nothing(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    for content in (b"", b"\xff" * 16, b"\x02\x00\x00\x00\x00\x00\x00\x00{]"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert read_model_facts(str(tmp_path)) is None
+
+
+def test_urls_and_hub_names_give_nothing():
+    assert read_model_facts("hdfs://host/model") is None
+    assert read_model_facts("Qwen/Qwen2.5-0.5B") is None
+
+
+def forecast_of(folder, *overrides):
+    config = load_config(
+        [
+            f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.rollout.name=hf",
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.max_prompt_length=10",
+            "data.max_response_length=20", "actor_rollout_ref.rollout.n=3", *overrides,
+        ]
+    )  # fmt: skip
+    return forecast(config, BatchPlan.from_config(config))
+
+
+def test_the_parts_of_a_run_in_float32(model):
+    folder, parameters = model
+    memory = forecast_of(folder)
+    assert memory.resident == {
+        "actor: weights, gradients, AdamW": 16 * parameters,
+        "reference: weights": 4 * parameters,
+        "critic: weights, gradients, AdamW": 16 * parameters,
+    }
+    # 12 sequences of 30 tokens; keys and values of 2 layers and 8 numbers, 4 bytes each
+    assert memory.phases["generation: KV cache"] == 12 * 30 * 2 * 2 * 8 * 4
+    # 8 sequences at once; 68 bytes for each token, layer and hidden unit
+    assert memory.phases["critic update: activations"] == 8 * 30 * 2 * 16 * 68
+    logits = 8 * 30 * 50 * 4 * 4
+    assert memory.phases["actor update: activations, logits"] == 8 * 30 * 2 * 16 * 68 + logits
+    assert memory.peak == 36 * parameters + max(memory.phases.values())
+
+
+def test_options_that_save_memory(model):
+    folder, parameters = model
+    memory = forecast_of(
+        folder, "actor_rollout_ref.model.compute_dtype=bfloat16", "algorithm.adv_estimator=grpo",
+        "algorithm.kl_ctrl.kl_coef=0", "actor_rollout_ref.rollout.micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100",
+    )  # fmt: skip
+    assert memory.resident == {"actor: weights, gradients, AdamW": 16 * parameters}
+    assert memory.phases["generation: KV cache"] == 2 * 30 * 2 * 2 * 8 * 2
+    # 100 tokens: the inputs of 2 layers in 2 bytes, and one layer's activations at 34 bytes
+    activations = 100 * 16 * 2 * 2 + 100 * 16 * 34
+    assert memory.phases["actor update: activations, logits"] == activations + 100 * 50 * 4 * 4
+
+
+def test_a_reward_model_counts_and_an_unknown_model_leaves_the_peak_open(model):
+    folder, parameters = model
+    memory = forecast_of(folder, "reward_model.enable=True", f"reward_model.model.path={folder}")
+    assert memory.resident["reward model: weights"] == 4 * parameters
+    unknown = forecast_of(folder, "reward_model.enable=True", "reward_model.model.path=/no/model")
+    assert unknown.resident["reward model: weights"] is None
+    assert unknown.peak is None
+    assert forecast_of("/no/model").phases["generation: KV cache"] is None

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import importlib.util
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from strop.config.check import check
+from strop.config.load import load_config
+from strop.config.table import render, show_check
+from strop.errors import DataError
+
+SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "generate_config_reference.py"
+
+
+def shown(config, **sizes):
+    console = Console(file=io.StringIO(), width=120)
+    console.print(render(check(config, **sizes), config))
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def overrides(tmp_path):
+    (tmp_path / "train.parquet").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return [
+        f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/train.parquet",
+        f"actor_rollout_ref.model.path={tmp_path}/model", "actor_rollout_ref.rollout.name=hf",
+        "trainer.logger=[console]", "actor_rollout_ref.rollout.n=2", "trainer.device=cpu",
+    ]  # fmt: skip
+
+
+def row(text, name):
+    (line,) = [line for line in text.splitlines() if name in line]
+    return line.split("│")[2].strip()
+
+
+def test_the_report_shows_what_the_batch_sizes_come_to(overrides):
+    text = shown(load_config([*overrides, "trainer.critic_warmup=10"]), train_rows=7473)
+    assert row(text, "samples an iteration") == "2,048 = 1,024 prompts x 2"
+    assert row(text, "actor: optimizer steps an iteration") == "4 = 4 mini-batches x 1 ppo_epochs"
+    assert row(text, "actor: samples in a mini-batch") == "512"
+    assert row(text, "critic: micro-batches of a mini-batch") == "64 of 8 sequences"
+    assert row(text, "reference log-probs: micro-batches") == "128 of 16 sequences"
+    assert row(text, "iterations in the run") == "210"
+    assert row(text, "samples in the run") == "430,080"
+    assert row(text, "actor: optimizer steps in the run") == "800"
+    assert row(text, "critic: optimizer steps in the run") == "840"
+    assert row(text, "actor and rollout (hf)") == "1 process, on the CPU"
+    assert "unknown: a model that is not in a local folder" in text
+    assert "max_prompt_length: 512" in text
+    assert "No errors." in text
+
+
+def test_what_is_not_known_is_said_to_be_unknown(overrides):
+    text = shown(load_config([*overrides, "actor_rollout_ref.actor.use_dynamic_bsz=True"]))
+    assert row(text, "iterations in the run") == "unknown: the training files were not read"
+    assert row(text, "actor: micro-batches of a mini-batch") == "as many as fit, of up to 16384 tokens"
+    assert "optimizer steps in the run" not in text
+
+
+def test_a_run_without_a_critic_shows_none(overrides):
+    text = shown(load_config([*overrides, "algorithm.adv_estimator=rloo", "trainer.total_training_steps=5"]))
+    assert "critic: " not in text
+    assert row(text, "actor: optimizer steps in the run") == "20"
+
+
+def test_errors_and_warnings_come_last_and_without_a_plan_too(overrides):
+    text = shown(load_config([*overrides, "data.train_batch_size=7"]))
+    assert "What the batch sizes come to" not in text
+    assert "No errors." not in text
+    assert text.index("warning: no effect") < text.index(
+        "error: actor_rollout_ref.actor.ppo_mini_batch_size=256"
+    )
+
+
+def test_strop_check_counts_the_rows_and_returns_the_status(overrides, capsys):
+    asked = []
+
+    def count(files):
+        asked.append(files)
+        return 2048
+
+    config = load_config(overrides)
+    assert show_check(config, train_rows=count) == 0
+    assert asked == [config.data.train_files]
+    assert "2,048" in capsys.readouterr().out
+
+
+def test_strop_check_reports_files_that_are_missing_or_broken(overrides, capsys):
+    def broken(files):
+        raise DataError(f"{files[0]}: not a parquet file")
+
+    assert show_check(load_config(overrides), train_rows=broken) == 2
+    assert "train.parquet: not a parquet file" in capsys.readouterr().out
+    missing = load_config([*overrides, "data.train_files=/no/such.parquet"])
+    assert show_check(missing, train_rows=broken) == 2
+    assert "data.train_files: no file /no/such.parquet" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------- docs/config.md
+
+
+@pytest.fixture(scope="module")
+def generator():
+    spec = importlib.util.spec_from_file_location("generate_config_reference", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_page_is_what_the_schema_says(generator):
+    assert generator.main(["--check"]) == 0, "run: python docs/generate_config_reference.py"
+
+
+def test_a_stale_page_is_noticed_and_written_anew(generator, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(generator, "PAGE", tmp_path / "config.md")
+    assert generator.main(["--check"]) == 1
+    assert "is stale" in capsys.readouterr().err
+    assert generator.main([]) == 0
+    assert generator.main(["--check"]) == 0
+    text = (tmp_path / "config.md").read_text()
+    assert (
+        "| `trainer.total_epochs` | int > 0 | `30` | Passes over the training prompts. | honoured |" in text
+    )
+    (tmp_path / "config.md").write_text(text.replace("`30`", "`31`"))
+    assert generator.main(["--check"]) == 1
