@@ -140,6 +140,12 @@ def test_a_token_cap_holds_one_whole_sequence():
     ):
         resolve_micro_batch(load_config(overrides), "actor")
     assert plan(*overrides[:1]).actor.micro_batches is None
+    rewards = ["reward_model.use_dynamic_bsz=True", "reward_model.forward_max_token_len_per_gpu=2000"]
+    assert resolve_micro_batch(load_config(rewards), "reward_model").max_tokens == 2000
+    with pytest.raises(
+        ConfigError, match=r"=2000 does not hold one sequence of reward_model\.max_length=2001"
+    ):
+        resolve_micro_batch(load_config([*rewards, "reward_model.max_length=2001"]), "reward_model")
 
 
 def test_nearest_and_divisors():

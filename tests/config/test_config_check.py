@@ -10,9 +10,16 @@ from strop.algorithms.policy_loss import POLICY_LOSSES as REGISTERED_LOSSES
 from strop.config.check import check
 from strop.config.keys import all_keys
 from strop.config.load import load_config
-from strop.config.names import ESTIMATOR_NEEDS, POLICY_LOSSES, is_import_path, needs_critic
+from strop.config.names import (
+    ESTIMATOR_NEEDS,
+    LOGGER_PACKAGES,
+    POLICY_LOSSES,
+    is_import_path,
+    needs_critic,
+)
 from strop.config.support import LIMITS, status_in_words
 from strop.errors import ConfigError
+from strop.tracking.base import OPTIONAL_PACKAGES, TRACKERS
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -72,6 +79,8 @@ def test_the_tables_of_names_mirror_the_registries():
     registered = {name: estimator_needs(function) - always_given for name, function in ESTIMATORS.items()}
     assert registered == ESTIMATOR_NEEDS
     assert set(REGISTERED_LOSSES) == set(POLICY_LOSSES)
+    assert set(TRACKERS) == set(LOGGER_PACKAGES)
+    assert {name for name, package in LOGGER_PACKAGES.items() if package == name} == set(OPTIONAL_PACKAGES)
     assert [name for name in ESTIMATORS if needs_critic(name)] == ["gae"]
 
 
@@ -92,7 +101,7 @@ def test_the_tables_of_names_mirror_the_registries():
         ),
         (
             "trainer.logger=[console,wandbb]",
-            "trainer.logger=wandbb: unknown; known: console, jsonl, tensorboard, wandb",
+            "trainer.logger=wandbb: unknown; did you mean wandb? (known: console, jsonl, file, tensorboard",
         ),
         ("trainer.project_name=''", "trainer.project_name: found an empty name"),
     ],
@@ -108,7 +117,7 @@ def test_import_paths_are_accepted(report):
     assert not is_import_path("grpo")
     result = report(
         "algorithm.adv_estimator=json:loads", "actor_rollout_ref.actor.policy_loss=os.path.join",
-        "reward_model.reward_manager=__main__:Manager",
+        "reward_model.reward_manager=__main__:Manager", "trainer.logger=[console,json:JSONDecoder]",
     )  # fmt: skip
     assert result.errors == []
 
@@ -357,6 +366,13 @@ def test_a_key_that_says_what_happens_anyway_is_not_named(report):
     for key in ("gpu_memory_utilization", "load_format", "max_num_batched_tokens", "max_num_seqs"):
         assert f"{ROLLOUT}.{key}=" in line
     assert line.count("=") == 4
+
+
+def test_the_longest_reward_sequence_counts_only_with_a_tokenizer_of_its_own(report):
+    overrides = ["reward_model.enable=True", "reward_model.model.path=hub/name", "reward_model.max_length=64"]
+    assert not any("reward_model.max_length=" in line for line in report(*overrides).warnings)
+    shared = report(*overrides, "reward_model.model.input_tokenizer=null")
+    assert any("reward_model.max_length=64" in line for line in shared.warnings)
 
 
 def test_keys_of_one_reason_share_a_line(report):

@@ -107,14 +107,15 @@ def _per_rank(keys: MicroBatchKeys, overall: Any, ranks: int) -> int:
 
 
 def _token_cap(config: Config, keys: MicroBatchKeys) -> int:
-    cap, prompt, response = (
-        value_at(config, keys.max_tokens),
-        config.data.max_prompt_length,
-        config.data.max_response_length,
-    )
-    if cap < prompt + response:
+    cap = value_at(config, keys.max_tokens)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    words = f"data.max_prompt_length={config.data.max_prompt_length} + "
+    words += f"data.max_response_length={config.data.max_response_length}"
+    rewards = config.reward_model
+    if keys is MICRO_BATCHES["reward_model"] and rewards.model.input_tokenizer and rewards.max_length:
+        longest, words = rewards.max_length, f"reward_model.max_length={rewards.max_length}"  # its own tokens
+    if cap < longest:
         raise ConfigError(
-            f"{keys.max_tokens}={cap} does not hold one sequence of data.max_prompt_length={prompt} + "
-            f"data.max_response_length={response} tokens (at least {prompt + response})"
+            f"{keys.max_tokens}={cap} does not hold one sequence of {words} tokens (at least {longest})"
         )
     return cap

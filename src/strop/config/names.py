@@ -21,6 +21,7 @@ REWARD_MANAGERS = ("naive",)
 LOGGER_PACKAGES: dict[str, str | None] = {
     "console": None,
     "jsonl": None,
+    "file": None,
     "tensorboard": "tensorboard",
     "wandb": "wandb",
 }

@@ -160,6 +160,17 @@ LIMITS: tuple[Limit, ...] = (
         reason="checkpoints are written to trainer.default_local_dir only",
     ),
     Limit(
+        keys=("reward_model.max_length",),
+        when="unless null, without reward_model.model.input_tokenizer",
+        applies=lambda config, value: (
+            value is not None
+            and config.reward_model.enable
+            and config.reward_model.model.input_tokenizer is None
+        ),
+        level="warning",
+        reason="the reward model reads the policy's tokens as they are",
+    ),
+    Limit(
         keys=("*.optim.total_training_steps",),
         when="unless -1",
         applies=_is_not(-1),

@@ -34,15 +34,12 @@ def trackers(config: Config) -> Iterator[Finding]:
     """Trackers exist, their packages are installed, and the run's names suit them."""
     trainer = config.trainer
     for name in trainer.logger:
-        if name not in LOGGER_PACKAGES:
-            yield error(f"trainer.logger={name}: unknown; known: {', '.join(LOGGER_PACKAGES)}")
-            continue
-        package = LOGGER_PACKAGES[name]
+        yield from _known("trainer.logger", name, LOGGER_PACKAGES)
+        package = LOGGER_PACKAGES.get(name)
         if package and importlib.util.find_spec(package) is None:
             yield error(
-                f"trainer.logger={name}: the package {package} is not installed: pip install "
-                f"'strop[{package}]', "
-                "or leave it out, as in trainer.logger=[console]"
+                f"trainer.logger={name}: the package {package} is not installed: "
+                f"pip install 'strop[{package}]', or leave it out, as in trainer.logger=[console]"
             )
     for key, name in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
         if not name.strip():
@@ -57,10 +54,8 @@ def _known(key: str, name: str, known: Collection[str]) -> Iterator[Finding]:
     if not is_import_path(name):
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        yield error(
-            f"{key}={name}: unknown; {hint}(known: {', '.join(known)}; your own by its import path, "
-            f"package.module:name)"
-        )
+        own = "your own by its import path, package.module:name"
+        yield error(f"{key}={name}: unknown; {hint}(known: {', '.join(known)}; {own})")
         return
     package = re.split("[.:]", name)[0]
     if package != "__main__" and importlib.util.find_spec(package) is None:

@@ -45,7 +45,7 @@ class RewardModelConfig(Section):
     forward_max_token_len_per_gpu: PositiveInt
     """Most tokens in one forward pass, per rank, with use_dynamic_bsz."""
     max_length: PositiveInt | None
-    """Longest sequence, in the reward model's tokens; null: max_prompt_length + max_response_length."""
+    """With input_tokenizer: longest sequence in the reward model's own tokens, its end is kept; null: any."""
     reward_manager: str
     """naive, or the import path of your own."""
     reward_kwargs: dict[str, Any]

@@ -19,7 +19,7 @@ class TrainerConfig(Section):
     experiment_name: str
     """Run in the trackers and in default_local_dir."""
     logger: Names
-    """Trackers: console, tensorboard, wandb; metrics.jsonl is always written."""
+    """Trackers: console, tensorboard, wandb, or your own's import path; metrics.jsonl is always written."""
     nnodes: PositiveInt
     """Machines."""
     n_gpus_per_node: PositiveInt
