@@ -202,8 +202,8 @@ def rloo(rewards: Tensor, response_mask: Tensor, uid: Uid) -> tuple[Tensor, Tens
 def remax(rewards: Tensor, response_mask: Tensor, baseline_scores: Tensor) -> tuple[Tensor, Tensor]:
     """ReMax: Li et al., arXiv:2310.10505, section 4.
 
-    returns: the sum of the rewards from each token to the end; advantages: that minus the score of the greedy
-        response to the same prompt.
+    returns: the sum of the rewards from each token to the end. advantages: that minus the score of the greedy
+    response to the same prompt.
     """
     returns_BT = _discounted_returns(rewards, response_mask, gamma=1.0)
     return zero_masked(returns_BT - baseline_scores.unsqueeze(-1), response_mask), returns_BT

@@ -23,13 +23,12 @@ ROLLOUT_IS_LEVELS = ("token", "sequence")
 def rollout_is_weights(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, *, level: str, threshold: float
 ) -> Tensor:
-    """Weights [B,T] for the policy loss per token: min(exp(old - rollout), threshold), without gradient, 0
-    where masked.
+    """Weights [B,T] for the policy loss per token: min(exp(old - rollout), threshold), without gradient.
 
-    ``token``: the ratio of each token, a biased correction of little variance (Yao et al., "Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training", 2025). ``sequence``: the ratio of the whole
-    sequence, exp(sum over its tokens), on each of its tokens. Truncated importance sampling: Ionides, 2008.
-    Exponents are clamped to +-20.
+    Masked slots are 0. ``token``: the ratio of each token, a biased correction of little variance (Yao et
+    al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025). ``sequence``: the
+    ratio of the whole sequence, exp(sum over its tokens), on each of its tokens. Truncated importance
+    sampling: Ionides, 2008. Exponents are clamped to +-20.
 
     Raises:
         ConfigError: another level, or a threshold that is not above 0.
@@ -64,23 +63,18 @@ class RolloutStatistics(NamedTuple):
 def rollout_statistics(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> RolloutStatistics:
-    """Compare the trainer's log-probs [B,T] of the sampled tokens with the sampler's, over all tokens that
-    count.
+    """Compare the trainer's log-probs [B,T] of the sampled tokens with the sampler's, over all tokens.
 
     d is clamped to +-20. The effective sample size is that of Kish, 1965, as a fraction of the tokens.
     Without any token, there is no difference: 0, 0, 0, 1.
     """
-    old_BT, rollout_BT = (
-        zero_masked(old_log_prob, response_mask),
-        zero_masked(rollout_log_prob, response_mask),
-    )
+    old_BT = zero_masked(old_log_prob, response_mask)
+    rollout_BT = zero_masked(rollout_log_prob, response_mask)
     difference_BT = (old_BT.exp() - rollout_BT.exp()).abs()
     d_BT = (old_BT - rollout_BT).clamp(-20, 20)
     weight_BT = d_BT.exp().double()  # squares of exp(20), summed
-    total, total_of_squares = (
-        masked_sum(weight_BT, response_mask),
-        masked_sum(weight_BT.square(), response_mask),
-    )
+    total = masked_sum(weight_BT, response_mask)
+    total_of_squares = masked_sum(weight_BT.square(), response_mask)
     n_tokens = int(response_mask.bool().sum())
     return RolloutStatistics(
         probs_diff_mean=masked_mean(difference_BT, response_mask).item(),

@@ -1,5 +1,4 @@
-"""Estimates of the KL divergence to the reference model, its penalty in the reward, and the coefficient of
-that.
+"""The KL divergence to the reference model: estimates per token, the penalty in the reward, its coefficient.
 
 Shapes: B samples, T response tokens. The estimators k1, k2, k3: J. Schulman, "Approximating KL Divergence"
 (2020), http://joschu.net/blog/kl-approx.html. The adaptive coefficient: Ziegler et al., arXiv:1909.08593,
@@ -24,11 +23,11 @@ KL_CONTROLLERS = ("fixed", "adaptive")
 def kl_penalty(
     log_prob: Tensor, ref_log_prob: Tensor, kind: str, response_mask: Tensor | None = None
 ) -> Tensor:
-    """KL(policy || reference) per token, estimated from the sampled token alone, with d = log_prob -
-    ref_log_prob.
+    """KL(policy || reference) per token, estimated from the sampled token alone.
 
-    ``kl``/``k1``: d. ``abs``: |d|. ``mse``/``k2``: d^2 / 2. ``low_var_kl``/``k3``: exp(-d) - 1 + d, with d
-    clamped to +-20 and the result to +-10, where its gradient is then 0 (below d = -2.6 and above d = 11).
+    With d = log_prob - ref_log_prob: ``kl``/``k1``: d. ``abs``: |d|. ``mse``/``k2``: d^2 / 2.
+    ``low_var_kl``/``k3``: exp(-d) - 1 + d, with d clamped to +-20 and the result to +-10, where its gradient
+    is then 0 (below d = -2.6 and above d = 11).
 
     With a mask, masked slots are 0 and have no gradient, whatever they held; without one, NaN goes in and
     out.
@@ -38,10 +37,8 @@ def kl_penalty(
         ConfigError: an unknown kind.
     """
     if response_mask is not None:
-        log_prob, ref_log_prob = (
-            zero_masked(log_prob, response_mask),
-            zero_masked(ref_log_prob, response_mask),
-        )
+        log_prob = zero_masked(log_prob, response_mask)
+        ref_log_prob = zero_masked(ref_log_prob, response_mask)
     d = log_prob - ref_log_prob
     match kind:
         case "kl" | "k1":

@@ -21,14 +21,13 @@ def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """The sum of the selected values, over all of them or along ``dim``."""
-    return zero_masked(values, mask).sum() if dim is None else zero_masked(values, mask).sum(dim)
+    return zero_masked(values, mask).sum(dim=dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """The mean of the selected values, over all of them or along ``dim``; 0 where nothing is selected."""
     selected = mask.bool().expand_as(values)
-    count = selected.sum() if dim is None else selected.sum(dim)
-    return masked_sum(values, selected, dim) / count.clamp(min=1)
+    return masked_sum(values, selected, dim) / selected.sum(dim=dim).clamp(min=1)
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
@@ -39,10 +38,9 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """``(values - mean) / sqrt(var + 1e-8)`` with the masked mean and the unbiased variance, 0 where the mask
-    is 0.
+    """``(values - mean) / sqrt(var + 1e-8)`` with the masked mean and the unbiased variance; 0 elsewhere.
 
-    Of a single selected value, and of values that are all equal, the result is 0.
+    Of a single selected value, and of values that are all equal, the result is 0 (but for rounding).
     """
     mean, var = masked_mean(values, mask), masked_var(values, mask)
     return zero_masked((values - mean) * torch.rsqrt(var + 1e-8), mask)

@@ -153,7 +153,7 @@ def cispo(
     k_BT, advantages_BT = _clean(log_prob, old_log_prob, advantages, response_mask)
     ratio_BT = k_BT.detach().exp()
     weight_BT = ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    loss_BT = -weight_BT * advantages_BT * zero_masked(log_prob, response_mask)
+    loss_BT = -weight_BT * advantages_BT * log_prob
     return _masked(loss_BT, ratio_BT, weight_BT != ratio_BT, k_BT, response_mask)
 
 
