@@ -186,7 +186,7 @@ def reinforce_plus_plus_baseline(
 
 @register_estimator("rloo")
 def rloo(rewards: Tensor, response_mask: Tensor, uid: Uid) -> tuple[Tensor, Tensor]:
-    """REINFORCE leave-one-out: Ahmadian et al., arXiv:2402.14740, equation 8; Kool et al., 2019.
+    """REINFORCE leave-one-out: Ahmadian et al., arXiv:2402.14740; Kool et al., 2019.
 
     s_i minus the mean score of the other members of its group, on every token; 0 in a group of one. returns:
     s_i on every token.
@@ -200,7 +200,7 @@ def rloo(rewards: Tensor, response_mask: Tensor, uid: Uid) -> tuple[Tensor, Tens
 
 @register_estimator("remax")
 def remax(rewards: Tensor, response_mask: Tensor, baseline_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """ReMax: Li et al., arXiv:2310.10505, section 4.
+    """ReMax: Li et al., arXiv:2310.10505.
 
     returns: the sum of the rewards from each token to the end. advantages: that minus the score of the greedy
     response to the same prompt.

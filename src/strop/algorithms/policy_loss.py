@@ -138,7 +138,7 @@ def cispo(
     clip_ratio_high: float,
     clip_ratio_c: float | None = None,
 ) -> PolicyLoss:
-    """The policy gradient with clipped importance weights: MiniMax, arXiv:2506.13585, equation 4.
+    """The policy gradient with clipped importance weights: MiniMax, arXiv:2506.13585.
 
     -sg(clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)) A log_prob, with sg for stop-gradient: a clipped
     token keeps its gradient. The paper sets no lower bound: clip_ratio_low = 1.
