@@ -6,10 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
-# Files of workers that share two cores: one thread each, and results that do not depend on the machine's cores.
+# One thread each: tests run in parallel, and numbers must not depend on the machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 

@@ -20,7 +20,7 @@ def _three_rows() -> DataProto:
 
 
 def test_columns_of_different_length_are_refused():
-    with pytest.raises(ValueError, match="differ in length.*ids.*3.*uid.*2"):
+    with pytest.raises(ValueError, match=r"differ in length.*ids.*3.*uid.*2"):
         DataProto.from_dict({"ids": torch.zeros(3, 1)}, {"uid": ["a", "b"]})
 
 
@@ -82,7 +82,7 @@ def test_chunk_needs_equal_parts():
 
 
 def test_concat_refuses_parts_with_other_columns():
-    with pytest.raises(ValueError, match="columns differ.*uid"):
+    with pytest.raises(ValueError, match=r"columns differ.*uid"):
         DataProto.concat([_three_rows(), _three_rows().select("ids", "messages")])
 
 

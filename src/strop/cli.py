@@ -1,4 +1,4 @@
-"""The command ``strop``. What a command needs is imported when it is asked for: ``--help`` imports no torch."""
+"""The command ``strop``: what a command needs is imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or argv[0] not in _COMMANDS:
         _overview().parse_args(argv)
         return 2
+    sys.path.insert(0, "")  # a user's own modules, named by import path, lie where the command is run
     summary, add_arguments, run = _COMMANDS[argv[0]]
     parser = argparse.ArgumentParser(prog=f"strop {argv[0]}", description=f"{summary.capitalize()}.")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -235,6 +235,19 @@ def test_arithmetic_holds_pairs_out(tmp_path):
     assert [row["extra_info"]["index"] for row in test] == list(range(10))
 
 
+def test_arithmetic_asks_in_the_words_given(tmp_path):
+    prepare("arithmetic", None, tmp_path, max_operand=1, held_out=0, question="What is {a}+{b}?")
+    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    assert {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in rows} == {
+        "What is 0+0?": "0",
+        "What is 0+1?": "1",
+        "What is 1+0?": "1",
+        "What is 1+1?": "2",
+    }
+    with pytest.raises(DataError, match=r"with \{a\} and \{b\}"):
+        prepare("arithmetic", None, tmp_path, question="What is 1+1?")
+
+
 def test_arithmetic_follows_its_seed_and_sizes(tmp_path):
     def prompts(folder, **options):
         result = prepare("arithmetic", None, tmp_path / folder, **options)

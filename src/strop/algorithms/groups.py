@@ -4,7 +4,7 @@ Members of a group are those with equal ``uid``, wherever they stand: batches ar
 filtered.
 """
 
-# ruff: noqa: N815 (fields carry shape suffixes)
+
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence

@@ -7,7 +7,7 @@ is applied to a chunk of hidden states at a time, and where a gradient is needed
 in the backward pass: only tensors of [n, V] ever exist.
 """
 
-# ruff: noqa: N815 (fields carry shape suffixes)
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The clipped value loss per token, before aggregation. Shapes: B samples, T response tokens."""
 
-# ruff: noqa: N815 (fields carry shape suffixes)
+
 from __future__ import annotations
 
 from typing import NamedTuple

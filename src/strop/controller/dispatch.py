@@ -14,7 +14,7 @@ class Dispatch(Enum):
     """What happens to a method's arguments and results when a group has several ranks.
 
     ``ONE_TO_ALL``: every rank gets the same arguments; the results of all are a list reduced to rank zero's.
-    ``DATA_PARALLEL``: the ``DataProto`` argument is split over the ranks by rows, the results are put together.
+    ``DATA_PARALLEL``: the ``DataProto`` argument is split over the ranks by rows, results are joined.
     ``RANK_ZERO``: only rank zero is called.
     """
 

@@ -50,8 +50,9 @@ def locate(path: str | Path) -> dict[str, Any]:
     if len(gguf_files) != 1:
         found = f"{len(gguf_files)} .gguf files" if gguf_files else "neither config.json nor a .gguf file"
         raise ModelError(f"model path {path}: found {found}; expected config.json or exactly one .gguf file")
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError("gguf", "gguf", f"the GGUF model {gguf_files[0].name}")
+    for package in ("gguf", "accelerate"):  # transformers reads GGUF with both
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, "gguf", f"the GGUF model {gguf_files[0].name}")
     return {"pretrained_model_name_or_path": str(gguf_files[0].parent), "gguf_file": gguf_files[0].name}
 
 
@@ -88,13 +89,20 @@ def _load(auto_class: Any, path: str | Path, config: PretrainedConfig, **options
     if options.get("attn_implementation") is None:
         options.pop("attn_implementation", None)
     try:
-        return auto_class.from_pretrained(
+        model, loading = auto_class.from_pretrained(
             **locate(path), config=config, dtype=torch.float32, output_loading_info=True, **options
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"cannot load a model from {path}: {error}") from error
+    if quantizer := getattr(model, "hf_quantizer", None):
+        if not all(weight.is_floating_point() for weight in model.parameters()):
+            raise ModelError(
+                f"model {path}: its weights are quantized, and quantized weights cannot be trained"
+            )
+        quantizer.remove_quantization_config(model)  # a GGUF file, unpacked: an ordinary model from here on
+    return model, loading
 
 
 def load_causal_lm(

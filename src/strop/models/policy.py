@@ -18,6 +18,7 @@ from strop.errors import ModelError
 from strop.models.base import RoleModel, hidden_states
 
 Projection = Callable[[Tensor], Tensor]
+_CHUNK = 256  # tokens whose logits exist at once: at 49k words 1.0 GB at the peak, against 1.65 GB for 1024
 
 
 def logit_projection(config: PretrainedConfig, head: nn.Module) -> Projection:
@@ -102,6 +103,7 @@ class PolicyModel(RoleModel):
             batch["responses"][mask_BT],
             temperature=temperature,
             with_entropy=with_entropy,
+            chunk_size=_CHUNK,
             ref=reference,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ def splits(
     held_out: float = 0.2,
     train_size: int | None = None,
     seed: int = 1,
+    question: str = "{a}+{b}=",
 ) -> dict[str, Split]:
-    """Prompts ``a+b=`` over all ordered pairs of operands, ``min_operand`` to ``max_operand`` included.
+    """Prompts like ``question`` over all ordered pairs of operands, ``min_operand`` to ``max_operand`` included.
 
     ``held_out`` pairs go to the split ``test``: a fraction of all when below 1, else a count; 0 makes no
     test split. The others, or ``train_size`` of them, go to ``train``; a pair is never in both (its mirror
@@ -31,6 +33,10 @@ def splits(
     """
     if source is not None:
         raise DataError("arithmetic is generated: it takes no source")
+    if "{a}" not in question or "{b}" not in question:
+        raise DataError(
+            f"question={question!r}: expected a text with {{a}} and {{b}}, like 'What is {{a}}+{{b}}?'"
+        )
     if not 0 <= min_operand <= max_operand:
         raise DataError(
             "expected 0 <= min_operand <= max_operand, "
@@ -52,8 +58,9 @@ def splits(
     chosen = np.random.default_rng(seed).choice(pairs, train_rows + test_rows, replace=False)
     left, right = np.divmod(chosen, operands)
     terms = list(zip((left + min_operand).tolist(), (right + min_operand).tolist(), strict=True))
-    made = {"train": Split(terms[test_rows:], _row)}
-    return made | {"test": Split(terms[:test_rows], _row)} if test_rows else made
+    row = partial(_row, question)
+    made = {"train": Split(terms[test_rows:], row)}
+    return made | {"test": Split(terms[:test_rows], row)} if test_rows else made
 
 
 def _held_out_rows(held_out: float, pairs: int) -> int:
@@ -62,11 +69,11 @@ def _held_out_rows(held_out: float, pairs: int) -> int:
     return int(held_out) if held_out >= 1 else round(held_out * pairs)
 
 
-def _row(terms: tuple[int, int], split: str, index: int) -> dict[str, Any]:
+def _row(question: str, terms: tuple[int, int], split: str, index: int) -> dict[str, Any]:
     a, b = terms
     return make_row(
         data_source=DATA_SOURCE,
-        prompt=f"{a}+{b}=",
+        prompt=question.replace("{a}", str(a)).replace("{b}", str(b)),
         ability="math",
         ground_truth=str(a + b),
         split=split,

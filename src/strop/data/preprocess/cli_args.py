@@ -28,10 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-operand", type=int, default=_GIVEN_ONLY, help="largest operand (9)")
     add("--held-out", type=float, default=_GIVEN_ONLY, help="test pairs: a fraction below 1 or a count (0.2)")
     add("--train-size", type=int, default=_GIVEN_ONLY, help="training pairs (all that are not held out)")
+    add("--question", default=_GIVEN_ONLY, help="what is asked, with {a} and {b} ({a}+{b}=)")
     add("--seed", type=int, default=_GIVEN_ONLY, help="seed of the choice and the order (1)")
 
 
-_OPTIONS = ("instruction", "cache_dir", "min_operand", "max_operand", "held_out", "train_size", "seed")
+_OPTIONS = (
+    "instruction",
+    "cache_dir",
+    "min_operand",
+    "max_operand",
+    "held_out",
+    "train_size",
+    "seed",
+    "question",
+)
 
 
 def prepare_from_arguments(arguments: argparse.Namespace) -> dict[str, Prepared]:
