@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from pathlib import Path
 
 import pytest
 
+import strop
 from strop.algorithms.advantages import ESTIMATORS
 from strop.algorithms.advantages import needs as estimator_needs
 from strop.algorithms.policy_loss import POLICY_LOSSES as REGISTERED_LOSSES
 from strop.config.check import check
-from strop.config.keys import all_keys
+from strop.config.keys import all_keys, leaf_paths
 from strop.config.load import load_config
+from strop.config.micro_batches import MICRO_BATCHES
 from strop.config.names import (
     ESTIMATOR_NEEDS,
     LOGGER_PACKAGES,
@@ -312,6 +316,23 @@ def test_a_model_made_for_shorter_sequences_is_doubtful(report, tmp_path):
 
 # ----------------------------------------------------------------------------------- keys that are not
 # honoured
+
+
+def test_every_key_that_counts_as_honoured_is_read_somewhere():
+    package = Path(strop.__file__).parent
+    files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "config"]
+    text = "\n".join(path.read_text() for path in files)
+    in_batch_plan = {keys.per_gpu for keys in MICRO_BATCHES.values()}
+    for keys in MICRO_BATCHES.values():
+        in_batch_plan |= {keys.overall, keys.dynamic, keys.max_tokens}
+    unread = [
+        path
+        for path in leaf_paths()
+        if status_in_words(path) == "honoured"
+        and path not in {*in_batch_plan, "actor_rollout_ref.model.external_libs"}
+        and not re.search(rf"\.{path.rpartition('.')[2]}\b", text)
+    ]
+    assert unread == []
 
 
 def test_every_limit_is_about_keys_that_exist():

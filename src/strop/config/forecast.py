@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.config.batch_plan import BatchPlan, uses_reference
+from strop.config.batch_plan import BatchPlan, UpdatePlan, uses_reference
 from strop.config.model_facts import ModelFacts, read_model_facts
 from strop.config.schema import Config
+from strop.config.schema.actor_rollout_ref import ActorModelConfig
+from strop.config.schema.critic import CriticModelConfig
 
 _FLOAT32 = 4
 _TRAINED = 4 * _FLOAT32
@@ -36,35 +38,30 @@ class Forecast:
     @property
     def peak(self) -> int | None:
         """Everything resident and the largest phase; None if any part is not known."""
-        parts = [*self.resident.values(), *self.phases.values()]
-        if any(part is None for part in parts):
+        resident = _sum(*self.resident.values())
+        phases = [size for size in self.phases.values() if size is not None]
+        if resident is None or len(phases) < len(self.phases):
             return None
-        return sum(part or 0 for part in self.resident.values()) + max(
-            part or 0 for part in self.phases.values()
-        )
+        return resident + max(phases)
 
 
 def forecast(config: Config, plan: BatchPlan) -> Forecast:
     """The memory of one rank. Reads config.json and the headers of the weights, and nothing else."""
-    policy_section = config.actor_rollout_ref
-    policy = read_model_facts(policy_section.model.path)
+    actor = config.actor_rollout_ref.model
+    policy = read_model_facts(actor.path)
+    length = config.data.max_prompt_length + config.data.max_response_length
+    activations = _activations(policy, plan.actor, length, actor)
     resident = {"actor: weights, gradients, AdamW": _times(policy, _TRAINED)}
     phases = {
-        "generation: KV cache": _kv_cache(config, policy, plan),
-        "actor update: activations, logits": _activations(
-            config, policy, plan.actor.micro_batch.rows, policy_section.actor.ppo_max_token_len_per_gpu,
-            checkpointing=policy_section.model.enable_gradient_checkpointing, with_logits=True,
-        ),
-    }  # fmt: skip
+        "generation: KV cache": _kv_cache(config, policy, plan.samples // plan.ranks * length),
+        "actor update: activations, logits": _sum(activations, _logits(policy, plan.actor, length)),
+    }
     if uses_reference(config):
         resident["reference: weights"] = _times(policy, _FLOAT32)
     if plan.critic is not None:
         critic = read_model_facts(config.critic.model.path)
         resident["critic: weights, gradients, AdamW"] = _times(critic, _TRAINED)
-        phases["critic update: activations"] = _activations(
-            config, critic, plan.critic.micro_batch.rows, config.critic.ppo_max_token_len_per_gpu,
-            checkpointing=config.critic.model.enable_gradient_checkpointing, with_logits=False,
-        )  # fmt: skip
+        phases["critic update: activations"] = _activations(critic, plan.critic, length, config.critic.model)
     if config.reward_model.enable:
         resident["reward model: weights"] = _times(read_model_facts(config.reward_model.model.path), _FLOAT32)
     return Forecast(resident, phases)
@@ -74,35 +71,45 @@ def _times(facts: ModelFacts | None, bytes_each: int) -> int | None:
     return None if facts is None else facts.parameters * bytes_each
 
 
-def _number_bytes(config: Config) -> int:
-    """Bytes of an activation. With `auto` on an unknown device: the larger figure."""
-    return 2 if config.actor_rollout_ref.model.compute_dtype == "bfloat16" else 4
+def _sum(*parts: int | None) -> int | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
 
 
-def _kv_cache(config: Config, facts: ModelFacts | None, plan: BatchPlan) -> int | None:
+def _number_bytes(model: ActorModelConfig | CriticModelConfig) -> int:
+    """Bytes of an activation. With `auto`, on a device that is not known here: the larger figure."""
+    return 2 if model.compute_dtype == "bfloat16" else 4
+
+
+def _kv_cache(config: Config, facts: ModelFacts | None, tokens: int) -> int | None:
+    """Of all `tokens` of an iteration, or of the sequences that are generated at once."""
     if facts is None:
         return None
-    samples = plan.samples // plan.ranks
-    at_once = min(config.actor_rollout_ref.rollout.micro_batch_size_per_gpu or samples, samples)
-    tokens = at_once * (config.data.max_prompt_length + config.data.max_response_length)
-    return tokens * 2 * facts.layers * facts.kv_width * _number_bytes(config)
+    at_once = config.actor_rollout_ref.rollout.micro_batch_size_per_gpu
+    if at_once is not None:
+        tokens = min(tokens, at_once * (config.data.max_prompt_length + config.data.max_response_length))
+    return tokens * 2 * facts.layers * facts.kv_width * _number_bytes(config.actor_rollout_ref.model)
+
+
+def _tokens_at_once(update: UpdatePlan, length: int) -> int:
+    rows, all_tokens = update.micro_batch.rows, update.samples_per_rank * length
+    return min(all_tokens, update.micro_batch.max_tokens or all_tokens if rows is None else rows * length)
 
 
 def _activations(
-    config: Config,
-    facts: ModelFacts | None,
-    rows: int | None,
-    max_tokens: int,
-    *,
-    checkpointing: bool,
-    with_logits: bool,
+    facts: ModelFacts | None, update: UpdatePlan, length: int, model: ActorModelConfig | CriticModelConfig
 ) -> int | None:
     if facts is None:
         return None
-    size = _number_bytes(config)
-    length = config.data.max_prompt_length + config.data.max_response_length
-    tokens = max_tokens if rows is None else rows * length
-    layer = tokens * facts.hidden * _ACTIVATION_BYTES[size]
-    kept = tokens * facts.hidden * size * facts.layers + layer if checkpointing else layer * facts.layers
-    logits = min(tokens, _LOGIT_TOKENS) * facts.vocabulary * _FLOAT32 * _LOGIT_COPIES if with_logits else 0
-    return kept + logits
+    size, numbers = _number_bytes(model), _tokens_at_once(update, length) * facts.hidden
+    layer = numbers * _ACTIVATION_BYTES[size]
+    if model.enable_gradient_checkpointing:
+        return numbers * size * facts.layers + layer
+    return layer * facts.layers
+
+
+def _logits(facts: ModelFacts | None, update: UpdatePlan, length: int) -> int | None:
+    if facts is None:
+        return None
+    tokens = min(_tokens_at_once(update, length), _LOGIT_TOKENS)
+    return tokens * facts.vocabulary * _FLOAT32 * _LOGIT_COPIES

@@ -22,9 +22,6 @@ class MicroBatchSize:
         """Passes over `samples` sequences, the last perhaps smaller; None if it depends on their lengths."""
         return None if self.rows is None else -(-samples // self.rows)
 
-    def __str__(self) -> str:
-        return f"{self.rows} sequences" if self.max_tokens is None else f"up to {self.max_tokens} tokens"
-
 
 @dataclass(frozen=True)
 class MicroBatchKeys:

@@ -101,14 +101,14 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
 
 
 def memory_table(memory: Forecast) -> Table:
-    """Bytes by purpose, in GiB."""
+    """Bytes by purpose."""
     table = _two_columns("Memory of one rank (estimate, at full sequence lengths)")
     for name, size in memory.resident.items():
-        table.add_row(name, _gib(size))
+        table.add_row(name, _size(size))
     for name, size in memory.phases.items():
-        table.add_row(f"during {name}", _gib(size))
+        table.add_row(f"during {name}", _size(size))
     table.add_section()
-    table.add_row("peak: all weights and the largest phase", _gib(memory.peak))
+    table.add_row("peak: all weights and the largest phase", _size(memory.peak))
     if memory.peak is None:
         table.caption = "unknown: a model that is not in a local folder"
     return table
@@ -132,13 +132,16 @@ def _add_update(table: Table, name: str, update: UpdatePlan) -> None:
 
 def _micro_batches(part: UpdatePlan | ForwardPlan) -> str:
     if part.micro_batches is None:
-        return f"as many as fit, of {part.micro_batch}"
-    return f"{part.micro_batches:,} of {part.micro_batch}"
+        return f"as many as it takes, of up to {part.micro_batch.max_tokens:,} tokens"
+    rows = min(part.micro_batch.rows or part.samples_per_rank, part.samples_per_rank)
+    return f"{part.micro_batches:,} of {rows:,} sequences"
 
 
 def _number_or(otherwise: str, number: int | None) -> str:
     return otherwise if number is None else f"{number:,}"
 
 
-def _gib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 2**30:.2f} GiB"
+def _size(size: int | None) -> str:
+    if size is None:
+        return "unknown"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
