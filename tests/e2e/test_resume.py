@@ -88,7 +88,7 @@ def undisturbed(inputs):
 
 def _kill(phase: str, iteration: int, options: list[str]) -> None:
     here = Path(__file__).parent
-    folders = [str(here), str(here.parent), str(here.parents[1] / "examples")]
+    folders = [str(here.parent), str(here), str(here.parents[1] / "examples")]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(DISTURBED), phase, str(iteration), *folders, *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
