@@ -6,6 +6,7 @@ answer, x+1 and 1+x are two). With ``method="math-verify"`` the package of that 
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 from strop.errors import MissingExtraError
@@ -82,6 +83,7 @@ def _require_math_verify() -> None:
         import math_verify  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("math-verify", "math", "the scoring method 'math-verify'") from error
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off
 
 
 def _expected_answer(ground_truth: str | int | float) -> str:

@@ -1,0 +1,31 @@
+"""What the tests of the rewards share: the real data, and waiting for processes to be gone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
+
+
+def none_within(look: Callable[[], list[int]], seconds: float) -> bool:
+    """Whether nothing is left of what ``look`` lists, at the latest after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while look():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def real_rows(folder: str, *names: str) -> list[dict[str, Any]]:
+    """Rows of the real JSONL files; the test is skipped when they are not there."""
+    paths = [SHARED_DATA / folder / name for name in names]
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        pytest.skip(f"the real data is not here: {missing}")
+    return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]

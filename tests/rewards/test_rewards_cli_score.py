@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rewards_support import SHARED_DATA, real_rows
+from rich.console import Console
+
+from strop.data.preprocess import prepare
+from strop.errors import ConfigError, DataError, RewardError
+from strop.rewards.cli_score import add_arguments, run
+
+ROWS: list[dict[str, Any]] = [
+    {"data_source": "openai/gsm8k", "response": "#### 7", "reward_model": {"ground_truth": "7"}},
+    {"data_source": "openai/gsm8k", "response": "7", "reward_model": {"ground_truth": "7"}},
+    {"data_source": "openai/gsm8k", "response": "#### 8", "reward_model": {"ground_truth": "7"}},
+    {"data_source": "strop/arithmetic", "response": "7", "reward_model": {"ground_truth": "7"}},
+]
+
+
+@pytest.fixture
+def score(running: Callable[[], list[int]]) -> Callable[..., tuple[int, list[str]]]:
+    """Runs the command; gives its status and the lines that it printed."""
+
+    def call(*words: object) -> tuple[int, list[str]]:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        text = io.StringIO()
+        status = run(parser.parse_args([str(word) for word in words]), Console(file=text, width=100))
+        return status, text.getvalue().splitlines()
+
+    return call
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def answers(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write(tmp_path / f"answers.{request.param}", ROWS)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    return path
+
+
+def cells(lines: list[str]) -> dict[str, list[str]]:
+    """Rows of the printed table by data source."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_the_table_has_answers_mean_and_errors_by_source(score: Callable[..., Any], answers: Path):
+    status, lines = score(answers)
+    assert status == 0
+    assert cells(lines) == {
+        "openai/gsm8k": ["3", "0.3333", "0"],
+        "strop/arithmetic": ["1", "1.0000", "0"],
+    }
+
+
+def test_a_limit_scores_the_first_rows(score: Callable[..., Any], answers: Path):
+    assert cells(score(answers, "--limit", 2)[1]) == {"openai/gsm8k": ["2", "0.5000", "0"]}
+
+
+def test_columns_can_be_named_and_reach_into_nested_ones(score: Callable[..., Any], tmp_path: Path):
+    rows = [{"origin": "openai/gsm8k", "extra_info": {"answer": "#### 7"}, "target": 7}]
+    path = write(tmp_path / "answers.jsonl", rows)
+    options = ["--response-column", "extra_info.answer", "--ground-truth-column", "target"]
+    expected = {"openai/gsm8k": ["1", "1.0000", "0"]}
+    assert cells(score(path, *options, "--data-source-column", "origin")[1]) == expected
+    assert cells(score(path, *options, "--data-source", "openai/gsm8k")[1]) == expected
+
+
+def test_a_function_of_ones_own_scores_any_source(score: Callable[..., Any], tmp_path: Path):
+    rewards = tmp_path / "reward.py"
+    rewards.write_text(
+        "def mine(solution_str, extra_info, **rest):\n"
+        "    return {'score': len(solution_str) + extra_info['x']}\n"
+    )
+    path = write(tmp_path / "a.jsonl", [{**ROWS[3], "data_source": "own", "extra_info": {"x": 10}}])
+    assert cells(score(path, "--custom", rewards, "--name", "mine")[1]) == {"own": ["1", "11.0000", "0"]}
+
+
+def test_answers_that_cannot_be_scored_are_counted_and_the_first_is_told(
+    score: Callable[..., Any], tmp_path: Path
+):
+    rewards = tmp_path / "reward.py"
+    rewards.write_text(
+        "def compute_score(solution_str, **rest):\n"
+        "    if solution_str == 'nan': return float('nan')\n"
+        "    while solution_str == 'hang': pass\n"
+        "    return float(solution_str)\n"
+    )
+    rows = [{**ROWS[0], "response": response} for response in ("2", "[bold]", "hang", "4")]
+    status, lines = score(write(tmp_path / "a.jsonl", rows), "--custom", rewards, "--timeout", 0.3)
+    assert status == 1
+    assert cells(lines) == {"openai/gsm8k": ["4", "3.0000", "2"]}
+    assert "could not convert string to float: '[bold]'" in "\n".join(lines)
+
+    status, lines = score(write(tmp_path / "b.jsonl", [{**ROWS[0], "response": "nan"}]), "--custom", rewards)
+    assert status == 1
+    assert cells(lines) == {"openai/gsm8k": ["1", "-", "1"]}
+    assert "returned nan" in "\n".join(lines)
+
+
+def test_an_unknown_source_is_an_error(score: Callable[..., Any], tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", [{**ROWS[0], "data_source": "own"}])
+    with pytest.raises(RewardError, match="'own' has no scorer"):
+        score(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ('{"a": 1}\n{', [], "row 1: no column response or .*; the columns are a. Choose one with --response"),
+        ('{"response": "7"}', [], "row 1: no column reward_model.ground_truth or .*--ground-truth-column"),
+        ('{"response": "7", "ground_truth": 7}', [], r"row 1: no column 'data_source'; the columns are"),
+        ('{"response": 7, "ground_truth": 7}', [], "row 1: column response holds 7: expected a text"),
+        ('{"response": "7"}', ["--response-column", "x.y"], "no column reward_model"),
+        (
+            '{"response": "7"}',
+            ["--response-column", "response.y", "--ground-truth-column", "response"],
+            "row 1: no column 'response.y'",
+        ),
+        ("{\n", [], "line 1: this is not JSON"),
+        ("[1]\n", [], "line 1: expected an object"),
+        ("\n", [], "there are no rows"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_message(
+    score: Callable[..., Any], tmp_path: Path, content: str, options: list[str], message: str
+):
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        score(path, *options)
+
+
+def test_a_missing_or_strange_file_is_named(score: Callable[..., Any], tmp_path: Path):
+    with pytest.raises(DataError, match=r"nowhere\.parquet: there is no such file"):
+        score(tmp_path / "nowhere.parquet")
+    for name, message in (("a.csv", "expected a .parquet or .jsonl"), ("a.parquet", "cannot be read as")):
+        (tmp_path / name).write_text("a,b\n")
+        with pytest.raises(DataError, match=message):
+            score(tmp_path / name)
+
+
+@pytest.mark.parametrize("option", ["--limit", "--timeout"])
+def test_limits_must_be_positive(score: Callable[..., Any], answers: Path, option: str):
+    with pytest.raises(ConfigError, match=f"{option} 0"):
+        score(answers, option, 0)
+
+
+def test_the_prepared_data_sets_score_1_on_their_own_answers(score: Callable[..., Any], tmp_path: Path):
+    real_rows("gsm8k", "train.jsonl", "test.jsonl")  # skips where there are none
+    prepare("gsm8k", SHARED_DATA / "gsm8k", tmp_path)
+    for split, rows in (("train", "7473"), ("test", "1319")):
+        status, lines = score(tmp_path / f"{split}.parquet", "--response-column", "extra_info.answer")
+        assert status == 0
+        assert cells(lines) == {"openai/gsm8k": [rows, "1.0000", "0"]}
+
+
+def test_the_command_needs_no_torch():
+    code = "import sys, strop.rewards.cli_score; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+from rewards_support import real_rows
+
+from strop.rewards.score.gsm8k import compute_score, extract_number
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("6 * 3 = 18\n#### 18", 1.0),
+        ("#### 18", 1.0),
+        ("####   18", 1.0),
+        ("#### 18.", 1.0),
+        ("#### $18", 1.0),
+        ("#### +18", 1.0),
+        ("#### 18 apples", 1.0),
+        ("so #### 18 is it.", 1.0),
+        ("#### 17\nno, wait\n#### 18", 1.0),  # the last one counts
+        ("#### 18\nno, wait\n#### 17", 0.0),
+        ("#### 18\nthat is #### all", 1.0),  # the last that is followed by a number
+        ("#### 18.0", 0.0),  # strings of digits
+        ("#### -18", 0.0),
+        ("#### 180", 0.0),
+        ("#### 1,8", 1.0),
+        ("####18", 0.0),  # strict: the format asks for a space
+        ("####\n18", 0.0),
+        ("### 18", 0.0),
+        ("#### **18**", 0.0),
+        ("The answer is 18", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_strict_takes_the_last_marked_number(response: str, score: float):
+    assert compute_score(response, "18") == score
+
+
+@pytest.mark.parametrize(
+    ("response", "number"),
+    [
+        ("#### -1,234", "-1234"),
+        ("#### -$5", "-5"),
+        ("#### $-5", "-5"),
+        ("#### $1,234,567.89.", "1234567.89"),
+        ("#### .5", ".5"),
+        ("#### 12,", "12"),
+        ("#### none", None),
+    ],
+)
+def test_numbers_lose_separators_dollars_and_the_full_stop(response: str, number: str | None):
+    assert extract_number(response) == number
+
+
+@pytest.mark.parametrize(
+    ("response", "number"),
+    [
+        ("first 3, then 18", "18"),
+        ("it costs $1,200.", "1200"),
+        ("10-5", "5"),  # a difference, not minus five
+        ("it is -5", "-5"),
+        ("#### 7 or rather 8", "8"),
+        ("none", None),
+    ],
+)
+def test_flexible_takes_the_last_number_anywhere(response: str, number: str | None):
+    assert extract_number(response, method="flexible") == number
+
+
+def test_flexible_scores_an_unmarked_answer():
+    assert compute_score("it is 18", "18", method="flexible") == 1.0
+    assert compute_score("18, or 19", "18", method="flexible") == 0.0
+
+
+def test_a_marked_but_wrong_number_gets_the_format_score():
+    assert compute_score("#### 17", "18", format_score=0.1, score=2.0) == 0.1
+    assert compute_score("#### 18", "18", format_score=0.1, score=2.0) == 2.0
+    assert compute_score("17", "18", format_score=0.1, score=2.0) == 0.0
+
+
+@pytest.mark.parametrize("truth", [18, "18", " 18 ", "$18", "2 * 9 = <<2*9=18>>18\n#### 18"])
+def test_ground_truths_may_be_numbers_or_whole_answers(truth: object):
+    assert compute_score("#### 18", truth) == 1.0
+    assert compute_score("#### 19", truth) == 0.0
+
+
+@pytest.mark.parametrize("truth", [None, "", "eighteen", "18 apples"])
+def test_a_ground_truth_that_is_no_number_is_an_error_and_not_a_score(truth: object):
+    with pytest.raises(ValueError, match="ground truth"):
+        compute_score("#### 18", truth)
+
+
+def test_an_unknown_method_is_named_with_the_known():
+    with pytest.raises(ValueError, match=r"'loose' is unknown \(known: 'strict', 'flexible'\)"):
+        compute_score("#### 18", "18", method="loose")
+
+
+def test_every_answer_of_the_data_set_scores_1_and_no_other_number_does():
+    rows = real_rows("gsm8k", "train.jsonl", "test.jsonl")
+    assert len(rows) == 8792
+    for row in rows:
+        truth = int(row["answer"].split("\n#### ")[1].replace(",", ""))
+        assert compute_score(row["answer"], str(truth)) == 1.0, row
+        assert compute_score(row["answer"], row["answer"]) == 1.0, row
+        assert compute_score(row["answer"], str(truth + 1)) == 0.0, row
+        assert compute_score(row["answer"], f"{truth}0") == 0.0, row

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rewards_support import real_rows
+
+from strop.errors import MissingExtraError
+from strop.rewards.score.math import compute_score, last_boxed
+from strop.rewards.score.math_normalize import normalize_answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{5}.", "5"),
+        (r"\boxed{4}, no: \boxed{5}", "5"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{\{x : x > 0}", r"\{x : x > 0"),  # an escaped brace is text
+        (r"\boxed {5}", "5"),
+        (r"$\boxed 5$ and more", "5"),
+        (r"\boxed 5" + "\nmore", "5"),
+        (r"\fbox{5}", "5"),
+        (r"\fbox{4} \boxed{5}", "5"),
+        (r"\boxed{4} \fbox{5}", "5"),
+        (r"\boxed{x = \boxed{5}}", "5"),
+        (r"\boxed{4} then \boxed{5", None),  # cut at the length limit
+        (r"\boxed{}", None),
+        (r"\boxed", None),
+        ("5", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_in_the_last_box(text: str, answer: str | None):
+    assert last_boxed(text) == answer
+
+
+SAME = [
+    # Hendrycks et al.
+    (r"\dfrac{1}{2}", r"\frac{1}{2}"),
+    (r"\tfrac12", r"\frac{1}{2}"),
+    (r"\frac1{2x}", r"\frac{1}{2x}"),
+    (r"\frac{\frac12}3", r"\frac{\frac{1}{2}}{3}"),
+    (r"\frac\pi4", r"\frac{\pi}{4}"),
+    ("0.5", r"\frac{1}{2}"),
+    (".5", r"\frac{1}{2}"),
+    ("1/2", r"\frac{1}{2}"),
+    ("-3/4", r"-\frac{3}{4}"),
+    (r"\sqrt2", r"\sqrt{2}"),
+    (r"\sqrt x", r"\sqrt{x}"),
+    (r"\left( 1 , 2 \right]", "(1,2]"),
+    (r"10\!", "10"),
+    (r"45^\circ", "45"),
+    (r"45^{\circ}", "45"),
+    ("45°", "45"),
+    (r"50\%", "50"),
+    ("50%", "50"),
+    (r"\$5", "5"),
+    ("$5$", "5"),
+    (r"5\text{ cm}", "5"),
+    (r"5\mbox{ inches}^2", "5"),
+    (r"8\sqrt{3} \text { square inches}", r"8\sqrt{3}"),
+    (r"3\pi\text{ m}", r"3\pi"),
+    (r"1920\text{ ways.}", "1920"),
+    ("x = 5", "5"),
+    (r"x \in [1,2)", "[1,2)"),
+    ("5.", "5"),
+    (r"\\frac{1}{2}", r"\frac{1}{2}"),  # escaped twice
+    # ours
+    (r"\text{even}", "even"),
+    (r"\text{(C)}", "C"),
+    (r"(\text{E})", r"\text{E}"),
+    ("12,345", "12345"),
+    (r"12,\!345", "12345"),
+    ("12{,}345", "12345"),
+    (r"\frac{12}{5,\!525}", r"\frac{12}{5525}"),
+    ("5 3/4", r"5\frac34"),
+    (r"\frac{-1}{2}", r"-\frac{1}{2}"),
+    (r"\frac{1}{-2}", r"-\frac{1}{2}"),
+    ("7.50", "7.5"),
+    ("3.0", "3"),
+    ("1011_{2}", "1011_2"),
+    ("x^{2}", "x^2"),
+    (r"x \leq 3", r"x \le 3"),
+    ("−5", "-5"),
+    ("2π", r"2\pi"),
+    ("(1/2, -3/4)", r"(\frac{1}{2}, -\frac{3}{4})"),
+    (r"\begin{pmatrix} 1/5 \\ 0 \end{pmatrix}", r"\begin{pmatrix}\frac15\\0\end{pmatrix}"),
+]
+
+DIFFERENT = [
+    ("5", "6"),
+    ("12", "1"),
+    ("1,2", "12"),
+    ("(1,2)", "(1,2]"),
+    ("-5", "5"),
+    (r"\frac{1}{2}", r"\frac{2}{1}"),
+    (r"12\text{ and }13", "12"),  # the first rule of the original loses the 13
+    (r"\text{even}", r"\text{odd}"),
+    ("10", "1"),
+    ("100", "10"),
+    ("0.05", "0.5"),
+    ("1011_2", "1011_3"),
+    ("2^3/4", r"2^{\frac{3}{4}}"),
+    ("x=5", "y+5"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 12 \end{pmatrix}"),
+    ("x+1", "1+x"),  # text is compared, not values
+    (r"\sqrt{8}", r"2\sqrt{2}"),
+]
+
+
+@pytest.mark.parametrize(("left", "right"), SAME)
+def test_spellings_of_one_answer_are_the_same(left: str, right: str):
+    assert compute_score(rf"thus \boxed{{{left}}}", right) == 1.0
+    assert compute_score(rf"thus \boxed{{{right}}}", left) == 1.0
+
+
+@pytest.mark.parametrize(("left", "right"), DIFFERENT)
+def test_different_answers_stay_different(left: str, right: str):
+    assert compute_score(rf"thus \boxed{{{left}}}", right) == 0.0
+    assert compute_score(rf"thus \boxed{{{right}}}", left) == 0.0
+
+
+def test_only_the_boxed_answer_counts():
+    assert compute_score("the answer is 5", "5") == 0.0
+    assert compute_score(r"5, no: \boxed{6}", "5") == 0.0
+    assert compute_score(r"\boxed{5}", 5, score=2.0) == 2.0
+
+
+def test_an_answer_of_nothing_but_signs_equals_only_itself():
+    assert compute_score(r"\boxed{\%}", r"\$") == 0.0
+    assert compute_score(r"\boxed{\%}", r"\%") == 1.0
+
+
+@pytest.mark.parametrize("truth", [None, "", "  ", r"\boxed{}", r"\boxed{5"])
+def test_a_ground_truth_without_an_answer_is_an_error(truth: object):
+    with pytest.raises(ValueError, match="holds no answer"):
+        compute_score(r"\boxed{5}", truth)
+
+
+def test_an_unknown_method_is_an_error():
+    with pytest.raises(ValueError, match="'sympy' is unknown"):
+        compute_score(r"\boxed{5}", "5", method="sympy")
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        (r"2\sqrt{2}", r"\sqrt{8}", 1.0),
+        ("1+x", "x+1", 1.0),
+        ("0.25", r"\frac{1}{4}", 1.0),
+        (r"2\sqrt{2}", r"\sqrt{7}", 0.0),
+        (r"\text{even}", "even", 1.0),
+    ],
+)
+def test_math_verify_compares_values(answer: str, truth: str, score: float):
+    pytest.importorskip("math_verify")
+    assert compute_score(rf"\boxed{{{answer}}}", truth, method="math-verify") == score
+
+
+def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(MissingExtraError, match=r"strop\[math\]"):
+        compute_score(r"\boxed{5}", "6", method="math-verify")
+
+
+def last_box_by_walking(text: str) -> str:
+    """An oracle that knows nothing of the code under test: walks through the text, keeping every box."""
+    boxes, stack, position = [], [], 0
+    while position < len(text):
+        if text.startswith("\\boxed{", position):
+            stack.append(position + len("\\boxed{"))
+            position += len("\\boxed{")
+        elif text.startswith(("\\{", "\\}"), position):
+            position += 2
+        else:
+            if text[position] == "{":
+                stack.append(None)
+            elif text[position] == "}" and stack and (start := stack.pop()) is not None:
+                boxes.append(text[start:position])
+            position += 1
+    return boxes[-1]
+
+
+def test_every_solution_of_the_data_set_scores_1_and_a_changed_answer_0():
+    rows = real_rows("math_test", "test.jsonl")
+    assert len(rows) == 5000
+    for row in rows:
+        truth = last_box_by_walking(row["solution"])
+        assert compute_score(row["solution"], truth) == 1.0, row
+        assert compute_score(row["solution"], row["solution"]) == 1.0, row
+        assert compute_score(row["solution"], truth + "+7") == 0.0, row
+
+
+def test_normalising_twice_changes_nothing_on_the_data_set():
+    for row in real_rows("math_test", "test.jsonl"):
+        once = normalize_answer(last_box_by_walking(row["solution"]))
+        assert normalize_answer(once) == once
+
+
+@given(st.text(alphabet="\\{}()[]$%^_/,.=-& 0123ab", max_size=40), st.sampled_from(["", r"\frac", r"\text{"]))
+def test_any_text_can_be_normalised(text: str, command: str):
+    for answer in (text + command, command + text):
+        assert not set(normalize_answer(answer)) & set(" $%")

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from strop.rewards import wire
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    yield ends
+    for end in ends:
+        try:
+            os.close(end)
+        except OSError:  # the test has closed it
+            continue
+
+
+def soon() -> float:
+    return time.monotonic() + 0.15
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_536, 3_000_000])
+def test_a_message_of_any_size_arrives_whole(pipe: tuple[int, int], size: int):
+    message = os.urandom(size)
+    deadline = time.monotonic() + 20
+    sender = threading.Thread(target=wire.send, args=(pipe[1], message, deadline))
+    sender.start()
+    assert wire.receive(pipe[0], deadline) == message
+    sender.join()
+
+
+def test_messages_keep_their_order_and_borders(pipe: tuple[int, int]):
+    for message in (b"one", b"", b"three"):
+        wire.send(pipe[1], message)
+    assert [wire.receive(pipe[0]) for _ in range(3)] == [b"one", b"", b"three"]
+
+
+def test_a_message_that_does_not_come_is_a_timeout(pipe: tuple[int, int]):
+    with pytest.raises(TimeoutError):
+        wire.receive(pipe[0], soon())
+
+
+def test_half_a_message_is_a_timeout_too(pipe: tuple[int, int]):
+    os.write(pipe[1], struct.pack(">Q", 10) + b"half")
+    with pytest.raises(TimeoutError):
+        wire.receive(pipe[0], soon())
+
+
+def test_a_reader_that_does_not_read_is_a_timeout(pipe: tuple[int, int]):
+    with pytest.raises(TimeoutError):
+        wire.send(pipe[1], bytes(1_000_000), soon())
+
+
+def test_a_closed_end_is_an_error_on_both_sides(pipe: tuple[int, int]):
+    assert not wire.is_closed(pipe[0])
+    os.write(pipe[1], struct.pack(">Q", 10) + b"half")
+    os.close(pipe[1])
+    assert wire.is_closed(pipe[0])
+    with pytest.raises(EOFError):
+        wire.receive(pipe[0], soon())
+
+
+def test_writing_to_nobody_is_an_error(pipe: tuple[int, int]):
+    os.close(pipe[0])
+    with pytest.raises(BrokenPipeError):
+        wire.send(pipe[1], b"x", soon())
+
+
+def test_a_dead_process_is_noticed_although_its_pipe_is_held_open(pipe: tuple[int, int]):
+    started = time.monotonic()
+    with pytest.raises(EOFError, match="process has ended"):
+        wire.receive(pipe[0], started + 30, is_alive=lambda: False)
+    assert time.monotonic() - started < 5
+
+
+def test_a_length_that_no_message_has_is_refused(pipe: tuple[int, int]):
+    os.write(pipe[1], b"print this")
+    with pytest.raises(ValueError, match="not a message"):
+        wire.receive(pipe[0], soon())
