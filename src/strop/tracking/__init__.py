@@ -1,0 +1,7 @@
+"""What a run records and shows: metrics, samples, curves. Imports neither torch nor an optional package."""
+
+from __future__ import annotations
+
+from strop.tracking.base import RunInfo, Tracker, Tracking
+
+__all__ = ["RunInfo", "Tracker", "Tracking"]

@@ -1,0 +1,124 @@
+"""``metrics.jsonl``: one JSON object a step, the record that curves, ``strop view`` and tests read.
+
+``{"step": 1, "episode": 64, "critic/score/mean": 0.25, ...}``: keys in the order logged, floats written
+so that reading gives the same bits back. The file is strict JSON, which has no NaN or infinity: both are
+written as ``null`` and read as NaN. A line goes to the operating system before ``log`` returns, so a
+killed process loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strop.errors import DataError, TrainingError
+from strop.tracking.files import atomic_path
+
+if TYPE_CHECKING:
+    from strop.tracking.base import RunInfo
+
+METRICS_FILE = "metrics.jsonl"
+PREVIOUS_FILE = "metrics.previous.jsonl"
+
+_log = logging.getLogger(__name__)
+
+
+class JsonlTracker:
+    """Appends to ``metrics.jsonl``.
+
+    A new run (``start_step`` 0) moves a file that is already there to ``metrics.previous.jsonl``. A run
+    that resumes after step k keeps the lines up to k and drops later ones, which it will write again, and
+    a half-written last line.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        self.path = run.run_dir / METRICS_FILE
+        if run.start_step == 0:
+            if self.path.exists() and self.path.stat().st_size:
+                os.replace(self.path, run.run_dir / PREVIOUS_FILE)
+        elif self.path.exists():
+            trim_metrics(self.path, last_step=run.start_step)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open for the length of the run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line; when it cannot be written, TrainingError, and the earlier lines stay whole."""
+        if "step" in metrics:
+            raise ValueError("a metric may not be called 'step': that is the key of the step number")
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
+        size_before = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(f"only {written} of {len(line)} bytes written (is the disk full?)")
+        except OSError as error:
+            self._file.truncate(size_before)
+            raise TrainingError(f"{self.path}: cannot record step {step}: {error}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The steps of a ``metrics.jsonl`` in file order, ``null`` as NaN; lines of the same step are merged
+    into one.
+
+    A half-written last line (a run being written, or killed) is left out. Raises DataError when the file
+    is missing or another line is not a JSON object with a ``step``.
+    """
+    steps: list[dict[str, Any]] = []
+    records = _parse_lines(_read_lines(Path(path)))
+    for number, record in enumerate(records, start=1):
+        if record is None and number < len(records):
+            raise DataError(f"{path}, line {number}: expected a JSON object with an integer 'step'")
+        if record is None:
+            break
+        if steps and steps[-1]["step"] == record["step"]:
+            steps[-1].update(_null_as_nan(record))
+        else:
+            steps.append(_null_as_nan(record))
+    return steps
+
+
+def trim_metrics(path: Path, *, last_step: int) -> None:
+    """Keep the whole lines of steps up to ``last_step``; the file is replaced whole, or stays as it is."""
+    lines = _read_lines(path)
+    kept = []
+    for number, (line, record) in enumerate(zip(lines, _parse_lines(lines), strict=True), start=1):
+        if record is None and number < len(lines):
+            _log.warning("%s, line %d is not a metrics record: left out", path, number)
+        if record is not None and record["step"] <= last_step:
+            kept.append(line + b"\n")
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(b"".join(kept))
+
+
+def _read_lines(path: Path) -> list[bytes]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot read the metrics of a run: {error.strerror}") from error
+    return content.removesuffix(b"\n").split(b"\n") if content else []
+
+
+def _parse_lines(lines: list[bytes]) -> list[dict[str, Any] | None]:
+    """The record of each line, None for a line that is not one."""
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
+        records.append(record if is_record else None)
+    return records
+
+
+def _null_as_nan(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in record.items()}

@@ -1,0 +1,163 @@
+"""Every sample of a step as one row of a parquet file: text, ids, masks, scores by part, per-token
+figures.
+
+Columns, each only when the batch has what it needs (docs/metrics.md lists them): ``uid``,
+``data_source``, ``prompt``, ``response``, ``ground_truth``, ``truncated``, ``score``, ``reward/<part>``,
+``prompt_ids``, ``response_ids``, ``response_mask``, and the per-token columns of ``TOKEN_COLUMNS``. Lists
+have the sample's real length: no padding. Shapes: B samples, P padded prompt tokens, T padded response
+tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from strop.tracking.files import atomic_path
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from strop.protocol import DataProto
+
+TOKEN_COLUMNS = (
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_prob",
+    "entropys",
+    "values",
+    "token_level_rewards",
+    "advantages",
+    "returns",
+)
+"""Per-token figures [B, T] of the batch that become lists of float32."""
+
+PART_PREFIX = "reward/"
+
+
+class Decoder(Protocol):
+    """The part of a Hugging Face tokenizer that is needed here."""
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
+        """One text a sequence of token ids."""
+        ...
+
+
+def write_samples(
+    path: Path, batch: DataProto, tokenizer: Decoder, parts: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write the batch to ``path``, whole or not at all; its folder is made.
+
+    ``parts`` are the named parts of the score, [B] each; a batch that carries them as ``reward/<part>``
+    columns needs none. The prompt's text keeps its special tokens (what the model saw), the response's
+    has none (what the reward saw).
+    """
+    table = samples_table(batch, tokenizer, parts)
+    texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
+    with atomic_path(path) as temporary:
+        # Floats of different tokens rarely repeat: a dictionary of them, or statistics, would only cost time.
+        pq.write_table(table, temporary, compression="zstd", use_dictionary=texts, write_statistics=False)
+
+
+def samples_table(
+    batch: DataProto, tokenizer: Decoder, parts: Mapping[str, Tensor] | None = None
+) -> pa.Table:
+    """The rows that ``write_samples`` writes."""
+    tensors = {name: _to_numpy(tensor) for name, tensor in batch.batch.items()}
+    response_ids_BT = tensors["responses"]
+    width = response_ids_BT.shape[1]
+    prompt_real_BP, response_real_BT = _real_tokens(tensors, width)
+    prompt_ids = _lists(_prompt_ids(tensors, width), prompt_real_BP)
+    response_ids = _lists(response_ids_BT, response_real_BT)
+
+    columns = _labels(batch.non_tensor_batch)
+    columns["prompt"] = _decode_each_once(prompt_ids, tokenizer, skip_special_tokens=False)
+    columns["response"] = _decode_each_once(response_ids, tokenizer, skip_special_tokens=True)
+    if "truncated" in tensors:
+        columns["truncated"] = pa.array(tensors["truncated"].astype(bool))
+    if "token_level_scores" in tensors:
+        scores_BT = np.where(tensors["response_mask"] > 0, tensors["token_level_scores"], 0.0)
+        columns["score"] = pa.array(scores_BT.sum(axis=1, dtype=np.float64).astype(np.float32))
+    columns |= _parts(tensors, parts or {})
+    columns["prompt_ids"], columns["response_ids"] = prompt_ids, response_ids
+    columns["response_mask"] = _lists(tensors["response_mask"].astype(np.int8), response_real_BT)
+    for name in TOKEN_COLUMNS:
+        if name in tensors:
+            columns[name] = _lists(tensors[name].astype(np.float32), response_real_BT)
+    return pa.table(columns)
+
+
+def _to_numpy(tensor: Tensor) -> np.ndarray:
+    tensor = tensor.detach().cpu()
+    # numpy has no bfloat16
+    return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+
+
+def _prompt_ids(tensors: Mapping[str, np.ndarray], response_width: int) -> np.ndarray:
+    if "prompts" in tensors:
+        return tensors["prompts"]
+    input_ids = tensors["input_ids"]
+    return input_ids[:, : input_ids.shape[1] - response_width]
+
+
+def _real_tokens(tensors: Mapping[str, np.ndarray], response_width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which positions of prompt [B, P] and response [B, T] hold tokens.
+
+    By the attention mask, which also covers tokens that a tool put into the response (their
+    ``response_mask`` is 0).
+    """
+    attention = tensors["attention_mask"].astype(bool)
+    prompt_width = attention.shape[1] - response_width
+    return attention[:, :prompt_width], attention[:, prompt_width:]
+
+
+def _lists(values: np.ndarray, real: np.ndarray) -> pa.ListArray:
+    """The values [B, L] where ``real`` [B, L], as B lists, without a Python loop over rows."""
+    offsets = np.zeros(len(values) + 1, dtype=np.int32)
+    np.cumsum(real.sum(axis=1), out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values[real]))
+
+
+def _decode_each_once(ids: pa.ListArray, tokenizer: Decoder, *, skip_special_tokens: bool) -> pa.Array:
+    """Texts of id lists; equal lists (the n samples of a prompt) are decoded once, decoding being the
+    slow part.
+    """
+    flat, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
+    rows = [flat[start:end] for start, end in itertools.pairwise(offsets)]
+    keys = [row.tobytes() for row in rows]
+    distinct = {key: row.tolist() for key, row in zip(keys, rows, strict=True)}
+    texts = tokenizer.batch_decode(list(distinct.values()), skip_special_tokens=skip_special_tokens)
+    text_of = dict(zip(distinct, texts, strict=True))
+    return pa.array([text_of[key] for key in keys], pa.string())
+
+
+def _labels(objects: Mapping[str, np.ndarray]) -> dict[str, pa.Array]:
+    """``uid``, ``data_source`` and ``ground_truth`` as strings (a structured ground truth as JSON)."""
+    columns = {
+        name: pa.array([_as_text(value) for value in objects[name]], pa.string())
+        for name in ("uid", "data_source")
+        if name in objects
+    }
+    if "reward_model" in objects:
+        truths = [_as_text((row or {}).get("ground_truth")) for row in objects["reward_model"]]
+        columns["ground_truth"] = pa.array(truths, pa.string())
+    return columns
+
+
+def _as_text(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _parts(tensors: Mapping[str, np.ndarray], parts: Mapping[str, Tensor]) -> dict[str, pa.Array]:
+    named = {name: values for name, values in tensors.items() if name.startswith(PART_PREFIX)}
+    named |= {PART_PREFIX + name: _to_numpy(values) for name, values in parts.items()}
+    return {name: pa.array(values.astype(np.float32)) for name, values in named.items()}

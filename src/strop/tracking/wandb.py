@@ -1,0 +1,61 @@
+"""Weights & Biases: local files in ``<run folder>/wandb``, and the site unless ``WANDB_MODE=offline``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import wandb
+
+from strop.errors import ConfigError
+from strop.tracking.files import write_text
+
+if TYPE_CHECKING:
+    from strop.tracking.base import RunInfo
+
+RUN_ID_FILE = "wandb_run_id.txt"
+
+
+class WandbTracker:
+    """One wandb run for the whole training run, over every resume.
+
+    The id lies in ``wandb_run_id.txt`` of the run folder; a new run (``start_step`` 0) gets a new one.
+    ``step`` is logged as a metric and set as the horizontal axis: wandb's own step counter cannot go
+    back, and would silently drop the steps that are trained again after a resume from an earlier
+    checkpoint.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        """Raises ConfigError when wandb does not start (no login, no network)."""
+        id_file = run.run_dir / RUN_ID_FILE
+        known_id = (
+            id_file.read_text(encoding="utf-8").strip() if run.start_step and id_file.exists() else None
+        )
+        try:
+            self._run = wandb.init(
+                project=run.project_name,
+                name=run.experiment_name,
+                dir=run.run_dir,
+                config=dict(run.config),
+                id=known_id,
+                resume="allow" if known_id else None,
+                # On a terminal the live table is redrawn many times; wandb would upload every redraw.
+                settings=wandb.Settings(console="off" if sys.stdout.isatty() else "auto"),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"trainer.logger 'wandb' could not start: {error}. "
+                "Log in with `wandb login`, or set WANDB_MODE=offline to keep the files here"
+            ) from error
+        write_text(id_file, self._run.id + "\n")
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send ``step``; wandb does the rest in its own process."""
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        """Finish the upload; a run that ends by an exception is marked as failed."""
+        self._run.finish(exit_code=1 if sys.exception() is not None else 0)
