@@ -29,7 +29,7 @@ STRAY = "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session
 
 @pytest.fixture
 def process(running: Running, run_response: Callable[..., Any]) -> Iterator[RewardProcess]:
-    with RewardProcess(run_response, timeout_s=TIMEOUT_S) as process:
+    with RewardProcess(run_response, timeout_s=30.0) as process:
         yield process
 
 
@@ -69,11 +69,13 @@ def test_a_scorer_that_raises_is_told_with_its_traceback(process: RewardProcess)
 @pytest.mark.parametrize("code", ["while True: pass", "import time\ntime.sleep(600)", HANG_IN_C])
 def test_a_scorer_that_hangs_is_cut_off_at_its_deadline(process: RewardProcess, code: str):
     process.start()
+    process.timeout_s = TIMEOUT_S
     started = time.monotonic()
     outcome = run(process, code)
     assert TIMEOUT_S <= time.monotonic() - started < TIMEOUT_S + 2
     assert outcome.status == "timeout"
     assert "longer than 0.4 s" in outcome.error
+    process.timeout_s = 30.0
     assert run(process, "result = 3.0").score == 3.0
 
 
@@ -119,7 +121,9 @@ def test_a_flood_of_output_neither_blocks_nor_floods(
 
 
 def test_an_endless_flood_is_a_timeout(process: RewardProcess):
+    process.timeout_s = TIMEOUT_S
     assert run(process, "while True: print('flood' * 1000)").status == "timeout"
+    process.timeout_s = 30.0
     assert run(process, "result = 3.0").score == 3.0
 
 
@@ -140,7 +144,6 @@ def test_a_forked_child_does_not_answer_for_its_parent(process: RewardProcess):
 
 def test_a_crash_is_seen_although_a_child_holds_the_pipe(process: RewardProcess):
     process.start()
-    process.timeout_s = 30.0
     started = time.monotonic()
     code = "import os, time\nif os.fork() == 0:\n    time.sleep(600)\nos._exit(3)"
     assert "exit status 3" in run(process, code).error
@@ -149,6 +152,7 @@ def test_a_crash_is_seen_although_a_child_holds_the_pipe(process: RewardProcess)
 
 @pytest.mark.parametrize("ending", ["os._exit(2)", "while True: pass", "pass"])
 def test_no_child_of_a_scorer_survives(process: RewardProcess, running: Running, ending: str):
+    process.timeout_s = TIMEOUT_S if "while" in ending else 30.0
     run(process, f"import os\n{STRAY}\nif os.fork() == 0:\n    os.execlp('sleep', 'sleep', '600')\n{ending}")
     process.close()
     assert none_within(running, 2.0)
@@ -170,7 +174,6 @@ def test_a_sample_that_cannot_be_sent_is_one_bad_sample(process: RewardProcess):
 
 def test_large_samples_pass(process: RewardProcess):
     sample = Sample("d", "result = len(extra_info)", None, "x" * 3_000_000)
-    process.timeout_s = 10.0
     assert process.evaluate(sample).score == 3_000_000
 
 
