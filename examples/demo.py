@@ -1,6 +1,6 @@
 """`make demo`: a tiny model learns to add, in a few minutes on a CPU.
 
-1. make additions up to 49 + 49 and keep a tenth of them apart;
+1. make the additions up to 99 + 99 and keep 500 of them apart;
 2. build a small Qwen2 with a character tokenizer, and teach it the form of an answer (supervised warm-up);
 3. train it with PPO through the same `strop train` that trains large models, on examples/demo.yaml;
 4. compare its answers to the held-out problems before and after.
@@ -34,13 +34,13 @@ ALGORITHMS = {  # one override each turns PPO into a relative; these need no cri
     "rloo": "rloo",
     "remax": "remax",
 }
-WARM_UP = {"steps": 130, "batch_size": 256, "learning_rate": 2e-3}
+WARM_UP = {"steps": 260, "batch_size": 256, "learning_rate": 2e-3}
 console = Console()
 
 
 def make_task(out: Path, seed: int) -> list[tuple[list[dict[str, str]], str]]:
     """Write train and test parquet files; returns the training pairs (messages, answer)."""
-    prepare("arithmetic", None, out, max_operand=49, held_out=0.1, seed=seed)
+    prepare("arithmetic", None, out, max_operand=99, held_out=500, seed=seed)
     rows = pq.read_table(out / "train.parquet").to_pylist()
     return [(row["prompt"], row["reward_model"]["ground_truth"]) for row in rows]
 

@@ -52,7 +52,7 @@ def answers(
 
 
 def evaluate(
-    model: Any, tokenizer: Any, problems: Sequence[dict], *, n: int = 16, max_tokens: int = 3
+    model: Any, tokenizer: Any, problems: Sequence[dict], *, n: int = 8, max_tokens: int = 4
 ) -> Accuracy:
     """Exact match with the ground truth; sampled accuracy over ``n`` answers to each problem."""
 
@@ -70,7 +70,7 @@ def evaluate(
 
 def sample_answers(model: Any, tokenizer: Any, problems: Sequence[dict]) -> list[tuple[str, str, str]]:
     """(problem, one sampled answer, truth) for each problem."""
-    found = answers(model, tokenizer, problems, n=1, do_sample=True, max_tokens=3)
+    found = answers(model, tokenizer, problems, n=1, do_sample=True, max_tokens=4)
     return [
         (row["prompt"][-1]["content"], group[0], row["reward_model"]["ground_truth"])
         for row, group in zip(problems, found, strict=True)

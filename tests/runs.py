@@ -11,7 +11,7 @@ import tiny_model
 from builders import write_prompts
 
 from strop.config.load import load_config
-from strop.trainer.main_ppo import build_trainer
+from strop.trainer.build import build_trainer
 
 TIMES = ("timing_", "perf/", "time/")
 

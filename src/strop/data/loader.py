@@ -21,6 +21,8 @@ class RowDataset(Protocol):
 
     def __getitem__(self, row: int, /) -> dict[str, Any]: ...
 
+    def data_sources(self) -> set[str]: ...
+
 
 class PromptLoader:
     """Batches of ``dataset``, one for each list of row numbers that ``batches`` gives.

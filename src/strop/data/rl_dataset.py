@@ -92,6 +92,12 @@ class RLHFDataset:
             fields["raw_prompt_ids"] = encode_raw(prompt, self.tokenizer)
         return fields
 
+    def data_sources(self) -> set[str]:
+        """The values of the column that says how a row is scored; none when there is no such column."""
+        if self.reward_fn_key not in self._table.table.column_names:
+            return set()
+        return set(self._table.table.column(self.reward_fn_key).unique().to_pylist())
+
     def _usable_rows(self, filter_overlong: bool) -> np.ndarray:
         """Numbers of the rows to serve, int64; applies the filter or the rule ``truncation="error"``."""
         limit, lengths = self.max_prompt_length, self._tokens.lengths

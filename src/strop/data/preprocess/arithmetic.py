@@ -25,7 +25,7 @@ def splits(
     seed: int = 1,
     question: str = "{a}+{b}=",
 ) -> dict[str, Split]:
-    """Prompts like ``question`` over all ordered pairs of operands, ``min_operand`` to ``max_operand`` included.
+    """``question`` over all ordered pairs of operands, ``min_operand`` to ``max_operand`` included.
 
     ``held_out`` pairs go to the split ``test``: a fraction of all when below 1, else a count; 0 makes no
     test split. The others, or ``train_size`` of them, go to ``train``; a pair is never in both (its mirror

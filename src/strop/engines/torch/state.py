@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Pat
 
 
 @contextlib.contextmanager
-def _single_process() -> Iterator[None]:
+def _single_process() -> Generator[None]:
     """Without torch's reminder, at every call, that there is one process: we say so by ``no_dist``."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,0 +1,103 @@
+"""The wiring of a run: which worker plays which role, where it lives, what rewards it.
+
+This is the place to copy from when a run needs another worker, reward or placement: everything that it puts
+together is public. What can be checked before a model loads is checked here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from strop.config.schema import Config
+from strop.controller.local import LocalWorkerGroup
+from strop.controller.resource_pool import ResourcePoolManager
+from strop.controller.roles import Role
+from strop.data.files import local_path
+from strop.errors import ModelError
+from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
+from strop.rewards.manager import RewardManager, load_reward_manager
+from strop.trainer.checkpoint import Checkpoints, verify
+from strop.trainer.ppo import RayPPOTrainer
+from strop.trainer.seeds import seed_global_generators
+from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
+from strop.workers.critic import CriticWorker
+from strop.workers.reward_model import RewardModelWorker
+
+
+def build_trainer(config: Config) -> RayPPOTrainer:
+    """A trainer whose ``init_workers()`` and ``fit()`` are left to call; no model is loaded yet."""
+    seed_global_generators(config.trainer.seed)
+    model = config.actor_rollout_ref.model
+    import_external_lib(model.external_lib)
+    tokenizer = load_tokenizer(
+        local_path(config.data.tokenizer or model.path, config.data.cache_dir),
+        trust_remote_code=model.trust_remote_code,
+    )
+    _require_shared_vocabulary(config)
+    _require_checkpoint(config)
+
+    role_worker_mapping = {
+        Role.ActorRollout: ActorRolloutRefWorker,
+        Role.Critic: CriticWorker,
+        Role.RefPolicy: ActorRolloutRefWorker,
+        Role.RewardModel: RewardModelWorker,
+    }
+    pool = "global_pool"
+    resource_pool_manager = ResourcePoolManager(
+        resource_pool_spec={pool: [config.trainer.n_gpus_per_node] * config.trainer.nnodes},
+        mapping=dict.fromkeys(role_worker_mapping, pool),
+    )
+    rewards = config.reward_model
+    trainer = RayPPOTrainer(
+        config=config,
+        tokenizer=tokenizer,
+        role_worker_mapping=role_worker_mapping,
+        resource_pool_manager=resource_pool_manager,
+        ray_worker_group_cls=LocalWorkerGroup,
+        reward_fn=load_reward_manager(config, tokenizer, rewards.num_examine, **rewards.reward_kwargs),
+        val_reward_fn=load_reward_manager(
+            config, tokenizer, rewards.val_num_examine, **rewards.reward_kwargs
+        ),
+    )
+    _require_scorers(trainer)
+    return trainer
+
+
+def _require_shared_vocabulary(config: Config) -> None:
+    """``ModelError`` when a reward model without ``input_tokenizer`` has another vocabulary."""
+    rewards = config.reward_model
+    if not rewards.enable or rewards.model.input_tokenizer is not None:
+        return
+
+    def vocabulary_size(path: str) -> int:
+        folder = local_path(path, config.data.cache_dir)
+        return load_model_config(folder, override_config={}).get_text_config().vocab_size
+
+    policy = vocabulary_size(config.actor_rollout_ref.model.path)
+    reward_model = vocabulary_size(rewards.model.path)
+    if policy != reward_model:
+        raise ModelError(
+            f"the vocabularies differ: policy {policy}, reward model {reward_model}. Set "
+            "reward_model.model.input_tokenizer to the policy's tokenizer, so that samples are decoded and "
+            "written anew for the reward model"
+        )
+
+
+def _require_checkpoint(config: Config) -> None:
+    """The checkpoint that the run would resume from is whole, or ``CheckpointError``."""
+    folder = Path(config.trainer.default_local_dir).expanduser()
+    checkpoint = Checkpoints(folder).find(config.trainer.resume_mode)
+    if checkpoint is not None:
+        verify(checkpoint)
+
+
+def _require_scorers(trainer: RayPPOTrainer) -> None:
+    """Every ``data_source`` of the prompts can be scored, or ``RewardError``; the scoring processes start."""
+    for reward_fn, loader in (
+        (trainer.reward_fn, trainer.train_loader),
+        (trainer.val_reward_fn, trainer.val_loader),
+    ):
+        if isinstance(reward_fn, RewardManager):
+            sources = loader.dataset.data_sources()
+            reward_fn.validate_sources(sources, has_reward_model=trainer.use_reward_model)
+            reward_fn.start()
