@@ -34,7 +34,7 @@ ALGORITHMS = {  # one override each turns PPO into a relative; these need no cri
     "rloo": "rloo",
     "remax": "remax",
 }
-WARM_UP = {"steps": 260, "batch_size": 256, "learning_rate": 2e-3}
+WARM_UP = {"until": 0.5, "max_steps": 600, "batch_size": 256, "learning_rate": 2e-3}
 console = Console()
 
 
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of examples/demo.yaml")
     options = parser.parse_intermixed_args()
     logging.disable_progress_bar()  # of transformers, for files of half a megabyte
+    torch.set_num_threads(1)  # so small a model is no faster on more
     out, started = options.out, time.perf_counter()
     data, warmed_up, run = out / "data", out / "model", out / f"{options.algorithm}-seed{options.seed}"
 
@@ -96,7 +97,8 @@ def main() -> None:
     model = tiny_model.build_model(tokenizer, seed=options.seed)
     size = sum(weight.numel() for weight in model.parameters())
     console.print(f"{len(pairs)} additions to train on, a model of {size:,} parameters")
-    warm_up(model, tokenizer, pairs, **WARM_UP, seed=options.seed)
+    steps = warm_up(model, tokenizer, pairs, **WARM_UP, seed=options.seed)
+    console.print(f"warmed up in {steps} supervised steps")
     model.save_pretrained(warmed_up)
     tokenizer.save_pretrained(warmed_up)
     problems = pq.read_table(data / "test.parquet").to_pylist()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.progress import track
+from rich.progress import Progress
 from torch.nn.functional import cross_entropy
 
 Pair = tuple[list[dict[str, str]], str]
@@ -32,31 +32,52 @@ def encode(tokenizer: Any, pairs: Sequence[Pair]) -> dict[str, torch.Tensor]:
     }
 
 
+@torch.no_grad()
+def sampled_accuracy(model: Any, data: dict[str, torch.Tensor]) -> float:
+    """The share of sampled answers that would be right: the mean probability of the whole right answer."""
+    batch = dict(data)
+    labels = batch.pop("labels")[:, 1:]
+    log_probs = model(**batch, use_cache=False).logits[:, :-1].log_softmax(dim=-1)
+    taken = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return taken.where(labels >= 0, 0.0).sum(dim=1).exp().mean().item()
+
+
 def warm_up(
     model: Any,
     tokenizer: Any,
     pairs: Sequence[Pair],
     *,
-    steps: int,
+    until: float,
+    max_steps: int,
     batch_size: int,
     learning_rate: float,
     seed: int,
-) -> float:
-    """Train ``model`` in place for ``steps`` steps; returns the last loss (nats per answer token)."""
+) -> int:
+    """Train ``model`` in place until ``sampled_accuracy`` on 512 training pairs reaches ``until``.
+
+    It is looked at every ten steps; returns the number of steps.
+    """
     data = encode(tokenizer, pairs)
     data["position_ids"] = (data["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+    judged = {name: tensor[:512] for name, tensor in data.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
     generator = torch.Generator().manual_seed(seed)
-    model.train()
-    for step in track(range(steps), description="supervised warm-up"):
-        rows = torch.randint(len(pairs), (batch_size,), generator=generator)
-        batch = {name: tensor[rows] for name, tensor in data.items()}
-        labels = batch.pop("labels")
-        logits = model(**batch, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, (step + 1) / 20)
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.item()
+    with Progress() as progress:
+        task = progress.add_task("supervised warm-up", total=until)
+        for step in range(1, max_steps + 1):
+            rows = torch.randint(len(pairs), (batch_size,), generator=generator)
+            batch = {name: tensor[rows] for name, tensor in data.items()}
+            labels = batch.pop("labels")
+            logits = model(**batch, use_cache=False).logits
+            loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, step / 20)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 10 == 0:
+                accuracy = sampled_accuracy(model, judged)
+                progress.update(task, completed=min(accuracy, until))
+                if accuracy >= until:
+                    return step
+    return max_steps

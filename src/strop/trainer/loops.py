@@ -27,6 +27,9 @@ def build_loaders(
 ) -> tuple[PromptLoader, PromptLoader]:
     """The endless seeded loader of training prompts and the one-pass loader of validation prompts."""
     data = config.data
+    if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
+        # The reward model writes the conversation anew with its own template, so it needs the messages.
+        data = data.model_copy(update={"return_raw_chat": True})
     if train_dataset is None:
         train_dataset = create_rl_dataset(data.train_files, data, tokenizer)
     if val_dataset is None:
