@@ -158,6 +158,7 @@ def _as_text(value: Any) -> str | None:
 
 
 def _parts(tensors: Mapping[str, np.ndarray], parts: Mapping[str, Tensor]) -> dict[str, pa.Array]:
+    """``reward/<part>`` columns; NaN means that the part does not apply to the sample, and becomes null."""
     named = {name: values for name, values in tensors.items() if name.startswith(PART_PREFIX)}
     named |= {PART_PREFIX + name: _to_numpy(values) for name, values in parts.items()}
-    return {name: pa.array(values.astype(np.float32)) for name, values in named.items()}
+    return {name: pa.array(values.astype(np.float32), from_pandas=True) for name, values in named.items()}

@@ -200,7 +200,9 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
 
 def _sample_panel(sample: Mapping[str, Any]) -> Panel:
     score = sample.get("score")
-    parts = {name: value for name, value in sample.items() if name.startswith("reward/")}
+    parts = {
+        name: value for name, value in sample.items() if name.startswith("reward/") and value is not None
+    }
     facts = [f"{sample['length']} tokens" + (", cut at the limit" if sample.get("truncated") else "")]
     facts += [f"{name.removeprefix('reward/')} {format_number(value)}" for name, value in parts.items()]
     body = Text()

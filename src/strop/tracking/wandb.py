@@ -54,7 +54,8 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send ``step``; wandb does the rest in its own process."""
-        self._run.log({"step": step, **metrics})
+        # Offline, every resume is a folder of its own whose counter would start at 0 again.
+        self._run.log({"step": step, **metrics}, step=step if self._run.offline else None)
 
     def close(self) -> None:
         """Finish the upload; a run that ends by an exception is marked as failed."""

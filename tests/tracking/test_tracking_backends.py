@@ -1,0 +1,138 @@
+"""TensorBoard and Weights & Biases: real files, read back."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from strop.errors import ConfigError
+from strop.tracking import Tracking
+
+event_accumulator = pytest.importorskip(
+    "tensorboard.backend.event_processing.event_accumulator", reason="needs strop[tensorboard]"
+)
+wandb = pytest.importorskip("wandb", reason="needs strop[wandb]")
+
+
+def log_steps(name, run_dir, *steps, start_step=0, fail=False):
+    with Tracking(
+        [name],
+        run_dir=run_dir,
+        project_name="my-project",
+        experiment_name="my-run",
+        config={"actor": {"lr": 0.001}},
+        total_steps=9,
+        start_step=start_step,
+    ) as tracking:
+        for step in steps:
+            tracking.log(step, {"critic/score/mean": step / 8 + start_step, "actor/lr": float("nan")})
+        if fail:
+            raise RuntimeError("the run breaks")
+
+
+def scalars(run_dir):
+    events = event_accumulator.EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"critic/score/mean", "actor/lr"}
+    assert b'"lr": 0.001' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    return [(event.step, event.value) for event in events.Scalars("critic/score/mean")]
+
+
+def test_tensorboard_reads_back_every_step(tmp_path):
+    log_steps("tensorboard", tmp_path, 0, 1, 2)
+    assert scalars(tmp_path) == [(0, 0.0), (1, 0.125), (2, 0.25)]
+
+
+def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
+    log_steps("tensorboard", tmp_path, 0, 1, 2, 3, 4)
+    log_steps("tensorboard", tmp_path, 3, 4, 5, start_step=2)
+    assert scalars(tmp_path) == [(0, 0.0), (1, 0.125), (2, 0.25), (3, 2.375), (4, 2.5), (5, 2.625)]
+
+
+def test_tensorboard_hides_an_earlier_run_in_the_same_folder(tmp_path):
+    log_steps("tensorboard", tmp_path, 0, 1, 2, 3)
+    log_steps("tensorboard", tmp_path, 0, 1)
+    assert scalars(tmp_path) == [(0, 0.0), (1, 0.125)]
+
+
+def wandb_records(run_dir: Path) -> list:
+    """The records of each offline run, oldest first: LevelDB's log format, a protobuf message each."""
+    from wandb.proto import wandb_internal_pb2
+
+    runs = []
+    for path in sorted(
+        (run_dir / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime
+    ):
+        raw, at, message, records = path.read_bytes(), 7, b"", []
+        while at + 7 <= len(raw):
+            if (left := 32768 - at % 32768) < 7:
+                at += left
+                continue
+            _, length, kind = struct.unpack("<IHB", raw[at : at + 7])
+            message += raw[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):  # whole, or the last piece
+                record = wandb_internal_pb2.Record()
+                record.ParseFromString(message)
+                records.append(record)
+                message = b""
+        runs.append(records)
+    return runs
+
+
+def history(records) -> list[tuple[int, float]]:
+    rows = []
+    for record in records:
+        if record.WhichOneof("record_type") == "history":
+            items = {
+                item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item
+            }
+            assert items["step"] == items["_step"]
+            rows.append((items["step"], items["critic/score/mean"]))
+    return rows
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    for name, value in {"MODE": "offline", "SILENT": "true", "ERROR_REPORTING": "false"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_offline_records_every_step_and_a_resume_continues_the_run(tmp_path):
+    log_steps("wandb", tmp_path, 0, 1, 2)
+    log_steps("wandb", tmp_path, 2, 3, start_step=1, fail=False)
+    first, second = wandb_records(tmp_path)
+    (run,) = [record.run for record in first if record.WhichOneof("record_type") == "run"]
+    (again,) = [record.run for record in second if record.WhichOneof("record_type") == "run"]
+    assert (run.project, run.display_name) == ("my-project", "my-run")
+    assert {item.key: item.value_json for item in run.config.update}["actor"] == '{"lr":0.001}'
+    assert run.run_id == again.run_id == (tmp_path / "wandb_run_id.txt").read_text().strip()
+    assert history(first) == [(0, 0.0), (1, 0.125), (2, 0.25)]
+    assert history(second) == [(2, 1.25), (3, 1.375)]
+
+
+@pytest.mark.usefixtures("offline")
+def test_wandb_marks_a_broken_run_as_failed_and_a_new_run_gets_a_new_id(tmp_path):
+    with pytest.raises(RuntimeError, match="the run breaks"):
+        log_steps("wandb", tmp_path, 1, fail=True)
+    log_steps("wandb", tmp_path, 1)
+    broken, whole = wandb_records(tmp_path)
+    exits = [
+        [r.exit.exit_code for r in run if r.WhichOneof("record_type") == "exit"] for run in (broken, whole)
+    ]
+    assert exits == [[1], [0]]
+    ids = [[r.run.run_id for r in run if r.WhichOneof("record_type") == "run"] for run in (broken, whole)]
+    assert ids[0] != ids[1]
+
+
+def test_wandb_that_cannot_start_says_how_to_go_on(tmp_path, monkeypatch):
+    def refuse(**settings):
+        raise wandb.errors.UsageError("api_key not configured")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match=r"api_key not configured.*WANDB_MODE=offline"):
+        log_steps("wandb", tmp_path, 1)

@@ -1,0 +1,174 @@
+"""The fan-out: names, numbers, and what happens when a tracker fails."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from strop.config.names import LOGGER_PACKAGES
+from strop.errors import ConfigError, MissingExtraError
+from strop.tracking import Tracking
+from strop.tracking.base import TRACKERS, resolve_tracker
+from strop.tracking.jsonl import read_metrics
+
+
+class Recorder:
+    """A user's own tracker."""
+
+    built: ClassVar[list[Recorder]] = []
+
+    def __init__(self, run):
+        self.run, self.seen, self.closed = run, [], 0
+        Recorder.built.append(self)
+
+    def log(self, step, metrics):
+        self.seen.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed += 1
+
+
+class FailsFromStep2(Recorder):
+    def log(self, step, metrics):
+        super().log(step, metrics)
+        if step >= 2:
+            raise OSError(28, "No space left on device")
+
+
+class FailsEverySecondStep(Recorder):
+    def log(self, step, metrics):
+        super().log(step, metrics)
+        if step % 2:
+            raise ConnectionError("lost")
+
+
+class DoesNotStart:
+    def __init__(self, run):
+        raise ConfigError("no login")
+
+
+@pytest.fixture(autouse=True)
+def _forget_recorders():
+    Recorder.built = []
+
+
+def tracking(run_dir, names, **changes):
+    settings = {
+        "project_name": "project",
+        "experiment_name": "experiment",
+        "config": {"trainer": {"seed": 1}},
+        "total_steps": 10,
+        **changes,
+    }
+    return Tracking(names, run_dir=run_dir, **settings)
+
+
+def test_every_tracker_gets_the_same_numbers_and_is_closed_once(tmp_path):
+    own = f"{__name__}:Recorder"
+    with tracking(tmp_path / "new" / "run", ["jsonl", own, own, "file"], start_step=0) as trackers:
+        trackers.log(1, {"b": 0.5, "a": math.nan})
+    trackers.close()
+    (recorder,) = Recorder.built
+    assert recorder.run.run_dir == tmp_path / "new" / "run"
+    assert recorder.run.config == {"trainer": {"seed": 1}}
+    assert recorder.closed == 1
+    ((step, seen),) = recorder.seen
+    assert (step, list(seen), seen["b"]) == (1, ["b", "a"], 0.5)
+    assert math.isnan(seen["a"])
+    assert [list(line) for line in read_metrics(tmp_path / "new" / "run" / "metrics.jsonl")] == [
+        ["step", "b", "a"]
+    ]
+
+
+def test_tensors_and_numpy_scalars_become_plain_numbers(tmp_path):
+    with tracking(tmp_path, [f"{__name__}:Recorder"]) as trackers:
+        trackers.log(
+            1, {"t": torch.tensor(0.25), "i": torch.tensor(3), "n": np.float32(0.5), "k": np.int64(7)}
+        )
+    ((_, seen),) = Recorder.built[0].seen
+    assert seen == {"t": 0.25, "i": 3, "n": 0.5, "k": 7}
+    assert [type(value) for value in seen.values()] == [float, int, float, int]
+
+
+def test_what_is_not_a_number_is_refused_by_name(tmp_path):
+    with tracking(tmp_path, []) as trackers:
+        with pytest.raises(TypeError, match=r"'actor/lr' is a str"):
+            trackers.log(1, {"actor/lr": "high"})
+        with pytest.raises(ValueError, match="'step'"):
+            trackers.log(1, {"step": 3.0})
+
+
+def test_a_failing_tracker_loses_nothing_and_is_switched_off_after_three_failures(tmp_path, caplog):
+    with tracking(tmp_path, [f"{__name__}:FailsFromStep2", f"{__name__}:Recorder"]) as trackers:
+        for step in range(1, 8):
+            trackers.log(step, {"x": step / 2})
+        failing, healthy = Recorder.built
+        assert failing.closed == 1
+    assert [step for step, _ in failing.seen] == [1, 2, 3, 4]
+    assert failing.closed == 1
+    assert [step for step, _ in healthy.seen] == list(range(1, 8))
+    assert [line["x"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [s / 2 for s in range(1, 8)]
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 3
+    assert "No space left on device" in warnings[0]
+    assert "switched off" in warnings[2]
+
+
+def test_a_tracker_that_recovers_stays_on(tmp_path):
+    with tracking(tmp_path, [f"{__name__}:FailsEverySecondStep"]) as trackers:
+        for step in range(1, 11):
+            trackers.log(step, {"x": 1.0})
+    assert [step for step, _ in Recorder.built[0].seen] == list(range(1, 11))
+
+
+def test_an_interrupt_in_a_tracker_is_not_swallowed(tmp_path, monkeypatch):
+    def interrupted(self, step, metrics):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Recorder, "log", interrupted)
+    with tracking(tmp_path, [f"{__name__}:Recorder"]) as trackers, pytest.raises(KeyboardInterrupt):
+        trackers.log(1, {"x": 1.0})
+
+
+def test_a_tracker_that_does_not_start_is_an_error_and_closes_the_others(tmp_path):
+    with pytest.raises(ConfigError, match="no login"):
+        tracking(tmp_path, [f"{__name__}:Recorder", f"{__name__}:DoesNotStart"])
+    assert Recorder.built[0].closed == 1
+
+
+def test_unknown_names_are_refused_before_anything_is_built(tmp_path):
+    with pytest.raises(ConfigError, match=r"unknown tracker 'wandbb' \(did you mean 'wandb'\?\).*console"):
+        tracking(tmp_path / "run", [f"{__name__}:Recorder", "wandbb"])
+    assert not Recorder.built
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="cannot import 'no_such_package:Tracker'"):
+        resolve_tracker("no_such_package:Tracker")
+    with pytest.raises(ConfigError, match="has no class 'Nothing'"):
+        resolve_tracker(f"{__name__}:Nothing")
+    assert resolve_tracker(f"{__name__}.Recorder") is Recorder
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_missing_package_names_the_extra(name, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'strop\[{name}\]'"):
+        resolve_tracker(name)
+
+
+def test_the_configuration_knows_the_same_names():
+    assert set(LOGGER_PACKAGES) == set(TRACKERS)
+
+
+def test_importing_the_package_imports_no_torch_and_no_drawing():
+    modules = ["base", "jsonl", "console", "view", "curves", "samples"]
+    code = "import sys\n" + "\n".join(f"import strop.tracking.{name}" for name in modules)
+    code += "\nprint([m for m in ('torch', 'matplotlib', 'wandb', 'tensorboard') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,179 @@
+"""The console: plain lines and their pace, and the live table on a real (pseudo) terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strop.tracking.base import RunInfo
+from strop.tracking.console import Pace, PlainLines
+from strop.tracking.headlines import format_duration, format_number, sparkline
+
+METRICS = {
+    "critic/score/mean": 0.53,
+    "critic/kl": 0.0123,
+    "response_length/mean": 6.125,
+    "perf/throughput": 2004.4,
+    "timing_s/gen": 1.0,
+}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def run_info(total_steps=400, start_step=0):
+    return RunInfo(Path("."), "project", "experiment", {}, total_steps, start_step)
+
+
+def test_a_plain_line_holds_the_main_figures_and_the_time_left(capsys):
+    clock = Clock()
+    lines = PlainLines(run_info(), clock)
+    clock.now += 5.0
+    lines.log(10, {**METRICS, "val/test_score/openai/gsm8k": 0.25})
+    # 10 steps took 5 s, so 390 take 195 s.
+    assert capsys.readouterr().out == (
+        "step 10/400  reward 0.530  kl 0.012  len 6.125  tok/s 2,004  val openai/gsm8k 0.250  eta 3m15s\n"
+    )
+
+
+def test_plain_lines_come_every_two_seconds_but_always_for_validation_first_and_last(capsys):
+    clock = Clock()
+    lines = PlainLines(run_info(total_steps=20), clock)
+    for step in range(1, 21):
+        clock.now += 0.5
+        scores = {"val/test_score/a": 0.5} if step == 7 else {}
+        lines.log(step, {"critic/score/mean": 0.1, **scores})
+    lines.close()
+    written = [int(number) for number in re.findall(r"step (\d+)/20", capsys.readouterr().out)]
+    assert written == [1, 5, 7, 11, 15, 19, 20]
+
+
+def test_a_run_that_ends_early_still_writes_its_last_line(capsys):
+    lines = PlainLines(run_info(), Clock())
+    lines.log(1, {"critic/score/mean": 0.1})
+    lines.log(2, {"critic/score/mean": 0.2})
+    assert "step 2/" not in capsys.readouterr().out
+    lines.close()
+    lines.close()
+    assert capsys.readouterr().out == "step 2/400  reward 0.200  eta 0s\n"
+
+
+def test_the_time_left_follows_the_last_steps_and_leaves_out_a_validation_before_training():
+    clock = Clock()
+    pace = Pace(run_info(total_steps=300, start_step=100), clock)
+    assert pace.remaining_s is None
+    clock.now += 1000.0
+    pace.reach(100)
+    assert pace.remaining_s is None
+    for step in range(101, 151):
+        clock.now += 10.0
+        pace.reach(step)
+    assert pace.remaining_s == pytest.approx(150 * 10.0)
+    for step in range(151, 201):
+        clock.now += 2.0
+        pace.reach(step)
+    assert pace.remaining_s == pytest.approx(100 * 2.0)
+    clock.now += 30.0
+    assert pace.remaining_s == pytest.approx(170.0)
+    assert pace.elapsed_s == pytest.approx(1000 + 500 + 100 + 30)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (64, "64"),
+        (0.12345, "0.123"),
+        (-12.34, "-12.3"),
+        (2004.4, "2,004"),
+        (5e-6, "5.00e-06"),
+        (-6.1e7, "-6.10e+07"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        (None, "-"),
+    ],
+)
+def test_numbers_are_written_with_three_or_four_figures(value, text):
+    assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0s"), (59.4, "59s"), (80, "1m20s"), (7500, "2h05m"), (273600, "3d04h"), (None, "?")],
+)
+def test_durations_are_written_short(seconds, text):
+    assert format_duration(seconds) == text
+
+
+def test_a_sparkline_shows_the_course_in_means():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, float("nan"), 1, 1], width=2) == "▁█"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([]) == ""
+
+
+LIVE_RUN = """
+import logging, sys
+from pathlib import Path
+logging.basicConfig(level=logging.INFO)
+before = sys.stderr
+from strop.tracking import Tracking
+with Tracking(["console"], run_dir=Path(sys.argv[1]), project_name="project", experiment_name="my run",
+              config={}, total_steps=4) as run:
+    for step in range(1, 5):
+        run.log(step, {"critic/score/mean": step / 8, "val/test_score/gsm8k": step / 16})
+        print("printed at", step)
+        logging.getLogger("other").warning("logged [at] %d", step)
+assert sys.stderr is before and logging.getLogger().handlers[0].stream is before
+print("after the run")
+"""
+
+
+def run_on_terminal(folder: Path, **environment: str) -> str:
+    """What LIVE_RUN writes to a terminal of 100 columns."""
+    reader, writer = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "50", **environment}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LIVE_RUN, str(folder)], stdout=writer, stderr=writer, env=environment
+    )
+    os.close(writer)
+    chunks = []
+    try:
+        while chunk := os.read(reader, 65536):
+            chunks.append(chunk)
+    except OSError:  # how Linux reports that the other end is closed
+        pass
+    os.close(reader)
+    assert process.wait() == 0, b"".join(chunks).decode()
+    return b"".join(chunks).decode()
+
+
+def test_the_live_table_leaves_whole_what_others_print_and_log(tmp_path):
+    raw = run_on_terminal(tmp_path)
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", raw).splitlines()]
+    for step in range(1, 5):
+        assert f"printed at {step}" in lines
+        assert f"WARNING:other:logged [at] {step}" in lines
+    assert lines[-1] == "after the run"
+    screen = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw).splitlines()]
+    last_table = "\n".join(screen[-12:])
+    assert re.search(r"project / my run +━+ +step 4/4 +elapsed \d+s +left 0s", last_table)
+    assert re.search(r"reward +0\.500 +0\.125 +▁▃▆█", last_table)
+    assert re.search(r"validation gsm8k +0\.250 +0\.062 +▁▃▆█", last_table)
+    assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")  # the cursor is shown again
+
+
+def test_a_dumb_terminal_gets_plain_lines(tmp_path):
+    raw = run_on_terminal(tmp_path, TERM="dumb")
+    assert "\x1b" not in raw
+    assert "step 4/4  reward 0.500  val gsm8k 0.250" in raw

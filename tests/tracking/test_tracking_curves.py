@@ -1,0 +1,127 @@
+"""The pictures: they decode, show what was logged, and leave pyplot alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from strop.errors import DataError
+from strop.tracking import Tracking
+from strop.tracking.curves import COLOURS, draw_comparison, draw_curves, running_mean
+
+WHITE = np.array([1.0, 1.0, 1.0])
+
+
+def write_run(folder: Path, n_steps: int, *metrics: str, slope: float = 1.0) -> Path:
+    names = {"project_name": "p", "experiment_name": "e"}
+    with Tracking([], run_dir=folder, config={}, total_steps=n_steps, **names) as tracking:
+        for step in range(1, n_steps + 1):
+            value = slope * step / n_steps + 0.05 * (step % 2)
+            tracking.log(step, dict.fromkeys(metrics, value))
+    return folder
+
+
+def pixels(path: Path) -> np.ndarray:
+    image = imread(path)[:, :, :3]
+    assert len(np.unique(image.reshape(-1, 3), axis=0)) > 20, "blank"
+    return image
+
+
+def has_colour(image: np.ndarray, colour: str) -> bool:
+    wanted = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    return bool((np.abs(image - wanted).max(axis=2) < 0.02).sum() > 50)
+
+
+def test_the_picture_has_a_panel_for_each_main_metric_that_was_logged(tmp_path):
+    one = pixels(draw_curves(write_run(tmp_path / "a", 60, "critic/score/mean", "timing_s/gen")))
+    three = pixels(
+        draw_curves(write_run(tmp_path / "b", 60, "critic/score/mean", "val/test_score/x", "actor/grad_norm"))
+    )
+    four = pixels(
+        draw_curves(
+            write_run(
+                tmp_path / "c", 60, "critic/score/mean", "critic/kl", "actor/pg_loss", "perf/throughput"
+            )
+        )
+    )
+    assert three.shape[1] == pytest.approx(3 * one.shape[1], abs=3)
+    assert three.shape[0] == one.shape[0]
+    assert four.shape[0] > 1.7 * three.shape[0]
+    assert (tmp_path / "a" / "curves.png").is_file()
+
+
+def test_two_metrics_of_a_panel_are_two_curves(tmp_path):
+    one = pixels(draw_curves(write_run(tmp_path, 30, "actor/grad_norm")))
+    assert has_colour(one, COLOURS[0])
+    assert not has_colour(one, COLOURS[1])
+    with Tracking(
+        [], run_dir=tmp_path / "2", project_name="p", experiment_name="e", config={}, total_steps=9
+    ) as t:
+        for step in range(1, 31):
+            t.log(step, {"actor/grad_norm": step, "critic/grad_norm": 40 - step})
+    both = pixels(draw_curves(tmp_path / "2"))
+    assert has_colour(both, COLOURS[0])
+    assert has_colour(both, COLOURS[1])
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 39, 40, 400])
+def test_short_and_long_runs_are_drawn(tmp_path, n_steps):
+    image = pixels(draw_curves(write_run(tmp_path, n_steps, "critic/score/mean", "critic/vf_explained_var")))
+    assert has_colour(image, COLOURS[0])
+
+
+def test_values_that_are_not_finite_or_wild_do_not_spoil_the_picture(tmp_path):
+    with Tracking(
+        [], run_dir=tmp_path, project_name="p", experiment_name="e", config={}, total_steps=99
+    ) as t:
+        for step in range(1, 100):
+            wild = {5: float("nan"), 6: float("inf"), 7: 1e30}.get(step, 0.5 + (step % 10) / 100)
+            t.log(step, {"actor/grad_norm": wild, "critic/vf_explained_var": wild if step != 7 else -6e7})
+    image = pixels(draw_curves(tmp_path))
+    # With 1e30 on the axis the rest would be a flat line: a few rows of pixels, not many.
+    left = image[:, : image.shape[1] // 2]
+    blue = np.abs(left - np.array([0, 0x72 / 255, 0xB2 / 255])).max(axis=2) < 0.02
+    assert blue.any(axis=1).sum() > 40
+
+
+def test_a_comparison_draws_one_colour_for_each_run(tmp_path):
+    runs = {
+        name: write_run(tmp_path / name, 100, "critic/score/mean", slope=slope)
+        for name, slope in (("PPO", 1.0), ("GRPO", 0.7), ("RLOO", 0.4))
+    }
+    out = draw_comparison(runs, "critic/score/mean", tmp_path / "docs" / "cmp.png", title="Reward")
+    image = pixels(out)
+    assert [has_colour(image, colour) for colour in COLOURS[:4]] == [True, True, True, False]
+
+
+def test_mistakes_are_named(tmp_path):
+    run = write_run(tmp_path / "run", 3, "critic/score/mean")
+    with pytest.raises(DataError, match=r"logged no 'critic/scores'; it has critic/score/mean"):
+        draw_comparison({"a": run}, "critic/scores", tmp_path / "cmp.png")
+    with pytest.raises(DataError, match="cannot read"):
+        draw_curves(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(DataError, match="no steps"):
+        draw_curves(tmp_path)
+    with pytest.raises(DataError, match="none of the metrics"):
+        draw_curves(write_run(tmp_path / "other", 3, "timing_s/gen"))
+
+
+def test_a_running_mean_is_centred_and_shorter_at_the_ends():
+    assert running_mean([1, 2, 3, 4, 8], window=3) == [1.5, 2, 3, 5, 6]
+    assert running_mean([1, 5], window=1) == [1, 5]
+
+
+def test_drawing_leaves_pyplot_alone(tmp_path):
+    write_run(tmp_path, 3, "critic/score/mean")
+    code = "import sys; from strop.tracking.curves import draw_curves; draw_curves(sys.argv[1]); "
+    code += "print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False False"

@@ -1,0 +1,126 @@
+"""``strop view``, through the command line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from test_tracking_samples import Letters, two_samples
+
+from strop.cli import main
+from strop.tracking import Tracking
+from strop.tracking.samples import write_samples
+from strop.tracking.view import printable
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    folder = tmp_path / "run"
+    with Tracking(
+        [], run_dir=folder, project_name="p", experiment_name="e", config={}, total_steps=4
+    ) as tracking:
+        tracking.log(0, {"val/test_score/gsm8k": 0.1})
+        for step, (reward, score) in enumerate(
+            [(0.25, None), (0.75, 0.6), (0.5, None), (0.625, 0.4)], start=1
+        ):
+            validation = {} if score is None else {"val/test_score/gsm8k": score}
+            metrics = {"critic/score/mean": reward, "actor/lr": step * 1e-6, "timing_s/gen": step * 1.5}
+            tracking.log(step, {**metrics, **validation})
+    batch = two_samples()
+    write_samples(folder / "rollouts" / "step_000001.parquet", batch, Letters())
+    batch.batch["response_mask"] = torch.ones(2, 4)
+    batch.batch["token_level_scores"] = torch.tensor([[9.0, 0, 0, 0], [0, 0, 0, -8.0]])
+    write_samples(folder / "rollouts" / "step_000003.parquet", batch, Letters())
+    write_samples(folder / "validation" / "step_000004.parquet", batch[:1], Letters())
+    return folder
+
+
+def view(capsys, *arguments: object, status: int = 0) -> str:
+    assert main(["view", *map(str, arguments)]) == status
+    captured = capsys.readouterr()
+    return captured.out if status == 0 else captured.err
+
+
+def test_the_summary_shows_first_best_and_last_step(run_dir, capsys):
+    text = view(capsys, run_dir)
+    assert re.search(r"first +best reward +last", text)
+    assert re.search(r"step 1 +step 2 +step 4", text)
+    assert re.search(r"critic/score/mean +0\.250 +0\.750 +0\.625 +▁█▅▆", text)
+    assert re.search(r"actor/lr +1\.00e-06 +2\.00e-06 +4\.00e-06", text)
+    assert "timing_s/gen" not in text
+    # first, best, at step, last
+    assert re.search(r"gsm8k +0\.100 +0\.600 +2 +0\.400 +▁█▅", text)
+
+
+def test_the_samples_of_the_last_step_are_shown_unless_another_is_asked_for(run_dir, capsys):
+    text = view(capsys, run_dir)
+    assert "Samples of step 3: 2 of 2" in text
+    assert "1-0  score 9  (3 tokens, rule 1)" in text
+    assert "1-1  score -8  (4 tokens, cut at the limit)" in text
+    assert "ground truth: 7" in text
+    assert "score 1.500" in view(capsys, run_dir, "--step", 1)
+    assert "Samples of step 4: 1 of 1" in view(capsys, run_dir, "--validation")
+    assert "Samples" not in view(capsys, run_dir, "--samples", 0)
+
+
+def test_samples_are_sorted_as_asked(run_dir, capsys):
+    assert "1-0" in view(capsys, run_dir, "--samples", 1)
+    for order in ("score", "length"):
+        text = view(capsys, run_dir, "--samples", 1, "--sort", order)
+        assert "1-1" in text
+        assert "1-0" not in text
+
+
+def test_metrics_are_chosen_by_pattern(run_dir, capsys):
+    text = view(capsys, run_dir, "--metrics", "timing_s/*", "actor/lr", "--samples", 0)
+    assert re.search(r"timing_s/gen +1\.500 +3 +6", text)
+    assert "critic/score/mean" not in text
+
+
+def test_a_run_without_samples_is_still_shown(run_dir, capsys):
+    for path in (run_dir / "rollouts").iterdir():
+        path.unlink()
+    assert "Samples" not in view(capsys, run_dir)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{run}/nowhere"], r"nowhere does not exist"),
+        (["{run}/rollouts"], r"is not a run folder: it holds no metrics\.jsonl"),
+        (["{run}", "--step", "7"], r"no samples of step 7; it has 2 steps from 1 to 3, the nearest is 3"),
+        (["{run}", "--metrics", "loss"], r"--metrics loss: the run logged no such metric; it has .*actor/lr"),
+    ],
+)
+def test_mistakes_end_with_status_2_and_one_message(run_dir, capsys, arguments, message):
+    text = view(capsys, *(argument.format(run=run_dir) for argument in arguments), status=2)
+    assert re.search(message, text.replace("\n", " "))
+    assert "Traceback" not in text
+
+
+def test_a_broken_file_of_samples_is_named(run_dir, capsys):
+    (run_dir / "rollouts" / "step_000003.parquet").write_bytes(b"PAR1")
+    assert "step_000003.parquet: not a file of samples" in view(capsys, run_dir, status=2).replace("\n", "")
+
+
+def test_an_answer_cannot_steer_the_terminal_or_the_markup(tmp_path, capsys):
+    class Hostile(Letters):
+        def batch_decode(self, sequences, *, skip_special_tokens):
+            return ["\x1b[2J[bold]\x07 [/] ü\nend" for _ in sequences]
+
+    with Tracking(
+        [], run_dir=tmp_path, project_name="p", experiment_name="e", config={}, total_steps=1
+    ) as tracking:
+        tracking.log(1, {"critic/score/mean": 1.0, "val/test_score/[red]x": 1.0})
+    write_samples(tmp_path / "rollouts" / "step_000001.parquet", two_samples(), Hostile())
+    text = view(capsys, tmp_path)
+    assert "\x1b" not in text
+    assert r"\x1b[2J[bold]\x07 [/] ü" in text
+    assert "[red]x" in text
+    assert printable("a\tb\nc\r\x9b") == "a\tb\nc\\r\\x9b"
