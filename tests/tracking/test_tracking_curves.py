@@ -75,18 +75,25 @@ def test_short_and_long_runs_are_drawn(tmp_path, n_steps):
     assert has_colour(image, COLOURS[0])
 
 
-def test_values_that_are_not_finite_or_wild_do_not_spoil_the_picture(tmp_path):
-    with Tracking(
-        [], run_dir=tmp_path, project_name="p", experiment_name="e", config={}, total_steps=99
-    ) as t:
-        for step in range(1, 100):
-            wild = {5: float("nan"), 6: float("inf"), 7: 1e30}.get(step, 0.5 + (step % 10) / 100)
-            t.log(step, {"actor/grad_norm": wild, "critic/vf_explained_var": wild if step != 7 else -6e7})
-    image = pixels(draw_curves(tmp_path))
-    # With 1e30 on the axis the rest would be a flat line: a few rows of pixels, not many.
-    left = image[:, : image.shape[1] // 2]
-    blue = np.abs(left - np.array([0, 0x72 / 255, 0xB2 / 255])).max(axis=2) < 0.02
-    assert blue.any(axis=1).sum() > 40
+def blue_of_a_run(folder: Path, values: dict[int, float]) -> np.ndarray:
+    """Which pixels hold the curve of 100 steps around 0.5, with ``values`` in some steps instead."""
+    names = {"project_name": "p", "experiment_name": "e"}
+    with Tracking([], run_dir=folder, config={}, total_steps=100, **names) as tracking:
+        for step in range(1, 101):
+            tracking.log(step, {"actor/grad_norm": values.get(step, 0.5 + (step % 20) / 100)})
+    image = pixels(draw_curves(folder))
+    return np.abs(image - np.array([0, 0x72, 0xB2]) / 255).max(axis=2) < 0.02
+
+
+def test_a_wild_value_does_not_flatten_the_rest(tmp_path):
+    tame = blue_of_a_run(tmp_path / "tame", {})
+    wild = blue_of_a_run(tmp_path / "wild", {50: 1e30})
+    assert wild.any(axis=1).sum() > 0.5 * tame.any(axis=1).sum()  # rows of pixels that the curve covers
+
+
+def test_values_that_are_not_finite_leave_no_gap(tmp_path):
+    columns = np.flatnonzero(blue_of_a_run(tmp_path, {50: float("nan"), 60: float("inf")}).any(axis=0))
+    assert np.diff(columns).max() == 1
 
 
 def test_a_comparison_draws_one_colour_for_each_run(tmp_path):
