@@ -13,18 +13,19 @@ import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import tiny_model
 import torch
-from evaluate import Accuracy, evaluate, sample_answers
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
-from warm_up import warm_up
 
 from strop.config.load import load_config
 from strop.data.preprocess import prepare
 from strop.models.loader import load_causal_lm, load_tokenizer
 from strop.trainer import main_ppo
+
+import tiny_model
+from evaluate import Accuracy, evaluate, sample_answers
+from warm_up import warm_up
 
 HERE = Path(__file__).parent
 ALGORITHMS = {  # one override each turns PPO into a relative; these need no critic

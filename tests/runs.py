@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tiny_model
-from builders import write_prompts
-
 from strop.config.load import load_config
 from strop.trainer.build import build_trainer
+
+import tiny_model
+from builders import write_prompts
 
 TIMES = ("timing_", "perf/", "time/")
 

@@ -7,11 +7,12 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tiny_model
-from runs import make_inputs, overrides
 
 from strop.models.loader import load_scorer
 from strop.trainer.main_ppo import main
+
+import tiny_model
+from runs import make_inputs, overrides
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from runs import hashes, make_inputs, metrics, overrides, train
 
 from strop.errors import ConfigError
+
+from runs import hashes, make_inputs, metrics, overrides, train
 
 # Everything that a resume has to bring back: adaptive KL, shuffled mini-batches, several epochs of updates.
 SETTINGS = (

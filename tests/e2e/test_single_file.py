@@ -3,9 +3,10 @@ from __future__ import annotations
 import copy
 import random
 
-import ppo_single_file as ppo  # examples/ is on the path, see conftest.py
 import pytest
 import torch
+
+import ppo_single_file as ppo  # examples/ is on the path, see conftest.py
 
 
 def scored_batch(samples: int = 12):

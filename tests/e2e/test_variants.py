@@ -6,14 +6,15 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-import tiny_model
 import torch
-from runs import hashes, make_inputs, metrics, overrides, train
 
 from strop.controller.local import LocalWorkerGroup
 from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
+
+import tiny_model
+from runs import hashes, make_inputs, metrics, overrides, train
 
 
 @pytest.fixture(scope="module")

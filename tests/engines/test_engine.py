@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import pytest
-import tiny_model
 import torch
-from builders import random_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +15,9 @@ from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
 from strop.protocol import DataProto
 from strop.workers.losses import actor_objective, critic_objective
+
+import tiny_model
+from builders import random_samples
 
 SETTINGS = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.01, eps=1e-8, grad_clip=1.0)
 MICRO_BATCHINGS = [

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 import pytest
-import tiny_model
 import torch
 import transformers
-from builders import random_samples
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from strop.errors import ModelError
 from strop.models.loader import end_token_ids, load_causal_lm, load_scorer, load_tokenizer, locate
 from strop.models.policy import PolicyModel
 from strop.models.scorer import SequenceScorer, ValueModel
+
+import tiny_model
+from builders import random_samples
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from runs import make_inputs, overrides, train
 
 # 4 prompts x 2 samples a mini-batch, 16 samples an iteration.

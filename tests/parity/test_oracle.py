@@ -1,15 +1,16 @@
-"""The library against ``examples/ppo_single_file.py``: the same samples, the same advantages, losses and weights."""
+"""The library against ``examples/ppo_single_file.py``: the same samples give the same numbers."""
 
 from __future__ import annotations
 
-import ppo_single_file as oracle
 import pytest
 import torch
-from runs import make_inputs, overrides
 
 from strop.config.load import load_config
 from strop.models.loader import load_causal_lm, load_scorer
 from strop.trainer.build import build_trainer
+
+import ppo_single_file as oracle
+from runs import make_inputs, overrides
 
 SETTINGS = (
     "algorithm.gamma=0.97",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_lms import EOS, FAMILIES, PAD, VOCABULARY, full_log_probs, prompts_of, tiny_lm
 from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from strop.errors import DataError, ModelError, TrainingError
 from strop.rollout.base import SamplingParams
 from strop.rollout.hf import HFRollout
+
+from tiny_lms import EOS, FAMILIES, PAD, VOCABULARY, full_log_probs, prompts_of, tiny_lm
 
 LENGTHS = [3, 9, 1, 6, 5]
 

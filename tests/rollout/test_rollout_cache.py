@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_lms import prompts_of, tiny_lm
 from torch import nn
 from transformers import DynamicCache
 
@@ -14,6 +13,8 @@ from strop.rollout.base import SamplingParams
 from strop.rollout.hf import HFRollout
 from strop.rollout.kv_cache import DecodeCache, keys_and_values
 from strop.rollout.packed_linear import packed_linears
+
+from tiny_lms import prompts_of, tiny_lm
 
 
 def random_states(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from runs import make_inputs, overrides, train
 
 from strop.tracking.curves import PANELS
 from strop.tracking.headlines import HEADLINES, names_in_order
 from strop.tracking.jsonl import read_metrics
 from strop.tracking.samples import TOKEN_COLUMNS
+
+from runs import make_inputs, overrides, train
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 

@@ -8,12 +8,13 @@ import time
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import tiny_model
 import torch
-from builders import random_samples
 
 from strop.protocol import DataProto
 from strop.tracking.samples import write_samples
+
+import tiny_model
+from builders import random_samples
 
 
 class Letters:

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from strop.cli import main
+
+from runs import make_inputs, overrides, train
+
+NO_TORCH = """
+import sys
+from strop.cli import main
+try:
+    status = main({arguments!r})
+except SystemExit as end:
+    status = end.code
+heavy = [name for name in ("torch", "transformers", "ray") if name in sys.modules]
+print("status", status, "imported", heavy)
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = make_inputs(tmp_path_factory.mktemp("inputs"))
+    train(overrides(folder, folder / "run", "trainer.save_freq=2", "trainer.test_freq=1"))
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["prepare", "--help"], ["nonsense"]])
+def test_help_imports_no_torch(arguments):
+    run = subprocess.run(
+        [sys.executable, "-c", NO_TORCH.format(arguments=arguments)], capture_output=True, text=True
+    )
+    expected = 2 if arguments == ["nonsense"] else 0
+    assert f"status {expected} imported []" in run.stdout, run.stdout + run.stderr
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("train", "check", "prepare", "score", "export", "view"))
+
+
+def test_check_prints_the_plan_and_the_resolved_configuration_without_torch(inputs):
+    arguments = ["check", *overrides(inputs, inputs / "unused")]
+    run = subprocess.run(
+        [sys.executable, "-c", NO_TORCH.format(arguments=arguments)], capture_output=True, text=True
+    )
+    assert "status 0" in run.stdout, run.stderr
+    assert "torch" not in run.stdout.splitlines()[-1]
+    for text in ("16", "iterations", "optimizer steps", "train_batch_size: 8", "sequences"):
+        assert text in run.stdout, run.stdout
+    assert not (inputs / "unused").exists()
+
+
+def test_check_tells_all_errors_at_once(inputs, capsys):
+    arguments = overrides(inputs, inputs / "unused", "data.train_batch_size=7", "algorithm.adv_estimator=gea")
+    assert main(["check", *arguments]) == 2
+    printed = "".join(capsys.readouterr())
+    assert "ppo_mini_batch_size" in printed
+    assert "gea" in printed
+
+
+def test_prepare_and_score_go_together(tmp_path, capsys):
+    assert (
+        main(["prepare", "arithmetic", "--max-operand", "4", "--held-out", "5", "--out", str(tmp_path)]) == 0
+    )
+    assert "train: 20 rows" in capsys.readouterr().out
+    arguments = ["score", str(tmp_path / "test.parquet"), "--response-column", "reward_model.ground_truth"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "strop/arithmetic" in printed
+    assert "1.0000" in printed
+
+
+def test_export_and_view_read_a_run(inputs, tmp_path, capsys):
+    checkpoint = inputs / "run" / "global_step_2"
+    assert main(["export", str(checkpoint), "--out", str(tmp_path / "model")]) == 0
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert main(["view", str(inputs / "run")]) == 0
+    assert "critic/score/mean" in capsys.readouterr().out
+    assert main(["export", str(inputs), "--out", str(tmp_path / "other")]) == 2
+    assert main(["view", str(tmp_path / "model")]) == 2
+
+
+def test_options_and_overrides_come_in_any_order(inputs, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("algorithm: {adv_estimator: gea}\n")
+    options = overrides(inputs, tmp_path / "run")
+    assert main(["train", *options[:3], f"--config-path={tmp_path}", *options[3:], "--config-name=mine"]) == 2
+    assert "gea" in capsys.readouterr().err
