@@ -8,7 +8,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from strop.data.files import DEFAULT_CACHE_DIR, atomic_write, cache_folder, content_digest, local_path
+from strop.atomic import atomic_path
+from strop.data.files import DEFAULT_CACHE_DIR, cache_folder, content_digest, local_path
 from strop.errors import DataError
 
 
@@ -141,14 +142,14 @@ def test_a_back_end_that_cannot_start_is_one_short_error(tmp_path, monkeypatch):
 
 
 def write_half(target: Path) -> None:
-    with atomic_write(target) as temporary:
+    with atomic_path(target) as temporary:
         temporary.write_text("ne")
         raise OSError("disk full")
 
 
 def test_an_atomic_write_replaces_the_whole_file_or_leaves_it(tmp_path):
     target = tmp_path / "new" / "file.txt"
-    with atomic_write(target) as temporary:
+    with atomic_path(target) as temporary:
         temporary.write_text("old")
         assert not target.exists()
     with pytest.raises(OSError, match="disk full"):

@@ -67,7 +67,7 @@ DISTURBED = """
     elif phase == "rename":
         before(Path, "rename", lambda path, target: saving(path))
     elif phase == "latest":
-        before(checkpoint, "atomic_write", lambda path: "latest" in path.name and
+        before(checkpoint, "atomic_write_text", lambda path, text: "latest" in path.name and
                (path.parent / f"global_step_{iteration}").exists())
     else:
         raise SystemExit(f"unknown phase {phase}")

@@ -4,7 +4,6 @@ Members of a group are those with equal ``uid``, wherever they stand: batches ar
 filtered.
 """
 
-
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence

@@ -7,7 +7,6 @@ is applied to a chunk of hidden states at a time, and where a gradient is needed
 in the backward pass: only tensors of [n, V] ever exist.
 """
 
-
 from __future__ import annotations
 
 from collections.abc import Callable

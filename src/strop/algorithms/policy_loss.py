@@ -8,7 +8,6 @@ clip_ratio_high, clip_ratio_c=None) -> PolicyLoss``, all tensors [B,T]. It is no
 log_prob - old_log_prob is clamped to +-20 everywhere, so that a ratio is finite.
 """
 
-
 from __future__ import annotations
 
 import inspect

@@ -1,6 +1,5 @@
 """The clipped value loss per token, before aggregation. Shapes: B samples, T response tokens."""
 
-
 from __future__ import annotations
 
 from typing import NamedTuple

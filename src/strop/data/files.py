@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -86,21 +84,6 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             f"{url}: cannot open this file system ({reason}). fsspec needs the back-end's package, "
             "for example s3fs for s3://, gcsfs for gs://, a Hadoop client for hdfs://"
         ) from error
-
-
-@contextmanager
-def atomic_write(path: str | Path) -> Generator[Path]:
-    """Yield a temporary path that becomes ``path`` by one rename if the block ends without an error."""
-    path = Path(path).expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        yield temporary
-        with temporary.open("rb+") as handle:
-            os.fsync(handle.fileno())  # otherwise a power cut may leave the new name with no content
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def content_digest(path: Path) -> str:

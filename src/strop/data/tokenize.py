@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strop.data.files import atomic_write, cache_folder, content_digest
+from strop.atomic import atomic_path
+from strop.data.files import cache_folder, content_digest
 from strop.data.parquet import PromptTable
 from strop.data.progress import Bar, progress_bar
 from strop.data.prompts import PromptError, encode_prompts
@@ -240,7 +241,7 @@ def _load(path: Path, rows: int) -> TokenizedPrompts | None:
 
 def _save(path: Path, tokens: TokenizedPrompts) -> None:
     try:
-        with atomic_write(path) as temporary, temporary.open("wb") as handle:
+        with atomic_path(path) as temporary, temporary.open("wb") as handle:
             np.savez(handle, ids=tokens.ids, offsets=tokens.offsets)
     except OSError as error:  # a full disk or a read-only home costs time at the next start, nothing else
         logger.warning("the token cache %s cannot be written: %s", path, error)

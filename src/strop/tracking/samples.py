@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strop.tracking.files import atomic_path
+from strop.atomic import atomic_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ def write_samples(
     """
     table = samples_table(batch, tokenizer, parts)
     texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
-    with atomic_path(path) as temporary:
+    with atomic_path(path, durable=False) as temporary:
         # Floats of different tokens rarely repeat: a dictionary of them, or statistics, would only cost time.
         pq.write_table(table, temporary, compression="zstd", use_dictionary=texts, write_statistics=False)
 

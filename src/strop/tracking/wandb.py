@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import wandb
 
+from strop.atomic import atomic_write_text
 from strop.errors import ConfigError
-from strop.tracking.files import write_text
 
 if TYPE_CHECKING:
     from strop.tracking.base import RunInfo
@@ -48,7 +48,7 @@ class WandbTracker:
                 f"trainer.logger 'wandb' could not start: {error}. "
                 "Log in with `wandb login`, or set WANDB_MODE=offline to keep the files here"
             ) from error
-        write_text(id_file, self._run.id + "\n")
+        atomic_write_text(id_file, self._run.id + "\n")
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 

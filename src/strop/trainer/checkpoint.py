@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from strop.data.files import atomic_write
+from strop.atomic import atomic_write_text
 from strop.errors import CheckpointError
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -56,8 +56,7 @@ class Checkpoints:
             shutil.rmtree(stale, ignore_errors=True)
             final.rename(stale)
         building.rename(final)
-        with atomic_write(self.folder / _LATEST) as path:
-            path.write_text(f"{step}\n")
+        atomic_write_text(self.folder / _LATEST, f"{step}\n")
         shutil.rmtree(stale, ignore_errors=True)
         self._prune(keep=step)
         return final
@@ -146,8 +145,7 @@ def _seal(building: Path) -> None:
     """List every file with its size and force all of them to disk."""
     files = sorted(path for path in building.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(building)): path.stat().st_size for path in files}
-    with atomic_write(building / _MANIFEST) as path:
-        path.write_text(json.dumps(sizes, indent=1))
+    atomic_write_text(building / _MANIFEST, json.dumps(sizes, indent=1))
     for path in [*files, building]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from strop.atomic import atomic_write_text
 from strop.config.load import to_yaml
 from strop.config.schema import Config
-from strop.data.files import atomic_write
 
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "curves.png", "rollouts", "validation", "final_model")
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -34,8 +34,7 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """The resolved configuration, in place of an earlier one only when it is whole."""
-        with atomic_write(self.path / "config.yaml") as path:
-            path.write_text(to_yaml(config))
+        atomic_write_text(self.path / "config.yaml", to_yaml(config))
 
     def archive_previous_run(self) -> None:
         """Move what an earlier run left into ``previous_1``, ``previous_2``, ...: nothing is lost."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strop.data.files import atomic_write
+from strop.atomic import atomic_path, atomic_write_text
 from strop.data.preprocess.split import Split
 from strop.data.progress import progress_bar
 from strop.errors import DataError
@@ -86,7 +86,7 @@ def _write_split(folder: Path, split: str, records: Split) -> Prepared:
         reason = f"; row {rejected[0]['row']}: {rejected[0]['reason']}" if rejected else ""
         raise DataError(f"split {split}: none of {len(records.records)} records can be used{reason}")
     path = folder / f"{split}.parquet"
-    with atomic_write(path) as temporary:
+    with atomic_path(path) as temporary:
         pq.write_table(pa.Table.from_pylist(rows), temporary)
     return Prepared(path, len(rows))
 
@@ -96,8 +96,7 @@ def _report(path: Path, split: str, rejected: list[dict[str, Any]], total: int) 
     if not rejected:
         path.unlink(missing_ok=True)
         return
-    with atomic_write(path) as temporary:
-        temporary.write_text("".join(json.dumps(entry) + "\n" for entry in rejected), encoding="utf-8")
+    atomic_write_text(path, "".join(json.dumps(entry) + "\n" for entry in rejected))
     shown = "; ".join(f"row {entry['row']}: {entry['reason']}" for entry in rejected[:_REASONS_SHOWN])
     logger.warning(
         "split %s: %d of %d records cannot be used and are left out (all of them in %s). %s",

@@ -8,6 +8,7 @@ from typing import Any
 from strop.data.preprocess.source import read_source
 from strop.data.preprocess.split import Split, make_row, text_field
 from strop.errors import DataError
+from strop.latex import closing_brace
 
 DATA_SOURCE = "lighteval/MATH"
 INSTRUCTION = r"Reason step by step and put the final answer in \boxed{}."
@@ -51,22 +52,10 @@ def boxed_answer(solution: str) -> str:
         # TeX takes the next token alone; the data set means all that stands before the formula's end.
         answer = rest.split("$", 1)[0].strip()
     else:
-        answer = rest[1 : _closing_brace(rest)].strip()
+        end = closing_brace(rest)
+        if end is None:
+            raise DataError(r"field solution: the braces of the last \boxed do not balance")
+        answer = rest[1:end].strip()
     if not answer:
         raise DataError(r"field solution: the last \boxed is empty")
     return answer
-
-
-def _closing_brace(text: str) -> int:
-    r"""Position of the brace that closes the one at position 0; ``\{`` and ``\}`` do not count."""
-    depth, position = 0, 0
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 2
-            continue
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return position
-        position += 1
-    raise DataError(r"field solution: the braces of the last \boxed do not balance")

@@ -10,6 +10,7 @@ import logging
 from typing import Literal
 
 from strop.errors import MissingExtraError
+from strop.latex import closing_brace
 from strop.rewards.score.math_normalize import normalize_answer
 
 Method = Literal["hendrycks", "math-verify"]
@@ -54,7 +55,7 @@ def last_boxed(text: str) -> str | None:
     rest = text[start + len(command) :].lstrip(" ")
     if not rest.startswith("{"):
         return rest.partition("\n")[0].partition("$")[0].strip() or None
-    end = _closing_brace(rest)
+    end = closing_brace(rest)
     return None if end is None else rest[1:end].strip() or None
 
 
@@ -92,18 +93,3 @@ def _expected_answer(ground_truth: str | int | float) -> str:
     if ground_truth is None or not answer:
         raise ValueError(f"the ground truth {text[:80]!r} holds no answer")
     return answer
-
-
-def _closing_brace(text: str) -> int | None:
-    """Position of the brace that closes the one at position 0, or None when it stays open."""
-    depth, position = 0, 0
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 2
-            continue
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return position
-        position += 1
-    return None

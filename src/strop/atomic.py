@@ -1,0 +1,36 @@
+"""Files that are whole or not there: written beside their place and moved there by one rename."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_path(path: str | Path, *, durable: bool = True) -> Generator[Path]:
+    """Yield a temporary path beside ``path`` (its folder is made), ``path`` itself after it.
+
+    After an exception the temporary file is removed, and what was at ``path`` before is untouched. ``durable``
+    forces the content to disk first: without it a power cut may leave the new name without content.
+    """
+    path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The suffix is kept: some writers choose the format by it.
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp{path.suffix}")
+    try:
+        yield temporary
+        if durable:
+            with temporary.open("rb+") as handle:
+                os.fsync(handle.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """Replace the file by ``text`` (UTF-8) in one step."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
