@@ -13,8 +13,8 @@ from pathlib import Path
 def atomic_path(path: str | Path, *, durable: bool = True) -> Generator[Path]:
     """Yield a temporary path beside ``path`` (its folder is made), ``path`` itself after it.
 
-    After an exception the temporary file is removed, and what was at ``path`` before is untouched. ``durable``
-    forces the content to disk first: without it a power cut may leave the new name without content.
+    After an exception the temporary file is removed and what was at ``path`` is untouched. ``durable``
+    forces the content to disk first: else a power cut may leave the new name without content.
     """
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -101,6 +101,7 @@ class BatchPlan:
         if problems or actor is None:
             raise ConfigError(*problems)
         trainer = config.trainer
+        warm_up = trainer.critic_warmup if with_critic else 0
         iterations = trainer.total_training_steps
         if iterations is None and per_epoch is not None:
             iterations = per_epoch * trainer.total_epochs
@@ -115,7 +116,7 @@ class BatchPlan:
             train_rows=train_rows,
             iterations_per_epoch=per_epoch,
             iterations=iterations,
-            actor_iterations=None if iterations is None else max(iterations - trainer.critic_warmup, 0),
+            actor_iterations=None if iterations is None else max(iterations - warm_up, 0),
         )
 
 

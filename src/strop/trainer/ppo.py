@@ -151,7 +151,7 @@ class RayPPOTrainer:
         metrics = self.batch_metrics(batch)
         if self.use_critic:
             metrics |= {f"critic/{name}": value for name, value in self.update_critic(batch).items()}
-        if self.global_step >= self.config.trainer.critic_warmup:
+        if not self.use_critic or self.global_step >= self.config.trainer.critic_warmup:
             metrics |= policy_metrics(self.update_actor(batch))
         return batch, metrics
 
