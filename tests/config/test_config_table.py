@@ -85,7 +85,7 @@ def test_a_run_without_a_critic_shows_none(overrides):
 
 
 def test_errors_and_warnings_come_last_and_without_a_plan_too(overrides):
-    text = shown(load_config([*overrides, "data.train_batch_size=7"]))
+    text = shown(load_config([*overrides, "data.train_batch_size=7", "trainer.nnodes=2"]))
     assert "What the batch sizes come to" not in text
     assert "No errors." not in text
     assert text.index("warning: no effect") < text.index(

@@ -93,6 +93,7 @@ def _build(layer: DictConfig, settings: list[Override], problems: list[str]) -> 
         raise ConfigError(*problems, *by_path.values()) from None
     if problems or by_path:
         raise ConfigError(*problems, *by_path.values())
+    config.note_written(written)
     return config
 
 

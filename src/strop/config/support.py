@@ -2,7 +2,7 @@
 
 One table, from which `check` takes its lines and docs/config.md its column. A key without an entry is
 honoured. A warning says that the key changes nothing in this run; an error, that the run would not be what
-was asked for. A value that names what happens anyway is not reported.
+was asked for. A value that names what happens anyway, and a default, are not reported.
 """
 
 from __future__ import annotations
@@ -195,7 +195,10 @@ LIMITS: tuple[Limit, ...] = (
 
 
 def unsupported(config: Config) -> tuple[list[str], list[str]]:
-    """Errors, one for each key, and warnings, one for each reason with all its keys."""
+    """Errors, one for each key, and warnings, one for each reason with all its keys that the user wrote.
+
+    A default that has no effect is nobody's mistake; docs/config.md says it.
+    """
     errors: list[str] = []
     by_reason: dict[str, list[str]] = {}
     for limit in LIMITS:
@@ -205,7 +208,7 @@ def unsupported(config: Config) -> tuple[list[str], list[str]]:
                 continue
             if limit.level == "error":
                 errors.append(f"{path}={value}: {limit.reason}")
-            else:
+            elif config.written is None or path in config.written:
                 by_reason.setdefault(limit.reason, []).append(f"{path}={value}")
     warnings = [f"no effect ({reason}): {', '.join(keys)}" for reason, keys in by_reason.items()]
     return errors, warnings

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from pydantic import PrivateAttr
+
 from strop.config.schema.actor_rollout_ref import ActorRolloutRefConfig
 from strop.config.schema.algorithm import AlgorithmConfig
 from strop.config.schema.base import Section
@@ -21,3 +25,20 @@ class Config(Section):
     custom_reward_function: CustomRewardFunctionConfig
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
+
+    _written: frozenset[str] | None = PrivateAttr(default=None)
+
+    @property
+    def written(self) -> frozenset[str] | None:
+        """Full paths of the keys that a file or an override wrote; None when that is not known."""
+        return self._written
+
+    def note_written(self, paths: Iterable[str]) -> None:
+        """Keep which keys the user wrote: what stands on its default is not worth a warning."""
+        self._written = frozenset(paths)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal values; who wrote them does not matter."""
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
+    __hash__ = None
