@@ -56,6 +56,8 @@ def test_union_takes_both_and_refuses_a_column_that_differs():
     assert "values" not in data
     with pytest.raises(ValueError, match="'ids'"):
         data.union(DataProto({"ids": torch.zeros(3, 2, dtype=torch.long)}))
+    with pytest.raises(ValueError, match="'uid'"):
+        data.union(DataProto.from_dict(non_tensors={"uid": ["a", "b", "x"]}))
     with pytest.raises(ValueError, match="3 rows and 2 rows"):
         data.union(DataProto({"other": torch.zeros(2)}))
 

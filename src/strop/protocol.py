@@ -85,6 +85,10 @@ class DataProto:
             mine, theirs = self.batch[name], other.batch[name]
             if mine is not theirs and not (mine.shape == theirs.shape and torch.equal(mine, theirs)):
                 raise ValueError(f"DataProto.union: both have a column {name!r} and they differ")
+        for name in self.non_tensor_batch.keys() & other.non_tensor_batch.keys():
+            mine, theirs = self.non_tensor_batch[name], other.non_tensor_batch[name]
+            if mine is not theirs and list(mine) != list(theirs):
+                raise ValueError(f"DataProto.union: both have a column {name!r} and they differ")
         return DataProto(
             {**self.batch, **other.batch},
             {**self.non_tensor_batch, **other.non_tensor_batch},

@@ -30,6 +30,9 @@ def inputs(tmp_path_factory):
         pa.Table.from_pylist([{**row, "data_source": "someone/elses"} for row in rows]),
         folder / "source.parquet",
     )
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": row["prompt"]} for row in rows]), folder / "unnamed.parquet"
+    )
     (folder / "reward.py").write_text(
         "def other(data_source, solution_str, ground_truth, extra_info=None): return 1\n"
     )
@@ -48,12 +51,12 @@ def inputs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "messages"),
     [
-        (["data.train_files={}/nothing.parquet"], ["nothing.parquet"]),
-        (["data.train_files={}/empty.parquet"], ["empty.parquet"]),
+        (["data.train_files={}/nothing.parquet"], ["no file", "nothing.parquet"]),
+        (["data.train_files={}/empty.parquet"], ["empty.parquet", "no rows"]),
         (["data.train_files={}/no.parquet"], ["no.parquet", "prompt"]),
         (
             ["data.train_files={}/long.parquet", "data.filter_overlong_prompts=false"],
-            ["long.parquet", "3", "8"],
+            ["long.parquet, row 3", "max_prompt_length is 8"],
         ),
         (["data.train_files={}/source.parquet"], ["someone/elses", "openai/gsm8k", "custom_reward_function"]),
         (["data.train_batch_size=100"], ["24", "100"]),
@@ -62,7 +65,7 @@ def inputs(tmp_path_factory):
         (["trainer.totl_epochs=3"], ["trainer.totl_epochs", "trainer.total_epochs"]),
         (["custom_reward_function.path={}/reward.py"], ["compute_score", "other"]),
         (["custom_reward_function.path={}/nothing.py"], ["nothing.py"]),
-        (["custom_reward_function.path={}/nan.py"], ["nan"]),
+        (["custom_reward_function.path={}/nan.py"], ["score=nan"]),
         (["trainer.resume_mode={}/nothing"], ["nothing"]),
         (["trainer.resume_mode={}/torn"], ["torn", "not a whole checkpoint"]),
         (
@@ -74,6 +77,19 @@ def inputs(tmp_path_factory):
             ["policy 19", "reward model 14", "input_tokenizer"],
         ),
         (["actor_rollout_ref.model.path={}/nothing"], ["nothing"]),
+        (["actor_rollout_ref.model.path=no-such-owner/no-such-model"], ["no-such-owner/no-such-model"]),
+        (["trainer.device=cuda"], ["trainer.device=cuda", "no GPU"]),
+        (["trainer.critic_warmup=2"], ["critic_warmup=2", "all 2 iterations"]),
+        (
+            ["trainer.total_training_steps=null", "trainer.total_epochs=1", "trainer.critic_warmup=9"],
+            ["critic_warmup=9", "all 3 iterations"],
+        ),
+        (
+            ["actor_rollout_ref.actor.policy_loss=cispo", "actor_rollout_ref.actor.clip_ratio_c=3"],
+            ["clip_ratio_c"],
+        ),
+        (["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=2"], ["horizon=2", "16 samples"]),
+        (["data.train_files={}/unnamed.parquet"], ["unnamed", "custom_reward_function"]),
         (["actor_rollout_ref.rollout.name=vllm"], ["vllm", "hf"]),
         (["trainer.logger=[console,tensorbord]"], ["tensorbord", "tensorboard"]),
     ],

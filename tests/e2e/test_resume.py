@@ -143,6 +143,17 @@ def test_a_run_resumes_from_a_named_checkpoint(inputs, undisturbed, tmp_path):
     assert hashes(train(options)) == expected
 
 
+def test_a_resume_from_another_runs_checkpoint_does_not_mix_the_two(inputs, undisturbed, tmp_path):
+    other, _ = undisturbed
+    options = overrides(inputs, tmp_path, *SETTINGS, "trainer.total_training_steps=2", "trainer.seed=1")
+    train(options)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    resumed = overrides(inputs, tmp_path, *SETTINGS, f"trainer.resume_mode={other / 'global_step_5'}")
+    train(resumed)
+    assert (tmp_path / "previous_1" / "metrics.jsonl").read_bytes() == before
+    assert [line["step"] for line in metrics(tmp_path)] == [6]
+
+
 def test_a_resume_with_nothing_left_to_train_is_an_error(inputs, undisturbed):
     run, _ = undisturbed
     with pytest.raises(ConfigError, match="already at iteration 6 of 6"):

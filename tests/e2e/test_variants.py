@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -27,7 +28,8 @@ def inputs(tmp_path_factory):
 
 def _run(inputs, run, *options):
     """Train without validation: the trainer, and the lines of metrics.jsonl."""
-    trainer = train(overrides(inputs, run, "trainer.test_freq=-1", *options))
+    options = ("trainer.test_freq=-1", "trainer.val_before_train=false", *options)
+    trainer = train(overrides(inputs, run, *options))
     return trainer, metrics(run)
 
 
@@ -191,6 +193,53 @@ def test_validation_is_told_by_data_source_and_written_down(inputs, tmp_path):
     assert len(pq.read_table(tmp_path / "validation" / "step_000002.parquet")) == 6
     assert not (tmp_path / "rollouts").exists()
     assert trainer.global_step == 2
+
+
+def test_prompts_alone_are_enough_for_a_reward_of_ones_own(inputs, tmp_path):
+    rows = pq.read_table(inputs / "train.parquet").select(["prompt"])
+    pq.write_table(rows, tmp_path / "prompts.parquet")
+    train(
+        overrides(
+            inputs,
+            tmp_path / "run",
+            f"data.train_files={tmp_path / 'prompts.parquet'}",
+            f"data.val_files={tmp_path / 'prompts.parquet'}",
+            f"custom_reward_function.path={_noisy_reward(tmp_path)}",
+        )
+    )
+    assert 0 <= metrics(tmp_path / "run")[0]["val/test_score/unnamed"] <= 1
+
+
+def test_validation_is_by_rules_where_there_are_any_even_beside_a_reward_model(inputs, tmp_path):
+    rows = pq.read_table(inputs / "val.parquet").to_pylist()
+    for row in rows[:2]:
+        row["data_source"] = "no/rule"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "val.parquet")
+    train(
+        overrides(
+            inputs,
+            tmp_path / "run",
+            f"data.val_files={tmp_path / 'val.parquet'}",
+            "reward_model.enable=true",
+            f"reward_model.model.path={inputs / 'reward_model'}",
+            "reward_model.model.input_tokenizer=null",
+            "trainer.val_only=true",
+        )
+    )
+    for row in pq.read_table(tmp_path / "run" / "validation" / "step_000000.parquet").to_pylist():
+        part = "reward/reward_model" if row["data_source"] == "no/rule" else "reward/rule"
+        assert row["score"] == pytest.approx(row[part], abs=1e-6)
+
+
+def test_a_reward_that_draws_random_numbers_draws_the_same_in_every_run(inputs, tmp_path):
+    (tmp_path / "dice.py").write_text(
+        "import random\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return random.random()\n"
+    )
+    for name in ("one", "two"):
+        _run(inputs, tmp_path / name, f"custom_reward_function.path={tmp_path / 'dice.py'}")
+    assert metrics(tmp_path / "one") == metrics(tmp_path / "two")
 
 
 def test_val_only_trains_nothing(inputs, tmp_path):

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.config.load import load_config
+from strop.engines.base import OptimizerSettings, build_engine, pick_device
+from strop.engines.fingerprint import weights_hash
 from strop.engines.micro_batches import MicroBatching, trim
-from strop.engines.torch.engine import OptimizerSettings, TorchEngine
-from strop.engines.torch.state import weights_hash
+from strop.engines.torch.engine import TorchEngine
 from strop.errors import CheckpointError, ConfigError
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
 from strop.models.policy import PolicyModel
@@ -186,11 +187,22 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_leaves_nothing_behind(
 def test_bfloat16_autocast_computes_near_float32_and_keeps_float32_weights(folder):
     samples = random_samples(8)
     exact = _engine(folder).infer(samples, MicroBatching(rows=8), temperature=1.0)["log_prob"]
-    engine = _engine(folder, autocast_dtype=torch.bfloat16)
+    engine = _engine(folder, compute_dtype="bfloat16")
     rough = engine.infer(samples, MicroBatching(rows=8), temperature=1.0)["log_prob"]
     assert 0 < (rough - exact).abs().max() < 0.1
     assert rough.dtype == torch.float32
     assert {weight.dtype for weight in engine.module.parameters()} == {torch.float32}
+
+
+def test_engines_are_found_by_strategy_and_devices_by_name(folder):
+    policy = PolicyModel(load_causal_lm(folder))
+    engine = build_engine("fsdp", policy, device=pick_device("cpu"))
+    assert isinstance(engine, TorchEngine)
+    with pytest.raises(ConfigError, match=r"strategy='ddp' has no engine \(known: fsdp\)"):
+        build_engine("ddp", policy, device=pick_device("cpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees no GPU"):
+            pick_device("cuda")
 
 
 def _train_twice(engine: TorchEngine) -> str:

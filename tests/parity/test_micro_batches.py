@@ -14,6 +14,7 @@ SETTINGS = (
     "critic.optim.lr=1e-3",
     "algorithm.kl_ctrl.kl_coef=0.05",
     "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
 )
 
 

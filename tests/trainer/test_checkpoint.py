@@ -150,6 +150,34 @@ def test_a_file_that_the_system_refuses_to_grow_is_one_clear_error(tmp_path):
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100_000
 
 
+def test_an_export_that_the_system_refuses_is_one_clear_error(tmp_path):
+    """safetensors has an error class of its own for a disk that is full."""
+    code = """
+        import resource, signal, sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[2])
+        import tiny_model, torch
+        from strop.engines.torch.engine import TorchEngine
+        from strop.errors import CheckpointError
+        from strop.models.policy import PolicyModel
+        tokenizer = tiny_model.build_tokenizer()
+        engine = TorchEngine(PolicyModel(tiny_model.build_model(tokenizer)), device=torch.device("cpu"))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        try:
+            engine.export(Path(sys.argv[1]), tokenizer)
+        except CheckpointError as error:
+            print("refused:", error)
+    """
+    examples = Path(__file__).parents[2] / "examples"
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "model"), str(examples)],
+        capture_output=True,
+        text=True,
+    )
+    assert "refused: cannot write the model" in run.stdout, run.stderr
+
+
 def test_export_copies_the_model_of_a_whole_checkpoint_once(tmp_path):
     folder = Checkpoints(tmp_path).save(3, {"actor": Group(1)}, STATE)
     out = export(folder, tmp_path / "model")

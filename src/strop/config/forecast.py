@@ -21,7 +21,7 @@ _TRAINED = 4 * _FLOAT32
 """Weight, gradient and two moments."""
 _ACTIVATION_BYTES = {2: 34, 4: 68}
 """By the bytes of a number: activation bytes for each token, layer and hidden unit."""
-_LOGIT_TOKENS = 1024
+_LOGIT_TOKENS = 256
 """Tokens whose logits exist at once; a handful of float32 tensors of that size live together."""
 _LOGIT_COPIES = 4
 

@@ -24,7 +24,10 @@ logger = logging.getLogger("strop.data")
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 # Columns that a batch makes itself; a file that brings them would be overwritten without a word.
-_RESERVED = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids")
+UNNAMED_SOURCE = "unnamed"
+"""The data source of rows whose files have no such column: only a reward of one's own can score them."""
+
+_RESERVED = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids", "uid", "seeds")
 
 
 class RLHFDataset:
@@ -83,8 +86,7 @@ class RLHFDataset:
         prompt = fields.pop(self.prompt_key)
         ids = truncate(self._tokens[row_number], self.max_prompt_length, self.truncation)
         fields["input_ids"] = torch.from_numpy(ids.astype(np.int64))
-        if self.reward_fn_key in fields:
-            fields["data_source"] = fields[self.reward_fn_key]
+        fields["data_source"] = fields.setdefault(self.reward_fn_key, UNNAMED_SOURCE)
         fields["index"] = _row_index(fields, row_number)
         if self.return_raw_chat:
             fields["raw_prompt"] = as_messages(prompt)
@@ -93,9 +95,9 @@ class RLHFDataset:
         return fields
 
     def data_sources(self) -> set[str]:
-        """The values of the column that says how a row is scored; none when there is no such column."""
+        """The values of the column that says how a row is scored."""
         if self.reward_fn_key not in self._table.table.column_names:
-            return set()
+            return {UNNAMED_SOURCE}
         return set(self._table.table.column(self.reward_fn_key).unique().to_pylist())
 
     def _usable_rows(self, filter_overlong: bool) -> np.ndarray:

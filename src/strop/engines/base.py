@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from strop.engines.micro_batches import MicroBatching
+from strop.errors import ConfigError
+from strop.models.base import RoleModel
 from strop.protocol import DataProto
 
 Outputs = dict[str, Tensor]
@@ -20,6 +24,16 @@ Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, dict
 The loss and the metrics are sums over this micro-batch divided by the denominators of the whole mini-batch,
 so that adding up micro-batches (and ranks) gives the figure of the mini-batch, however it was split.
 """
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW and gradient clipping by global norm."""
+
+    betas: tuple[float, float]
+    weight_decay: float
+    eps: float
+    grad_clip: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,8 @@ class Engine(Protocol):
 
     A new back-end is one new class with these methods; workers know nothing else about it.
     """
+
+    autocast_dtype: torch.dtype | None
 
     def infer(self, batch: DataProto, micro: MicroBatching, **options: Any) -> Outputs:
         """Forward passes without gradient; outputs have the batch's rows in the batch's order."""
@@ -65,3 +81,24 @@ class Engine(Protocol):
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write a Hugging Face folder with safetensors weights."""
         ...
+
+
+ENGINES: dict[str, str] = {"fsdp": "strop.engines.torch.engine:TorchEngine"}
+"""Name in ``actor.strategy`` and ``critic.strategy`` -> "module:class", imported when it is asked for."""
+
+
+def build_engine(strategy: str, module: RoleModel, **options: Any) -> Engine:
+    """Import the back-end of that name and construct it; ``ConfigError`` names the known ones."""
+    if strategy not in ENGINES:
+        raise ConfigError(f"strategy={strategy!r} has no engine (known: {', '.join(ENGINES)})")
+    module_name, _, class_name = ENGINES[strategy].partition(":")
+    return getattr(importlib.import_module(module_name), class_name)(module, **options)
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the GPU when there is one; ``ConfigError`` for ``cuda`` where there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device=cuda: torch sees no GPU here; expected auto or cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Mapping
+import re
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,20 @@ from transformers.utils import logging
 
 from strop.errors import MissingExtraError, ModelError
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Generator[None]:
+    """Inside, transformers draws no progress bars."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
 
 def import_external_lib(names: str | list[str] | None) -> None:
     """Import the packages that register a user's own models or tokenizers with transformers."""
@@ -35,13 +51,16 @@ def import_external_lib(names: str | list[str] | None) -> None:
 
 
 def locate(path: str | Path) -> dict[str, Any]:
-    """The arguments by which transformers finds a model: a folder, a folder with one GGUF file, or the GGUF
-    file.
+    """The arguments by which transformers finds a model: a folder, a folder with one GGUF file, or that file.
+
+    What is not there but looks like a name on a hub (``owner/name``) is left to transformers to find.
 
     Raises ``ModelError`` when there is nothing to load, ``MissingExtraError`` when GGUF support is not
     installed.
     """
     path = Path(path)
+    if not path.exists() and _HUB_NAME.fullmatch(str(path)):
+        return {"pretrained_model_name_or_path": str(path)}
     gguf_files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if not path.exists():
         raise ModelError(f"model path {path}: nothing there; expected a Hugging Face folder or a .gguf file")
@@ -76,7 +95,12 @@ def load_model_config(
     path: str | Path, *, override_config: Mapping[str, Any], trust_remote_code: bool = False
 ) -> PretrainedConfig:
     """The model's configuration with every dropout at 0, then ``override_config`` on top."""
-    config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"model {path}: its configuration cannot be read: {error}") from error
     for key, value in list(config.to_dict().items()):
         if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_drop"))):
             setattr(config, key, 0.0)
@@ -92,8 +116,8 @@ def _load(auto_class: Any, path: str | Path, config: PretrainedConfig, **options
         model, loading = auto_class.from_pretrained(
             **locate(path), config=config, dtype=torch.float32, output_loading_info=True, **options
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, ModelError):
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        if isinstance(error, ModelError | MissingExtraError):
             raise
         raise ModelError(f"cannot load a model from {path}: {error}") from error
     if quantizer := getattr(model, "hf_quantizer", None):

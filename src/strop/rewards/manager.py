@@ -101,8 +101,11 @@ class RewardManager:
 
         parts = rule_parts(outcomes, error_score=self.error_score)
         if model_B is not None:
-            parts[REWARD_MODEL] = model_B.detach().float().cpu().reshape(len(samples))
-            self._require_finite_model_scores(samples, parts[REWARD_MODEL])
+            model_B = model_B.detach().float().cpu().reshape(len(samples))
+            self._require_finite_model_scores(samples, model_B)
+            if batch.meta_info.get("mode") == "validate":  # by rules alone, where there is one
+                model_B = model_B.masked_fill(torch.tensor(has_rule), math.nan)
+            parts[REWARD_MODEL] = model_B
         summed = [parts[name].nan_to_num() for name in (RULE, REWARD_MODEL) if name in parts]
         scores_B = torch.stack(summed).sum(dim=0) if summed else torch.zeros(len(samples))
 

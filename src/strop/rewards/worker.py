@@ -19,11 +19,13 @@ import fcntl
 import json
 import os
 import pickle
+import random
 import select
 import signal
 import sys
 import threading
 import traceback
+import zlib
 
 from strop.rewards import wire
 from strop.rewards.records import Outcome, Sample, ScoreFunction, Setup, call_scorer
@@ -73,6 +75,7 @@ def evaluate(function: ScoreFunction, message: bytes) -> Outcome:
     """Score one pickled sample; whatever is raised, ``SystemExit`` included, becomes the outcome."""
     try:
         sample: Sample = pickle.loads(message)
+        _seed_generators(sample)
         outcome = call_scorer(function, sample)
     # A scorer is a user's code: a bad sample is recorded and never ends the process.
     except BaseException:  # noqa: BLE001
@@ -81,6 +84,14 @@ def evaluate(function: ScoreFunction, message: bytes) -> Outcome:
         sys.stdout.flush()
         sys.stderr.flush()
     return outcome
+
+
+def _seed_generators(sample: Sample) -> None:
+    """A scorer that draws random numbers draws the same ones for the same sample, in every run."""
+    seed = zlib.crc32(repr((sample.data_source, sample.solution_str, sample.ground_truth)).encode())
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):  # only if the scorer has it
+        numpy.random.seed(seed)
 
 
 def follow_to_death(lifeline: int) -> None:

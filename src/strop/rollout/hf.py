@@ -33,7 +33,11 @@ _PACK_FROM = 8
 
 
 class HFRollout:
-    """Generates with a transformers causal LM, in place: no weights are copied, no cache outlives a call."""
+    """Generates with a transformers causal LM, in place: the trainer's weights, and no cache outlives a call.
+
+    On a CPU, long generations pack a copy of the large linear layers for the length of one call
+    (``strop.rollout.packed_linear``): memory of one more model in the computing dtype.
+    """
 
     def __init__(
         self,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.config.load import to_dict
 from strop.config.schema import Config
 from strop.data.loader import PromptLoader, train_loader, validation_loader
 from strop.data.rl_dataset import create_rl_dataset
-from strop.errors import ConfigError
+from strop.errors import ConfigError, TrainingError
+from strop.protocol import DataProto
 from strop.tracking.base import Tracking
 from strop.tracking.curves import draw_curves
 from strop.tracking.samples import write_samples
@@ -84,6 +86,8 @@ class Run:
         if checkpoint is None:
             self.folder.archive_previous_run()
         else:
+            if checkpoint.resolve().parent != self.folder.path.resolve():
+                self.folder.archive_previous_run()  # another run's files would mix with what follows
             state = self.checkpoints.load(checkpoint, trainer.groups)
             self.load_state_dict(state)
             if trainer.global_step >= trainer.total_steps and not settings.val_only:
@@ -108,8 +112,9 @@ class Run:
         """Train to the end, or only validate."""
         trainer, settings = self.trainer, self.settings
         first = trainer.global_step == 0
-        if settings.val_only or (settings.val_before_train and first and settings.test_freq > 0):
-            self.tracking.log(trainer.global_step, self.validate())
+        if settings.val_only or (settings.val_before_train and first):
+            metrics = self.validate()
+            self.tracking.log(trainer.global_step, {**metrics, **trainer.timer.take()})
         if settings.val_only:
             return
         for prompts in trainer.train_loader:
@@ -135,7 +140,7 @@ class Run:
         step, last = trainer.global_step, trainer.global_step == trainer.total_steps
         if settings.log_rollouts:
             with trainer.timer.phase("log_rollouts"):
-                write_samples(self.folder.rollouts(step), batch, trainer.tokenizer)
+                self.write_samples(self.folder.rollouts(step), batch)
         if settings.test_freq > 0 and (last or step % settings.test_freq == 0):
             metrics |= self.validate()
         timing = trainer.timer.take()
@@ -153,10 +158,17 @@ class Run:
         trainer = self.trainer
         with trainer.timer.phase("testing"):
             metrics, samples = validate(trainer)
-            write_samples(self.folder.validation(trainer.global_step), samples, trainer.tokenizer)
+            self.write_samples(self.folder.validation(trainer.global_step), samples)
         mean = sum(metrics.values()) / max(len(metrics), 1)
         self.best_score = mean if self.best_score is None else max(mean, self.best_score)
-        return metrics
+        return {**metrics, "val/best_score": self.best_score}
+
+    def write_samples(self, path: Path, samples: DataProto) -> None:
+        """A parquet file of samples; ``TrainingError`` when the disk refuses it."""
+        try:
+            write_samples(path, samples, self.trainer.tokenizer)
+        except OSError as error:
+            raise TrainingError(f"the samples cannot be written to {path}: {error}") from error
 
     def seconds(self) -> float:
         """Wall-clock seconds of training since the run first began, over all resumes."""

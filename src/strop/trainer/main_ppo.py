@@ -57,11 +57,8 @@ def run(config: Config) -> int:
 
 
 def require_valid(config: Config) -> None:
-    """All errors of the configuration as one ``ConfigError``; warnings go to the log."""
-    result = check(config)
-    for warning in result.warnings:
-        logger.warning("warning: %s", warning)
-    result.raise_errors()
+    """All errors of the configuration as one ``ConfigError``; warnings are told by the trainer."""
+    check(config).raise_errors()
 
 
 if __name__ == "__main__":

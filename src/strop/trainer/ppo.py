@@ -9,6 +9,7 @@ Shapes: B samples (prompts x rollout.n), T response tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
 from strop.algorithms.masked import masked_sum
 from strop.config.batch_plan import uses_reference
+from strop.config.check import check
 from strop.config.load import as_config
 from strop.config.schema import Config
 from strop.controller.resource_pool import ResourcePoolManager
@@ -36,6 +38,8 @@ from strop.trainer.metrics import (
 from strop.trainer.scores import attach_scores, require_finite
 from strop.trainer.seeds import permutation, sample_seeds
 from strop.trainer.timing import PhaseTimer
+
+logger = logging.getLogger(__name__)
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 _ACTOR_COLUMNS = (*_MODEL_INPUTS, "old_log_probs", "advantages")
@@ -74,6 +78,10 @@ class RayPPOTrainer:
         self.train_loader, self.val_loader = loops.build_loaders(
             self.config, tokenizer, train_dataset, val_dataset
         )
+        result = check(self.config, train_rows=len(self.train_loader.dataset))
+        for line in result.warnings:
+            logger.warning("warning: %s", line)
+        result.raise_errors()
         self.total_steps = loops.total_training_steps(self.config, len(self.train_loader))
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()
@@ -169,10 +177,12 @@ class RayPPOTrainer:
         if "baseline_scores" in self._estimator_needs:
             with self.timer.phase("gen_greedy"):
                 greedy = self.generate_with(prompts, seeds[:, :1], mode="greedy")
-            scores_B = masked_sum(
-                self.score(greedy).batch["token_level_scores"], greedy.batch["response_mask"], dim=1
-            )
+            greedy = self.score(greedy)
+            scores_B = masked_sum(greedy.batch["token_level_scores"], greedy.batch["response_mask"], dim=1)
             batch.batch["baseline_scores"] = scores_B.repeat_interleave(n)
+            batch.meta_info["greedy_reward_metrics"] = {
+                f"greedy_{name}": value for name, value in greedy.meta_info["reward_metrics"].items()
+            }
         return batch
 
     def generate_with(self, prompts: DataProto, seeds: Tensor, *, mode: str) -> DataProto:
@@ -306,5 +316,6 @@ class RayPPOTrainer:
             **batch_metrics(batch, max_prompt_length=self.config.data.max_prompt_length),
             **objective_metrics(batch, kl_coef=self._beta_used),
             **sampler_metrics(batch),
-            **batch.meta_info.get("reward_metrics", {}),
+            **batch.meta_info["reward_metrics"],
+            **batch.meta_info.get("greedy_reward_metrics", {}),
         }

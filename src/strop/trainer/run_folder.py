@@ -8,7 +8,17 @@ from strop.atomic import atomic_write_text
 from strop.config.load import to_yaml
 from strop.config.schema import Config
 
-_RUN_FILES = ("config.yaml", "metrics.jsonl", "curves.png", "rollouts", "validation", "final_model")
+_RUN_FILES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "curves.png",
+    "rollouts",
+    "validation",
+    "final_model",
+    "tensorboard",
+    "wandb",
+    "wandb_run_id.txt",
+)
 _LATEST = "latest_checkpointed_iteration.txt"
 
 

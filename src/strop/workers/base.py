@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ from strop.config.schema import Config
 from strop.controller.dispatch import Dispatch, register
 from strop.controller.roles import Role
 from strop.data.files import local_path
-from strop.engines.base import Engine, Loss
+from strop.engines.base import Engine, Loss, OptimizerSettings, build_engine, pick_device
+from strop.engines.fingerprint import weights_hash
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.schedule import learning_rate_factor
-from strop.engines.torch.engine import OptimizerSettings, TorchEngine, pick_autocast, pick_device
-from strop.engines.torch.state import weights_hash
 from strop.models.base import RoleModel
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.protocol import DataProto
+
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -33,6 +35,8 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         self.device = pick_device(config.trainer.device)
+        is_critic = role is Role.Critic
+        self.strategy = config.critic.strategy if is_critic else config.actor_rollout_ref.actor.strategy
 
     def find_model(self, path: str, external_lib: str | list[str] | None) -> Path:
         """The local folder of a model, downloaded once; the packages it needs are imported."""
@@ -53,7 +57,7 @@ class Worker:
         compute_dtype: str,
         checkpointing: bool = False,
         trained: Any | None = None,
-    ) -> TorchEngine:
+    ) -> Engine:
         """The engine of ``module``; ``trained`` is the section with ``optim``, None for inference only."""
         settings = None
         if trained is not None:
@@ -64,10 +68,11 @@ class Worker:
                 eps=optim.eps,
                 grad_clip=trained.grad_clip,
             )
-        return TorchEngine(
+        return build_engine(
+            self.strategy,
             module,
             device=self.device,
-            autocast_dtype=pick_autocast(compute_dtype, self.device),
+            compute_dtype=compute_dtype,
             optimizer=settings,
             gradient_checkpointing=checkpointing and trained is not None,
         )
@@ -96,6 +101,13 @@ class Worker:
         )
         metrics = self.engine.forward_backward(mini_batch, loss, micro, **options)
         step = self.engine.optimizer_step(learning_rate)
+        if step.skipped:
+            logger.warning(
+                "%s: optimizer step skipped in iteration %d, its gradient norm is %s",
+                self.role.name,
+                meta["iteration"] + 1,
+                step.grad_norm,
+            )
         return {
             **metrics,
             "grad_norm": step.grad_norm,

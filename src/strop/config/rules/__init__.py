@@ -14,6 +14,8 @@ ALL_RULES: tuple[Rule, ...] = (
     learning.validation_sampling,
     learning.schedules,
     learning.critic_warmup,
+    learning.kl_horizon,
+    learning.dual_clip,
     inputs.data_files,
     inputs.models,
     inputs.tokenizer,

@@ -46,6 +46,30 @@ def kl(config: Config) -> Iterator[Finding]:
         )
 
 
+def kl_horizon(config: Config) -> Iterator[Finding]:
+    """One iteration must not be able to take the adaptive coefficient to 0."""
+    control, samples = (
+        config.algorithm.kl_ctrl,
+        config.data.train_batch_size * config.actor_rollout_ref.rollout.n,
+    )
+    steers = control.type == "adaptive" and not config.actor_rollout_ref.actor.use_kl_loss
+    if steers and samples >= 5 * control.horizon:
+        yield error(
+            f"algorithm.kl_ctrl.horizon={control.horizon} is too short for {samples} samples an iteration: "
+            f"the coefficient could fall to 0 (expected more than {samples // 5})"
+        )
+
+
+def dual_clip(config: Config) -> Iterator[Finding]:
+    """CISPO has no second clip."""
+    actor = config.actor_rollout_ref.actor
+    if actor.policy_loss == "cispo" and actor.clip_ratio_c is not None:
+        yield error(
+            f"actor_rollout_ref.actor.clip_ratio_c={actor.clip_ratio_c} with policy_loss=cispo, which has no "
+            "dual clip (expected null)"
+        )
+
+
 def sampling(config: Config) -> Iterator[Finding]:
     """The sampler explores, and is the policy that is trained."""
     rollout = config.actor_rollout_ref.rollout

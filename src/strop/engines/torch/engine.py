@@ -5,36 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from strop.engines.base import Loss, Outputs, StepResult
+from strop.engines.base import Loss, OptimizerSettings, Outputs, StepResult
 from strop.engines.micro_batches import MicroBatching, restore, trim
 from strop.engines.torch import state
+from strop.errors import CheckpointError
 from strop.models.base import RoleModel
+from strop.models.loader import no_progress_bars
 from strop.protocol import DataProto
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW and gradient clipping by global norm."""
-
-    betas: tuple[float, float]
-    weight_decay: float
-    eps: float
-    grad_clip: float
-
-
-def pick_device(name: str) -> torch.device:
-    """``auto`` is the GPU when there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 def pick_autocast(name: str, device: torch.device) -> torch.dtype | None:
@@ -52,14 +37,14 @@ class TorchEngine:
         module: RoleModel,
         *,
         device: torch.device,
-        autocast_dtype: torch.dtype | None = None,
+        compute_dtype: str = "float32",
         optimizer: OptimizerSettings | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         self.module = module
         module.to(device)
         self.device = device
-        self.autocast_dtype = autocast_dtype
+        self.autocast_dtype = pick_autocast(compute_dtype, device)
         self._settings = optimizer
         self._optimizer: torch.optim.AdamW | None = None
         if optimizer is None:
@@ -148,5 +133,9 @@ class TorchEngine:
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """See ``Engine.export``; weights are written in float32, as they are trained."""
-        self.module.hugging_face_model.save_pretrained(folder, safe_serialization=True)
-        tokenizer.save_pretrained(folder)
+        with no_progress_bars():  # one bar a checkpoint would break into the run's own display
+            try:
+                self.module.hugging_face_model.save_pretrained(folder, safe_serialization=True)
+                tokenizer.save_pretrained(folder)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"cannot write the model to {folder}: {error}") from error

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -84,12 +83,3 @@ def _cause(error: BaseException) -> str:
         error = next(iter(failures.values()))[0]
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0]}"
-
-
-def weights_hash(named_weights: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 of names and bytes, in name order: equal exactly when every parameter is bit-identical."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(named_weights, key=lambda pair: pair[0]):
-        digest.update(name.encode())
-        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
