@@ -135,8 +135,8 @@ def main() -> None:
     autocast = torch.bfloat16 if options.bfloat16 else None
 
     precision = "bfloat16 autocast" if autocast else "float32"
-    print(f"threads {options.threads}, {precision}, best of {options.rounds}")
-    print("model  responses  lengths transformers tok/s strop tok/s  ratio")
+    print(f"threads {options.threads}, {precision}, best of {options.rounds} rounds, useful tokens a second")
+    print(f"{'model':6} {'responses':>9} {'lengths':>8} {'transformers':>12} {'strop':>8} {'ratio':>6}")
     cases = [(name, kind, 16, 4, 128) for name in options.models for kind in ("uneven", "limit")]
     for name, kind, count, n, tokens in [*cases, ("140k", "limit", 64, 8, 4)]:
         model = build(name)
@@ -150,7 +150,7 @@ def main() -> None:
             lambda *a, r=rollout, p=prompts, t=tokens, n=n, s=stops: run_ours(r, p, t, n, s),
         )
         print(
-            f"{name:6} {count * n:9} {kind:>8} {theirs[0]:18.0f} {ours[0]:11.0f} {ours[0] / theirs[0]:6.1f}"
+            f"{name:6} {count * n:9} {kind:>8} {theirs[0]:12.0f} {ours[0]:8.0f} {ours[0] / theirs[0]:6.1f}"
             + (f"   {theirs[1] * 1e3:.1f} ms and {ours[1] * 1e3:.1f} ms a call" if name == "140k" else ""),
             flush=True,
         )

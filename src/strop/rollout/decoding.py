@@ -20,7 +20,7 @@ from strop.rollout.sampling import next_tokens
 
 _PREFILL_TOKENS = 8192
 """Prompt tokens in one forward pass: bounds the activations of a large batch of long prompts."""
-_COMPACT_BELOW = 0.8
+_COMPACT_BELOW = 0.9
 """Finished rows are dropped when this share or less is unfinished: copying the cache costs about one step."""
 
 
