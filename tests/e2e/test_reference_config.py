@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-
-from strop.trainer.main_ppo import main
 
 from runs import make_inputs, metrics
 
 DOCUMENT = Path(__file__).resolve().parents[2] / ".." / "shared" / "reference" / "config_explanation.rst"
 
 
-def test_the_reference_documents_yaml_trains_one_step(tmp_path, monkeypatch):
+def test_the_reference_documents_yaml_trains_one_step(tmp_path):
     if not DOCUMENT.is_file():
         pytest.skip(f"the reference document is not there: {DOCUMENT}")
     blocks = re.findall(r"\.\. code:: yaml\n\n((?: {3}.*\n|\n)+)", DOCUMENT.read_text())
     (tmp_path / "reference.yaml").write_text("".join(textwrap.dedent(block) for block in blocks))
     inputs = make_inputs(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")  # the document logs to console and wandb
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.chdir(tmp_path)
-    status = main(
-        [
-            f"--config-path={tmp_path / 'reference.yaml'}",
-            f"data.train_files={inputs / 'train.parquet'}",
-            f"data.val_files={inputs / 'val.parquet'}",
-            f"actor_rollout_ref.model.path={inputs / 'model'}",
-            "actor_rollout_ref.rollout.name=hf",
-            "data.train_batch_size=8",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-            "data.max_prompt_length=8",
-            "data.max_response_length=4",
-            "+trainer.total_training_steps=1",
-            "+trainer.device=cpu",
-            f"+data.cache_dir={inputs / 'cache'}",
-        ]
-    )
-    assert status == 0
+    command = [
+        *(sys.executable, "-m", "strop.trainer.main_ppo"),
+        f"--config-path={tmp_path / 'reference.yaml'}",
+        f"data.train_files={inputs / 'train.parquet'}",
+        f"data.val_files={inputs / 'val.parquet'}",
+        f"actor_rollout_ref.model.path={inputs / 'model'}",
+        "actor_rollout_ref.rollout.name=hf",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "data.max_prompt_length=8",
+        "data.max_response_length=4",
+        "+trainer.total_training_steps=1",
+        "+trainer.device=cpu",
+        f"+data.cache_dir={inputs / 'cache'}",
+    ]
+    # The document logs to console and wandb.
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "checkpoints" / "verl_examples" / "gsm8k"
     assert [line["step"] for line in metrics(run)] == [0, 1]
     assert "critic/kl" in metrics(run)[-1]  # kl_coef 0.005 brings the reference model
-    assert list((run).rglob("*.wandb"))
+    assert list(run.rglob("*.wandb"))
