@@ -37,8 +37,9 @@ def test_the_reference_documents_yaml_trains_one_step(tmp_path):
         "+trainer.device=cpu",
         f"+data.cache_dir={inputs / 'cache'}",
     ]
-    # The document logs to console and wandb.
-    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    # The document logs to console and wandb; what wandb left behind in this process must not reach it.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    environment |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "checkpoints" / "verl_examples" / "gsm8k"
