@@ -40,6 +40,8 @@ clean:
 
 # The lock pins every version; extras a stamp file each, so that a second run installs nothing.
 .venv/core: pyproject.toml requirements.lock
+	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else \
+	    f'strop needs Python 3.11 or 3.12, {sys.executable} is {v[0]}.{v[1]}: make demo PYTHON=python3.12')"
 	$(PYTHON) -m venv .venv
 	$(INSTALL) torch --editable .
 	@touch $@
