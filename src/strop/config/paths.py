@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
-def is_url(path: str) -> bool:
+def is_url(path: str | Path) -> bool:
     """Whether `path` is fetched through fsspec (hdfs://, s3://, ...) rather than read from a local disk."""
-    return "://" in path
+    return "://" in str(path)
 
 
 def expand(path: str) -> str:

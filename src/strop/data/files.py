@@ -19,6 +19,7 @@ from filelock import FileLock
 from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
+from strop.config.paths import is_url
 from strop.data.progress import Bar, progress_bar
 from strop.errors import DataError
 
@@ -29,11 +30,6 @@ _VERSION_FACTS = (
     "size", "mtime", "created", "ETag", "etag", "LastModified", "last_modified",
     "checksum", "md5Hash", "version_id",
 )  # fmt: skip
-
-
-def is_url(path: str | Path) -> bool:
-    """Whether ``path`` names a file system (``hdfs://...``); a local path or a hub name does not."""
-    return "://" in str(path)
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:

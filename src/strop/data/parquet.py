@@ -14,7 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strop.data.files import is_url, local_path, open_filesystem
+from strop.config.paths import is_url
+from strop.data.files import local_path, open_filesystem
 from strop.errors import DataError
 
 Files = str | Path | Sequence[str | Path]

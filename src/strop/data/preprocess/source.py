@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strop.data.files import is_url, local_path
+from strop.config.paths import is_url
+from strop.data.files import local_path
 from strop.errors import DataError, MissingExtraError
 
 Splits = Mapping[str, Sequence[dict[str, Any]]]
