@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from strop.config.schema.base import Count, Every, Names, PositiveInt, Section
+from pydantic import Field
+
+from strop.config.schema.base import Count, Every, Expected, Names, PositiveFloat, PositiveInt, Section
+
+RoleName = Literal["Actor", "Rollout", "ActorRollout", "Critic", "RefPolicy", "RewardModel"]
+_ProcessesPerNode = Annotated[list[PositiveInt], Field(min_length=1), Expected("processes on each node")]
 
 
 class TrainerConfig(Section):
@@ -21,15 +26,25 @@ class TrainerConfig(Section):
     logger: Names
     """Trackers: console, tensorboard, wandb, or your own's import path; metrics.jsonl is always written."""
     nnodes: PositiveInt
-    """Machines."""
+    """Machines; more than one needs a Ray cluster that runs on them."""
     n_gpus_per_node: PositiveInt
-    """Processes (GPUs) on each machine."""
+    """Processes (GPUs) on each machine; a default of more than are there means those that are (CPU: 1)."""
+    worker_group: Literal["auto", "local", "ray"]
+    """Where workers run: local, in this process; ray, each in its own; auto: ray if there is more than one."""
+    resource_pools: dict[str, _ProcessesPerNode]
+    """Named groups of processes: {name: [processes on each node]}; {}: one, n_gpus_per_node on nnodes."""
+    placement: dict[RoleName, str]
+    """The pool of a role ({Critic: name}); Actor and Rollout, in place of ActorRollout, split those two."""
+    handles: bool
+    """Ray: batches stay with the workers, and the driver fetches only the columns that it reads."""
     device: Literal["auto", "cpu", "cuda"]
     """auto: the GPU if there is one."""
     seed: Count
     """The one seed that all random streams derive from."""
     save_freq: Every
     """Save a checkpoint every this many iterations."""
+    async_save: bool
+    """Write checkpoints in the background, from a copy in CPU memory, while training goes on."""
     max_ckpt_to_keep: PositiveInt | None
     """Checkpoints to keep, the newest ones; null: all."""
     test_freq: Every
@@ -42,9 +57,13 @@ class TrainerConfig(Section):
     """Iterations at the start that update the critic only."""
     resume_mode: str
     """auto: from the newest checkpoint in default_local_dir; disable: never; or a global_step_N folder."""
+    max_restarts: Count
+    """When a worker dies or hangs: start again from the last checkpoint, at most this many times."""
+    phase_timeout_s: PositiveFloat | None
+    """Ray: a call to the workers that takes longer has hung, and ends the run; null: no limit."""
     log_rollouts: bool
     """Write every sample to rollouts/ in default_local_dir."""
     default_hdfs_dir: str | None
-    """Remote folder for copies of the checkpoints; null: none."""
+    """Remote folder (hdfs://, s3://, any fsspec URL) for copies of the checkpoints; null: none."""
     default_local_dir: str
     """Run folder: checkpoints, metrics, samples, resolved config."""
