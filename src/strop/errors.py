@@ -40,6 +40,14 @@ class TrainingError(StropError, RuntimeError):
     """The run cannot go on: for example a reward that is not a number."""
 
 
+class WorkerError(StropError, RuntimeError):
+    """A worker's process died, raised or hung; ``is_final``: it would again, so starting anew is no help."""
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        self.is_final = is_final
+        super().__init__(message)
+
+
 class MissingExtraError(StropError, ImportError):
     """An optional package is not installed."""
 

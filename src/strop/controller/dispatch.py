@@ -13,9 +13,14 @@ _MARK = "_strop_dispatch"
 class Dispatch(Enum):
     """What happens to a method's arguments and results when a group has several ranks.
 
-    ``ONE_TO_ALL``: every rank gets the same arguments; the results of all are a list reduced to rank zero's.
-    ``DATA_PARALLEL``: the ``DataProto`` argument is split over the ranks by rows, results are joined.
-    ``RANK_ZERO``: only rank zero is called.
+    ``ONE_TO_ALL``: every rank gets the same arguments and runs at the same time, so that the method may talk
+    to the other ranks; rank zero's result is the group's.
+    ``DATA_PARALLEL``: the rows of the first argument, a ``DataProto``, are spread over the data-parallel
+    ranks, in equal numbers and with their tokens balanced; what is missing for equal numbers is padded. A
+    ``DataProto`` that comes back is put together in the order of the argument, without the padding; of any
+    other result rank zero's counts. Ranks that share data (their workers have the same
+    ``data_parallel_rank``) get the same rows.
+    ``RANK_ZERO``: only rank zero is called. It must not wait for other ranks.
     """
 
     ONE_TO_ALL = "one_to_all"
@@ -36,3 +41,10 @@ def register(dispatch: Dispatch) -> Callable[[Method], Method]:
 def dispatch_of(worker_cls: type, name: str) -> Dispatch | None:
     """The mark of a method, or None when it is not for groups to call."""
     return getattr(getattr(worker_cls, name, None), _MARK, None)
+
+
+def require_dispatch(worker_cls: type, name: str, group: str) -> Dispatch:
+    """The mark of a method; ``AttributeError`` when it has none."""
+    if (dispatch := dispatch_of(worker_cls, name)) is None:
+        raise AttributeError(f"{group} has no method {name!r} that is marked for worker groups")
+    return dispatch

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from strop.controller.dispatch import dispatch_of
+from strop.config.schema.trainer import TrainerConfig
+from strop.controller.dispatch import require_dispatch
 from strop.controller.resource_pool import ResourcePool
+from strop.controller.worker_group import GroupMethod
+
+
+@dataclass(frozen=True)
+class Done:
+    """A call in this process has its result as soon as it is started."""
+
+    result: Any
+
+    def get(self) -> Any:
+        """The result."""
+        return self.result
 
 
 class LocalWorkerGroup:
@@ -19,6 +34,7 @@ class LocalWorkerGroup:
         init_kwargs: Mapping[str, Any],
         resource_pool: ResourcePool | None = None,
         name: str = "",
+        settings: TrainerConfig | None = None,
     ) -> None:
         self.name = name or worker_cls.__name__
         self.worker = worker_cls(**init_kwargs)
@@ -28,6 +44,10 @@ class LocalWorkerGroup:
         """Always 1."""
         return 1
 
+    def nodes_without(self, path: Path) -> list[str]:
+        """None: the worker is where the driver is."""
+        return []
+
     def shutdown(self) -> None:
         """Drop the worker, and with it its model."""
         self.worker = None
@@ -35,6 +55,6 @@ class LocalWorkerGroup:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "worker":
             raise AttributeError(name)
-        if dispatch_of(type(self.worker), name) is None:
-            raise AttributeError(f"{self.name} has no method {name!r} that is marked for worker groups")
-        return getattr(self.worker, name)
+        require_dispatch(type(self.worker), name, self.name)
+        method = getattr(self.worker, name)
+        return GroupMethod(lambda *args, **kwargs: Done(method(*args, **kwargs)))

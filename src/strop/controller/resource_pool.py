@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from strop.controller.roles import Role
 from strop.errors import ConfigError
 
 
-@dataclass(frozen=True)
 class ResourcePool:
-    """``processes_per_node[i]`` processes on node i."""
+    """``processes_per_node[i]`` processes on node i. Two pools never share a process."""
 
-    name: str
-    processes_per_node: tuple[int, ...]
+    def __init__(self, name: str, processes_per_node: Sequence[int]) -> None:
+        self.name = name
+        self.processes_per_node = tuple(processes_per_node)
+        self.all_of_run: list[ResourcePool] = [self]
+        """The pools of the run, this one among them: they get their places together or not at all."""
 
     @property
     def world_size(self) -> int:
@@ -29,7 +30,9 @@ class ResourcePoolManager:
     """
 
     def __init__(self, resource_pool_spec: Mapping[str, Sequence[int]], mapping: Mapping[Role, str]) -> None:
-        self.pools = {name: ResourcePool(name, tuple(spec)) for name, spec in resource_pool_spec.items()}
+        self.pools = {name: ResourcePool(name, spec) for name, spec in resource_pool_spec.items()}
+        for pool in self.pools.values():
+            pool.all_of_run = list(self.pools.values())
         self.mapping = dict(mapping)
         for role, name in self.mapping.items():
             if name not in self.pools:

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
+from strop.config.schema.trainer import TrainerConfig
 from strop.controller.resource_pool import ResourcePool
+
+
+class Future(Protocol):
+    """The result of a call that was started."""
+
+    def get(self) -> Any:
+        """Wait for it; raises what the call raised."""
+        ...
+
+
+class GroupMethod:
+    """A worker's method, on a group: ``group.method(batch)`` waits, ``group.method.start(batch)`` does not.
+
+    Calls to groups that share processes run one after another in the order in which they were started;
+    groups in other pools run at the same time.
+    """
+
+    def __init__(self, start: Callable[..., Future]) -> None:
+        self.start = start
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the call and wait for its result."""
+        return self.start(*args, **kwargs).get()
 
 
 class WorkerGroup(Protocol):
@@ -18,11 +43,16 @@ class WorkerGroup(Protocol):
         init_kwargs: Mapping[str, Any],
         resource_pool: ResourcePool | None = None,
         name: str = "",
+        settings: TrainerConfig | None = None,
     ) -> None: ...
 
     @property
     def world_size(self) -> int:
-        """The number of data-parallel ranks."""
+        """The number of processes."""
+        ...
+
+    def nodes_without(self, path: Path) -> list[str]:
+        """The nodes of this group that do not see a file which the driver has written."""
         ...
 
     def shutdown(self) -> None:

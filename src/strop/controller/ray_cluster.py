@@ -1,0 +1,133 @@
+"""The Ray cluster a run uses: connect to it, look what it has, take a place on its nodes."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strop.controller.resource_pool import ResourcePool
+from strop.errors import ConfigError, MissingExtraError
+
+logger = logging.getLogger(__name__)
+_PLACEMENT_S = 120.0
+_RELEASE_S = 5.0
+"""What a run that has just ended held is free a moment later."""
+
+
+def connect(processes: int) -> None:
+    """Join the cluster that ``RAY_ADDRESS`` or ``ray start`` names; where there is none, start one here.
+
+    One that is started here ends with this process and has a slot for each of ``processes``, also where
+    these are more than the machine has cores: they are slower then, not fewer.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError("ray", "ray", "a run with several processes")
+    import ray
+
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # a failed call is told once, by us
+    # Quiet: what a worker prints is shown, what Ray does about itself is in its own log files.
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
+    try:
+        ray.init(address="auto", **options)
+    except ConnectionError:
+        cores = os.cpu_count() or 1
+        if processes > cores:
+            logger.warning("warning: %d processes share the %d cores of this machine", processes, cores)
+        ray.init(address="local", num_cpus=max(cores, processes), include_dashboard=False, **options)
+
+
+def take_places(pools: Sequence[ResourcePool], *, gpus: bool) -> dict[ResourcePool, list[Any]]:
+    """Placement groups by pool: one for each node of a pool, with a bundle for each process there.
+
+    Different entries of ``processes_per_node`` are on different nodes. Raises ``ConfigError`` with what is
+    asked and what each node has when not all pools fit; nothing is taken then.
+    """
+    from ray.util.placement_group import placement_group
+
+    resource = "GPU" if gpus else "CPU"
+    places: dict[ResourcePool, list[Any]] = {pool: [] for pool in pools}
+    nodes = _choose_nodes(pools, resource)
+    for pool in pools:
+        for node, count in zip(nodes[pool], pool.processes_per_node, strict=True):
+            bundle = {"CPU": 1.0, node.own_resource: 0.001} | ({"GPU": 1.0} if gpus else {})
+            places[pool].append(placement_group([bundle] * count, strategy="STRICT_PACK"))
+    for pool in pools:
+        for node, group in zip(nodes[pool], places[pool], strict=True):
+            if not group.wait(_PLACEMENT_S):
+                for taken in places.values():
+                    release(taken)
+                raise ConfigError(
+                    f"pool {pool.name!r}: node {node.name} did not give the {resource}s that it has free "
+                    f"within {_PLACEMENT_S:.0f} s; is another run starting there?"
+                )
+    return places
+
+
+def release(groups: Sequence[Any]) -> None:
+    """Give the places back."""
+    from ray.util.placement_group import remove_placement_group
+
+    for group in groups:
+        remove_placement_group(group)
+
+
+@dataclass
+class Node:
+    """A machine of the cluster, and how much of one resource nobody has taken there."""
+
+    name: str
+    own_resource: str
+    """Ray's resource that this node alone has."""
+    free: int
+
+
+def living_nodes(resource: str) -> list[Node]:
+    """The nodes of the cluster."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free, nodes = available_resources_per_node(), []
+    for node in ray.nodes():
+        if node["Alive"]:
+            names = [name for name in node["Resources"] if name.startswith("node:") and "__" not in name]
+            name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            nodes.append(Node(name, names[0], int(free.get(node["NodeID"], {}).get(resource, 0))))
+    return nodes
+
+
+def _choose_nodes(pools: Sequence[ResourcePool], resource: str) -> dict[ResourcePool, list[Node]]:
+    """For each pool, a node of its own for each entry; the largest demand gets the node with most room."""
+    deadline = time.monotonic() + _RELEASE_S
+    while True:
+        nodes = living_nodes(resource)
+        present = ", ".join(f"{node.name}: {node.free}" for node in nodes)
+        chosen = {pool: _fit(pool, nodes) for pool in sorted(pools, key=lambda pool: -pool.world_size)}
+        if all(len(chosen[pool]) == len(pool.processes_per_node) for pool in pools):
+            return chosen
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    asked = ", ".join(f"{pool.name}: {list(pool.processes_per_node)}" for pool in pools)
+    raise ConfigError(
+        f"the cluster lacks what the run asks for. Asked, {resource}s on each node: {asked}; free, by node: "
+        f"{present or 'no node at all'}. Lower trainer.n_gpus_per_node, trainer.nnodes or "
+        "trainer.resource_pools, or add nodes with `ray start --address=...`"
+    )
+
+
+def _fit(pool: ResourcePool, nodes: list[Node]) -> list[Node]:
+    """A node for each entry of the pool, whose room is taken off; fewer when they do not fit."""
+    entries = sorted(enumerate(pool.processes_per_node), key=lambda entry: -entry[1])
+    chosen: dict[int, Node] = {}
+    for (index, count), node in zip(entries, sorted(nodes, key=lambda node: -node.free), strict=False):
+        if count <= node.free:
+            node.free -= count
+            chosen[index] = node
+    return [chosen[index] for index in sorted(chosen)]

@@ -1,0 +1,130 @@
+"""What went wrong in a worker, in words: role, rank, node, phase, cause, and what it printed last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+
+from strop.errors import StropError
+
+_LINES = 20
+_LOG_BYTES = 1 << 16
+_READ_S = 5.0
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Read error")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's failure in one call."""
+
+    role: str
+    rank: int
+    method: str
+    facts: Mapping[str, Any]
+    error: RayError
+
+    @property
+    def weight(self) -> int:
+        """The higher, the nearer to the cause: a death, then an exception, then the loss of a peer."""
+        if isinstance(self.error, RayActorError):
+            return 2
+        return 0 if any(words in str(self.error) for words in _LOST_PEER) else 1
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the same would happen again: an error that strop raises on purpose."""
+        return isinstance(self.error, RayTaskError) and isinstance(self.error.cause, StropError)
+
+    def describe(self, lines: str) -> str:
+        """The message for the console."""
+        where = f"{self.role} rank {self.rank} on {place(self.facts)}"
+        if isinstance(self.error, RayTaskError):
+            cause = self.error.cause
+            if isinstance(cause, StropError):
+                return f"{where}, in {self.method}: {type(cause).__name__}: {cause}"
+            return f"{where} raised in {self.method}:\n{_own_traceback(str(self.error))}"
+        text = f"{where} died in {self.method}"
+        if isinstance(self.error, ActorDiedError) and "OOM" in str(self.error).split("Some common")[0]:
+            text += " (out of memory)"
+        return f"{text}; the last it printed:\n{lines}" if lines else f"{text}; it had printed nothing"
+
+
+def worst(failures: Sequence[Failure]) -> Failure:
+    """The one that is nearest to the cause."""
+    return max(failures, key=lambda failure: failure.weight)
+
+
+def place(facts: Mapping[str, Any]) -> str:
+    """Node and process of a rank."""
+    return f"{facts['host']} (pid {facts['pid']})" if facts else "a node that did not report yet"
+
+
+def describe_hang(
+    role: str,
+    method: str,
+    timeout_s: float,
+    late: Sequence[int],
+    stacks: Mapping[int, str | None],
+    facts: Sequence[Mapping[str, Any]],
+) -> str:
+    """Which ranks keep the others waiting, and the stacks of all.
+
+    A rank whose innermost frames are in ``torch.distributed`` waits for another one; the others are named.
+    """
+    stuck = [rank for rank in late if not _waits_for_peers(stacks[rank])] or list(late)
+    named = ", ".join(f"rank {rank} on {place(facts[rank])}" for rank in stuck)
+    lines = [
+        f"{role}: {named} did not return from {method} within trainer.phase_timeout_s={timeout_s:g} s; "
+        f"ranks {list(late)} were still in it. Their stacks, the innermost call last:"
+    ]
+    for rank in sorted(stacks, key=lambda rank: rank not in stuck):
+        stack = stacks[rank]
+        text = "(no answer: it may be in native code that holds the interpreter)" if stack is None else stack
+        lines.append(f"--- rank {rank} on {place(facts[rank])}\n{text.rstrip()}")
+    return "\n".join(lines)
+
+
+def _waits_for_peers(stack: str | None) -> bool:
+    frames = [line for line in (stack or "").splitlines() if line.lstrip().startswith("File ")]
+    return any("torch/distributed" in frame for frame in frames[-4:])
+
+
+def _own_traceback(text: str) -> str:
+    """Without the lines in which Ray says where the actor was, and its own frames."""
+    _, found, rest = text.partition('  File "')
+    return found + rest if found else text
+
+
+def last_lines(facts: Mapping[str, Any]) -> str:
+    """The end of what a process printed; read on its node, which is there although the process is not."""
+    if not facts:
+        return ""
+    paths = facts["logs"]
+    if facts["node_id"] == ray.get_runtime_context().get_node_id():
+        return read_end(paths)
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(facts["node_id"], soft=False)
+    try:
+        read = ray.remote(read_end).options(num_cpus=0, scheduling_strategy=there)
+        return ray.get(read.remote(paths), timeout=_READ_S)
+    except RayError:
+        return "(its node does not answer)"
+
+
+def read_end(paths: Sequence[str]) -> str:
+    """The last lines of these log files, without those that Ray writes about itself."""
+    lines = []
+    for path in map(Path, paths):
+        if not path.is_file():
+            continue
+        with path.open("rb") as log:
+            log.seek(max(path.stat().st_size - _LOG_BYTES, 0))
+            text = log.read().decode(errors="replace")
+        lines += [line for line in text.splitlines() if line.strip() and not line.startswith(":")]
+    return "\n".join(lines[-_LINES:])

@@ -1,0 +1,183 @@
+"""The workers of one role as processes on a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import ray
+import torch
+from ray.exceptions import RayError
+
+from strop.config.schema.trainer import TrainerConfig
+from strop.controller import ray_cluster, ray_processes
+from strop.controller.dispatch import Dispatch, require_dispatch
+from strop.controller.ray_handles import Columns, Layout, RemoteColumns, RemoteTensor, RemoteValue
+from strop.controller.ray_processes import Call
+from strop.controller.ray_wire import Packed, pack, unpack
+from strop.controller.resource_pool import ResourcePool
+from strop.controller.shards import Shards, shard
+from strop.controller.worker_group import GroupMethod
+from strop.protocol import DataProto
+
+_WORTH_A_PUT = 100_000
+"""Bytes from which on arguments for several ranks are stored once and not sent to each."""
+
+
+@dataclass
+class Traffic:
+    """Bytes of tensors that passed through the driver."""
+
+    sent: int = 0
+    received: int = 0
+
+
+class RayWorkerGroup:
+    """One worker in each process of ``resource_pool``; groups with the same pool share its processes.
+
+    Their calls run one after another there. Batches that workers return stay in the object store, and the
+    driver fetches the columns that it reads (``settings.handles``).
+
+    Raises ``ConfigError`` when the cluster has not what the pool asks for, and ``WorkerError`` from any call
+    when a worker dies, raises or hangs.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_cls: type,
+        init_kwargs: Mapping[str, Any],
+        resource_pool: ResourcePool,
+        name: str = "",
+        settings: TrainerConfig | None = None,
+    ) -> None:
+        self.name = name or worker_cls.__name__
+        self.worker_cls = worker_cls
+        self.traffic = Traffic()
+        self._handles = settings is None or settings.handles
+        self._pool = resource_pool
+        device = "auto" if settings is None else settings.device
+        ray_cluster.connect(sum(pool.world_size for pool in resource_pool.all_of_run))
+        self._processes = ray_processes.processes_of(
+            resource_pool,
+            gpus=device == "cuda" or (device == "auto" and torch.cuda.is_available()),
+            timeout_s=None if settings is None else settings.phase_timeout_s,
+        )
+        self._processes.groups.add(self.name)
+        worker = cloudpickle.dumps((worker_cls, dict(init_kwargs)))
+        hosts = self._processes.hosts
+        added = {
+            rank: host.add.remote(self.name, worker, rank, len(hosts)) for rank, host in enumerate(hosts)
+        }
+        mesh = self._processes.wait(Call(self._processes, self.name, "__init__", added))
+        self._shard_of = [mesh[rank][0] for rank in range(len(hosts))]
+        self._shards = mesh[0][1]
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self._pool.world_size
+
+    def nodes_without(self, path: Path) -> list[str]:
+        """See ``WorkerGroup.nodes_without``."""
+        seen = zip(self._processes.facts, self._processes.all("sees", str(path)), strict=True)
+        return sorted({f"{facts['host']} ({facts['ip']})" for facts, sees in seen if not sees})
+
+    def shutdown(self) -> None:
+        """Drop the workers; the processes end with the last group of their pool."""
+        processes = self._processes
+        processes.groups.discard(self.name)
+        if not processes.groups:
+            processes.kill()
+        else:
+            with contextlib.suppress(RayError):
+                ray.get([host.remove.remote(self.name) for host in processes.hosts])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("worker_cls", "name"):
+            raise AttributeError(name)
+        dispatch = require_dispatch(self.worker_cls, name, self.name)
+        return GroupMethod(lambda *args, **kwargs: self._start(name, dispatch, args, kwargs))
+
+    def _start(
+        self, method: str, dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Running:
+        ranks = [0] if dispatch is Dispatch.RANK_ZERO else range(self.world_size)
+        shards = shard(args[0], self._shards) if dispatch is Dispatch.DATA_PARALLEL else None
+        if shards is None:
+            packed, references = self._pack((args, kwargs))
+            message = ray.put(packed) if packed.nbytes > _WORTH_A_PUT and len(ranks) > 1 else packed
+            messages = [(message, references)] * len(ranks)
+        else:
+            parts = [self._pack(((part, *args[1:]), kwargs)) for part in shards.parts]
+            messages = [parts[self._shard_of[rank]] for rank in ranks]
+        infos, objects = {}, {}
+        for rank, (message, references) in zip(ranks, messages, strict=True):
+            host = self._processes.hosts[rank]
+            infos[rank], objects[rank] = host.call.remote(self.name, method, message, *references)
+        first = {self._shard_of[rank]: rank for rank in reversed(ranks)}  # of each shard, its lowest rank
+        return Running(
+            call=Call(self._processes, self.name, method, infos),
+            objects=objects,
+            shards=shards,
+            answers=[first[index] for index in range(self._shards)] if shards else [0],
+            receive=self._receive,
+        )
+
+    def _pack(self, value: Any) -> tuple[Packed, list[Any]]:
+        packed, references = pack(value)
+        self.traffic.sent += packed.nbytes
+        return packed, references
+
+    def _receive(self, info: tuple[Any, ...], reference: Any) -> Any:
+        """The value that a description and a reference stand for: a batch, a plain value, or a handle."""
+        match info:
+            case ("value", value):
+                return value
+            case ("tensors",):
+                return RemoteValue(reference) if self._handles else unpack(self._fetch_packed(reference), ())
+        _, rows, shapes, non_tensors, meta_info = info
+        layout = Layout([RemoteColumns(reference, rows, self._fetch)])
+        columns = {
+            name: RemoteTensor.of(name, layout, row_shape=shape, dtype=dtype)
+            for name, (shape, dtype) in shapes.items()
+        }
+        if not self._handles:
+            return DataProto(
+                {name: column.fetch() for name, column in columns.items()}, non_tensors, meta_info
+            )
+        return DataProto(dict(columns), non_tensors, meta_info)
+
+    def _fetch(self, reference: Any) -> Columns:
+        columns = ray.get(reference)
+        self.traffic.received += sum(array.nbytes for array, _ in columns.values())
+        return columns
+
+    def _fetch_packed(self, reference: Any) -> Packed:
+        packed = ray.get(reference)
+        self.traffic.received += packed.nbytes
+        return packed
+
+
+@dataclass(frozen=True)
+class Running:
+    """A call in flight."""
+
+    call: Call
+    objects: dict[int, Any]
+    shards: Shards | None
+    answers: list[int]
+    """The ranks whose results count, one for each shard."""
+    receive: Callable[[tuple[Any, ...], Any], Any]
+
+    def get(self) -> Any:
+        """Wait for every rank; the result as ``Dispatch`` says."""
+        infos = self.call.processes.wait(self.call)
+        results = [self.receive(infos[rank], self.objects[rank]) for rank in self.answers]
+        if self.shards is not None and isinstance(results[0], DataProto):
+            return self.shards.join(results)
+        return results[0]

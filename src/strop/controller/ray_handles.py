@@ -1,0 +1,163 @@
+"""Handles: tensors that stay where they were computed until somebody reads them.
+
+A worker's batch stays in the object store. The driver holds ``RemoteTensor``s: to the trainer they are
+tensors; taking rows of one is only noted down, sending one to a worker sends the note, and the first other
+operation fetches the bytes. So a column that the driver never computes with never passes through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from strop.controller.arrays import to_tensor
+
+Columns = dict[str, tuple[np.ndarray, torch.dtype]]
+"""One rank's tensors in the store: name -> (array, dtype)."""
+
+
+class RemoteValue:
+    """Something of a worker that only another worker will read, such as a bucket of weights."""
+
+    def __init__(self, reference: Any) -> None:
+        self.reference = reference
+
+
+class RemoteColumns:
+    """The tensors that one rank returned from one call; fetched together, once, when one is read."""
+
+    def __init__(self, reference: Any, rows: int, fetch: Callable[[Any], Columns]) -> None:
+        self.reference = reference
+        self.rows = rows
+        self._fetch = fetch
+        self._columns: Columns | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._columns is None:
+            self._columns = self._fetch(self.reference)
+        return to_tensor(*self._columns[name])
+
+
+class Layout:
+    """Which rows of which ranks' columns follow one another; shared by the columns of a batch."""
+
+    def __init__(self, parts: Sequence[RemoteColumns], index: Tensor | None = None) -> None:
+        """``index``: rows of all parts, as if these lay one after another; None for all of them."""
+        self.parts = tuple(parts)
+        self.index = index
+        self._last: tuple[Any, Layout] | None = None
+
+    def __len__(self) -> int:
+        return sum(part.rows for part in self.parts) if self.index is None else len(self.index)
+
+    def take(self, rows: slice | Tensor) -> Layout:
+        """These rows of it. Columns of one batch ask one after another for the same rows: made once."""
+        if self._last is not None and (
+            self._last[0] is rows or (isinstance(rows, slice) and self._last[0] == rows)
+        ):
+            return self._last[1]
+        taken = Layout(self.parts, (torch.arange(len(self)) if self.index is None else self.index)[rows])
+        self._last = (rows, taken)
+        return taken
+
+    @cached_property
+    def pieces(self) -> tuple[list[tuple[RemoteColumns, np.ndarray | None]], np.ndarray | None]:
+        """Rows by part (None: all), and how the pieces' rows are put in order (None: as they come)."""
+        if self.index is None:
+            return [(part, None) for part in self.parts], None
+        ends = torch.tensor([part.rows for part in self.parts]).cumsum(0)
+        owners = torch.searchsorted(ends, self.index, right=True)
+        order = torch.argsort(owners, stable=True)
+        pieces = []
+        for owner in owners.unique().tolist():
+            part = self.parts[owner]
+            rows = self.index[order[owners[order] == owner]] - (int(ends[owner]) - part.rows)
+            pieces.append((part, rows.numpy()))
+        is_sorted = bool((owners[1:] >= owners[:-1]).all())
+        return pieces, None if is_sorted else torch.argsort(order).numpy()
+
+
+class RemoteTensor(Tensor):
+    """One column of rows that lie with several ranks: a tensor whose bytes are fetched when needed."""
+
+    column: str
+    source: Layout
+    _fetched: Tensor | None
+
+    @staticmethod
+    def of(column: str, layout: Layout, *, row_shape: Sequence[int], dtype: torch.dtype) -> RemoteTensor:
+        """The column of that name, with a row of shape ``row_shape`` for each row of the layout."""
+        make: Any = Tensor._make_wrapper_subclass
+        tensor = make(RemoteTensor, (len(layout), *row_shape), dtype=dtype)
+        tensor.column, tensor.source, tensor._fetched = column, layout, None
+        return tensor
+
+    def rows(self, rows: slice | Tensor) -> RemoteTensor:
+        """These rows of it; nothing is fetched."""
+        taken = RemoteTensor.of(
+            self.column, self.source.take(rows), row_shape=self.shape[1:], dtype=self.dtype
+        )
+        if self._fetched is not None:
+            taken._fetched = self._fetched[rows]
+        return taken
+
+    def fetch(self) -> Tensor:
+        """An ordinary tensor with these rows."""
+        if self._fetched is None:
+            parts, index = self.source.parts, self.source.index
+            whole = parts[0][self.column] if len(parts) == 1 else torch.cat([p[self.column] for p in parts])
+            self._fetched = whole if index is None else whole[index]
+        return self._fetched
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKS_FOR_NO_BYTES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is Tensor.__getitem__ and isinstance(args[0], RemoteTensor) and _is_rows(args[1]):
+            return args[0].rows(args[1])
+        if func is torch.cat and (joined := _join(*args, **kwargs)) is not None:
+            return joined
+        args, kwargs = tree_map(_fetched, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # ty: ignore[incompatible-method-override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map(_fetched, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_ASKS_FOR_NO_BYTES = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.__len__),
+}
+
+
+def _fetched(leaf: Any) -> Any:
+    return leaf.fetch() if isinstance(leaf, RemoteTensor) else leaf
+
+
+def _is_rows(index: Any) -> bool:
+    return isinstance(index, slice) or (
+        type(index) is Tensor and index.dim() == 1 and index.dtype == torch.long
+    )
+
+
+def _join(tensors: Any, dim: int = 0) -> RemoteTensor | None:
+    """Whole remote columns one after another as one remote column; None if they are anything else."""
+    whole = [t for t in tensors if isinstance(t, RemoteTensor) and t.source.index is None]
+    if dim != 0 or len(whole) < len(tensors) or len({(t.column, t.shape[1:], t.dtype) for t in whole}) > 1:
+        return None
+    layout = Layout([part for tensor in whole for part in tensor.source.parts])
+    return RemoteTensor.of(whole[0].column, layout, row_shape=whole[0].shape[1:], dtype=whole[0].dtype)

@@ -1,0 +1,127 @@
+"""The process that holds workers: a Ray actor. Roles of one pool share it, and with it its device.
+
+Besides the calls to its workers, which run one after another in one thread, it answers in a second thread:
+it is asked there whether it is alive and, when a call takes too long, where that thread stands.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import socket
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from strop.controller.arrays import to_array
+from strop.controller.ray_wire import Packed, pack, unpack
+from strop.protocol import DataProto
+
+_WATCH = "watch"
+
+
+class WorkerHost:
+    """One process of a pool, on its own GPU where there are GPUs."""
+
+    def __init__(self) -> None:
+        faulthandler.enable()
+        self._workers: dict[str, Any] = {}
+        self._released = threading.Event()
+        self._calls_thread = threading.get_ident()
+
+    def prepare(self, module_path: list[str], folder: str, threads: int) -> dict[str, Any]:
+        """Become like the driver: its import path, folder and number of threads; tells where this is."""
+        import torch
+
+        sys.path[:] = module_path
+        os.chdir(folder)
+        torch.set_num_threads(threads)
+        self._calls_thread = threading.get_ident()
+        context = ray.get_runtime_context()
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "ip": ray.util.get_node_ip_address(),
+            "node_id": context.get_node_id(),
+            "logs": [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)],
+        }
+
+    def free_port(self) -> int:
+        """A port that nobody listens on."""
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return listener.getsockname()[1]
+
+    def join(self, address: str, rank: int, world_size: int, *, gpu: bool, timeout_s: float | None) -> None:
+        """Meet the pool's other processes in ``torch.distributed``."""
+        import torch
+        import torch.distributed as dist
+
+        if gpu:
+            torch.cuda.set_device(0)
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if gpu else "gloo",
+            init_method=f"tcp://{address}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s or 7 * 24 * 3600),
+        )
+
+    def add(self, name: str, worker: bytes, rank: int, world_size: int) -> tuple[int, int]:
+        """Construct a worker; returns its data-parallel rank and how many of those there are."""
+        worker_cls, init_kwargs = pickle.loads(worker)
+        made = worker_cls(**init_kwargs, rank=rank, world_size=world_size)
+        self._workers[name] = made
+        return getattr(made, "data_parallel_rank", rank), getattr(made, "data_parallel_size", world_size)
+
+    def remove(self, name: str) -> None:
+        """Drop a worker, and with it its model."""
+        self._workers.pop(name, None)
+
+    @ray.method(num_returns=2)
+    def call(self, name: str, method: str, packed: Packed, *objects: Any) -> tuple[Any, Any]:
+        """Call a worker's method; returns a description of the result, and the bytes of its tensors.
+
+        Descriptions: ("batch", columns and their shapes, the rest), ("value", the value) or ("tensors",):
+        then the second part is the packed value.
+        """
+        args, kwargs = unpack(packed, objects)
+        result = getattr(self._workers[name], method)(*args, **kwargs)
+        if isinstance(result, DataProto):
+            columns = {column: (to_array(tensor), tensor.dtype) for column, tensor in result.batch.items()}
+            shapes = {column: (tensor.shape[1:], tensor.dtype) for column, tensor in result.batch.items()}
+            return ("batch", len(result), shapes, result.non_tensor_batch, result.meta_info), columns
+        whole, _ = pack(result)
+        return (("tensors",), whole) if whole.arrays else (("value", result), None)
+
+    def sees(self, path: str) -> bool:
+        """Whether there is such a file, from here."""
+        return Path(path).exists()
+
+    @ray.method(concurrency_group=_WATCH)
+    def lifetime(self) -> None:
+        """Does not return while the process is in use: who waits for it learns at once when it dies."""
+        self._released.wait()
+
+    @ray.method(concurrency_group=_WATCH)
+    def release(self) -> None:
+        """End ``lifetime``."""
+        self._released.set()
+
+    @ray.method(concurrency_group=_WATCH)
+    def stack(self) -> str:
+        """Where the thread stands that runs the calls."""
+        frame = sys._current_frames().get(self._calls_thread)
+        stack = traceback.extract_stack(frame) if frame else []
+        own = next((i for i, entry in enumerate(stack) if entry.filename == __file__), -1)
+        return "".join(traceback.format_list(stack[own + 1 :])) or "(it runs no call)"
+
+
+_ACTOR: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {_WATCH: 3}}
+RemoteHost: Any = ray.remote(**_ACTOR)(WorkerHost)

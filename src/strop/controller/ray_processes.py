@@ -1,0 +1,191 @@
+"""The processes of one pool, and what becomes of a call to them: results, a death, an exception, a hang."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import RayError
+
+from strop.controller import ray_cluster
+from strop.controller.ray_failure import Failure, describe_hang, last_lines, worst
+from strop.controller.ray_host import RemoteHost
+from strop.controller.resource_pool import ResourcePool
+from strop.errors import WorkerError
+
+_LIVE: dict[ResourcePool, Processes] = {}
+_PLACES: dict[ResourcePool, list[Any]] = {}
+_GRACE_S = 2.0
+"""After the first failure: others of the same moment may say more about its cause."""
+_CHECK_S = 1.0
+_STACKS_S = 5.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One method in flight on some ranks of a pool."""
+
+    processes: Processes
+    role: str
+    method: str
+    references: dict[int, Any]
+    """Rank -> what it will return."""
+
+
+def processes_of(pool: ResourcePool, *, gpus: bool, timeout_s: float | None) -> Processes:
+    """The processes of a pool; the first group that asks starts them, once there is room for all pools."""
+    if pool not in _PLACES:
+        _PLACES.update(ray_cluster.take_places(pool.all_of_run, gpus=gpus))
+    if pool not in _LIVE:
+        _LIVE[pool] = Processes(pool, gpus=gpus, timeout_s=timeout_s)
+    return _LIVE[pool]
+
+
+def end_all() -> None:
+    """Kill the processes of all pools and give their places back: without one rank a run cannot go on."""
+    for processes in list(_LIVE.values()):
+        processes.kill()
+    for pool in list(_PLACES):
+        _release(pool)
+
+
+def _release(pool: ResourcePool) -> None:
+    with contextlib.suppress(RayError):
+        ray_cluster.release(_PLACES.pop(pool, []))
+
+
+class Processes:
+    """``pool.world_size`` processes, with ``torch.distributed`` between them if they are several."""
+
+    def __init__(self, pool: ResourcePool, *, gpus: bool, timeout_s: float | None) -> None:
+        self.pool, self.timeout_s = pool, timeout_s
+        self.groups: set[str] = set()
+        self.hosts: list[Any] = []
+        try:
+            self._start(gpus)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, gpus: bool) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        for place, count in zip(_PLACES[self.pool], self.pool.processes_per_node, strict=True):
+            for bundle in range(count):
+                strategy = PlacementGroupSchedulingStrategy(place, bundle)
+                options = {"num_cpus": 1, "num_gpus": int(gpus), "scheduling_strategy": strategy}
+                self.hosts.append(RemoteHost.options(**options).remote())
+        self.facts: list[dict[str, Any]] = [{} for _ in self.hosts]
+        self.lifetimes = {host.lifetime.remote(): rank for rank, host in enumerate(self.hosts)}
+        self.facts = self.all("prepare", sys.path, os.getcwd(), _threads(self.pool))
+        if len(self.hosts) > 1:
+            port = self.wait(Call(self, self.pool.name, "free_port", {0: self.hosts[0].free_port.remote()}))[
+                0
+            ]
+            address = f"{self.facts[0]['ip']}:{port}"
+            joins = {
+                rank: host.join.remote(address, rank, len(self.hosts), gpu=gpus, timeout_s=self.timeout_s)
+                for rank, host in enumerate(self.hosts)
+            }
+            self.wait(Call(self, self.pool.name, "join", joins))
+
+    def all(self, method: str, *args: Any) -> list[Any]:
+        """A method of every host itself; the results by rank."""
+        calls = {rank: getattr(host, method).remote(*args) for rank, host in enumerate(self.hosts)}
+        return list(self.wait(Call(self, self.pool.name, method, calls)).values())
+
+    def wait(self, call: Call) -> dict[int, Any]:
+        """The results by rank.
+
+        Raises ``WorkerError`` when a rank of any pool dies, raises or is not done after ``timeout_s``; all
+        processes of the run are ended then.
+        """
+        references = list(call.references.values())
+        deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        pending = references
+        while pending:
+            done, pending = ray.wait(references, num_returns=len(references), timeout=_CHECK_S)
+            if pending and (failures := _failures(call, done)):
+                self._fail(call, failures, references)
+            if pending and deadline is not None and time.monotonic() > deadline:
+                self._fail_by_hanging(call, pending)
+        try:
+            return dict(zip(call.references, ray.get(references), strict=True))
+        except RayError:
+            self._fail(call, _failures(call, references), references)
+
+    def _fail(self, call: Call, failures: list[Failure], references: list[Any]) -> NoReturn:
+        """End everything, and say what happened, where, and what that process printed last."""
+        ray.wait(references, num_returns=len(references), timeout=_GRACE_S)
+        failure = worst(
+            failures + _failures(call, ray.wait(references, num_returns=len(references), timeout=0)[0])
+        )
+        message = failure.describe(last_lines(failure.facts))
+        end_all()
+        raise WorkerError(message, is_final=failure.is_final) from None
+
+    def _fail_by_hanging(self, call: Call, pending: list[Any]) -> NoReturn:
+        """The same for ranks that do not return: with the stack of each."""
+        late = [rank for rank, reference in call.references.items() if reference in pending]
+        asked = {rank: self.hosts[rank].stack.remote() for rank in range(len(self.hosts))}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STACKS_S)
+        stacks = {rank: _answer(reference) for rank, reference in asked.items()}
+        message = describe_hang(call.role, call.method, self.timeout_s or 0.0, late, stacks, self.facts)
+        end_all()
+        raise WorkerError(message, is_final=False)
+
+    def kill(self) -> None:
+        """End the processes at once, and give their places back."""
+        _LIVE.pop(self.pool, None)
+        for host in self.hosts:
+            with contextlib.suppress(RayError):
+                ray.kill(host)
+        self.hosts = []
+        _release(self.pool)
+
+
+def _failures(call: Call, done: list[Any]) -> list[Failure]:
+    """What went wrong among the results that are there, and which processes of any pool are gone."""
+    failures = []
+    ranks = {reference: rank for rank, reference in call.references.items()}
+    for reference in done:
+        if (error := _error(reference)) is not None:
+            rank = ranks[reference]
+            failures.append(Failure(call.role, rank, call.method, call.processes.facts[rank], error))
+    for processes in _LIVE.values():
+        lifetimes = processes.lifetimes
+        for reference in ray.wait(list(lifetimes), num_returns=len(lifetimes), timeout=0)[0]:
+            if (error := _error(reference)) is not None:
+                rank = lifetimes[reference]
+                role = call.role if processes is call.processes else "+".join(sorted(processes.groups))
+                method = call.method if processes is call.processes else "a wait for the next call"
+                failures.append(Failure(role, rank, method, processes.facts[rank], error))
+    return failures
+
+
+def _error(reference: Any) -> RayError | None:
+    try:
+        ray.get(reference)
+    except RayError as error:
+        return error
+    return None
+
+
+def _answer(reference: Any) -> str | None:
+    """What ``WorkerHost.stack`` said, if it did."""
+    try:
+        return ray.get(reference, timeout=0)
+    except RayError:
+        return None
+
+
+def _threads(pool: ResourcePool) -> int:
+    """Threads of a process: those of the driver, divided among the processes that share its machine."""
+    import torch
+
+    return max(torch.get_num_threads() // max(pool.processes_per_node), 1)
