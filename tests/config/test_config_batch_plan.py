@@ -16,8 +16,8 @@ MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size"
 
 
-def plan(*overrides, **sizes):
-    return BatchPlan.from_config(load_config(overrides), **sizes)
+def plan(*overrides, ranks=1, **sizes):
+    return BatchPlan.from_config(load_config([f"trainer.n_gpus_per_node={ranks}", *overrides]), **sizes)
 
 
 def problems(*overrides, **sizes):

@@ -14,6 +14,8 @@ FREE = (
     "actor_rollout_ref.model.override_config",
     "critic.model.override_config",
     "reward_model.reward_kwargs",
+    "trainer.placement",
+    "trainer.resource_pools",
 )
 
 

@@ -255,7 +255,7 @@ def test_exactly_the_planned_iterations_run(inputs, tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert lines[-1]["epoch"] == 2.0
     assert lines[-1]["episode"] == 48
-    assert trainer.actor_rollout.world_size == 1
+    assert trainer.actor.world_size == 1
 
 
 def test_every_metric_of_the_reference_documents_is_there(inputs, tmp_path):
@@ -286,7 +286,7 @@ def test_every_metric_of_the_reference_documents_is_there(inputs, tmp_path):
 
 def test_an_exported_model_generates_like_the_trained_one(inputs, tmp_path):
     trainer, _ = _run(inputs, tmp_path)
-    trained = trainer.actor_rollout.worker.engine.module.hugging_face_model
+    trained = trainer.actor.worker.engine.module.hugging_face_model
     exported, tokenizer = load_causal_lm(tmp_path / "final_model"), load_tokenizer(tmp_path / "final_model")
     ids = torch.tensor([tokenizer.apply_chat_template(
         [{"role": "user", "content": "1+2="}], add_generation_prompt=True, return_dict=False)])  # fmt: skip

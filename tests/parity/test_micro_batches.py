@@ -40,7 +40,7 @@ def _weights(trainer) -> torch.Tensor:
     return torch.cat(
         [
             weight.detach().flatten()
-            for group in (trainer.actor_rollout, trainer.critic)
+            for group in (trainer.actor, trainer.critic)
             for weight in group.worker.engine.module.parameters()
         ]
     )

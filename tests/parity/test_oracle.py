@@ -114,7 +114,7 @@ def test_three_iterations_give_the_oracles_numbers(trainer, twin):
         assert metrics["objective/loss"] == pytest.approx(expected["actor/loss"], abs=1e-5)
         assert metrics["critic/vf_loss"] == pytest.approx(expected["critic/vf_loss"], abs=1e-4)
 
-    ours = trainer.actor_rollout.worker.engine.module.hugging_face_model
+    ours = trainer.actor.worker.engine.module.hugging_face_model
     our_critic = trainer.critic.worker.engine.module.hugging_face_model
     assert (_flat(language_model) - start).norm() / start.norm() > 1e-2, "the weights hardly moved"
     assert _distance(ours, language_model) < 1e-5

@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 from strop.config.micro_batches import MicroBatchSize, resolve_micro_batch
 from strop.config.names import needs_critic
 from strop.config.nearest import divisors, nearest_in_words
+from strop.config.placement import Placement
 from strop.config.schema import Config
 from strop.errors import ConfigError
 
@@ -55,6 +56,7 @@ class BatchPlan:
     """Every number that follows from the batch-size keys; None for those that need the number of rows."""
 
     ranks: int
+    """Of the actor."""
     prompts: int
     """An iteration."""
     n: int
@@ -73,8 +75,8 @@ class BatchPlan:
     """Those that update the actor: all after `trainer.critic_warmup`."""
 
     @classmethod
-    def from_config(cls, config: Config, *, train_rows: int | None = None, ranks: int = 1) -> Self:
-        """The plan of `config` for `train_rows` training prompts on `ranks` data-parallel ranks.
+    def from_config(cls, config: Config, *, train_rows: int | None = None) -> Self:
+        """The plan of `config` for `train_rows` training prompts, on the ranks that it places each role on.
 
         Raises:
             ConfigError: one line for each size that does not fit the others, with the nearest that do.
@@ -91,10 +93,11 @@ class BatchPlan:
         data, n = config.data, config.actor_rollout_ref.rollout.n
         with_critic = needs_critic(config.algorithm.adv_estimator)
         samples = data.train_batch_size * n
-        actor = attempt(lambda: _plan_update(config, "actor", ranks))
-        critic = attempt(lambda: _plan_update(config, "critic", ranks)) if with_critic else None
+        ranks = Placement.from_config(config).ranks_of_pass
+        actor = attempt(lambda: _plan_update(config, "actor", ranks("actor")))
+        critic = attempt(lambda: _plan_update(config, "critic", ranks("critic"))) if with_critic else None
         forwards = {
-            name: attempt(lambda name=name: _plan_forward(config, name, samples, ranks))
+            name: attempt(lambda name=name: _plan_forward(config, name, samples, ranks(name)))
             for name in forward_passes(config)
         }
         per_epoch = attempt(lambda: _iterations_per_epoch(data.train_batch_size, train_rows))
@@ -106,7 +109,7 @@ class BatchPlan:
         if iterations is None and per_epoch is not None:
             iterations = per_epoch * trainer.total_epochs
         return cls(
-            ranks=ranks,
+            ranks=ranks("actor"),
             prompts=data.train_batch_size,
             n=n,
             samples=samples,

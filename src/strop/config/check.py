@@ -26,13 +26,12 @@ class CheckResult:
             raise ConfigError(*self.errors)
 
 
-def check(config: Config, *, train_rows: int | None = None, ranks: int = 1) -> CheckResult:
+def check(config: Config, *, train_rows: int | None = None) -> CheckResult:
     """Check `config` across its keys.
 
     Args:
         config: what `load_config` gave: each value by itself is of the right type.
         train_rows: prompts in the training files, if known: then the plan has the number of iterations.
-        ranks: data-parallel ranks; this version runs one process.
 
     Returns:
         Errors that stop the run, warnings that do not (keys without effect, deprecated keys, doubtful
@@ -49,7 +48,7 @@ def check(config: Config, *, train_rows: int | None = None, ranks: int = 1) -> C
         )
     warnings += deprecation_lines(config)
     try:
-        plan = BatchPlan.from_config(config, train_rows=train_rows, ranks=ranks)
+        plan = BatchPlan.from_config(config, train_rows=train_rows)
     except ConfigError as error:
         return CheckResult(errors + error.problems, warnings, None)
     if plan.actor_iterations == 0:

@@ -69,13 +69,6 @@ LIMITS: tuple[Limit, ...] = (
         reason="not in this version; set it to fsdp",
     ),
     Limit(
-        keys=("actor_rollout_ref.hybrid_engine",),
-        when="if False",
-        applies=_is_not(True),
-        level="error",
-        reason="actor and rollout share their processes; set it to True",
-    ),
-    Limit(
         keys=("reward_model.reward_manager",),
         when="if prime",
         applies=lambda config, value: value == "prime",
@@ -118,11 +111,11 @@ LIMITS: tuple[Limit, ...] = (
         reason=_IN_PROCESS,
     ),
     Limit(
-        keys=("trainer.nnodes", "trainer.n_gpus_per_node", "*ulysses_sequence_parallel_size"),
+        keys=("*ulysses_sequence_parallel_size",),
         when="if above 1",
         applies=_is_not(1),
         level="warning",
-        reason=_ONE_PROCESS,
+        reason="a sequence stays on one rank; the numbers are the same",
     ),
     Limit(
         keys=("*.fsdp_size",),

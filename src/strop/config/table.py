@@ -16,6 +16,7 @@ from strop.config.check import CheckResult, check
 from strop.config.forecast import Forecast, forecast
 from strop.config.load import to_yaml
 from strop.config.paths import expand
+from strop.config.placement import Placement, runs_on_ray
 from strop.config.schema import Config
 from strop.errors import StropError
 
@@ -90,13 +91,24 @@ def plan_table(plan: BatchPlan) -> Table:
 def placement_table(config: Config, plan: BatchPlan) -> Table:
     """Which model runs where."""
     devices = {"auto": "the GPU if there is one, else the CPU", "cpu": "the CPU", "cuda": "the GPU"}
-    where = f"{plan.ranks} process{'es' if plan.ranks > 1 else ''}, on {devices[config.trainer.device]}"
+    placement, on_ray = Placement.from_config(config), runs_on_ray(config)
     table = _two_columns("Placement")
-    rollout = f"actor and rollout ({config.actor_rollout_ref.rollout.name})"
-    roles = {"log_prob": rollout, "ref": "reference", "values": "critic", "reward_model": "reward model"}
-    for name, role in roles.items():
-        if name in plan.forwards:
-            table.add_row(role, where)
+    generator = config.actor_rollout_ref.rollout.name
+    names = {
+        "ActorRollout": ("log_prob", f"actor and rollout ({generator})"),
+        "Actor": ("log_prob", "actor"),
+        "Rollout": ("log_prob", f"rollout ({generator})"),
+        "RefPolicy": ("ref", "reference"),
+        "Critic": ("values", "critic"),
+        "RewardModel": ("reward_model", "reward model"),
+    }
+    for role, pool in placement.roles.items():
+        forward, name = names[role]
+        if forward in plan.forwards:
+            count = placement.ranks(role)
+            where = f"{count} process{'es' if count > 1 else ''}, each on {devices[config.trainer.device]}"
+            nodes = ", ".join(map(str, placement.pools[pool]))
+            table.add_row(name, f"{where}; pool {pool}, by node: {nodes}" if on_ray else "this process")
     return table
 
 

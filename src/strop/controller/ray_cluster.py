@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import time
@@ -10,8 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import placement_group, remove_placement_group
+
 from strop.controller.resource_pool import ResourcePool
-from strop.errors import ConfigError, MissingExtraError
+from strop.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _PLACEMENT_S = 120.0
@@ -25,10 +28,6 @@ def connect(processes: int) -> None:
     One that is started here ends with this process and has a slot for each of ``processes``, also where
     these are more than the machine has cores: they are slower then, not fewer.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise MissingExtraError("ray", "ray", "a run with several processes")
-    import ray
-
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # a failed call is told once, by us
@@ -49,8 +48,6 @@ def take_places(pools: Sequence[ResourcePool], *, gpus: bool) -> dict[ResourcePo
     Different entries of ``processes_per_node`` are on different nodes. Raises ``ConfigError`` with what is
     asked and what each node has when not all pools fit; nothing is taken then.
     """
-    from ray.util.placement_group import placement_group
-
     resource = "GPU" if gpus else "CPU"
     places: dict[ResourcePool, list[Any]] = {pool: [] for pool in pools}
     nodes = _choose_nodes(pools, resource)
@@ -72,8 +69,6 @@ def take_places(pools: Sequence[ResourcePool], *, gpus: bool) -> dict[ResourcePo
 
 def release(groups: Sequence[Any]) -> None:
     """Give the places back."""
-    from ray.util.placement_group import remove_placement_group
-
     for group in groups:
         remove_placement_group(group)
 
@@ -90,9 +85,6 @@ class Node:
 
 def living_nodes(resource: str) -> list[Node]:
     """The nodes of the cluster."""
-    import ray
-    from ray._private.state import available_resources_per_node
-
     free, nodes = available_resources_per_node(), []
     for node in ray.nodes():
         if node["Alive"]:

@@ -6,14 +6,16 @@ together is public. What can be checked before a model loads is checked here.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
+from strop.config.placement import Placement, runs_on_ray
 from strop.config.schema import Config
 from strop.controller.local import LocalWorkerGroup
 from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role
 from strop.data.files import local_path
-from strop.errors import ModelError
+from strop.errors import MissingExtraError, ModelError
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
 from strop.rewards.manager import RewardManager, load_reward_manager
 from strop.trainer.checkpoint import Checkpoints, verify
@@ -38,14 +40,16 @@ def build_trainer(config: Config) -> RayPPOTrainer:
 
     role_worker_mapping = {
         Role.ActorRollout: ActorRolloutRefWorker,
+        Role.Actor: ActorRolloutRefWorker,
+        Role.Rollout: ActorRolloutRefWorker,
         Role.Critic: CriticWorker,
         Role.RefPolicy: ActorRolloutRefWorker,
         Role.RewardModel: RewardModelWorker,
     }
-    pool = "global_pool"
+    placement = Placement.from_config(config)
     resource_pool_manager = ResourcePoolManager(
-        resource_pool_spec={pool: [config.trainer.n_gpus_per_node] * config.trainer.nnodes},
-        mapping=dict.fromkeys(role_worker_mapping, pool),
+        resource_pool_spec=placement.pools,
+        mapping={Role[role]: pool for role, pool in placement.roles.items()},
     )
     rewards = config.reward_model
     trainer = RayPPOTrainer(
@@ -53,7 +57,7 @@ def build_trainer(config: Config) -> RayPPOTrainer:
         tokenizer=tokenizer,
         role_worker_mapping=role_worker_mapping,
         resource_pool_manager=resource_pool_manager,
-        ray_worker_group_cls=LocalWorkerGroup,
+        ray_worker_group_cls=worker_group_class(config),
         reward_fn=load_reward_manager(config, tokenizer, rewards.num_examine, **rewards.reward_kwargs),
         val_reward_fn=load_reward_manager(
             config, tokenizer, rewards.val_num_examine, **rewards.reward_kwargs
@@ -61,6 +65,17 @@ def build_trainer(config: Config) -> RayPPOTrainer:
     )
     _require_scorers(trainer)
     return trainer
+
+
+def worker_group_class(config: Config) -> type:
+    """``LocalWorkerGroup`` or ``RayWorkerGroup``, as ``trainer.worker_group`` and the placement say."""
+    if not runs_on_ray(config):
+        return LocalWorkerGroup
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError("ray", "ray", "a run with several processes")
+    from strop.controller.ray_group import RayWorkerGroup
+
+    return RayWorkerGroup
 
 
 def _require_shared_vocabulary(config: Config) -> None:

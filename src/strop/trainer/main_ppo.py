@@ -48,11 +48,9 @@ def run(config: Config) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logger.setLevel(logging.INFO)
     require_valid(config)
-    from strop.trainer.build import build_trainer  # torch and transformers: seconds
+    from strop.trainer.restart import train_with_restarts  # torch and transformers: seconds
 
-    trainer = build_trainer(config)
-    trainer.init_workers()
-    trainer.fit()
+    train_with_restarts(config)
     return 0
 
 

@@ -25,12 +25,11 @@ from strop.config.load import as_config
 from strop.config.schema import Config
 from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role
+from strop.controller.worker_group import Future
 from strop.protocol import DataProto
 from strop.trainer import loops
 from strop.trainer.metrics import (
-    UpdateRecord,
     batch_metrics,
-    merge_updates,
     objective_metrics,
     policy_metrics,
     sampler_metrics,
@@ -38,6 +37,7 @@ from strop.trainer.metrics import (
 from strop.trainer.scores import attach_scores, require_finite
 from strop.trainer.seeds import permutation, sample_seeds
 from strop.trainer.timing import PhaseTimer
+from strop.trainer.updates import PendingUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,8 @@ class RayPPOTrainer:
         self.total_steps = loops.total_training_steps(self.config, len(self.train_loader))
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()
-        self.actor_rollout: Any = None  # worker groups: their methods are those of the workers
+        self.actor: Any = None  # worker groups: their methods are those of the workers
+        self.rollout: Any = None  # the actor's own, unless the two are placed apart
         self.ref: Any = None
         self.critic: Any = None
         self.reward_model: Any = None
@@ -100,6 +101,9 @@ class RayPPOTrainer:
         actor = self.config.actor_rollout_ref.actor
         self.kl_in_reward = not actor.use_kl_loss and control.kl_coef > 0
         self.use_reference = uses_reference(self.config)
+        self.full_kl = self.use_reference and (
+            algorithm.kl_penalty == "full" or (actor.use_kl_loss and actor.kl_loss_type == "full")
+        )
         self.use_critic = "values" in self._estimator_needs
         self.use_reward_model = self.config.reward_model.enable
 
@@ -107,15 +111,19 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Build the worker groups of the roles that this run needs, and load their models."""
-        self.actor_rollout = self._group(Role.ActorRollout)
+        if Role.ActorRollout in self.resource_pool_manager.mapping:
+            self.actor = self.rollout = self._group(Role.ActorRollout)
+        else:
+            self.actor, self.rollout = self._group(Role.Actor), self._group(Role.Rollout)
         if self.use_reference:
             self.ref = self._group(Role.RefPolicy)
         if self.use_critic:
             self.critic = self._group(Role.Critic)
         if self.use_reward_model:
             self.reward_model = self._group(Role.RewardModel)
-        for group in self.groups.values():
-            group.init_model()
+        for call in [group.init_model.start() for group in self.groups.values()]:
+            call.get()
+        self.rollout_is_stale = self.rollout is not self.actor
 
     def _group(self, role: Role) -> Any:
         return self.worker_group_cls(
@@ -123,18 +131,25 @@ class RayPPOTrainer:
             init_kwargs={"config": self.config, "role": role},
             resource_pool=self.resource_pool_manager.pool_of(role),
             name=role.name,
+            settings=self.config.trainer,
         )
 
     @property
     def groups(self) -> dict[str, Any]:
         """The worker groups that exist, by the name of their folder in a checkpoint."""
         named = {
-            "actor": self.actor_rollout,
+            "actor": self.actor,
+            "rollout": None if self.rollout is self.actor else self.rollout,
             "ref": self.ref,
             "critic": self.critic,
             "reward_model": self.reward_model,
         }
         return {name: group for name, group in named.items() if group is not None}
+
+    def shutdown(self) -> None:
+        """End the workers and what they hold; the trainer is of no more use."""
+        for group in self.groups.values():
+            group.shutdown()
 
     def fit(self) -> None:
         """Train: ``init_workers`` comes first. Ends after ``total_steps`` iterations."""
@@ -157,10 +172,15 @@ class RayPPOTrainer:
         batch = self.evaluate(batch)
         batch = self.estimate_advantages(batch)
         metrics = self.batch_metrics(batch)
-        if self.use_critic:
-            metrics |= {f"critic/{name}": value for name, value in self.update_critic(batch).items()}
-        if not self.use_critic or self.global_step >= self.config.trainer.critic_warmup:
-            metrics |= policy_metrics(self.update_actor(batch))
+        critic = self.update_critic(batch) if self.use_critic else None
+        trains_actor = not self.use_critic or self.global_step >= self.config.trainer.critic_warmup
+        actor = self.update_actor(batch) if trains_actor else None
+        if critic is not None:
+            with self.timer.phase("update_critic"):
+                metrics |= {f"critic/{name}": value for name, value in critic.get().items()}
+        if actor is not None:
+            with self.timer.phase("update_actor"):
+                metrics |= policy_metrics(actor.get())
         return batch, metrics
 
     # ---------------------------------------------------------------------------------------- parts of
@@ -190,7 +210,20 @@ class RayPPOTrainer:
         request = DataProto(
             {**prompts.batch, "seeds": seeds}, prompts.non_tensor_batch, {**prompts.meta_info, "mode": mode}
         )
-        return self.actor_rollout.generate_sequences(request)
+        self.sync_rollout()
+        return self.rollout.generate_sequences(request)
+
+    def sync_rollout(self) -> None:
+        """Hand the actor's weights, bucket by bucket, to a rollout that has its own copy and lags behind."""
+        if not self.rollout_is_stale:
+            return
+        with self.timer.phase("sync_weights"):
+            bucket = self.actor.weight_bucket(restart=True)
+            while bucket is not None:
+                self.rollout.load_weights(bucket)
+                bucket = self.actor.weight_bucket(restart=False)
+            self.rollout.load_weights(None)
+        self.rollout_is_stale = False
 
     def score(self, batch: DataProto) -> DataProto:
         """``token_level_scores`` [B, T], and each named part of the score as ``reward/<part>`` [B]."""
@@ -204,18 +237,29 @@ class RayPPOTrainer:
     # learn
 
     def evaluate(self, batch: DataProto) -> DataProto:
-        """What the models say of the samples before the update: log-probs, entropies, values."""
+        """What the models say of the samples before the update: log-probs, entropies, values.
+
+        Models in different pools work at the same time.
+        """
         inputs = batch.select(*_MODEL_INPUTS)
+        calls = {}
         if self.use_reference:
-            with self.timer.phase("ref"):
-                batch = batch.union(self.ref.compute_ref_log_prob(inputs))
-            inputs = batch.select(*_MODEL_INPUTS, *(["ref_hidden"] if "ref_hidden" in batch else []))
-        with self.timer.phase("old_log_prob"):
-            batch = batch.union(self.actor_rollout.compute_log_prob(inputs))
+            calls["ref"] = self._start("ref", self.ref.compute_ref_log_prob, inputs)
+        if not self.full_kl:
+            calls["old_log_prob"] = self._start("old_log_prob", self.actor.compute_log_prob, inputs)
         if self.use_critic:
-            with self.timer.phase("values"):
-                batch = batch.union(self.critic.compute_values(inputs))
+            calls["values"] = self._start("values", self.critic.compute_values, inputs)
+        for name, call in calls.items():
+            with self.timer.phase(name):
+                batch = batch.union(call.get())
+        if self.full_kl:  # the actor compares its distributions with those of the reference's hidden states
+            with self.timer.phase("old_log_prob"):
+                batch = batch.union(self.actor.compute_log_prob(batch.select(*_MODEL_INPUTS, "ref_hidden")))
         return batch
+
+    def _start(self, phase: str, method: Any, inputs: DataProto) -> Future:
+        with self.timer.phase(phase):
+            return method.start(inputs)
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """Rewards with the KL penalty, advantages and returns: pure functions of the batch, on the driver."""
@@ -262,53 +306,45 @@ class RayPPOTrainer:
             self.kl_controller.update(mean_sequence_kl(columns["kl"], mask_BT).item(), len(mask_BT))
         return rewards_BT
 
-    def update_critic(self, batch: DataProto) -> dict[str, float]:
-        """The critic's optimizer steps of this iteration."""
+    def update_critic(self, batch: DataProto) -> PendingUpdates:
+        """Start the critic's optimizer steps of this iteration."""
+        section, columns = self.config.critic, batch.select(*_CRITIC_COLUMNS)
         with self.timer.phase("update_critic"):
-            return self._update(
-                self.critic.update_critic, batch.select(*_CRITIC_COLUMNS), self.config.critic, "critic"
+            mini_batches = self._mini_batches(columns, section, "critic")
+            return PendingUpdates(
+                self.critic.update_critic, mini_batches, loss_agg_mode=section.loss_agg_mode
             )
 
-    def update_actor(self, batch: DataProto) -> dict[str, float]:
-        """The actor's optimizer steps of this iteration."""
+    def update_actor(self, batch: DataProto) -> PendingUpdates:
+        """Start the actor's optimizer steps of this iteration."""
+        section = self.config.actor_rollout_ref.actor
         optional = [name for name in _ACTOR_OPTIONAL if name in batch]
+        columns = batch.select(*_ACTOR_COLUMNS, *optional)
+        self.rollout_is_stale = self.rollout is not self.actor
         with self.timer.phase("update_actor"):
-            return self._update(
-                self.actor_rollout.update_actor,
-                batch.select(*_ACTOR_COLUMNS, *optional),
-                self.config.actor_rollout_ref.actor,
-                "actor",
-            )
+            mini_batches = self._mini_batches(columns, section, "actor")
+            return PendingUpdates(self.actor.update_actor, mini_batches, loss_agg_mode=section.loss_agg_mode)
 
-    def _update(
-        self, update: Callable[[DataProto], dict[str, float]], batch: DataProto, section: Any, name: str
-    ) -> dict[str, float]:
-        records = []
-        for epoch in range(section.ppo_epochs):
-            for mini_batch in self._mini_batches(batch, section, name, epoch):
-                metrics = update(mini_batch)
-                meta = mini_batch.meta_info
-                records.append(UpdateRecord(metrics, meta["n_tokens"], meta["n_seqs"]))
-        return merge_updates(records, loss_agg_mode=section.loss_agg_mode)
-
-    def _mini_batches(self, batch: DataProto, section: Any, name: str, epoch: int) -> Iterator[DataProto]:
+    def _mini_batches(self, batch: DataProto, section: Any, name: str) -> Iterator[DataProto]:
         """Which samples share an optimizer step is decided here, before anything is spread over ranks.
 
         Each mini-batch carries the denominators of its losses: its real tokens and its sequences, over all
         ranks.
         """
-        if section.shuffle:
-            batch = batch[
-                permutation(self.config.trainer.seed, name, len(batch), self.global_step + 1, epoch)
-            ]
-        for mini_batch in batch.split(section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n):
-            mini_batch.meta_info |= {
-                "n_tokens": float(mini_batch.batch["response_mask"].sum()),
-                "n_seqs": float(len(mini_batch)),
-                "iteration": self.global_step,
-                "total_iterations": self.total_steps,
-            }
-            yield mini_batch
+        size = section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        for epoch in range(section.ppo_epochs):
+            rows = batch
+            if section.shuffle:
+                order = permutation(self.config.trainer.seed, name, len(batch), self.global_step + 1, epoch)
+                rows = batch[order]
+            for mini_batch in rows.split(size):
+                mini_batch.meta_info |= {
+                    "n_tokens": float(mini_batch.batch["response_mask"].sum()),
+                    "n_seqs": float(len(mini_batch)),
+                    "iteration": self.global_step,
+                    "total_iterations": self.total_steps,
+                }
+                yield mini_batch
 
     def batch_metrics(self, batch: DataProto) -> dict[str, float]:
         """Everything that is known about the samples before the update."""

@@ -46,6 +46,13 @@ class RunFolder:
         """The resolved configuration, in place of an earlier one only when it is whole."""
         atomic_write_text(self.path / "config.yaml", to_yaml(config))
 
+    def latest_checkpoint(self) -> tuple[str, int] | None:
+        """What names the latest checkpoint, and when it was written; None when there is none."""
+        try:
+            return (self.path / _LATEST).read_text().strip(), (self.path / _LATEST).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
     def archive_previous_run(self) -> None:
         """Move what an earlier run left into ``previous_1``, ``previous_2``, ...: nothing is lost."""
         left = [self.path / name for name in (*_RUN_FILES, _LATEST)] + list(self.path.glob("global_step_*"))

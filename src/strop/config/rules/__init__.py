@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strop.config.rules import inputs, learning, named
+from strop.config.rules import inputs, learning, named, processes
 from strop.config.rules.finding import Rule
 
 ALL_RULES: tuple[Rule, ...] = (
@@ -16,6 +16,8 @@ ALL_RULES: tuple[Rule, ...] = (
     learning.critic_warmup,
     learning.kl_horizon,
     learning.dual_clip,
+    processes.worker_group,
+    processes.restarts,
     inputs.data_files,
     inputs.models,
     inputs.tokenizer,

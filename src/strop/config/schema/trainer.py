@@ -30,7 +30,7 @@ class TrainerConfig(Section):
     n_gpus_per_node: PositiveInt
     """Processes (GPUs) on each machine; a default of more than are there means those that are (CPU: 1)."""
     worker_group: Literal["auto", "local", "ray"]
-    """Where workers run: local, in this process; ray, each in its own; auto: ray if there is more than one."""
+    """Workers run in this process (local) or each in its own (ray); auto: ray if there is more than one."""
     resource_pools: dict[str, _ProcessesPerNode]
     """Named groups of processes: {name: [processes on each node]}; {}: one, n_gpus_per_node on nnodes."""
     placement: dict[RoleName, str]

@@ -1,0 +1,56 @@
+"""A run that starts again by itself when it loses a worker (``trainer.max_restarts``)."""
+
+from __future__ import annotations
+
+import logging
+
+from strop.config.schema import Config
+from strop.errors import WorkerError
+from strop.trainer.build import build_trainer
+from strop.trainer.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+def train_with_restarts(config: Config) -> None:
+    """Train as ``config`` says, from the last checkpoint again after each failure of a worker.
+
+    An error that would come again (a wrong model, a bad row) is not tried again. Nothing survives into a
+    restart but the run folder: models, data loaders and reward processes are built anew.
+    """
+    folder = RunFolder(config.trainer.default_local_dir)
+    for restarts_left in range(config.trainer.max_restarts, -1, -1):
+        before = folder.latest_checkpoint()
+        try:
+            train_once(config)
+            return
+        except WorkerError as error:
+            if error.is_final or not restarts_left:
+                raise
+            logger.error("%s", error)
+        after = folder.latest_checkpoint()
+        if after != before:  # saved by this run: a checkpoint that was there already is another's
+            config = _with_resume(config)
+        logger.warning(
+            "starting again %s; %d restart%s left",
+            f"from iteration {after[0]}" if after is not None and after != before else "as the run began",
+            restarts_left - 1,
+            "" if restarts_left == 2 else "s",
+        )
+
+
+def train_once(config: Config) -> None:
+    """Build, train, and give everything back, however it ends."""
+    trainer = build_trainer(config)
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.shutdown()
+
+
+def _with_resume(config: Config) -> Config:
+    changed = config.trainer.model_copy(update={"resume_mode": "auto"})
+    resumed = config.model_copy(update={"trainer": changed})
+    resumed.note_written(config.written or ())
+    return resumed
