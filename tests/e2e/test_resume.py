@@ -36,7 +36,7 @@ DISTURBED = """
     import conftest
     from strop.engines.torch import engine
     from strop.tracking import base
-    from strop.trainer import checkpoint, loops, ppo
+    from strop.trainer import checkpoint, checkpoint_folder, loops, ppo
     from runs import train
 
     phase, iteration = sys.argv[1], int(sys.argv[2])
@@ -63,11 +63,11 @@ DISTURBED = """
         critic = lambda module, optimizer, folder: saving(folder.parent) and folder.name == "critic"
         before(engine.state, "save", critic)
     elif phase == "seal":
-        before(checkpoint, "_seal", saving)
+        before(checkpoint, "seal", saving)
     elif phase == "rename":
         before(Path, "rename", lambda path, target: saving(path))
     elif phase == "latest":
-        before(checkpoint, "atomic_write_text", lambda path, text: "latest" in path.name and
+        before(checkpoint_folder, "atomic_write_text", lambda path, text: "latest" in path.name and
                (path.parent / f"global_step_{iteration}").exists())
     else:
         raise SystemExit(f"unknown phase {phase}")

@@ -2,82 +2,163 @@
 
 A checkpoint is written into ``global_step_N.tmp``, listed in its manifest, made durable, renamed to
 ``global_step_N``, and only then named in ``latest_checkpointed_iteration.txt``. Whenever the process dies,
-the file names a checkpoint that loads.
+the file names a checkpoint that loads. Ranks write into the temporary folder; the driver alone seals and
+renames it, when all of them are done.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import random
+import contextlib
+import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-import numpy as np
 import torch
 
-from strop.atomic import atomic_write_text
-from strop.errors import CheckpointError
+from strop.config.schema import Config
+from strop.errors import CheckpointError, ConfigError, StropError
+from strop.trainer.checkpoint_folder import building_folder, latest_step, publish, saved_steps
+from strop.trainer.manifest import seal, verify
+from strop.trainer.random_state import random_state, restore_random_state
+from strop.trainer.remote import RemoteCheckpoints
+from strop.trainer.resume import find_checkpoint
+from strop.trainer.upload import Uploader
 
-_LATEST = "latest_checkpointed_iteration.txt"
-_MANIFEST = "manifest.json"
+logger = logging.getLogger(__name__)
+
 _TRAINER = "trainer.pt"
 _TRAINED = ("actor", "critic")  # reference and reward model never change
 
 
 class Checkpoints:
-    """The checkpoints of one run folder."""
+    """The checkpoints of one run folder, and their copies in a remote one.
 
-    def __init__(self, folder: Path, *, max_to_keep: int | None = None) -> None:
-        self.folder = folder
+    A context manager around the run: leaving it finishes the save that is in flight (also after an
+    exception: what was written so far is a checkpoint or gone) and waits for the uploads.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_to_keep: int | None = None,
+        background: bool = False,
+        remote: str | None = None,
+    ) -> None:
+        self.folder = folder.expanduser().absolute()  # workers have working directories of their own
         self.max_to_keep = max_to_keep
+        self.background = background
+        self._in_flight: tuple[int, list[Any]] | None = None
+        self._uploader: Uploader | None = None
+        if remote is not None:
+            checkpoints = RemoteCheckpoints(remote)
+            if checkpoints.is_folder(self.folder):
+                raise ConfigError(
+                    f"trainer.default_hdfs_dir={remote} is trainer.default_local_dir itself; name another "
+                    "folder for the copies, or null"
+                )
+            self._uploader = Uploader(checkpoints, max_to_keep=max_to_keep)
+
+    @classmethod
+    def of(cls, config: Config) -> Checkpoints:
+        """The checkpoints of the run that ``config`` describes.
+
+        ``trainer.default_hdfs_dir`` counts only where the user wrote it: its default is a local path.
+        """
+        settings = config.trainer
+        written = config.written is None or "trainer.default_hdfs_dir" in config.written
+        return cls(
+            Path(settings.default_local_dir),
+            max_to_keep=settings.max_ckpt_to_keep,
+            background=settings.async_save,
+            remote=settings.default_hdfs_dir if written else None,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+            if self._uploader is not None:
+                self._uploader.close()
+                self._prune(keep=latest_step(self.folder))
+            return
+        if self._in_flight is not None:
+            logger.info("finishing the checkpoint of iteration %d (Ctrl-C drops it)", self._in_flight[0])
+        try:  # the error that ended the run is the one to raise
+            self.finish()
+            if self._uploader is not None:
+                self._uploader.close()
+        except Exception as failure:  # noqa: BLE001 - a dead worker raises its group's kind of error
+            logger.warning("%s", failure)
 
     def save(self, step: int, groups: Mapping[str, Any], trainer_state: dict[str, Any]) -> Path:
-        """Write ``global_step_<step>``; on failure (a full disk) the earlier checkpoints are as they were."""
-        final, building = self.folder / f"global_step_{step}", self.folder / f"global_step_{step}.tmp"
-        shutil.rmtree(building, ignore_errors=True)
-        try:
+        """Write ``global_step_<step>``; with ``background`` it is there after ``finish``, or some ``poll``.
+
+        A save that is still in flight is finished first. On failure (a full disk) the earlier checkpoints
+        are as they were, and the error is a ``CheckpointError``.
+        """
+        self.finish()
+        for unfinished in self.folder.glob("global_step_*.tmp"):  # from a process that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)
+        building = building_folder(self.folder, step)
+        started: list[Any] = []
+        with self._removed_on_failure(step, started):
             building.mkdir(parents=True)
             for name in _TRAINED:
-                if name in groups:
+                if name not in groups:
+                    continue
+                if self.background:
+                    started.append(groups[name])
+                    groups[name].save_checkpoint(building / name, background=True)
+                else:
                     groups[name].save_checkpoint(building / name)
-            torch.save({**trainer_state, "random": _random_state()}, building / _TRAINER)
-            _seal(building)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-            shutil.rmtree(building, ignore_errors=True)
-            raise CheckpointError(
-                f"the checkpoint of iteration {step} could not be written to {self.folder} ({error}); "
-                f"the latest whole one is {self._latest_step() or 'none'}"
-            ) from error
-        stale = self.folder / f"global_step_{step}.old"
-        if final.exists():  # the same iteration again, after a resume from an earlier checkpoint
-            shutil.rmtree(stale, ignore_errors=True)
-            final.rename(stale)
-        building.rename(final)
-        atomic_write_text(self.folder / _LATEST, f"{step}\n")
-        shutil.rmtree(stale, ignore_errors=True)
+            torch.save({**trainer_state, "random": random_state()}, building / _TRAINER)
+        self._in_flight = step, started
+        if not self.background:
+            self.finish()
+        return self.folder / f"global_step_{step}"
+
+    def poll(self) -> None:
+        """Finish the save in flight if every group has written its part; else return at once."""
+        if self._in_flight is None:
+            return
+        step, groups = self._in_flight
+        with self._removed_on_failure(step, groups):
+            done = all(group.save_is_done() for group in groups)
+        if done:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if any, and make it the latest checkpoint."""
+        if self._in_flight is None:
+            return
+        step, groups = self._in_flight
+        with self._removed_on_failure(step, groups):
+            for group in groups:
+                group.finish_save()
+            seal(building_folder(self.folder, step))
+            publish(self.folder, step)
+        self._in_flight = None
+        if self._uploader is not None:
+            self._uploader.submit(step, self.folder / f"global_step_{step}")
         self._prune(keep=step)
-        return final
 
     def find(self, resume_mode: str) -> Path | None:
-        """The checkpoint to resume from: ``auto`` (the latest, if any), ``disable``, or a path."""
-        if resume_mode == "disable":
-            return None
-        if resume_mode == "auto":
-            step = self._latest_step()
-            if step is None:
-                return None
-            final, stale = self.folder / f"global_step_{step}", self.folder / f"global_step_{step}.old"
-            if stale.exists() and not final.exists():  # died between two renames
-                stale.rename(final)
-            return final
-        return Path(resume_mode).expanduser()
+        """The checkpoint to resume from, on the disk that all nodes share; see ``find_checkpoint``."""
+        remote = None if self._uploader is None else self._uploader.remote
+        return find_checkpoint(self.folder, resume_mode, remote)
 
     def load(self, checkpoint: Path, groups: Mapping[str, Any]) -> dict[str, Any]:
         """Put the state back into worker groups and global random generators; returns the trainer's."""
         verify(checkpoint)
+        checkpoint = checkpoint.absolute()
         for name in _TRAINED:
             if name in groups:
                 if not (checkpoint / name).is_dir():
@@ -90,88 +171,54 @@ class Checkpoints:
             state = torch.load(checkpoint / _TRAINER, weights_only=True)
         except (OSError, RuntimeError, EOFError) as error:
             raise CheckpointError(f"{checkpoint / _TRAINER} cannot be read: {error}") from error
-        _restore_random_state(state.pop("random"))
+        restore_random_state(state.pop("random"))
+        if self._uploader is not None and checkpoint.parent == self.folder:
+            # The run may have been killed before it was uploaded.
+            self._uploader.submit(state["global_step"], checkpoint, only_if_missing=True)
         return state
 
-    def _latest_step(self) -> int | None:
+    def archive_remote(self) -> None:
+        """Move another run's checkpoints in the remote folder aside: a new run would mix with them."""
+        if self._uploader is None:
+            return
+        remote = self._uploader.remote
         try:
-            return int((self.folder / _LATEST).read_text())
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
+            archive = remote.archive()
+        except Exception as error:  # each back-end raises its own kinds: botocore's, pyarrow's, OSError
             raise CheckpointError(
-                f"{self.folder / _LATEST} does not hold a number; write the iteration of a whole checkpoint "
-                "into it, or set trainer.resume_mode=disable"
+                f"the earlier checkpoints in {remote.url} cannot be moved aside ({type(error).__name__}: "
+                f"{error}); set trainer.default_hdfs_dir to a folder of this run's own"
+            ) from error
+        if archive is not None:
+            logger.info("earlier checkpoints in %s are now in %s", remote.url, archive)
+
+    @contextlib.contextmanager
+    def _removed_on_failure(self, step: int, groups: list[Any]) -> Generator[None]:
+        """When the body fails, nothing of the save is left and none of ``groups`` still writes."""
+        try:
+            yield
+        except BaseException as error:
+            self._in_flight = None
+            for group in groups:
+                # The first failure is the one to tell; a dead group raises its own kind.
+                with contextlib.suppress(Exception):
+                    group.finish_save()
+            shutil.rmtree(building_folder(self.folder, step), ignore_errors=True)
+            told_elsewhere = isinstance(error, StropError) and not isinstance(error, CheckpointError)
+            # torch reports a full disk as RuntimeError.
+            if told_elsewhere or not isinstance(error, OSError | RuntimeError):
+                raise
+            raise CheckpointError(
+                f"the checkpoint of iteration {step} could not be written to {self.folder} ({error}); "
+                f"the latest whole one is {latest_step(self.folder) or 'none'}"
             ) from error
 
-    def _prune(self, keep: int) -> None:
-        """Keep the newest ``max_to_keep``, and always the one just written."""
+    def _prune(self, keep: int | None) -> None:
+        """Keep the newest ``max_to_keep``, and always ``keep`` and the one that is being uploaded."""
         if self.max_to_keep is None:
             return
-        steps = sorted(
-            int(path.name.removeprefix("global_step_"))
-            for path in self.folder.glob("global_step_*")
-            if path.name.removeprefix("global_step_").isdigit()
-        )
+        steps = saved_steps(self.folder)
         for step in steps[: -self.max_to_keep]:
-            if step != keep:
-                shutil.rmtree(self.folder / f"global_step_{step}", ignore_errors=True)
-
-
-def verify(checkpoint: Path) -> None:
-    """``CheckpointError`` unless every file of the manifest is there with its size."""
-    if not checkpoint.is_dir():
-        raise CheckpointError(
-            f"trainer.resume_mode: {checkpoint} is not a folder; expected a global_step_N folder"
-        )
-    manifest = checkpoint / _MANIFEST
-    if not manifest.is_file():
-        raise CheckpointError(
-            f"{checkpoint} is not a whole checkpoint: it has no {_MANIFEST} (a save that was cut off, or "
-            "another kind of folder); give a global_step_N folder"
-        )
-    sizes = json.loads(manifest.read_text())
-    for name, size in sizes.items():
-        path = checkpoint / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            raise CheckpointError(
-                f"{checkpoint} is damaged: {name} has {'no file' if found is None else f'{found} bytes'}, "
-                f"the manifest says {size} bytes"
-            )
-
-
-def _seal(building: Path) -> None:
-    """List every file with its size and force all of them to disk."""
-    files = sorted(path for path in building.rglob("*") if path.is_file())
-    sizes = {str(path.relative_to(building)): path.stat().st_size for path in files}
-    atomic_write_text(building / _MANIFEST, json.dumps(sizes, indent=1))
-    for path in [*files, building]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _random_state() -> dict[str, Any]:
-    """The global generators: strop draws from none of them, a user's reward function may."""
-    version, words, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state()
-    name, keys, position, has_gauss, cached = numpy_state
-    return {
-        "python": (version, list(words), gauss),
-        "numpy": (str(name), keys.tolist(), int(position), int(has_gauss), float(cached)),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _restore_random_state(state: dict[str, Any]) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+            path = self.folder / f"global_step_{step}"
+            if step != keep and (self._uploader is None or self._uploader.release(path)):
+                shutil.rmtree(path, ignore_errors=True)

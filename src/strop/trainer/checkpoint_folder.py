@@ -1,0 +1,59 @@
+"""The names and renames by which a finished checkpoint becomes the latest one of its run folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from strop.atomic import atomic_write_text
+from strop.errors import CheckpointError
+
+LATEST = "latest_checkpointed_iteration.txt"
+PREFIX = "global_step_"
+
+
+def building_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of iteration ``step`` is written."""
+    return folder / f"{PREFIX}{step}.tmp"
+
+
+def publish(folder: Path, step: int) -> Path:
+    """Give a sealed checkpoint its name and make it the latest; returns it."""
+    final, stale = folder / f"{PREFIX}{step}", folder / f"{PREFIX}{step}.old"
+    if final.exists():  # the same iteration again, after a resume from an earlier checkpoint
+        shutil.rmtree(stale, ignore_errors=True)
+        final.rename(stale)
+    building_folder(folder, step).rename(final)
+    atomic_write_text(folder / LATEST, f"{step}\n")
+    shutil.rmtree(stale, ignore_errors=True)
+    return final
+
+
+def latest_step(folder: Path) -> int | None:
+    """The iteration of the latest checkpoint; None when there is none."""
+    try:
+        return int((folder / LATEST).read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CheckpointError(
+            f"{folder / LATEST} does not hold a number; write the iteration of a whole checkpoint "
+            "into it, or set trainer.resume_mode=disable"
+        ) from error
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The latest checkpoint of a run folder, also when the run died while it was being replaced."""
+    step = latest_step(folder)
+    if step is None:
+        return None
+    final, stale = folder / f"{PREFIX}{step}", folder / f"{PREFIX}{step}.old"
+    if stale.exists() and not final.exists():  # died between two renames
+        stale.rename(final)
+    return final
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The iterations of all whole checkpoints, in order."""
+    names = (path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*"))
+    return sorted(int(name) for name in names if name.isdigit())

@@ -1,0 +1,182 @@
+"""Checkpoints in a folder that fsspec reaches: hdfs://, s3://, gs://, memory://, file://, or a plain path.
+
+A remote checkpoint is whole when its manifest is there: the manifest is written last and removed first. The
+name of the latest one is written after that, and is only a hint: when it is missing, cut off or names a
+checkpoint that is not whole, the newest whole one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fsspec.callbacks import Callback
+from fsspec.implementations.local import LocalFileSystem
+
+from strop.config.paths import expand
+from strop.data.files import open_filesystem
+from strop.data.progress import progress_bar
+from strop.errors import CheckpointError
+from strop.trainer.checkpoint_folder import LATEST, PREFIX
+from strop.trainer.manifest import MANIFEST, parse_manifest, require_sizes
+
+Advance = Callable[[int], None]
+
+
+class RemoteCheckpoints:
+    """The ``global_step_N`` folders below one URL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = expand(url).rstrip("/")
+        self._fs, root = open_filesystem(self.url)
+        self._root = root.rstrip("/")
+
+    def is_folder(self, folder: Path) -> bool:
+        """Whether this is the local folder ``folder`` under another name."""
+        return isinstance(self._fs, LocalFileSystem) and Path(self._root).resolve() == folder.resolve()
+
+    def url_of(self, step: int) -> str:
+        """Where the checkpoint of iteration ``step`` lies."""
+        return f"{self.url}/{PREFIX}{step}"
+
+    def is_whole(self, step: int) -> bool:
+        """Whether the checkpoint of iteration ``step`` has a whole manifest."""
+        return _manifest(self._fs, f"{self._root}/{PREFIX}{step}") is not None
+
+    def latest(self) -> int | None:
+        """The iteration to resume from: the one that the remote folder names, or the newest whole one."""
+        candidates = sorted(self._steps(), reverse=True)
+        try:
+            named = self._fs.cat_file(f"{self._root}/{LATEST}").decode()
+        except FileNotFoundError:
+            named = ""
+        if named.endswith("\n") and named.strip().isdigit():  # else it is the beginning of a number
+            candidates.insert(0, int(named))
+        return next(filter(self.is_whole, candidates), None)
+
+    def upload(self, checkpoint: Path, *, uploaded: set[str], advance: Advance) -> None:
+        """Copy a whole local checkpoint; files in ``uploaded`` are there from an attempt that failed.
+
+        ``uploaded`` grows with every file, ``advance`` is told of bytes. Raises whatever the file system
+        raises, and ``CheckpointError`` when a file did not arrive with its size.
+        """
+        remote = f"{self._root}/{checkpoint.name}"
+        if not uploaded:
+            self._remove(checkpoint.name)  # an earlier run's, or one whose upload was cut off
+        manifest = (checkpoint / MANIFEST).read_bytes()
+        sizes = parse_manifest(manifest) or {}
+        for name, size in sizes.items():
+            if name in uploaded:
+                continue
+            self._fs.makedirs(f"{remote}/{name}".rpartition("/")[0], exist_ok=True)
+            count = _Counter(advance)
+            self._fs.put_file(str(checkpoint / name), f"{remote}/{name}", callback=count)
+            advance(size - count.total)  # some file systems report nothing
+            uploaded.add(name)
+        require_sizes(self.url, sizes, _sizes(self._fs, remote))
+        self._fs.pipe_file(f"{remote}/{MANIFEST}", manifest)
+        self._fs.pipe_file(f"{self._root}/{LATEST}", f"{checkpoint.name.removeprefix(PREFIX)}\n".encode())
+
+    def prune(self, max_to_keep: int, *, newest: int) -> None:
+        """Up to iteration ``newest``, keep the last ``max_to_keep`` whole checkpoints and nothing else."""
+        steps = sorted((step for step in self._steps() if step <= newest), reverse=True)
+        kept = [step for step in steps if self.is_whole(step)][:max_to_keep]
+        for step in steps:
+            if step not in kept:
+                self._remove(f"{PREFIX}{step}")
+
+    def archive(self) -> str | None:
+        """Move the checkpoints that are there into ``previous_1``, ``previous_2``, ...; returns its URL."""
+        names = [LATEST] if self._fs.exists(f"{self._root}/{LATEST}") else []
+        names += [f"{PREFIX}{step}" for step in self._steps()]
+        if not names:
+            return None
+        number = 1
+        while self._fs.exists(f"{self._root}/previous_{number}"):
+            number += 1
+        archive = f"{self._root}/previous_{number}"
+        self._fs.makedirs(archive)
+        for name in names:
+            self._fs.mv(f"{self._root}/{name}", f"{archive}/{name}", recursive=True)
+        return f"{self.url}/previous_{number}"
+
+    def _steps(self) -> list[int]:
+        """The iterations of all folders, whole or not."""
+        self._fs.invalidate_cache()
+        try:
+            paths = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        names = (path.rstrip("/").rpartition("/")[2].removeprefix(PREFIX) for path in paths)
+        return [int(name) for name in names if name.isdigit()]
+
+    def _remove(self, name: str) -> None:
+        """Remove a checkpoint, so that it is not whole from the first moment on."""
+        self._fs.invalidate_cache()
+        for path in (f"{self._root}/{name}/{MANIFEST}", f"{self._root}/{name}"):
+            if self._fs.exists(path):
+                self._fs.rm(path, recursive=path.endswith(name))
+
+
+def download(url: str, target: Path, *, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Copy the files of the remote checkpoint ``url`` for which ``wanted(relative path)``, but its manifest.
+
+    ``CheckpointError`` when it is not whole, cannot be read, or a file arrives with another size.
+    """
+    fs, remote = open_filesystem(url)
+    remote = remote.rstrip("/")
+    sizes = {name: size for name, size in read_manifest(url).items() if wanted(name)}
+    try:
+        with progress_bar(f"downloading {url}", sum(sizes.values())) as bar:
+            for name, size in sizes.items():
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                count = _Counter(bar.advance)
+                fs.get_file(f"{remote}/{name}", str(target / name), callback=count)
+                bar.advance(size - count.total)
+    except Exception as error:  # each back-end raises its own kinds: botocore's, pyarrow's, OSError
+        raise CheckpointError(f"{url} cannot be downloaded: {type(error).__name__}: {error}") from error
+    require_sizes(url, sizes, {name: (target / name).stat().st_size for name in sizes})
+
+
+def read_manifest(url: str) -> dict[str, int]:
+    """The manifest of a remote checkpoint; ``CheckpointError`` when it is not whole."""
+    fs, remote = open_filesystem(url)
+    try:
+        sizes = _manifest(fs, remote.rstrip("/"))
+    except Exception as error:  # as above
+        raise CheckpointError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+    if sizes is None:
+        raise CheckpointError(
+            f"{url} is not a whole checkpoint: it has no {MANIFEST} (an upload that was cut off, or another "
+            "kind of folder); give the URL of a global_step_N folder"
+        )
+    return sizes
+
+
+def _manifest(fs: Any, folder: str) -> dict[str, int] | None:
+    try:
+        return parse_manifest(fs.cat_file(f"{folder}/{MANIFEST}"))
+    except FileNotFoundError:
+        return None
+
+
+def _sizes(fs: Any, folder: str) -> dict[str, int | None]:
+    """Relative path -> bytes, for every file below ``folder``."""
+    fs.invalidate_cache()
+    root = fs._strip_protocol(folder).rstrip("/")
+    found = fs.find(folder, detail=True)
+    return {path[len(root) :].lstrip("/"): facts["size"] for path, facts in found.items()}
+
+
+class _Counter(Callback):
+    """Passes fsspec's byte counts on and remembers their sum."""
+
+    def __init__(self, advance: Advance) -> None:
+        super().__init__()
+        self.total = 0
+        self._advance = advance
+
+    def relative_update(self, inc: int = 1) -> None:
+        self.total += inc
+        self._advance(inc)
