@@ -322,6 +322,7 @@ def test_a_model_made_for_shorter_sequences_is_doubtful(report, tmp_path):
 def test_every_key_that_counts_as_honoured_is_read_somewhere():
     package = Path(strop.__file__).parent
     files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "config"]
+    files.append(package / "config" / "placement.py")
     text = "\n".join(path.read_text() for path in files)
     in_batch_plan = {keys.per_gpu for keys in MICRO_BATCHES.values()}
     for keys in MICRO_BATCHES.values():
@@ -346,13 +347,11 @@ NOT_HONOURED = {
     "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.actor.strategy": "megatron",
     "critic.strategy": "megatron",
-    "actor_rollout_ref.hybrid_engine": "False",
     "reward_model.reward_manager": "prime",
     "actor_rollout_ref.rollout.response_length": "7",
     "actor_rollout_ref.rollout.prompt_length": "7",
     "actor_rollout_ref.rollout.enforce_eager": "False",
     "actor_rollout_ref.rollout.free_cache_engine": "False",
-    "trainer.nnodes": "2",
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "2",
     "critic.ulysses_sequence_parallel_size": "2",
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": "4",
@@ -399,11 +398,12 @@ def test_the_longest_reward_sequence_counts_only_with_a_tokenizer_of_its_own(rep
 
 
 def test_keys_of_one_reason_share_a_line(report):
-    warnings = report("trainer.nnodes=2", "trainer.n_gpus_per_node=8").warnings
-    (line,) = [line for line in warnings if "one process" in line]
-    assert (
-        line == "no effect (this version trains in one process): trainer.nnodes=2, trainer.n_gpus_per_node=8"
+    sizes = (
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "critic.ulysses_sequence_parallel_size=4",
     )
+    (line,) = [line for line in report(*sizes).warnings if "ulysses" in line]
+    assert line == f"no effect (a sequence stays on one rank; the numbers are the same): {', '.join(sizes)}"
 
 
 def test_deprecated_keys_are_named_and_contradictions_are_errors(report):

@@ -68,12 +68,14 @@ def test_the_document_with_its_paths_replaced_and_small_sizes_passes_the_check(d
             "actor_rollout_ref.rollout.name=hf",
             "data.train_batch_size=4",
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.rollout.n=4",
         ],
         config_path=document_file,
     )
     result = check(config, train_rows=9)
     assert result.errors == []
     assert (result.plan.iterations, result.plan.actor.optimizer_steps) == (2 * 30, 2)
+    assert (result.plan.ranks, result.plan.actor.samples_per_rank) == (8, 1)
 
 
 def test_every_key_of_the_document_is_honoured_or_named_in_a_warning(reference):
@@ -88,7 +90,6 @@ def test_every_key_of_the_document_is_honoured_or_named_in_a_warning(reference):
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         "actor_rollout_ref.rollout.max_num_batched_tokens=8192",
         "actor_rollout_ref.rollout.max_num_seqs=1024",
-        "trainer.n_gpus_per_node=8",
         "trainer.default_hdfs_dir=~/experiments/gsm8k/ppo/gsm8k",
     ]
     for key in moot:
@@ -96,4 +97,4 @@ def test_every_key_of_the_document_is_honoured_or_named_in_a_warning(reference):
         assert status_in_words(key.partition("=")[0]).startswith("no effect")
     # Whatever else a limit is about stands at a value that is what happens anyway, so nothing else is named.
     assert len(re.findall(r"[a-z_]+\.[a-z_.]+=", warned)) == len(moot)
-    assert len(check(config).warnings) == 3
+    assert len(check(config).warnings) == 2

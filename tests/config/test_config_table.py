@@ -50,7 +50,7 @@ def test_the_report_shows_what_the_batch_sizes_come_to(overrides):
     assert row(text, "samples in the run") == "430,080"
     assert row(text, "actor: optimizer steps in the run") == "800"
     assert row(text, "critic: optimizer steps in the run") == "840"
-    assert row(text, "actor and rollout (hf)") == "1 process, on the CPU"
+    assert row(text, "actor and rollout (hf)") == "this process"
     assert "unknown: a model that is not in a local folder" in text
     assert "max_prompt_length: 512" in text
     assert "No errors." in text
@@ -85,7 +85,9 @@ def test_a_run_without_a_critic_shows_none(overrides):
 
 
 def test_errors_and_warnings_come_last_and_without_a_plan_too(overrides):
-    text = shown(load_config([*overrides, "data.train_batch_size=7", "trainer.nnodes=2"]))
+    text = shown(
+        load_config([*overrides, "data.train_batch_size=7", "critic.ulysses_sequence_parallel_size=2"])
+    )
     assert "What the batch sizes come to" not in text
     assert "No errors." not in text
     assert text.index("warning: no effect") < text.index(

@@ -37,6 +37,9 @@ class WorkerHost:
 
     def prepare(self, module_path: list[str], folder: str, threads: int) -> dict[str, Any]:
         """Become like the driver: its import path, folder and number of threads; tells where this is."""
+        os.environ.setdefault(
+            "TQDM_DISABLE", "1"
+        )  # a bar of each process would break into the driver's display
         import torch
 
         sys.path[:] = module_path

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+
+from strop.config import placement
+from strop.config.load import load_config
+from strop.config.placement import Placement, processes_per_node, runs_on_ray
+from strop.config.rules import processes
+from strop.errors import ConfigError
+
+POOLS = "trainer.resource_pools={big: [4, 4], small: [2]}"
+
+
+def of(*overrides):
+    return Placement.from_config(load_config(overrides))
+
+
+def test_one_pool_of_all_processes_is_the_default():
+    found = of("trainer.n_gpus_per_node=3", "trainer.nnodes=2")
+    assert found.pools == {"global_pool": [3, 3]}
+    assert set(found.roles.values()) == {"global_pool"}
+    assert "ActorRollout" in found.roles
+    assert (found.processes, found.ranks("Critic")) == (6, 6)
+
+
+def test_a_role_can_have_a_pool_of_its_own():
+    found = of(POOLS, "trainer.placement={Critic: small}")
+    assert found.roles == {
+        "ActorRollout": "big", "Critic": "small", "RefPolicy": "big", "RewardModel": "big",
+    }  # fmt: skip
+    assert [found.ranks_of_pass(name) for name in ("actor", "log_prob", "ref", "critic", "values")] == [
+        8, 8, 8, 2, 2,
+    ]  # fmt: skip
+
+
+def test_actor_and_rollout_part_without_the_hybrid_engine():
+    found = of(
+        POOLS, "trainer.placement={Rollout: small, Actor: big}", "actor_rollout_ref.hybrid_engine=False"
+    )
+    assert (found.roles["Actor"], found.roles["Rollout"]) == ("big", "small")
+    assert "ActorRollout" not in found.roles
+    assert (found.ranks_of_pass("actor"), found.ranks_of_pass("log_prob")) == (8, 8)
+
+
+def test_names_that_do_not_fit_are_told_together():
+    with pytest.raises(ConfigError) as caught:
+        of(POOLS, "trainer.placement={Actor: big, Critic: tiny}")
+    actor, critic = caught.value.problems
+    assert actor == (
+        "trainer.placement.Actor: with actor_rollout_ref.hybrid_engine=True the policy's roles are "
+        "ActorRollout"
+    )
+    assert critic == "trainer.placement.Critic=tiny: no such pool; trainer.resource_pools has big, small"
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0, 1), (2, 2), (16, 8)])
+def test_a_number_of_gpus_that_nobody_wrote_is_what_the_machine_has(monkeypatch, gpus, expected):
+    monkeypatch.setattr(placement, "visible_gpus", lambda: gpus)
+    assert processes_per_node(load_config([])) == expected
+    assert processes_per_node(load_config(["trainer.device=cpu"])) == 1
+    assert processes_per_node(load_config(["trainer.n_gpus_per_node=8"])) == 8
+
+
+def test_gpus_are_counted_by_what_this_process_may_use(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert placement.visible_gpus() == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert placement.visible_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.n_gpus_per_node=1"], False),
+        (["trainer.n_gpus_per_node=2"], True),
+        (["trainer.n_gpus_per_node=1", "trainer.worker_group=ray"], True),
+        (["trainer.n_gpus_per_node=2", "trainer.worker_group=local"], False),
+    ],
+)
+def test_more_than_one_process_runs_on_ray(overrides, expected):
+    assert runs_on_ray(load_config(overrides)) is expected
+
+
+def test_many_processes_in_one_are_an_error():
+    (found,) = processes.worker_group(
+        load_config(["trainer.n_gpus_per_node=2", "trainer.worker_group=local"])
+    )
+    assert found.level == "error"
+    assert found.text.startswith("trainer.worker_group=local is one process, and 2 are asked for")
+
+
+def test_without_ray_several_processes_are_an_error(monkeypatch):
+    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: None)
+    (found,) = processes.worker_group(load_config(["trainer.n_gpus_per_node=2"]))
+    assert found.text == "2 processes run on Ray, which is not installed: pip install 'strop[ray]'"
+
+
+def test_restarts_without_checkpoints_or_processes_are_doubtful():
+    assert list(processes.restarts(load_config(["trainer.max_restarts=0"]))) == []
+    ray = ["trainer.max_restarts=2", "trainer.n_gpus_per_node=2"]
+    assert list(processes.restarts(load_config([*ray, "trainer.save_freq=1"]))) == []
+    (anew,) = processes.restarts(load_config(ray))
+    assert "begins anew" in anew.text
+    (alone,) = processes.restarts(load_config(["trainer.max_restarts=2", "trainer.n_gpus_per_node=1"]))
+    assert "no effect in one process" in alone.text
