@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,20 +67,38 @@ class Engine(Protocol):
         """Clip, step and clear the gradients; when they are not finite, skip the step."""
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's weights by Hugging Face name, one at a time."""
+    def on_device(self) -> AbstractContextManager[None]:
+        """Inside, the weights are on the device, for an in-process rollout that shares them."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write model and optimizer state, so that training can go on exactly."""
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's whole weights by Hugging Face name, one at a time, tied ones once, detached.
+
+        Collective: every rank iterates to the end.
+        """
+        ...
+
+    def save(self, folder: Path, *, background: bool = False) -> None:
+        """Write model and optimizer state, so that training can go on exactly.
+
+        With ``background`` the state of now is written while training goes on; ``finish_save`` ends it.
+        """
+        ...
+
+    def save_is_done(self) -> bool:
+        """Whether no background save is under way; does not wait."""
+        ...
+
+    def finish_save(self) -> None:
+        """Wait for the background save, if there is one; ``CheckpointError`` when it failed."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Read what ``save`` wrote."""
+        """Read what ``save`` wrote, on any number of ranks."""
         ...
 
-    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write a Hugging Face folder with safetensors weights."""
+    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True) -> None:
+        """Write a Hugging Face folder; without ``weights``, its configuration and tokenizer only."""
         ...
 
 

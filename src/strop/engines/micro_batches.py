@@ -21,12 +21,21 @@ class MicroBatching:
     rows: int | None = None
     max_tokens: int | None = None
 
-    def split(self, batch: DataProto) -> list[Tensor]:
+    def split(self, batch: DataProto, at_least: int = 1) -> list[Tensor]:
         """Row indices of each micro-batch. Rows of like length share one, so that little of it is padding.
 
         ``max_tokens`` bounds rows x the longest row of the micro-batch and is strict: a single row above it
-        is a ``ConfigError``.
+        is a ``ConfigError``. Fewer micro-batches than ``at_least`` are halved until there are so many; when
+        there are not as many rows, the last ones are empty.
         """
+        pieces = self._pieces(batch)
+        while len(pieces) < at_least:
+            longest = max(range(len(pieces)), key=lambda index: len(pieces[index]))
+            half = (len(pieces[longest]) + 1) // 2
+            pieces[longest : longest + 1] = [pieces[longest][:half], pieces[longest][half:]]
+        return pieces
+
+    def _pieces(self, batch: DataProto) -> list[Tensor]:
         lengths_B = batch.batch["attention_mask"].sum(dim=1)
         order_B = torch.argsort(lengths_B, descending=True, stable=True)
         if self.max_tokens is None:

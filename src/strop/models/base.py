@@ -15,6 +15,9 @@ class RoleModel(nn.Module):
         super().__init__()
         self.hugging_face_model = hugging_face_model
 
+    def check(self) -> None:
+        """``ModelError`` when the wrapper does not fit the model; needs its weights."""
+
     hugging_face_model: PreTrainedModel
     """What is exported, and what an in-process rollout generates with."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -162,9 +162,8 @@ def load_scorer(
 ) -> PreTrainedModel:
     """A sequence-classification model with one output: the shape of a reward model and of a critic.
 
-    A folder without a ``score`` layer (a language model) gets a fresh one, without bias, drawn from
-    N(0, 1/(hidden + 1)) (std = 1/sqrt(hidden + 1): Stiennon et al. 2020, appendix) by a generator seeded with
-    ``fresh_head_seed``; with ``fresh_head_seed=None`` (a reward model) that is a ``ModelError``.
+    A folder without a ``score`` layer (a language model) gets a fresh one, without bias, by ``fresh_head``;
+    with ``fresh_head_seed=None`` (a reward model) that is a ``ModelError``.
     """
     config = load_model_config(
         path, override_config=override_config or {}, trust_remote_code=trust_remote_code
@@ -189,13 +188,17 @@ def load_scorer(
     if "score.weight" in missing:
         if fresh_head_seed is None:
             raise ModelError(f"reward model {path}: no weights for its score layer; is it a language model?")
-        generator = torch.Generator().manual_seed(fresh_head_seed)
-        std = (head.in_features + 1) ** -0.5
         with torch.no_grad():
-            head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * std)
+            head.weight.copy_(fresh_head(head.in_features, fresh_head_seed))
     if others := missing - {"score.weight"}:
         raise ModelError(f"model {path}: no weights for {sorted(others)[:5]}")
     return model
+
+
+def fresh_head(hidden: int, seed: int) -> Tensor:
+    """Weights [1, H] of a scalar head from N(0, 1/(H + 1)) (Stiennon et al. 2020, appendix)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((1, hidden), generator=generator) * (hidden + 1) ** -0.5
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

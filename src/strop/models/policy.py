@@ -6,11 +6,12 @@ H hidden, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from transformers import PretrainedConfig, PreTrainedModel
 
 from strop.algorithms.logprobs import token_log_probs
@@ -21,7 +22,7 @@ Projection = Callable[[Tensor], Tensor]
 _CHUNK = 256  # tokens whose logits exist at once: at 49k words 1.0 GB at the peak, against 1.65 GB for 1024
 
 
-def logit_projection(config: PretrainedConfig, head: nn.Module) -> Projection:
+def logit_projection(config: PretrainedConfig, head: Projection) -> Projection:
     """The map from hidden states [..., H] to logits [..., V], with the model family's scaling or soft cap."""
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
     multiplier = getattr(config, "logit_scale", None)  # Cohere
@@ -60,19 +61,42 @@ class PolicyModel(RoleModel):
     """A causal LM that answers with per-token figures of its responses instead of logits."""
 
     def __init__(self, language_model: PreTrainedModel) -> None:
+        """A model whose weights are still to come (on the meta device) is checked by ``check`` later."""
         super().__init__(language_model)
         head = language_model.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(language_model).__name__} has no output embeddings to project with")
         self._project = logit_projection(language_model.config, head)
-        check_projection(language_model, self._project)
-        self._reference_head: Projection | None = None
+        self._reference_head: dict[str, Tensor] | None = None
+        if not head.weight.is_meta:
+            self.check()
+
+    def check(self) -> None:
+        """``ModelError`` when the log-probs would not be those of the model's own logits."""
+        check_projection(self.hugging_face_model, self._project)
 
     def keep_reference_head(self) -> None:
         """Freeze a copy of today's output layer: the full KL needs the reference's logits."""
-        head = copy.deepcopy(self.hugging_face_model.get_output_embeddings()).requires_grad_(False)
-        # Held in the closure only: as a sub-module it would be trained, saved and exported.
-        self._reference_head = logit_projection(self.hugging_face_model.config, head)
+        head = self.hugging_face_model.get_output_embeddings()
+        # A plain dictionary: as a sub-module it would be trained, saved and exported.
+        self._reference_head = {name: weight.detach().clone() for name, weight in head.named_parameters()}
+
+    def _reference_projection(self) -> Projection:
+        if self._reference_head is None:
+            raise ModelError("the full KL needs keep_reference_head() to be called before training")
+        head = self.hugging_face_model.get_output_embeddings()
+        # of a sharded model the copy is sharded too, and gathered here once a pass, for all chunks of tokens
+        whole = {
+            name: weight.full_tensor() if isinstance(weight, DTensor) else weight
+            for name, weight in self._reference_head.items()
+        }
+        dtype = next(head.parameters()).dtype
+
+        def frozen(hidden: Tensor) -> Tensor:
+            weights = {name: weight.to(dtype) for name, weight in whole.items()}
+            return functional_call(head, weights, hidden.to(dtype))
+
+        return logit_projection(self.hugging_face_model.config, frozen)
 
     def forward(
         self,
@@ -91,16 +115,18 @@ class PolicyModel(RoleModel):
         """
         mask_BT = batch["response_mask"].bool()
         prompt_width = batch["input_ids"].shape[1] - mask_BT.shape[1]
+        kept_BT = mask_BT
+        if not mask_BT.any():  # the pass must reach every parameter still: other ranks wait for its gradient
+            kept_BT = torch.zeros_like(mask_BT)
+            kept_BT[0, 0] = True
         hidden_BTH = hidden_states(self.hugging_face_model, batch)[:, prompt_width - 1 : -1]
         reference = None
         if with_full_kl:
-            if self._reference_head is None:
-                raise ModelError("the full KL needs keep_reference_head() to be called before training")
-            reference = (batch["ref_hidden"][mask_BT], self._reference_head)
+            reference = (batch["ref_hidden"][kept_BT], self._reference_projection())
         found = token_log_probs(
-            hidden_BTH[mask_BT],
+            hidden_BTH[kept_BT],
             self._project,
-            batch["responses"][mask_BT],
+            batch["responses"][kept_BT],
             temperature=temperature,
             with_entropy=with_entropy,
             chunk_size=_CHUNK,
@@ -109,7 +135,8 @@ class PolicyModel(RoleModel):
 
         def unpack(values_N: Tensor) -> Tensor:
             zeros_BT = torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=values_N.device)
-            return zeros_BT.masked_scatter(mask_BT, values_N)
+            values_BT = zeros_BT.masked_scatter(kept_BT, values_N)
+            return values_BT if kept_BT is mask_BT else values_BT * mask_BT
 
         outputs = {"log_prob": unpack(found.log_probs_N)}
         if found.entropy_N is not None:

@@ -1,24 +1,37 @@
-"""Training state on disk by ``torch.distributed.checkpoint``: it loads on another number of ranks."""
+"""Training state on disk by ``torch.distributed.checkpoint``: it loads on another number of ranks.
+
+The files hold ``model.<name>`` for every parameter (tied ones once) and persistent buffer, and
+``optimizer.<name>.step|exp_avg|exp_avg_sq``, whole or sharded: names and numbers do not depend on the ranks
+that wrote them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from strop.engines.torch import ranks
 from strop.errors import CheckpointError
+
+_FAILURES = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    EOFError,
+    pickle.UnpicklingError,
+    dcp.CheckpointException,
+)
 
 
 def materialize(optimizer: torch.optim.AdamW) -> None:
@@ -36,44 +49,98 @@ def materialize(optimizer: torch.optim.AdamW) -> None:
             }
 
 
-def _collect(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    collected: dict[str, Any] = {"model": get_model_state_dict(module)}
-    if optimizer is not None:
-        collected["optimizer"] = get_optimizer_state_dict(module, optimizer)
-    return collected
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that belong to a saved model; every rank holds them whole."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def save(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
-    """Write the state into ``folder``; ``CheckpointError`` when the disk refuses (full, read-only)."""
+def save(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, *, background: bool = False
+) -> Future | None:
+    """Write the state into ``folder``; collective.
+
+    With ``background`` the state is copied to CPU memory and written by a thread: give the future to
+    ``finish``. ``CheckpointError`` when the disk refuses (full, read-only).
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with _single_process():
-            dcp.save(_collect(module, optimizer), checkpoint_id=str(folder), no_dist=True)
-    except (OSError, RuntimeError, dcp.CheckpointException) as error:
-        raise CheckpointError(f"cannot write the checkpoint {folder}: {_cause(error)}") from error
+    write: Any = dcp.async_save if background else dcp.save
+    with failing_as(f"cannot write the checkpoint {folder}"):
+        found = write(_collect(module, optimizer), checkpoint_id=str(folder), **_process_group())
+    return found if background else None
+
+
+def finish(saving: Future, folder: Path) -> None:
+    """Wait for a background save; ``CheckpointError`` when it failed."""
+    with failing_as(f"cannot write the checkpoint {folder}"):
+        saving.result()
 
 
 def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
-    """Read what ``save`` wrote, bit for bit; ``CheckpointError`` when it is incomplete or does not fit."""
+    """Read what ``save`` wrote, bit for bit; collective.
+
+    ``CheckpointError`` when it is incomplete, or its names or shapes are not those of this model.
+    """
     collected = _collect(module, optimizer)
-    try:
-        with _single_process():
-            dcp.load(collected, checkpoint_id=str(folder), no_dist=True)
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, dcp.CheckpointException) as error:
-        raise CheckpointError(
-            f"{folder} cannot be read as the state of this model: {_cause(error)}"
-        ) from error
-    set_model_state_dict(module, collected["model"])
+    message = f"{folder} cannot be read as the state of this model"
+    with failing_as(message):
+        if misfits := _misfits(collected, stored_shapes(folder)):
+            raise CheckpointError(f"{message}: {'; '.join(misfits[:5])}")
+        dcp.load(collected, checkpoint_id=str(folder), **_process_group())
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor in the files of ``folder``, by name; needs no process group."""
+    entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _collect(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """The tensors themselves, not copies: loading writes into them."""
+    parameters = dict(module.named_parameters())
+    found = {f"model.{name}": weight.detach() for name, weight in parameters.items()}
+    found |= {f"model.{name}": buffer for name, buffer in persistent_buffers(module)}
     if optimizer is not None:
-        set_optimizer_state_dict(module, optimizer, collected["optimizer"])
+        for name, parameter in parameters.items():
+            for kind, tensor in optimizer.state[parameter].items():
+                found[f"optimizer.{name}.{kind}"] = tensor
+    return found
+
+
+def _misfits(wanted: dict[str, Tensor], stored: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> list[str]:
+    misfits = []
+    for name, tensor in wanted.items():
+        if name not in stored:
+            misfits.append(f"it has no {name}")
+        elif tuple(tensor.shape) != stored[name][0]:
+            misfits.append(f"{name} is {list(stored[name][0])} there, expected {list(tensor.shape)}")
+    return misfits
+
+
+def _process_group() -> dict[str, Any]:
+    return {"process_group": ranks.cpu_group()} if ranks.several() else {"no_dist": True}
 
 
 @contextlib.contextmanager
-def _single_process() -> Generator[None]:
-    """Without torch's reminder, at every call, that there is one process: we say so by ``no_dist``."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def failing_as(message: str) -> Generator[None]:
+    """What torch raises over the files inside becomes a ``CheckpointError`` that begins with ``message``.
+
+    And torch's reminder that there is one process, at every call, is not shown: we say so by ``no_dist``.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointError:
+        raise
+    except _FAILURES as error:
+        raise CheckpointError(f"{message}: {_cause(error)}") from error
 
 
 def _cause(error: BaseException) -> str:

@@ -1,0 +1,99 @@
+"""A Hugging Face folder written one file at a time, never holding the whole model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from strop.engines.torch.state import failing_as, stored_shapes
+from strop.errors import CheckpointError
+
+MAX_FILE_BYTES = 2 << 30
+"""Of one safetensors file, and so of CPU memory, unless a single tensor is larger."""
+_MODEL = "model.hugging_face_model."
+
+
+def plan_files(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """The names of each file, in order, filled up to ``max_bytes``."""
+    files: list[list[str]] = []
+    used = 0
+    for name, size in sizes.items():
+        if not files or used + size > max_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(name)
+        used += size
+    return files
+
+
+def write_weights(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    sizes: Mapping[str, int],
+    max_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write ``tensors``, which come in the order of ``sizes`` (bytes by name), as transformers names files.
+
+    ``CheckpointError`` when the disk refuses.
+    """
+    files = plan_files(sizes, max_bytes)
+    incoming: Iterator[tuple[str, Tensor]] = iter(tensors)
+    weight_map: dict[str, str] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, names in enumerate(files, start=1):
+            file = f"model-{number:05}-of-{len(files):05}.safetensors"
+            file = "model.safetensors" if len(files) == 1 else file
+            content = {}
+            for _ in names:
+                name, tensor = next(incoming)
+                content[name] = tensor.cpu().contiguous()
+            save_file(content, folder / file, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(content, file))
+        if len(files) > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
+
+
+def export_from_shards(
+    state_folder: Path, huggingface_folder: Path, out: Path, max_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Build a Hugging Face folder from what ``Engine.save`` wrote, without the ranks that wrote it.
+
+    Configuration and tokenizer are copied from ``huggingface_folder``. One file's weights at a time are in
+    memory. ``CheckpointError`` when the state is incomplete or the disk refuses.
+    """
+    with failing_as(f"{state_folder} holds no sharded state"):
+        stored = stored_shapes(state_folder)
+    shapes = {name.removeprefix(_MODEL): entry for name, entry in stored.items() if name.startswith(_MODEL)}
+    if not shapes:
+        raise CheckpointError(f"{state_folder} holds no weights of a model; it holds {sorted(stored)[:3]}")
+    try:
+        shutil.copytree(
+            huggingface_folder, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*")
+        )
+    except OSError as error:
+        raise CheckpointError(f"cannot copy {huggingface_folder} to {out}: {error}") from error
+    sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+    write_weights(out, _read(state_folder, shapes), sizes, max_bytes)
+
+
+def _read(
+    folder: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, (shape, dtype) in shapes.items():
+        tensor = torch.empty(shape, dtype=dtype)
+        with failing_as(f"{folder}: {name} cannot be read"):
+            dcp.load({_MODEL + name: tensor}, checkpoint_id=str(folder), no_dist=True)
+        yield name, tensor

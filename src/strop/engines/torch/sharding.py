@@ -1,0 +1,123 @@
+"""FSDP2: every decoder layer a unit of sharding, the rest (embeddings, last norm, head) the root's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from strop.errors import ConfigError
+from strop.models.base import RoleModel
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """Which modules are units, and how many ranks share one copy of the parameters."""
+
+    layer_classes: tuple[str, ...] = ()
+    """Names of the classes to shard as units; none: the model's own decoder layers."""
+    min_num_params: int = 0
+    """Instead, units of at least this many parameters; 0: by class."""
+    fsdp_size: int = -1
+    """Ranks that share one copy; -1: all. 1: every rank has its own."""
+
+
+def shard(
+    module: RoleModel, settings: ShardingSettings, device: torch.device, compute_dtype: torch.dtype | None
+) -> None:
+    """Shard ``module`` in place over the default process group; collective.
+
+    With ``compute_dtype`` the forward and backward passes run in it, on float32 masters, and gradients are
+    reduced in float32. Gradients are summed over the ranks, not averaged: losses have global denominators.
+
+    Raises ``ConfigError`` for a size that does not divide and for classes that the model lacks.
+    """
+    mesh = _mesh(dist.group.WORLD, device.type, _ranks_per_copy(settings.fsdp_size))
+    policy, root_policy = MixedPrecisionPolicy(), MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        # The root's inputs are the columns of the batch: not to be rounded.
+        root_policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    for unit in _units(module, settings):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=root_policy)
+    register_fsdp_forward_method(module, "check")
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the gathered parameters: the root keeps its own after a forward pass, for a backward pass."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def _ranks_per_copy(fsdp_size: int) -> int:
+    world = dist.get_world_size()
+    size = world if fsdp_size == -1 else min(fsdp_size, world)
+    if world % size:
+        divisors = [number for number in range(1, world + 1) if world % number == 0]
+        raise ConfigError(
+            f"fsdp_size={fsdp_size} does not divide the {world} ranks; set it to one of {divisors}, or -1"
+        )
+    return size
+
+
+@lru_cache(maxsize=8)
+def _mesh(world: dist.ProcessGroup, device_type: str, ranks_per_copy: int) -> DeviceMesh:
+    """One mesh for all models of these processes: a mesh of two dimensions opens process groups."""
+    size = world.size()
+    if ranks_per_copy == size:
+        return init_device_mesh(device_type, (size,))
+    return init_device_mesh(
+        device_type, (size // ranks_per_copy, ranks_per_copy), mesh_dim_names=("copy", "shard")
+    )
+
+
+def _units(module: RoleModel, settings: ShardingSettings) -> list[nn.Module]:
+    """The modules to shard, inner ones first."""
+    model = module.hugging_face_model
+    inside = [unit for unit in model.base_model.modules() if unit is not model.base_model]
+    if settings.min_num_params:
+        return list(_large(model.base_model, settings.min_num_params))
+    classes = set(settings.layer_classes) or set(model._no_split_modules or ())
+    units = [unit for unit in reversed(inside) if type(unit).__name__ in classes]
+    if unknown := set(settings.layer_classes) - {type(unit).__name__ for unit in units}:
+        found = sorted({type(unit).__name__ for unit in inside})
+        raise ConfigError(
+            f"wrap_policy.transformer_layer_cls_to_wrap: {type(model).__name__} has no {sorted(unknown)}; "
+            f"its modules are {found}"
+        )
+    return units
+
+
+def _large(decoder: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
+    """Modules inside the decoder with that many parameters which are not in an inner one of them.
+
+    Embeddings stay with the root: an output layer may be tied to them, and it runs once a chunk of tokens.
+    """
+    taken: set[int] = set()
+    inner = [unit for unit in decoder.modules() if unit is not decoder]
+    for unit in reversed(inner):
+        if isinstance(unit, nn.ModuleList | nn.ModuleDict | nn.Embedding):
+            continue
+        own = [weight for weight in unit.parameters() if id(weight) not in taken]
+        if sum(weight.numel() for weight in own) >= min_num_params:
+            taken.update(map(id, own))
+            yield unit

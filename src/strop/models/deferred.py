@@ -1,0 +1,185 @@
+"""Models without weights, and where their weights come from: read one tensor at a time.
+
+A sharded model is built with its parameters on the meta device, sharded, and only then given memory, so
+that no process ever holds all of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from strop.errors import ModelError
+from strop.models.loader import fresh_head, load_causal_lm, load_model_config, load_scorer
+
+
+class WeightSource:
+    """The weights of one model on disk, by the parameter names of the model in memory."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        path: str | Path,
+        *,
+        load: Callable[[], PreTrainedModel],
+        fresh: Mapping[str, Callable[[], Tensor]],
+    ) -> None:
+        """``load`` reads the whole model by transformers; ``fresh`` makes weights that the files may lack."""
+        self._load = load
+        self._fresh = fresh
+        self._files = _find(model, Path(path), fresh)
+
+    @property
+    def readable(self) -> bool:
+        """Whether the files are safetensors that hold the tensors as the model has them.
+
+        Otherwise (GGUF, quantized or converted weights) ``stream`` reads the whole model first.
+        """
+        return self._files is not None
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter in float32, tied ones once. ``ModelError`` when it cannot be read."""
+        if self._files is None:
+            yield from ((name, weight.detach()) for name, weight in self._load().named_parameters())
+            return
+        for name, place in self._files.items():
+            if place is None:
+                yield name, self._fresh[name]()
+                continue
+            file, key = place
+            try:
+                with safe_open(file, framework="pt") as tensors:
+                    yield name, tensors.get_tensor(key).float()
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"cannot read {key} from {file}: {error}") from error
+
+
+def defer_causal_lm(path: str | Path, **options: Any) -> tuple[PreTrainedModel, WeightSource]:
+    """What ``load_causal_lm`` loads with the same options: a model on the meta device, and its weights."""
+    model = _without_weights(AutoModelForCausalLM, path, **options)
+    return model, WeightSource(model, path, load=lambda: load_causal_lm(path, **options), fresh={})
+
+
+def defer_scorer(
+    path: str | Path, *, fresh_head_seed: int | None, **options: Any
+) -> tuple[PreTrainedModel, WeightSource]:
+    """What ``load_scorer`` loads with the same options: a model on the meta device, and its weights."""
+    model = _without_weights(AutoModelForSequenceClassification, path, num_labels=1, **options)
+    fresh = {}
+    head = getattr(model, "score", None)
+    if fresh_head_seed is not None and isinstance(head, nn.Linear) and head.bias is None:
+        fresh["score.weight"] = lambda: fresh_head(head.in_features, fresh_head_seed)
+
+    def load() -> PreTrainedModel:
+        return load_scorer(path, fresh_head_seed=fresh_head_seed, **options)
+
+    return model, WeightSource(model, path, load=load, fresh=fresh)
+
+
+def _without_weights(
+    auto_class: Any,
+    path: str | Path,
+    *,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    num_labels: int | None = None,
+) -> PreTrainedModel:
+    config = load_model_config(
+        path, override_config=override_config or {}, trust_remote_code=trust_remote_code
+    )
+    if num_labels is not None:
+        config.num_labels = num_labels
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        with _parameters_on_meta():
+            model = auto_class.from_config(
+                config, dtype=torch.float32, trust_remote_code=trust_remote_code, **options
+            )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"cannot build the model of {path}: {error}") from error
+    if (Path(path) / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Generator[None]:
+    """Inside, modules are built with parameters on the meta device and buffers with their real values."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # a tied one stays the same object
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # ty: ignore[invalid-assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+_Places = dict[str, tuple[Path, str] | None]
+
+
+def _find(model: PreTrainedModel, path: Path, fresh: Mapping[str, Any]) -> _Places | None:
+    """File and key of every parameter (None: to be made); None if the files hold something else."""
+    config: PretrainedConfig = model.config
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    stored = _keys(path)
+    by_identity: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(weight), []).append(name)
+    places: _Places = {}
+    for name, weight in model.named_parameters():
+        prefix = f"{model.base_model_prefix}."
+        keys = [
+            key
+            for alias in by_identity[id(weight)]
+            for key in (alias, f"{prefix}{alias}", alias.removeprefix(prefix))
+            if key in stored
+        ]
+        if keys and _fits(stored[keys[0]], keys[0], weight):
+            places[name] = (stored[keys[0]], keys[0])
+        elif not keys and name in fresh:
+            places[name] = None
+        else:
+            return None
+    return places
+
+
+def _keys(path: Path) -> dict[str, Path]:
+    """Every key of the folder's safetensors files, with its file."""
+    index = path / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            return {key: path / file for key, file in json.loads(index.read_text())["weight_map"].items()}
+        with safe_open(path / "model.safetensors", framework="pt") as tensors:
+            return dict.fromkeys(tensors.keys(), path / "model.safetensors")
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return {}  # the load by transformers says what is wrong
+
+
+def _fits(file: Path, key: str, weight: Tensor) -> bool:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            stored = tensors.get_slice(key)
+            return stored.get_shape() == list(weight.shape) and stored.get_dtype() in ("F32", "BF16", "F16")
+    except (OSError, SafetensorError):
+        return False

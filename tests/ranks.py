@@ -1,0 +1,83 @@
+"""Processes that stay alive over many tests and form a gloo process group of any size for each call."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+DEADLINE_S = 120
+
+
+class Ranks:
+    """``size`` spawned processes; leave the ``with`` block to end them."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __enter__(self) -> Ranks:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._calls = 0
+        self._processes, self._pipes = [], []
+        for _ in range(self._size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """``function(*arguments)`` on each rank of a fresh group; the results by rank, or the first error."""
+        self._calls += 1
+        store = Path(self._folder.name) / str(self._calls)
+        for rank, pipe in enumerate(self._pipes[:world_size]):
+            pipe.send((function, arguments, rank, world_size, store))
+        results = []
+        for rank, pipe in enumerate(self._pipes[:world_size]):
+            if not pipe.poll(DEADLINE_S):
+                raise TimeoutError(f"rank {rank} of {world_size} is silent in {function.__name__}")
+            results.append(pipe.recv())
+        for rank, (failure, _) in enumerate(results):
+            if failure is not None:
+                raise AssertionError(f"rank {rank} of {world_size}:\n{failure}")
+        return [result for _, result in results]
+
+
+def _serve(pipe: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        function, arguments, rank, world_size, store = pipe.recv()
+        failure = result = None
+        if world_size > 1:  # one process has no group, as in a local run
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=DEADLINE_S / 2),
+            )
+        try:
+            result = function(*arguments)
+        except Exception:  # noqa: BLE001 - the test that called is to show it, whatever it is
+            failure = traceback.format_exc()
+        finally:
+            if world_size > 1:
+                dist.destroy_process_group()
+        pipe.send((failure, result))
