@@ -61,11 +61,12 @@ def total_training_steps(config: Config, steps_per_epoch: int) -> int:
 def fit(trainer: RayPPOTrainer) -> None:
     """Run the iterations that are left, from the last checkpoint if there is one."""
     run = Run(trainer)
-    run.start()
-    try:
-        run.iterate()
-    finally:
-        run.close()
+    with run.checkpoints:  # on leaving: the save in flight is finished, uploads are waited for
+        run.start()
+        try:
+            run.iterate()
+        finally:
+            run.close()
 
 
 class Run:
@@ -75,7 +76,7 @@ class Run:
         self.trainer = trainer
         self.settings = trainer.config.trainer
         self.folder = RunFolder(self.settings.default_local_dir)
-        self.checkpoints = Checkpoints(self.folder.path, max_to_keep=self.settings.max_ckpt_to_keep)
+        self.checkpoints = Checkpoints.of(trainer.config)
         self.seconds_before = 0.0
         self.best_score: float | None = None
 
@@ -85,9 +86,11 @@ class Run:
         checkpoint = self.checkpoints.find(settings.resume_mode)
         if checkpoint is None:
             self.folder.archive_previous_run()
+            self.checkpoints.archive_remote()
         else:
             if checkpoint.resolve().parent != self.folder.path.resolve():
                 self.folder.archive_previous_run()  # another run's files would mix with what follows
+                self.checkpoints.archive_remote()
             state = self.checkpoints.load(checkpoint, trainer.groups)
             self.load_state_dict(state)
             if trainer.global_step >= trainer.total_steps and not settings.val_only:
@@ -122,6 +125,7 @@ class Run:
             # Logged before it is saved: a run that resumes from this checkpoint then has this line, and a
             # run that resumes from an earlier one drops it and writes it again.
             self.tracking.log(trainer.global_step, metrics)
+            self.checkpoints.poll()
             last = trainer.global_step == trainer.total_steps
             if settings.save_freq > 0 and (last or trainer.global_step % settings.save_freq == 0):
                 with trainer.timer.phase("save_checkpoint"):
@@ -129,7 +133,7 @@ class Run:
             if last:
                 break
         if settings.save_freq <= 0:
-            trainer.actor_rollout.export(self.folder.final_model)
+            trainer.actor.export(self.folder.final_model)
 
     def one_iteration(self, prompts: Any) -> dict[str, float]:
         """A step of the algorithm and what hangs on it; returns all its metrics."""
@@ -149,7 +153,7 @@ class Run:
             "epoch": step / len(trainer.train_loader),
             **metrics,
             **timing,
-            **speed_metrics(batch, timing, devices=trainer.actor_rollout.world_size),
+            **speed_metrics(batch, timing, devices=trainer.actor.world_size),
             "time/from_scratch": self.seconds(),
         }
 
