@@ -66,6 +66,22 @@ class Layout:
         self._last = (rows, taken)
         return taken
 
+    @staticmethod
+    def join(layouts: Sequence[Layout]) -> Layout:
+        """The rows of all, one layout after another."""
+        parts = list(dict.fromkeys(part for layout in layouts for part in layout.parts))
+        if sum(len(layout.parts) for layout in layouts) == len(parts) and all(
+            layout.index is None for layout in layouts
+        ):
+            return Layout(parts)
+        starts = torch.tensor([0, *(part.rows for part in parts)]).cumsum(0)
+        places = {part: torch.arange(part.rows) + starts[number] for number, part in enumerate(parts)}
+        indices = []
+        for layout in layouts:
+            rows = torch.cat([places[part] for part in layout.parts])
+            indices.append(rows if layout.index is None else rows[layout.index])
+        return Layout(parts, torch.cat(indices))
+
     @cached_property
     def pieces(self) -> tuple[list[tuple[RemoteColumns, np.ndarray | None]], np.ndarray | None]:
         """Rows by part (None: all), and how the pieces' rows are put in order (None: as they come)."""
@@ -123,10 +139,14 @@ class RemoteTensor(Tensor):
         if func in _ASKS_FOR_NO_BYTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is Tensor.__getitem__ and isinstance(args[0], RemoteTensor) and _is_rows(args[1]):
-            return args[0].rows(args[1])
         if func is torch.cat and (joined := _join(*args, **kwargs)) is not None:
             return joined
+        if isinstance(args[0], RemoteTensor) and (rows := _rows_asked_for(func, *args, **kwargs)) is not None:
+            return args[0].rows(rows)
+        if _writes(func, args, kwargs):
+            raise RuntimeError(
+                f"{func.__name__} would write into a worker's batch, which is only read: work on a clone()"
+            )
         args, kwargs = tree_map(_fetched, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -148,16 +168,46 @@ def _fetched(leaf: Any) -> Any:
     return leaf.fetch() if isinstance(leaf, RemoteTensor) else leaf
 
 
+def _rows_asked_for(func: Any, tensor: RemoteTensor, *args: Any, **kwargs: Any) -> slice | Tensor | None:
+    """The rows that an operation takes when this is all it does; None for any other operation."""
+    numbers = torch.arange(len(tensor))
+    if func is Tensor.__getitem__ and _is_rows(args[0]):
+        return args[0]
+    if func in _REPEAT_ROWS and isinstance(args[0], int) and (args[1:] or (kwargs.get("dim"),)) == (0,):
+        return numbers.repeat_interleave(args[0])
+    if func is Tensor.repeat and len(args) == tensor.dim() and set(args[1:]) <= {1}:
+        return numbers.repeat(args[0])
+    return None
+
+
+_REPEAT_ROWS = {Tensor.repeat_interleave, torch.repeat_interleave}
+
+
 def _is_rows(index: Any) -> bool:
     return isinstance(index, slice) or (
         type(index) is Tensor and index.dim() == 1 and index.dtype == torch.long
     )
 
 
+def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this is ``add_``, ``+=``, ``t[rows] = x``, ``out=`` or ``inplace=`` on a remote tensor."""
+    if isinstance(kwargs.get("out"), RemoteTensor):
+        return True
+    name = func.__name__
+    in_place = name in _IN_PLACE or kwargs.get("inplace") or (name.endswith("_") and name[-2:] != "__")
+    return bool(in_place) and isinstance(args[0], RemoteTensor)
+
+
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
+
+
 def _join(tensors: Any, dim: int = 0) -> RemoteTensor | None:
-    """Whole remote columns one after another as one remote column; None if they are anything else."""
-    whole = [t for t in tensors if isinstance(t, RemoteTensor) and t.source.index is None]
-    if dim != 0 or len(whole) < len(tensors) or len({(t.column, t.shape[1:], t.dtype) for t in whole}) > 1:
+    """Remote columns one after another as one remote column; None if they are anything else."""
+    remote = [tensor for tensor in tensors if isinstance(tensor, RemoteTensor)]
+    kinds = {(tensor.column, tensor.shape[1:], tensor.dtype) for tensor in remote}
+    if dim != 0 or len(remote) < len(tensors) or len(kinds) > 1:
         return None
-    layout = Layout([part for tensor in whole for part in tensor.source.parts])
-    return RemoteTensor.of(whole[0].column, layout, row_shape=whole[0].shape[1:], dtype=whole[0].dtype)
+    first = remote[0]
+    layout = Layout.join([tensor.source for tensor in remote])
+    return RemoteTensor.of(first.column, layout, row_shape=first.shape[1:], dtype=first.dtype)

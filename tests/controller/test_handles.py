@@ -1,0 +1,258 @@
+"""A ``RemoteTensor`` is a tensor to the trainer, and fetches nothing until its numbers are needed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from strop.controller.arrays import to_array
+from strop.controller.ray_handles import Layout, RemoteColumns, RemoteTensor
+from strop.controller.ray_wire import pack, unpack
+from strop.protocol import DataProto
+
+ROWS = (3, 1, 4)
+
+
+class Store:
+    """Columns of three ranks, and which of these were fetched."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.plain = {
+            "values": torch.randn(sum(ROWS), 5, generator=generator),
+            "ids": torch.randint(0, 9, (sum(ROWS), 5), generator=generator),
+            "mask": torch.rand(sum(ROWS), 5, generator=generator) > 0.4,
+            "scores": torch.randn(sum(ROWS), generator=generator).bfloat16(),
+        }
+        self.fetched: list[int] = []
+        split = {name: column.split(ROWS) for name, column in self.plain.items()}
+        self.objects = [
+            {name: (to_array(split[name][rank]), column.dtype) for name, column in self.plain.items()}
+            for rank in range(len(ROWS))
+        ]
+        parts = [RemoteColumns(rank, rows, self._fetch) for rank, rows in enumerate(ROWS)]
+        layouts = [Layout([part]) for part in parts]
+        self.by_rank = [
+            DataProto(
+                {
+                    name: RemoteTensor.of(name, layout, row_shape=column.shape[1:], dtype=column.dtype)
+                    for name, column in self.plain.items()
+                },
+                {"name": np.array([f"{rank}.{row}" for row in range(ROWS[rank])], dtype=object)},
+            )
+            for rank, layout in enumerate(layouts)
+        ]
+        self.batch = DataProto.concat(self.by_rank)
+
+    def _fetch(self, rank: int):
+        self.fetched.append(rank)
+        return self.objects[rank]
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+OPERATIONS = {
+    "add": lambda t: t + 1.5,
+    "right operand": lambda t: 2 - t,
+    "between two": lambda t: t * t.flip(0),
+    "compare": lambda t: t > 0,
+    "equal": lambda t: t == t.clone(),
+    "sum": lambda t: t.sum(),
+    "sum of rows": lambda t: t.sum(dim=-1),
+    "mean": lambda t: t.float().mean(),
+    "std": lambda t: t.float().std(),
+    "var and mean": lambda t: torch.var_mean(t.float())[0],
+    "max": lambda t: t.max(),
+    "max over dim": lambda t: t.float().max(dim=0).values,
+    "min": lambda t: t.min(),
+    "item": lambda t: torch.tensor(t.float().sum().item()),
+    "float": lambda t: torch.tensor(float(t.float().flatten()[0])),
+    "tolist": lambda t: torch.tensor(t.float().tolist()),
+    "numpy": lambda t: torch.from_numpy(t.float().numpy().copy()),
+    "np.asarray": lambda t: torch.from_numpy(np.asarray(t.float()).copy()),
+    "iterate": lambda t: torch.stack([row.float().sum() for row in t]),
+    "dtype": lambda t: t.to(torch.float64),
+    "device": lambda t: t.to("cpu"),
+    "long": lambda t: t.long(),
+    "bool": lambda t: t.bool(),
+    "clone": lambda t: t.clone(),
+    "detach": lambda t: t.detach(),
+    "contiguous": lambda t: t.contiguous(),
+    "cumsum": lambda t: t.float().cumsum(dim=0),
+    "flip": lambda t: t.flip(0),
+    "transpose": lambda t: t.transpose(0, -1),
+    "reshape": lambda t: t.reshape(-1),
+    "view": lambda t: t.view(-1),
+    "flatten": lambda t: t.flatten(),
+    "unsqueeze": lambda t: t.unsqueeze(-1),
+    "expand": lambda t: t.unsqueeze(0).expand(2, *t.shape),
+    "one row": lambda t: t[2],
+    "last row": lambda t: t[-1],
+    "rows": lambda t: t[1:6],
+    "every second row": lambda t: t[::2],
+    "rows by tensor": lambda t: t[torch.tensor([5, 0, 5, -1])],
+    "rows by list": lambda t: t[[4, 2]],
+    "rows by mask": lambda t: t[torch.arange(len(t)) % 3 == 0],
+    "elements by mask": lambda t: t[t > 0],
+    "ellipsis": lambda t: t[..., 0],
+    "rows and columns": lambda t: t[1:3, ...],
+    "masked_select": lambda t: torch.masked_select(t, t > 0),
+    "masked_fill": lambda t: t.masked_fill(t > 0, 0),
+    "where": lambda t: torch.where(t > 0, t, torch.zeros_like(t)),
+    "gather": lambda t: t.gather(0, torch.zeros_like(t, dtype=torch.long)),
+    "exp": lambda t: torch.exp(t.float()),
+    "clamp": lambda t: t.clamp(min=0),
+    "isfinite": lambda t: torch.isfinite(t.float()),
+    "sort": lambda t: t.float().sort(dim=0).values,
+    "nonzero": lambda t: t.nonzero(),
+    "unique": lambda t: t.unique(),
+    "cat": lambda t: torch.cat([t, t]),
+    "cat of rows": lambda t: torch.cat([t[5:], t[:2], t]),
+    "cat with plain": lambda t: torch.cat([t, torch.zeros_like(t)]),
+    "cat of columns": lambda t: torch.cat([t, t], dim=-1),
+    "stack": lambda t: torch.stack([t, t]),
+    "split": lambda t: torch.cat([piece.flip(0) for piece in t.split(3)]),
+    "chunk": lambda t: t.chunk(2)[1],
+    "repeat_interleave": lambda t: t.repeat_interleave(3, dim=0),
+    "repeat_interleave by tensor": lambda t: t.repeat_interleave(torch.arange(len(t)), dim=0),
+    "repeat_interleave flat": lambda t: t.repeat_interleave(2),
+    "repeat": lambda t: t.repeat(2, *[1] * (t.dim() - 1)),
+    "repeat beyond": lambda t: t.repeat(2, *[3] * t.dim()),
+    "new_zeros": lambda t: t.new_zeros(3),
+    "zeros_like": lambda t: torch.zeros_like(t),
+    "ones_like": lambda t: torch.ones_like(t, dtype=torch.float32),
+    "deepcopy": lambda t: copy.deepcopy(t),
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "scatter": lambda t: torch.zeros(20, dtype=t.dtype).index_copy(0, torch.arange(len(t.flatten()))[:8], t.flatten()[:8]),
+    "functional": lambda t: torch.nn.functional.pad(t, (1, 2)),
+    "matmul": lambda t: t.float().reshape(len(t), -1).T @ t.float().reshape(len(t), -1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("column", ["values", "ids", "mask", "scores"])
+def test_an_operation_gives_what_it_gives_on_the_plain_tensor(store, name, column):
+    operation = OPERATIONS[name]
+    try:
+        expected = operation(store.plain[column])
+    except (RuntimeError, IndexError, TypeError) as error:  # torch refuses it: then here as well
+        with pytest.raises(type(error)):
+            operation(store.batch.batch[column])
+        return
+    result = operation(store.batch.batch[column])
+    result = result.fetch() if isinstance(result, RemoteTensor) else result
+    assert type(result) is Tensor
+    assert result.dtype == expected.dtype
+    assert torch.equal(result, expected)
+
+
+def test_what_is_asked_about_a_tensor_needs_no_bytes(store):
+    tensor, plain = store.batch.batch["values"], store.plain["values"]
+    assert isinstance(tensor, Tensor)
+    assert tensor.shape == plain.shape
+    assert tensor.size() == plain.size()
+    assert tensor.size(1) == tensor.shape[1] == 5
+    assert (tensor.dtype, tensor.device, tensor.ndim, tensor.dim()) == (torch.float32, plain.device, 2, 2)
+    assert (len(tensor), tensor.numel(), tensor.element_size()) == (8, 40, 4)
+    assert not tensor.requires_grad
+    assert store.fetched == []
+
+
+def test_taking_rows_repeating_and_joining_fetch_nothing(store):
+    batch = store.batch
+    batch = batch.union(DataProto.from_dict({"own": torch.arange(8)})).select("values", "mask", "name")
+    steps = [
+        batch[2:7],
+        batch[torch.tensor([7, 0, 3])],
+        batch[[1, 1]],
+        batch[torch.arange(8) > 4],
+        *batch.split(3),
+        *batch.chunk(4),
+        batch.repeat(2),
+        batch.repeat(3, interleave=False),
+        batch.reorder([7, 6, 5, 4, 3, 2, 1, 0]),
+        DataProto.concat(batch.split(3)),
+        DataProto.concat([batch[5:], batch[:1], batch]).repeat(2)[::3],
+    ]
+    assert store.fetched == []
+    plain = DataProto({name: store.plain[name] for name in ("values", "mask")}, batch.non_tensor_batch)
+    expected = [
+        plain[2:7],
+        plain[torch.tensor([7, 0, 3])],
+        plain[[1, 1]],
+        plain[torch.arange(8) > 4],
+        *plain.split(3),
+        *plain.chunk(4),
+        plain.repeat(2),
+        plain.repeat(3, interleave=False),
+        plain.reorder([7, 6, 5, 4, 3, 2, 1, 0]),
+        DataProto.concat(plain.split(3)),
+        DataProto.concat([plain[5:], plain[:1], plain]).repeat(2)[::3],
+    ]
+    for result, wanted in zip(steps, expected, strict=True):
+        assert isinstance(result.batch["values"], RemoteTensor)
+        assert torch.equal(result.batch["values"], wanted.batch["values"])
+        assert torch.equal(result.batch["mask"], wanted.batch["mask"])
+        assert list(result.non_tensor_batch["name"]) == list(wanted.non_tensor_batch["name"])
+    assert sorted(store.fetched) == [0, 1, 2]  # each rank's columns together, and once
+
+
+def test_union_with_the_same_column_compares_nothing_that_is_the_same_object(store):
+    assert isinstance(store.batch.union(store.batch).batch["values"], RemoteTensor)
+    assert store.fetched == []
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: t.add_(1),
+        lambda t: t.zero_(),
+        lambda t: t.__setitem__(0, 0),
+        lambda t: t.__iadd__(1),
+        lambda t: t.__imul__(2),
+        lambda t: t.masked_fill_(t > 0, 0),
+        lambda t: t[2:4].fill_(1),
+        lambda t: t[torch.tensor([0])].copy_(torch.zeros(1, 5)),
+        lambda t: torch.add(t, 1, out=t),
+        lambda t: torch.nn.functional.relu(t, inplace=True),
+    ],
+)
+def test_nothing_writes_into_a_workers_batch(store, write):
+    before = store.plain["values"].clone()
+    with pytest.raises(RuntimeError, match="only read"):
+        write(store.batch.batch["values"])
+    assert torch.equal(store.batch.batch["values"], before)
+
+
+def test_a_plain_tensor_may_be_written_with_a_remote_one(store):
+    target = torch.zeros(8, 5)
+    target.copy_(store.batch.batch["values"])
+    target[0] += store.batch.batch["values"][1]
+    assert torch.equal(target[0], store.plain["values"][0] + store.plain["values"][1])
+
+
+def test_a_worker_gets_the_same_rows_without_their_passing_through_the_driver(store):
+    """What ``pack`` sends for a remote column are the places of its rows; ``unpack`` runs at the worker."""
+    order = torch.tensor([7, 0, 3, 3, 1, 6])
+    for rows in (slice(None), slice(1, 4), slice(5, None), order, torch.tensor([3]), torch.arange(8).flip(0)):
+        packed, references = pack(((store.batch[rows],), {"scale": store.batch.batch["scores"]}))
+        assert packed.nbytes == 0
+        args, kwargs = unpack(pickle.loads(pickle.dumps(packed)), tuple(store.objects[r] for r in references))
+        for name, column in store.plain.items():
+            assert type(args[0].batch[name]) is Tensor
+            assert torch.equal(args[0].batch[name], column[rows])
+        assert torch.equal(kwargs["scale"], store.plain["scores"])
+    assert store.fetched == []
+
+
+def test_only_the_ranks_whose_rows_are_needed_are_asked(store):
+    _, references = pack(store.batch[torch.tensor([7, 4])])
+    assert references == [2]
