@@ -1,0 +1,338 @@
+"""What does the driver cost as workers grow, with and without handles?
+
+    python benchmarks/driver.py [--workers 1 8 64] [--prompts 1024] [--tokens 512] [--steps 5] [--out FOLDER]
+
+The real trainer runs its real PPO step (generate, score, reference and old log-probs, values, advantages,
+4 + 4 mini-batches) on Ray processes whose workers do next to nothing. Two trainers, with and without
+handles, take turns on the same processes. Per step: seconds, CPU seconds of the driver's process, megabytes
+of tensors through it, and which part of the step they go to. ``--out`` keeps table, profile and picture.
+
+The processes share this machine's cores, so the seconds of many are those of a crowd; the driver's own CPU
+time and the bytes are what carries over to a cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import datetime
+import gc
+import os
+import pstats
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from light_workers import LightCritic, LightPolicy
+from strop.config.load import load_config
+from strop.controller.ray_group import RayWorkerGroup
+from strop.controller.resource_pool import ResourcePoolManager
+from strop.controller.roles import Role
+from strop.protocol import DataProto
+from strop.trainer.ppo import RayPPOTrainer
+
+ROLES = {Role.ActorRollout: LightPolicy, Role.RefPolicy: LightPolicy, Role.Critic: LightCritic}
+PARTS = ("__next__", "generate", "score", "evaluate", "estimate_advantages", "batch_metrics")
+PARTS += ("update_critic", "update_actor", "get")
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one step."""
+
+    seconds: float
+    cpu_s: float
+    """Of the driver's process, all its threads."""
+    main_thread_s: float
+    """CPU seconds of the thread that runs the trainer; the others are Ray's."""
+    sent: int
+    received: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians of one number of workers, with handles or without."""
+
+    workers: int
+    handles: bool
+    cost: Cost
+    steps: int
+    parts: dict[str, float]
+    """CPU seconds of the main thread by part of the step, under the profiler."""
+    hottest: list[str]
+    """Lines of the profile."""
+
+
+class Prompts:
+    """Prompts of half to all of ``width`` tokens, with the fields of a real data set."""
+
+    def __init__(self, count: int, width: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.lengths = torch.randint(width // 2, width + 1, (count,), generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {
+            "input_ids": torch.arange(1, self.lengths[row] + 1),
+            "data_source": "openai/gsm8k",
+            "reward_model": {"style": "rule", "ground_truth": str(row)},
+            "extra_info": {"split": "train", "index": row},
+            "index": row,
+        }
+
+    def data_sources(self) -> set[str]:
+        return {"openai/gsm8k"}
+
+
+class Tokenizer:
+    """What the trainer reads of one."""
+
+    pad_token_id = 0
+
+
+def reward(batch: DataProto) -> Tensor:
+    """Scores [B, T]: 1 on the last token of a response of even length, 0 elsewhere."""
+    mask_BT = batch.batch["response_mask"]
+    lengths_B = mask_BT.sum(dim=1).long()
+    scores_BT = torch.zeros_like(mask_BT)
+    scores_BT[torch.arange(len(scores_BT)), lengths_B - 1] = (lengths_B % 2 == 0).float()
+    return scores_BT
+
+
+def build(
+    folder: Path, pools: ResourcePoolManager, *, workers: int, prompts: int, tokens: int, handles: bool
+) -> RayPPOTrainer:
+    """A trainer of light workers; its checks want to see files, which nothing reads."""
+    for name in ("train.parquet", "val.parquet"):
+        (folder / name).touch()
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    config = load_config(
+        [
+            f"data.train_files={folder / 'train.parquet'}",
+            f"data.val_files={folder / 'val.parquet'}",
+            f"data.train_batch_size={prompts}",
+            f"data.max_prompt_length={tokens}",
+            f"data.max_response_length={tokens}",
+            f"actor_rollout_ref.model.path={folder}",
+            "actor_rollout_ref.rollout.name=hf",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts // 4}",
+            f"trainer.n_gpus_per_node={workers}",
+            "trainer.worker_group=ray",
+            "trainer.device=cpu",
+            f"trainer.handles={handles}",
+            "trainer.logger=[console]",
+            "trainer.total_training_steps=1000",
+            "trainer.default_hdfs_dir=null",
+            f"trainer.default_local_dir={folder / 'run'}",
+        ]
+    )
+    data = Prompts(prompts, tokens)
+    trainer = RayPPOTrainer(
+        config=config,
+        tokenizer=Tokenizer(),
+        role_worker_mapping=ROLES,
+        resource_pool_manager=pools,
+        ray_worker_group_cls=RayWorkerGroup,
+        reward_fn=reward,
+        train_dataset=data,
+        val_dataset=data,
+    )
+    trainer.init_workers()
+    return trainer
+
+
+def take_step(trainer: RayPPOTrainer, batches: Any) -> DataProto:
+    """One iteration, as the training loop takes it."""
+    batch, _ = trainer.step(next(batches))
+    trainer.global_step += 1
+    return batch
+
+
+def cost_of_step(trainer: RayPPOTrainer, batches: Any) -> Cost:
+    """Measured around one iteration, and the release of what it held."""
+    groups = trainer.groups.values()
+    before = [(group.traffic.sent, group.traffic.received) for group in groups]
+    gc.collect()
+    started = time.perf_counter(), time.process_time(), time.thread_time()
+    take_step(trainer, batches)
+    ended = time.perf_counter(), time.process_time(), time.thread_time()
+    after = [(group.traffic.sent, group.traffic.received) for group in groups]
+    times = [end - start for start, end in zip(started, ended, strict=True)]
+    sent, received = (sum(now[i] - old[i] for old, now in zip(before, after, strict=True)) for i in (0, 1))
+    return Cost(*times, sent, received)
+
+
+def profile(trainer: RayPPOTrainer, batches: Any, lines: int = 8) -> tuple[dict[str, float], list[str]]:
+    """CPU seconds of the main thread in one step: by part, and the functions that need most themselves."""
+    profiler = cProfile.Profile(time.thread_time)
+    profiler.runcall(take_step, trainer, batches)
+    calls = pstats.Stats(profiler).get_stats_profile().func_profiles
+    raw = pstats.Stats(profiler).stats  # ty: ignore[unresolved-attribute]
+    parts = dict.fromkeys(PARTS, 0.0)
+    for (file, _, name), (_, _, _, cumulative, _) in raw.items():
+        if name in PARTS and Path(file).name in ("ppo.py", "updates.py"):
+            parts[name] += cumulative
+    parts["__next__"] = calls["__iter__"].cumtime if "__iter__" in calls else 0.0
+    hottest = sorted(raw.items(), key=lambda item: -item[1][2])[:lines]
+    return parts, [
+        f"{own:6.3f} s {calls:7} calls  {place_of(*where)}" for where, (calls, _, own, _, _) in hottest
+    ]
+
+
+def place_of(file: str, line: int, name: str) -> str:
+    """A function of the profile, without the machine's folders."""
+    return name if file.startswith("~") else f"{'/'.join(Path(file).parts[-2:])}:{line} {name}"
+
+
+def measure(workers: int, *, prompts: int, tokens: int, steps: int) -> tuple[list[Row], int]:
+    """With and without handles on ``workers`` processes, and the bytes of a finished batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        pools = ResourcePoolManager({"pool": [workers]}, dict.fromkeys(ROLES, "pool"))
+        sizes = {"workers": workers, "prompts": prompts, "tokens": tokens}
+        trainers = {h: build(Path(folder), pools, handles=h, **sizes) for h in (True, False)}
+        batches = {handles: iter(trainer.train_loader) for handles, trainer in trainers.items()}
+        costs: dict[bool, list[Cost]] = {handles: [] for handles in trainers}
+        for handles, trainer in trainers.items():
+            finished = take_step(trainer, batches[handles])  # the first step of each warms up
+        nbytes = sum(column.numel() * column.element_size() for column in finished.batch.values())
+        del finished
+        for _ in range(steps):
+            for handles, trainer in trainers.items():
+                costs[handles].append(cost_of_step(trainer, batches[handles]))
+        rows = [
+            Row(workers, handles, median(costs[handles]), steps, *profile(trainer, batches[handles]))
+            for handles, trainer in trainers.items()
+        ]
+        for trainer in trainers.values():
+            trainer.shutdown()
+    return rows, nbytes
+
+
+def median(costs: Sequence[Cost]) -> Cost:
+    """Of each figure by itself."""
+    figures = zip(*(vars(cost).values() for cost in costs), strict=True)
+    return Cost(*(statistics.median(values) for values in figures))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown, a line for each row."""
+    lines = [
+        "| workers | handles | seconds a step | driver CPU s | of it trainer's thread | MB sent | MB received |",
+        "| ---: | :---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        cost = row.cost
+        lines.append(
+            f"| {row.workers} | {'on' if row.handles else 'off'} | {cost.seconds:.2f} | {cost.cpu_s:.2f} "
+            f"| {cost.main_thread_s:.2f} | {cost.sent / MB:.1f} | {cost.received / MB:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def parts_table(rows: Sequence[Row]) -> str:
+    """Markdown: where the trainer's thread spends its CPU time."""
+    names = {"__next__": "next prompts", "get": "results of updates"}
+    lines = ["| workers | handles | " + " | ".join(names.get(p, p) for p in PARTS) + " |"]
+    lines.append("| ---: | :---: |" + " ---: |" * len(PARTS))
+    for row in rows:
+        cells = " | ".join(f"{row.parts[part]:.3f}" for part in PARTS)
+        lines.append(f"| {row.workers} | {'on' if row.handles else 'off'} | {cells} |")
+    return "\n".join(lines)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """The growth curves."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figures = {
+        "driver: CPU seconds a step": lambda cost: cost.cpu_s,
+        "driver: MB a step, sent and received": lambda cost: (cost.sent + cost.received) / MB,
+        "wall-clock seconds a step (shared cores)": lambda cost: cost.seconds,
+    }
+    figure, axes = plt.subplots(1, len(figures), figsize=(12, 3.6), layout="constrained")
+    for ax, (title, value) in zip(axes, figures.items(), strict=True):
+        for handles, style in ((True, "o-"), (False, "s--")):
+            own = [row for row in rows if row.handles is handles]
+            label = f"handles {'on' if handles else 'off'}"
+            ax.plot([row.workers for row in own], [value(row.cost) for row in own], style, label=label)
+        ax.set_xscale("log", base=2)
+        workers = sorted({row.workers for row in rows})
+        ax.set_xticks(workers, [str(count) for count in workers])
+        ax.set_ylim(bottom=0)
+        ax.set(title=title, xlabel="workers")
+        ax.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(path, dpi=110)
+
+
+def report(rows: Sequence[Row], nbytes: int, options: argparse.Namespace) -> str:
+    """Everything that was measured, as Markdown."""
+    hottest = "\n\n".join(
+        f"{row.workers} workers, handles {'on' if row.handles else 'off'}\n" + "\n".join(row.hottest)
+        for row in rows
+    )
+    return f"""{options.prompts} samples of {options.tokens} + {options.tokens} tokens, {nbytes / MB:.1f} MB \
+with all columns of a finished PPO step; 4 mini-batches each for critic and actor.
+{os.cpu_count()} cores, shared by all processes; torch {torch.__version__}, ray {ray.__version__}; \
+medians of {rows[0].steps} steps, with and without handles in turn.
+
+{table(rows)}
+
+CPU seconds of the trainer's thread by part of the step (under the profiler, which slows Python calls):
+
+{parts_table(rows)}
+
+Functions by their own CPU time in that step:
+
+```
+{hottest}
+```
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--prompts", type=int, default=1024, help="a multiple of 4 times the workers")
+    parser.add_argument("--tokens", type=int, default=512, help="of a prompt, and of a response")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="folder for driver_<date>.md and .png")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+
+    rows: list[Row] = []
+    for workers in options.workers:
+        slots = max(workers, os.cpu_count() or 1)
+        ray.init(address="local", num_cpus=slots, include_dashboard=False, logging_level="warning")
+        found, nbytes = measure(workers, prompts=options.prompts, tokens=options.tokens, steps=options.steps)
+        ray.shutdown()
+        rows += found
+        print(table(found), flush=True)
+    text = report(rows, nbytes, options)
+    print(text)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        name = options.out / f"driver_{datetime.date.today()}"
+        draw(rows, name.with_suffix(".png"))
+        name.with_suffix(".md").write_text(f"# What the driver costs\n\n{text}\n![]({name.name}.png)\n")
+
+
+if __name__ == "__main__":
+    main()
