@@ -51,7 +51,7 @@ class Group:
         self.may_write.wait()
         try:
             self._write(folder, number)
-        except Exception as error:  # told by finish_save
+        except Exception as error:  # noqa: BLE001 - told by finish_save
             self._error = error
 
     def _write(self, folder: Path, number: int) -> None:

@@ -3,12 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from saving_groups import STATE, Group
 
-from strop.errors import CheckpointError, TrainingError
+from strop.errors import CheckpointError, TrainingError, WorkerError
 from strop.trainer.checkpoint import Checkpoints
 from strop.trainer.manifest import verify
-
-from saving_groups import STATE, Group
 
 
 def names(folder: Path) -> list[str]:
@@ -17,6 +16,13 @@ def names(folder: Path) -> list[str]:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def run_until(error: BaseException, checkpoints: Checkpoints, group: Group) -> None:
+    """A run that saves iteration 3 and then ends by ``error``."""
+    with checkpoints:
+        checkpoints.save(3, {"actor": group}, STATE)
+        raise error
 
 
 def test_a_background_save_has_the_state_of_its_iteration_byte_for_byte(tmp_path):
@@ -51,13 +57,20 @@ def test_the_next_save_waits_for_the_one_in_flight_and_the_oldest_is_pruned(tmp_
     assert group.number == 4
 
 
+def test_a_rank_that_could_not_write_is_a_checkpoint_error(tmp_path):
+    failure = WorkerError("Actor: rank 1 on node a: No space left on device", is_final=True)
+    checkpoints = Checkpoints(tmp_path, background=True)
+    checkpoints.save(4, {"actor": Group(2, failure=failure)}, STATE)
+    with pytest.raises(CheckpointError, match=r"iteration 4 .*rank 1 on node a.* whole one is none"):
+        checkpoints.finish()
+
+
 @pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
 def test_a_run_that_ends_by_an_exception_keeps_what_was_in_flight(tmp_path, error):
     group = Group(5)
     checkpoints = Checkpoints(tmp_path, background=True)
-    with pytest.raises(type(error)), checkpoints:
-        checkpoints.save(3, {"actor": group}, STATE)
-        raise error
+    with pytest.raises(type(error)):
+        run_until(error, checkpoints, group)
     verify(tmp_path / "global_step_3")
     assert checkpoints.find("auto") == tmp_path / "global_step_3"
 
@@ -80,17 +93,17 @@ def test_a_failure_in_the_background_names_the_iteration_and_the_last_whole_one(
 def test_a_dead_worker_is_told_as_what_it_is_and_its_save_is_removed(tmp_path):
     checkpoints = Checkpoints(tmp_path, background=True)
     checkpoints.save(3, {"actor": Group(1)}, STATE)
-    checkpoints.save(4, {"actor": Group(2, failure=TrainingError("rank 1 on node a died"))}, STATE)
-    with pytest.raises(TrainingError, match="rank 1 on node a died"):
+    checkpoints.save(4, {"actor": Group(2, failure=WorkerError("rank 1 on node a died"))}, STATE)
+    with pytest.raises(WorkerError, match="rank 1 on node a died"):
         checkpoints.finish()
     assert names(tmp_path) == ["global_step_3", "latest_checkpointed_iteration.txt"]
 
 
 def test_the_error_that_ended_the_run_is_the_one_that_is_raised(tmp_path, caplog):
     checkpoints = Checkpoints(tmp_path, background=True)
-    with pytest.raises(TrainingError, match="rewards"), checkpoints:
-        checkpoints.save(3, {"actor": Group(2, failure=OSError(28, "No space left on device"))}, STATE)
-        raise TrainingError("the rewards are not numbers")
+    full = Group(2, failure=OSError(28, "No space left on device"))
+    with pytest.raises(TrainingError, match="rewards"):
+        run_until(TrainingError("the rewards are not numbers"), checkpoints, full)
     assert "iteration 3 could not be written" in caplog.text
     assert names(tmp_path) == []
 

@@ -10,27 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from saving_groups import STATE, Group
 
 from strop.errors import CheckpointError
-from strop.trainer.checkpoint import Checkpoints, verify
+from strop.trainer.checkpoint import Checkpoints
 from strop.trainer.export import export
-
-STATE = {"global_step": 3, "best_score": None, "seconds": 1.5}
-
-
-class Group:
-    """Stands for a worker group: its state is one number."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def save_checkpoint(self, folder: Path) -> None:
-        (folder / "huggingface").mkdir(parents=True)
-        (folder / "huggingface" / "config.json").write_text("{}")
-        (folder / "state").write_text(str(self.number))
-
-    def load_checkpoint(self, folder: Path) -> None:
-        self.number = int((folder / "state").read_text())
+from strop.trainer.manifest import verify
 
 
 def test_what_was_saved_is_loaded_and_the_reference_is_not_saved(tmp_path):
@@ -113,8 +98,8 @@ def test_a_folder_that_is_no_checkpoint_or_lacks_a_role_is_named(tmp_path):
 
 def test_a_failing_save_leaves_the_earlier_checkpoint_and_no_rubbish(tmp_path):
     class Full(Group):
-        def save_checkpoint(self, folder: Path) -> None:
-            super().save_checkpoint(folder)
+        def save_checkpoint(self, folder: Path, background: bool = False) -> None:
+            super().save_checkpoint(folder, background)
             raise OSError(28, "No space left on device")
 
     checkpoints = Checkpoints(tmp_path)

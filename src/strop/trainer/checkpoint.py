@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from strop.config.schema import Config
-from strop.errors import CheckpointError, ConfigError, StropError
+from strop.errors import CheckpointError, ConfigError, StropError, WorkerError
 from strop.trainer.checkpoint_folder import building_folder, latest_step, publish, saved_steps
 from strop.trainer.manifest import seal, verify
 from strop.trainer.random_state import random_state, restore_random_state
@@ -204,9 +204,7 @@ class Checkpoints:
                 with contextlib.suppress(Exception):
                     group.finish_save()
             shutil.rmtree(building_folder(self.folder, step), ignore_errors=True)
-            told_elsewhere = isinstance(error, StropError) and not isinstance(error, CheckpointError)
-            # torch reports a full disk as RuntimeError.
-            if told_elsewhere or not isinstance(error, OSError | RuntimeError):
+            if not _is_about_files(error):
                 raise
             raise CheckpointError(
                 f"the checkpoint of iteration {step} could not be written to {self.folder} ({error}); "
@@ -222,3 +220,11 @@ class Checkpoints:
             path = self.folder / f"global_step_{step}"
             if step != keep and (self._uploader is None or self._uploader.release(path)):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_about_files(error: BaseException) -> bool:
+    """Whether a save failed because of what it wrote to; torch reports a full disk as RuntimeError."""
+    if isinstance(error, WorkerError):
+        return error.is_final  # a rank that raised; when one was lost, a restart may help
+    told_as_it_is = isinstance(error, StropError) and not isinstance(error, CheckpointError)
+    return isinstance(error, OSError | RuntimeError) and not told_as_it_is

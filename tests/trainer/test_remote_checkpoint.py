@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import pyarrow.fs
+import pytest
+from fsspec.implementations.arrow import ArrowFSWrapper
+from fsspec.implementations.memory import MemoryFileSystem
+from saving_groups import STATE, Group
+
+from strop.errors import CheckpointError, ConfigError
+from strop.trainer.checkpoint import Checkpoints
+from strop.trainer.manifest import verify
+from strop.trainer.remote import RemoteCheckpoints, download
+from strop.trainer.upload import Uploader
+
+
+class ArrowLocal(ArrowFSWrapper):
+    """The wrapper behind hdfs://, around a local disk: there is no Hadoop here."""
+
+    protocol = "arrowlocal"
+
+    def __init__(self, **options) -> None:
+        super().__init__(pyarrow.fs.LocalFileSystem(), **options)
+
+
+@pytest.fixture
+def memory_fs():
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    return fs
+
+
+@pytest.fixture(params=["memory", "file", "arrowlocal", "plain"])
+def url(request, memory_fs, tmp_path):
+    fsspec.register_implementation("arrowlocal", ArrowLocal, clobber=True)
+    folder = tmp_path / "remote"
+    if request.param == "plain":
+        return str(folder)
+    return "memory://bucket/run" if request.param == "memory" else f"{request.param}://{folder}"
+
+
+def filesystem(url: str):
+    return fsspec.core.url_to_fs(url)
+
+
+def names(url: str) -> list[str]:
+    fs, root = filesystem(url)
+    return sorted(path.rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False))
+
+
+def read(url: str, name: str) -> bytes:
+    fs, root = filesystem(url)
+    return fs.cat_file(f"{root}/{name}")
+
+
+def latest(url: str) -> str:
+    return read(url, "latest_checkpointed_iteration.txt").decode()
+
+
+def run_of(*steps: int, folder: Path, url: str, keep: int | None = None) -> None:
+    group = Group(0)
+    with Checkpoints(folder, remote=url, max_to_keep=keep) as checkpoints:
+        for step in steps:
+            group.number = step
+            checkpoints.save(step, {"actor": group}, {**STATE, "global_step": step})
+
+
+def test_whole_checkpoints_are_copied_and_only_the_newest_are_kept(url, tmp_path):
+    run_of(1, 2, 3, folder=tmp_path / "run", url=url, keep=2)
+    assert names(url) == ["global_step_2", "global_step_3", "latest_checkpointed_iteration.txt"]
+    assert latest(url) == "3\n"
+    local = tmp_path / "run" / "global_step_3"
+    for path in (path for path in local.rglob("*") if path.is_file()):
+        assert read(url, f"global_step_3/{path.relative_to(local)}") == path.read_bytes()
+
+
+def test_auto_takes_the_remote_one_where_there_is_no_local_one(url, tmp_path):
+    run_of(1, 2, folder=tmp_path / "run", url=url)
+    checkpoints = Checkpoints(tmp_path / "elsewhere", remote=url)
+    found = checkpoints.find("auto")
+    assert found == tmp_path / "elsewhere" / "global_step_2"
+    group = Group(0)
+    assert checkpoints.load(found, {"actor": group})["global_step"] == 2
+    assert group.number == 2
+    # And from then on it is a local one.
+    assert Checkpoints(tmp_path / "elsewhere").find("auto") == found
+
+
+def test_a_named_remote_checkpoint_is_downloaded_once(url, tmp_path, monkeypatch):
+    if "://" not in url:
+        url = f"file://{url}"
+    run_of(1, 2, folder=tmp_path / "run", url=url)
+    checkpoints = Checkpoints(tmp_path / "elsewhere")
+    found = checkpoints.find(f"{url}/global_step_1/")
+    verify(found)
+    assert found.name == "global_step_1"
+    assert found.is_relative_to(tmp_path / "elsewhere" / "downloaded")
+    group = Group(0)
+    checkpoints.load(found, {"actor": group})
+    assert group.number == 1
+    inode = (found / "trainer.pt").stat().st_ino
+    assert checkpoints.find(f"{url}/global_step_1") == found
+    assert (found / "trainer.pt").stat().st_ino == inode
+    assert checkpoints.find(f"{url}/global_step_2").name == "global_step_2"
+    assert not found.exists()
+
+
+def test_an_empty_or_absent_remote_folder_is_a_fresh_start(url, tmp_path):
+    assert Checkpoints(tmp_path / "run", remote=url).find("auto") is None
+
+
+def test_a_remote_checkpoint_without_its_manifest_does_not_count(url, tmp_path):
+    run_of(1, 2, folder=tmp_path / "run", url=url)
+    fs, root = filesystem(url)
+    whole = fs.cat_file(f"{root}/global_step_2/manifest.json")
+    for cut_off in (whole[: len(whole) // 2], None):
+        fs.rm(f"{root}/global_step_2/manifest.json")
+        if cut_off is not None:
+            fs.pipe_file(f"{root}/global_step_2/manifest.json", cut_off)
+        assert RemoteCheckpoints(url).latest() == 1
+        with pytest.raises(CheckpointError, match=r"global_step_2 is not a whole checkpoint"):
+            download(RemoteCheckpoints(url).url_of(2), tmp_path / "copy")
+        if cut_off is None:
+            break
+
+
+@pytest.mark.parametrize("hint", [b"", b"1", b"77\n", b"nonsense\n"])
+def test_a_name_that_was_cut_off_or_names_nothing_is_only_a_hint(memory_fs, tmp_path, hint):
+    run_of(1, 12, folder=tmp_path / "run", url="memory://bucket/run")
+    memory_fs.pipe("/bucket/run/latest_checkpointed_iteration.txt", hint)
+    assert RemoteCheckpoints("memory://bucket/run").latest() == 12
+
+
+def test_a_file_that_arrives_short_is_found(memory_fs, tmp_path):
+    run_of(1, folder=tmp_path / "run", url="memory://bucket/run")
+    memory_fs.pipe("/bucket/run/global_step_1/actor/state", b"")
+    with pytest.raises(CheckpointError, match="actor/state has 0 bytes, the manifest says 1"):
+        Checkpoints(tmp_path / "elsewhere", remote="memory://bucket/run").find("auto")
+    assert not (tmp_path / "elsewhere" / "global_step_1").exists()
+
+
+def test_the_manifest_comes_last_but_for_the_name_of_the_latest(memory_fs, tmp_path, monkeypatch):
+    order = []
+
+    def noting(name):
+        original = getattr(MemoryFileSystem, name)
+
+        def wrapped(self, *args, **kwargs):
+            order.append(args[-1] if name == "put_file" else args[0])
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(MemoryFileSystem, name, wrapped)
+
+    noting("put_file"), noting("pipe_file")
+    run_of(4, folder=tmp_path / "run", url="memory://bucket/run")
+    sizes = json.loads((tmp_path / "run" / "global_step_4" / "manifest.json").read_text())
+    assert [Path(path).name for path in order[-2:]] == ["manifest.json", "latest_checkpointed_iteration.txt"]
+    assert sorted(order[:-2]) == sorted(f"/bucket/run/global_step_4/{name}" for name in sizes)
+
+
+def breaking(monkeypatch, *, times: int) -> list[str]:
+    """The next ``times`` uploads of a state file fail half-way; returns what was put."""
+    put = []
+    original = MemoryFileSystem.put_file
+
+    def put_file(self, lpath, rpath, **kwargs):
+        nonlocal times
+        put.append(Path(rpath).name)
+        if rpath.endswith("actor/state") and times > 0:
+            times -= 1
+            self.pipe_file(rpath, b"")
+            raise ConnectionResetError("the line went dead")
+        return original(self, lpath, rpath, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    return put
+
+
+def uploader(retries: int, **options) -> Uploader:
+    return Uploader(RemoteCheckpoints("memory://bucket/run"), retry_after_s=[0.0] * retries, **options)
+
+
+def test_an_upload_that_fails_is_tried_again_from_where_it_was(memory_fs, tmp_path, monkeypatch, caplog):
+    put = breaking(monkeypatch, times=2)
+    folder = Checkpoints(tmp_path).save(3, {"actor": Group(1)}, STATE)
+    upload = uploader(retries=2)
+    upload.submit(3, folder)
+    upload.close()
+    assert put.count("state") == 3
+    assert put.count("config.json") == 1
+    assert caplog.text.count("the line went dead") == 2
+    download("memory://bucket/run/global_step_3", tmp_path / "copy")
+    assert (tmp_path / "copy" / "actor" / "state").read_bytes() == b"1"
+
+
+def test_an_upload_that_fails_for_good_is_told_at_once_and_at_the_end(
+    memory_fs, tmp_path, monkeypatch, caplog
+):
+    breaking(monkeypatch, times=2)
+    folder = Checkpoints(tmp_path).save(3, {"actor": Group(1)}, STATE)
+    later = Checkpoints(tmp_path).save(4, {"actor": Group(2)}, STATE)
+    upload = uploader(retries=1)
+    upload.submit(3, folder)
+    upload.submit(4, later)
+    with pytest.raises(CheckpointError, match=r"not uploaded .*global_step_3: ConnectionResetError.*Nothing"):
+        upload.close()
+    assert "global_step_3 was not uploaded" in caplog.text
+    verify(folder)
+    assert RemoteCheckpoints("memory://bucket/run").latest() == 4
+
+
+def test_a_checkpoint_that_waits_is_given_up_when_it_is_pruned(memory_fs, tmp_path, monkeypatch):
+    go_on = threading.Event()
+    original = MemoryFileSystem.put_file
+
+    def waiting(self, *args, **kwargs):
+        assert go_on.wait(60)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", waiting)
+    with Checkpoints(tmp_path / "run", remote="memory://bucket/run", max_to_keep=1) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"actor": Group(step)}, STATE)
+            while checkpoints._uploader._current is None:  # the thread takes the first one
+                time.sleep(0.01)
+        here = sorted(path.name for path in (tmp_path / "run").glob("global_step_*"))
+        assert here == ["global_step_1", "global_step_3"]  # the first one is being read
+        go_on.set()
+    assert names("memory://bucket/run") == ["global_step_3", "latest_checkpointed_iteration.txt"]
+    assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_3"]
+
+
+def test_a_resumed_run_uploads_what_the_killed_one_could_not(memory_fs, tmp_path):
+    Checkpoints(tmp_path).save(3, {"actor": Group(1)}, STATE)
+    with Checkpoints(tmp_path, remote="memory://bucket/run") as checkpoints:
+        checkpoints.load(checkpoints.find("auto"), {"actor": Group(0)})
+    assert RemoteCheckpoints("memory://bucket/run").latest() == 3
+
+
+def test_a_new_run_moves_another_ones_remote_checkpoints_aside(url, tmp_path):
+    run_of(1, 20, folder=tmp_path / "first", url=url)
+    Checkpoints(tmp_path / "second", remote=url).archive_remote()
+    run_of(5, folder=tmp_path / "second", url=url, keep=1)
+    assert names(url) == ["global_step_5", "latest_checkpointed_iteration.txt", "previous_1"]
+    assert RemoteCheckpoints(f"{url}/previous_1").latest() == 20
+    assert RemoteCheckpoints(url).latest() == 5
+
+
+def test_a_copy_onto_itself_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"is trainer\.default_local_dir itself"):
+        Checkpoints(tmp_path, remote=f"file://{tmp_path}")
+
+
+def test_a_remote_folder_that_does_not_answer_is_named(memory_fs, tmp_path, monkeypatch):
+    def dead(self, *args, **kwargs):
+        raise ConnectionResetError("the line went dead")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", dead)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", dead)
+    with pytest.raises(CheckpointError, match=r"memory://bucket/run cannot be searched.*the line went dead"):
+        Checkpoints(tmp_path, remote="memory://bucket/run").find("auto")
+    with pytest.raises(CheckpointError, match=r"global_step_1 cannot be read: .*the line went dead"):
+        Checkpoints(tmp_path).find("memory://bucket/run/global_step_1")

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from strop.errors import CheckpointError
+from strop.trainer.shared_folder import require_shared_folder
+
+
+class Nodes:
+    """A group whose nodes have their own disks: what a node sees lies below its root."""
+
+    def __init__(self, roots: dict[str, Path], delay: int = 0) -> None:
+        self.roots = roots
+        self.delay = delay
+        self.asked = []
+
+    def nodes_without(self, path: Path) -> list[str]:
+        self.asked.append((path, path.exists()))
+        if len(self.asked) <= self.delay:
+            return list(self.roots)
+        return [node for node, root in self.roots.items() if not path.is_relative_to(root)]
+
+
+def test_a_folder_that_all_nodes_see_passes_and_nothing_is_left_in_it(tmp_path):
+    group = Nodes({"a": tmp_path, "b": tmp_path})
+    require_shared_folder(tmp_path / "run", {"actor": group})
+    ((probe, existed),) = group.asked
+    assert existed
+    assert probe.parent == tmp_path / "run"
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_nodes_with_a_disk_of_their_own_are_named_with_the_path_and_the_remedy(tmp_path):
+    groups = {
+        "actor": Nodes({"gpu-1 (10.0.0.1)": tmp_path, "gpu-2 (10.0.0.2)": tmp_path / "other"}),
+        "critic": Nodes({"gpu-3 (10.0.0.3)": tmp_path / "other"}),
+    }
+    with pytest.raises(CheckpointError) as caught:
+        require_shared_folder(tmp_path / "run", groups, patience_s=0)
+    message = str(caught.value)
+    assert f"trainer.default_local_dir={tmp_path / 'run'} is not shared" in message
+    assert f"on {socket.gethostname()} is not seen on gpu-2 (10.0.0.2), gpu-3 (10.0.0.3)." in message
+    assert "every node mounts" in message
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_file_system_that_shows_new_files_late_is_given_time(tmp_path):
+    group = Nodes({"a": tmp_path}, delay=1)
+    require_shared_folder(tmp_path / "run", {"actor": group})
+    assert len(group.asked) == 2
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"default_local_dir=.* cannot be written"):
+        require_shared_folder(tmp_path / "file" / "run", {})
+
+
+def test_a_relative_folder_is_told_to_workers_in_full(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    group = Nodes({"a": tmp_path})
+    require_shared_folder(Path("run"), {"actor": group})
+    assert group.asked[0][0].is_absolute()
