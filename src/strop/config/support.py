@@ -147,10 +147,14 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         keys=("trainer.default_hdfs_dir",),
-        when="unless null",
-        applies=_is_not(None),
+        when="at its default",
+        applies=lambda config, value: (
+            value is not None
+            and config.written is not None
+            and "trainer.default_hdfs_dir" not in config.written
+        ),
         level="warning",
-        reason="checkpoints are written to trainer.default_local_dir only",
+        reason="copies are made only to a folder that you name",
     ),
     Limit(
         keys=("reward_model.max_length",),

@@ -56,7 +56,7 @@ class TrainerConfig(Section):
     critic_warmup: Count
     """Iterations at the start that update the critic only."""
     resume_mode: str
-    """auto: from the newest checkpoint in default_local_dir; disable: never; or a global_step_N folder."""
+    """auto: newest in default_local_dir, else in default_hdfs_dir; disable: never; or path or URL of one."""
     max_restarts: Count
     """When a worker dies or hangs: start again from the last checkpoint, at most this many times."""
     phase_timeout_s: PositiveFloat | None
@@ -64,6 +64,6 @@ class TrainerConfig(Section):
     log_rollouts: bool
     """Write every sample to rollouts/ in default_local_dir."""
     default_hdfs_dir: str | None
-    """Remote folder (hdfs://, s3://, any fsspec URL) for copies of the checkpoints; null: none."""
+    """Folder for copies of the checkpoints: hdfs://, s3://, any fsspec URL or path; null, default: none."""
     default_local_dir: str
     """Run folder: checkpoints, metrics, samples, resolved config."""
