@@ -13,10 +13,10 @@ demo: .venv/core  ## build a tiny model, train it with PPO, show what it learned
 	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --out $(DEMO_DIR)
 
 test: .venv/dev  ## the test suite: minutes on two cores
-	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-all: .venv/dev  ## the slow tests too
-	$(BIN)/python -m pytest -n 2 --dist loadscope -m "slow or not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or not slow" $(ARGS)
 
 check: .venv/dev  ## formatting, lint, types, layers, generated pages
 	$(BIN)/ruff format --check .

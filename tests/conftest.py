@@ -4,13 +4,38 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 # One thread each: tests run in parallel, and numbers must not depend on the machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network, or wait for it
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 torch.set_num_threads(1)
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+
+RAY_SLOTS = 8
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """One Ray for all tests that use this; they run in one process (``pytest_collection_modifyitems``)."""
+    import ray
+
+    ray.init(address="local", num_cpus=RAY_SLOTS, include_dashboard=False, logging_level="WARNING")
+    yield
+    ray.shutdown()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup``: tests of a module stay together, and those that share the Ray session."""
+    for item in items:
+        group = "ray" if "ray_session" in getattr(item, "fixturenames", ()) else item.nodeid.split("::")[0]
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))

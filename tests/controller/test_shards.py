@@ -45,7 +45,6 @@ def test_every_row_is_on_one_rank_and_comes_back_in_its_place(lengths, ranks, ea
 
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=64), ranks=st.integers(1, 8))
 def test_no_rank_has_more_than_one_long_row_over_another_with_equal_counts(lengths, ranks):
-    """Where the rows divide evenly: a rank beyond the mean by more than the longest row would be a mistake."""
     lengths = (lengths * ranks)[: len(lengths) // ranks * ranks] or [1] * ranks
     shards = shard(_numbered(lengths), ranks)
     tokens = [int(part.batch["attention_mask"].sum()) for part in shards.parts]

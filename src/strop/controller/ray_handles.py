@@ -198,7 +198,20 @@ def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(in_place) and isinstance(args[0], RemoteTensor)
 
 
-_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 
 

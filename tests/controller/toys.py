@@ -1,0 +1,179 @@
+"""Workers without a model, for tests of the groups that hold them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from strop.controller.dispatch import Dispatch, register
+from strop.controller.resource_pool import ResourcePoolManager
+from strop.controller.roles import Role
+from strop.errors import ModelError
+from strop.protocol import DataProto
+
+
+class ToyWorker:
+    """Tells where it is, what it was given, and can fail in every way."""
+
+    def __init__(self, start: int = 0, *, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size, self.value = rank, world_size, start
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self) -> int:
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pids(self) -> list[int]:
+        """Of all ranks: they talk to one another."""
+        everyone: list[Any] = [None] * self.world_size
+        if self.world_size == 1:
+            return [os.getpid()]
+        dist.all_gather_object(everyone, os.getpid())
+        return everyone
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, amount: int, *, times: int = 1) -> int:
+        self.value += amount * times + self.rank
+        return self.value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def values(self) -> list[int]:
+        everyone: list[Any] = [self.value]
+        if self.world_size > 1:
+            everyone = [None] * self.world_size
+            dist.all_gather_object(everyone, self.value)
+        return everyone
+
+    @register(Dispatch.RANK_ZERO)
+    def add_on_rank_zero(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+    @register(Dispatch.RANK_ZERO)
+    def bucket(self) -> dict[str, Any]:
+        return {"name": "layer", "weights": [torch.arange(1000.0).bfloat16()]}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sum_of(self, bucket: dict[str, Any]) -> float:
+        return float(bucket["weights"][0].float().sum())
+
+    @register(Dispatch.DATA_PARALLEL)
+    def double(self, batch: DataProto, factor: int = 2) -> DataProto:
+        """Also tells the rank that each row went to, and how many tokens it lets count."""
+        columns = {
+            "doubled": batch.batch["input_ids"] * factor,
+            "counted": batch.batch["response_mask"].sum(dim=1),
+            "rank": torch.full((len(batch),), self.rank),
+            "half": batch.batch["input_ids"].bfloat16() / 2,
+        }
+        return DataProto.from_dict(columns, {"rows": [len(batch)] * len(batch)}, {"rank": self.rank})
+
+    @register(Dispatch.DATA_PARALLEL)
+    def samples(self, batch: DataProto, n: int) -> DataProto:
+        repeated = batch.select("input_ids").repeat(n)
+        numbers = torch.arange(n).repeat(len(batch))
+        return DataProto({**repeated.batch, "sample": numbers}, repeated.non_tensor_batch)
+
+    @register(Dispatch.DATA_PARALLEL)
+    def count(self, batch: DataProto) -> dict[str, float]:
+        """Over all ranks, as a loss would be."""
+        tokens = batch.batch["response_mask"].sum()
+        if self.world_size > 1:
+            dist.all_reduce(tokens)
+        return {"tokens": float(tokens), "rank": float(self.rank)}
+
+    def unmarked(self) -> int:
+        return self.value
+
+    # ------------------------------------------------------------------------------- talking to other pools
+
+    @register(Dispatch.ONE_TO_ALL)
+    def meet(self, mine: Path, other: Path) -> bool:
+        """Write one file and wait for the other: two groups that do so must work at the same time."""
+        mine.touch()
+        for _ in range(600):
+            if other.exists():
+                return True
+            time.sleep(0.05)
+        return False
+
+    # -------------------------------------------------------------------------------------------- failures
+
+    @register(Dispatch.ONE_TO_ALL)
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+        print(f"rank {self.rank} warns", file=sys.stderr, flush=True)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def start_child(self) -> list[int]:
+        """A process of its own, as a generator or a data loader may start it."""
+        child = subprocess.Popen(["sleep", "600"])
+        return [os.getpid(), child.pid]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self, rank: int) -> None:
+        if self.rank == rank:
+            print("about to end", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._wait_for_all()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self, rank: int) -> None:
+        if self.rank == rank:
+            raise ZeroDivisionError("no such number")
+        self._wait_for_all()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_by_name(self, rank: int) -> None:
+        if self.rank == rank:
+            raise ModelError("the folder has no weights")
+        self._wait_for_all()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self, rank: int) -> None:
+        if self.rank == rank:
+            time.sleep(600)
+        self._wait_for_all()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hold_the_interpreter(self, rank: int) -> None:
+        if self.rank == rank:
+            ctypes.PyDLL(None).sleep(600)
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        if self.world_size > 1:
+            dist.all_reduce(torch.zeros(1))
+
+
+class PairedWorker(ToyWorker):
+    """Two ranks share data, as in tensor parallelism."""
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.rank // 2
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // 2
+
+
+class BrokenWorker(ToyWorker):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        raise ModelError("this worker cannot be built")
+
+
+def pools(**processes_per_node: list[int]) -> list[Any]:
+    """The pools of one run, in this order."""
+    manager = ResourcePoolManager(processes_per_node, dict.fromkeys(Role, next(iter(processes_per_node))))
+    return list(manager.pools.values())
