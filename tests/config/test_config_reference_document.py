@@ -96,4 +96,4 @@ def test_every_key_of_the_document_is_honoured_or_named_in_a_warning(reference):
         assert status_in_words(key.partition("=")[0]).startswith("no effect")
     # Whatever else a limit is about stands at a value that is what happens anyway, so nothing else is named.
     assert len(re.findall(r"[a-z_]+\.[a-z_.]+=", warned)) == len(moot)
-    assert len(check(config).warnings) == 2
+    assert len(check(config).warnings) == 1
