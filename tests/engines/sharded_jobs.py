@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from strop.config.load import load_config
-from strop.engines.base import OptimizerSettings
 from strop.engines.micro_batches import MicroBatching
+from strop.engines.settings import OptimizerSettings, ShardingSettings
 from strop.engines.torch.engine import TorchEngine
-from strop.engines.torch.sharding import ShardingSettings
 from strop.models.deferred import defer_causal_lm, defer_scorer
 from strop.models.loader import load_causal_lm, load_scorer
 from strop.models.policy import PolicyModel

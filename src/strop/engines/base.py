@@ -28,16 +28,6 @@ so that adding up micro-batches (and ranks) gives the figure of the mini-batch, 
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW and gradient clipping by global norm."""
-
-    betas: tuple[float, float]
-    weight_decay: float
-    eps: float
-    grad_clip: float
-
-
-@dataclass(frozen=True)
 class StepResult:
     """What one optimizer step did: the gradient norm before clipping, and whether it was skipped."""
 
@@ -121,3 +111,10 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of forward passes. ``auto``: bfloat16 on a GPU, float32 on a CPU."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return torch.bfloat16 if name == "bfloat16" else torch.float32

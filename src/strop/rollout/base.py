@@ -88,20 +88,29 @@ class RolloutEngine(Protocol):
         """``params.n`` rows for every prompt, adjacent; what the columns are is in ``strop.rollout.hf``."""
         ...
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over the trainer's weights, by Hugging Face name; nothing to do where they are shared."""
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
+        """Take over weights by Hugging Face name; nothing to do where they are shared with the trainer.
+
+        An update may come in several calls, all but the last with ``last=False``. ``ModelError`` names a
+        parameter that is unknown, has another shape, comes twice or, after the last call, never came.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give back the memory of an own copy of the weights, until the next update."""
         ...
 
 
 ROLLOUTS: dict[str, str] = {"hf": "strop.rollout.hf:HFRollout"}
 """Name in ``actor_rollout_ref.rollout.name`` -> "module:class", imported when it is asked for."""
+REPLICAS: dict[str, str] = {"hf": "strop.rollout.replica:HFReplica"}
+"""The same for a rollout that cannot share the actor's weights and takes them over."""
 
 
-def build_rollout(name: str, *arguments: Any, **options: Any) -> RolloutEngine:
+def build_rollout(name: str, *arguments: Any, own_weights: bool = False, **options: Any) -> RolloutEngine:
     """Import the back-end called ``name`` and construct it; ``ConfigError`` names the known ones."""
-    if name not in ROLLOUTS:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.name={name!r} is unknown (known: {', '.join(ROLLOUTS)})"
-        )
-    module_name, _, class_name = ROLLOUTS[name].partition(":")
+    known = REPLICAS if own_weights else ROLLOUTS
+    if name not in known:
+        raise ConfigError(f"actor_rollout_ref.rollout.name={name!r} is unknown (known: {', '.join(known)})")
+    module_name, _, class_name = known[name].partition(":")
     return getattr(importlib.import_module(module_name), class_name)(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Rollout ``hf``: generation in this process, on the very module that is trained.
+"""Rollout ``hf``: generation in this process, on the very module that is trained where it is not sharded.
 
 Columns of the result, for B prompts and n samples each (a prompt's samples are adjacent rows): the prompts'
 other columns, repeated, and
@@ -68,7 +68,10 @@ class HFRollout:
             check_decoding(model, self.generate)
         self.autocast_dtype = autocast_dtype  # only now: the check wants no bfloat16 rounding
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
+        """Nothing to do: the weights are the trainer's."""
+
+    def release(self) -> None:
         """Nothing to do: the weights are the trainer's."""
 
     @torch.no_grad()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from strop.config.batch_plan import uses_reference
 from strop.config.schema import Config
 from strop.controller.dispatch import Dispatch, register
 from strop.controller.roles import Role
-from strop.engines.base import Engine
+from strop.engines.base import Engine, compute_dtype
+from strop.models.deferred import WeightSource, defer_causal_lm
 from strop.models.loader import end_token_ids, load_causal_lm
 from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
@@ -37,38 +42,75 @@ class ActorRolloutRefWorker(Worker):
         """Load the model (twice when the role has both actor and reference) and build what the role needs."""
         self.tokenizer = self.load_tokenizer(self.config.data.tokenizer or self.section.model.path)
         if self.role in (Role.RefPolicy, Role.ActorRolloutRef):
-            self.reference = self._build(trained=None)[0]
-        if self.role is Role.RefPolicy:
+            self.reference = self._build_engine(self.section.ref.fsdp_config, trained=None)[0]
+        if self.role is Role.Rollout:
+            model, weights = self._without_weights()
+            self.rollout = self._build_replica(model, weights.stream())
+        elif self.role is not Role.RefPolicy:
+            actor = self.section.actor
+            self.engine, policy = self._build_engine(actor.fsdp_config, trained=actor)
+            if self.full_kl:
+                with self.engine.on_device():
+                    policy.keep_reference_head()
+            if self.role is not Role.Actor:
+                self._build_rollout(policy)
+
+    def _build_rollout(self, policy: PolicyModel) -> None:
+        """On the actor's own weights; beside a sharded actor on a copy that exists while it generates."""
+        if self.sharded:
+            self.rollout = self._build_replica(self._without_weights()[0], self.engine.named_weights())
+            self.rollout.release()
             return
-        trains = self.role is not Role.Rollout
-        self.engine, policy = self._build(trained=self.section.actor if trains else None)
-        if self.full_kl:
-            policy.keep_reference_head()
-        if self.role is not Role.Actor:
-            model = policy.hugging_face_model
+        with self.engine.on_device():
             self.rollout = build_rollout(
                 self.section.rollout.name,
-                model=model,
-                pad_token_id=self.tokenizer.pad_token_id,
-                eos_token_ids=end_token_ids(model, self.tokenizer),
+                model=policy.hugging_face_model,
                 autocast_dtype=self.engine.autocast_dtype,
-                micro_batch_size=self.section.rollout.micro_batch_size_per_gpu,
+                **self._rollout_options(policy.hugging_face_model),
             )
 
-    def _build(self, trained: Any | None) -> tuple[Any, PolicyModel]:
-        model = self.section.model
-        policy = PolicyModel(
-            load_causal_lm(
-                self.find_model(model.path, model.external_lib),
-                override_config=model.override_config,
-                trust_remote_code=model.trust_remote_code,
-                attn_implementation=model.attn_implementation,
-            )
+    def _build_replica(self, model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> RolloutEngine:
+        return build_rollout(
+            self.section.rollout.name,
+            own_weights=True,
+            model=model,
+            weights=weights,
+            device=self.device,
+            dtype=compute_dtype(self.section.model.compute_dtype, self.device),
+            **self._rollout_options(model),
         )
+
+    def _rollout_options(self, model: PreTrainedModel) -> dict[str, Any]:
+        return {
+            "pad_token_id": self.tokenizer.pad_token_id,
+            "eos_token_ids": end_token_ids(model, self.tokenizer),
+            "micro_batch_size": self.section.rollout.micro_batch_size_per_gpu,
+        }
+
+    def _model_options(self) -> dict[str, Any]:
+        model = self.section.model
+        return {
+            "path": self.find_model(model.path, model.external_lib),
+            "override_config": model.override_config,
+            "trust_remote_code": model.trust_remote_code,
+            "attn_implementation": model.attn_implementation,
+        }
+
+    def _without_weights(self) -> tuple[PreTrainedModel, WeightSource]:
+        return defer_causal_lm(**self._model_options())
+
+    def _build_engine(self, fsdp: Any, trained: Any | None) -> tuple[Engine, PolicyModel]:
+        if self.sharded:
+            model, weights = self._without_weights()
+        else:
+            model, weights = load_causal_lm(**self._model_options()), None
+        policy = PolicyModel(model)
         engine = self.build_engine(
             policy,
-            compute_dtype=model.compute_dtype,
-            checkpointing=model.enable_gradient_checkpointing,
+            compute_dtype=self.section.model.compute_dtype,
+            fsdp=fsdp,
+            weights=weights,
+            checkpointing=self.section.model.enable_gradient_checkpointing,
             trained=trained,
         )
         return engine, policy
@@ -80,7 +122,24 @@ class ActorRolloutRefWorker(Worker):
         params = SamplingParams.from_config(self.section.rollout, validate=mode == "validate")
         if mode == "greedy":
             params = dataclasses.replace(params, n=1, do_sample=False)
-        return self.rollout.generate(prompts, params)
+        if self.role is Role.Rollout:
+            return self.rollout.generate(prompts, params)
+        if not self.sharded:
+            with self.engine.on_device():
+                return self.rollout.generate(prompts, params)
+        self.rollout.update_weights(self.engine.named_weights())
+        try:
+            return self.rollout.generate(prompts, params)
+        finally:
+            self.rollout.release()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_weights(self, bucket: list[tuple[str, Tensor]] | None) -> None:
+        """Take over the actor's weights, one ``weight_bucket`` a call, None after the last.
+
+        ``ModelError`` names a parameter that is unknown, has another shape, comes twice or never came.
+        """
+        self.rollout.update_weights(bucket or [], last=bucket is None)
 
     @register(Dispatch.DATA_PARALLEL)
     def compute_log_prob(self, batch: DataProto) -> DataProto:

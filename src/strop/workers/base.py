@@ -4,23 +4,48 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from strop.config.micro_batches import resolve_micro_batch
 from strop.config.schema import Config
 from strop.controller.dispatch import Dispatch, register
 from strop.controller.roles import Role
 from strop.data.files import local_path
-from strop.engines.base import Engine, Loss, OptimizerSettings, build_engine, pick_device
+from strop.engines.base import Engine, Loss, build_engine, pick_device
 from strop.engines.fingerprint import weights_hash
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.schedule import learning_rate_factor
+from strop.engines.settings import OffloadSettings, OptimizerSettings, ShardingSettings
 from strop.models.base import RoleModel
+from strop.models.deferred import WeightSource
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.protocol import DataProto
+from strop.workers.transfer import BUCKET_BYTES, weight_buckets
 
 logger = logging.getLogger(__name__)
+
+
+def sharding_settings(fsdp: Any) -> ShardingSettings:
+    """From a section ``fsdp_config``; those of frozen models have fewer keys."""
+    keys = fsdp.model_dump()
+    wrap = keys.get("wrap_policy", {"min_num_params": keys.get("min_num_params", 0)})
+    classes = wrap.get("transformer_layer_cls_to_wrap") or ()
+    return ShardingSettings(
+        layer_classes=(classes,) if isinstance(classes, str) else tuple(classes),
+        min_num_params=wrap["min_num_params"],
+        fsdp_size=keys.get("fsdp_size", -1),
+    )
+
+
+def offload_settings(fsdp: Any) -> OffloadSettings:
+    """From a section ``fsdp_config``; a frozen model has no optimizer."""
+    return OffloadSettings(
+        parameters=fsdp.param_offload, optimizer=fsdp.model_dump().get("optimizer_offload", False)
+    )
 
 
 class Worker:
@@ -35,6 +60,7 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         self.device = pick_device(config.trainer.device)
+        self._buckets: Iterator[list[tuple[str, Tensor]]] | None = None
         is_critic = role is Role.Critic
         self.strategy = config.critic.strategy if is_critic else config.actor_rollout_ref.actor.strategy
 
@@ -50,15 +76,25 @@ class Worker:
             trust_remote_code=self.config.actor_rollout_ref.model.trust_remote_code,
         )
 
+    @property
+    def sharded(self) -> bool:
+        """Whether this role's models are spread over several ranks."""
+        return self.world_size > 1
+
     def build_engine(
         self,
         module: RoleModel,
         *,
         compute_dtype: str,
+        fsdp: Any,
+        weights: WeightSource | None = None,
         checkpointing: bool = False,
         trained: Any | None = None,
     ) -> Engine:
-        """The engine of ``module``; ``trained`` is the section with ``optim``, None for inference only."""
+        """The engine of ``module``; ``trained`` is the section with ``optim``, None for inference only.
+
+        ``fsdp`` is the section ``fsdp_config``; ``weights`` are those of a module without any.
+        """
         settings = None
         if trained is not None:
             optim = trained.optim
@@ -75,6 +111,9 @@ class Worker:
             compute_dtype=compute_dtype,
             optimizer=settings,
             gradient_checkpointing=checkpointing and trained is not None,
+            sharding=sharding_settings(fsdp) if self.sharded else None,
+            offload=offload_settings(fsdp),
+            weights=weights,
         )
 
     def micro_batching(self, name: str) -> MicroBatching:
@@ -116,26 +155,55 @@ class Worker:
         }
 
     @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write the training state into ``folder`` and the model as it is into ``folder/huggingface``."""
-        self.engine.save(folder)
-        self.engine.export(folder / "huggingface", self.tokenizer)
+    def save_checkpoint(self, folder: Path, background: bool = False) -> None:
+        """Write the training state into ``folder`` and the model as it is into ``folder/huggingface``.
+
+        With ``background`` the state is written while training goes on, until ``finish_save``; the model's
+        folder gets no weights then: ``export_from_shards`` makes them from the state.
+        """
+        self.engine.save(folder, background=background)
+        self.engine.export(folder / "huggingface", self.tokenizer, weights=not background)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_is_done(self) -> bool:
+        """Whether no background save is under way; does not wait."""
+        return self.engine.save_is_done()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_save(self) -> None:
+        """Wait for the background save, if there is one; ``CheckpointError`` when it failed."""
+        self.engine.finish_save()
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: Path) -> None:
-        """Read what ``save_checkpoint`` wrote."""
+        """Read what ``save_checkpoint`` wrote, on any number of ranks."""
         self.engine.load(folder)
 
     @register(Dispatch.ONE_TO_ALL)
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder; an earlier one is replaced when the new one is whole."""
         building = folder.with_name(f"{folder.name}.tmp")
-        shutil.rmtree(building, ignore_errors=True)
+        if self.rank == 0:
+            shutil.rmtree(building, ignore_errors=True)
         self.engine.export(building, self.tokenizer)
-        shutil.rmtree(folder, ignore_errors=True)
-        building.rename(folder)
+        if self.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            building.rename(folder)
 
-    @register(Dispatch.RANK_ZERO)
+    @register(Dispatch.ONE_TO_ALL)
     def weights_hash(self) -> str:
-        """SHA-256 over all parameters."""
+        """SHA-256 over all parameters, however they are sharded."""
         return weights_hash(self.engine.named_weights())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def weight_bucket(self, restart: bool, max_bytes: int = BUCKET_BYTES) -> list[tuple[str, Tensor]] | None:
+        """The next weights, up to ``max_bytes`` but at least one, in CPU memory; None after the last.
+
+        ``restart`` begins anew with the weights of now. Every rank takes part, rank zero has the answer.
+        """
+        if restart or self._buckets is None:
+            self._buckets = weight_buckets(self.engine.named_weights(), max_bytes, keep=self.rank == 0)
+        bucket = next(self._buckets, None)
+        if bucket is None:
+            self._buckets = None
+        return bucket if self.rank == 0 else None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from strop.controller.dispatch import Dispatch, register
+from strop.models.deferred import defer_scorer
 from strop.models.loader import load_scorer
 from strop.models.scorer import ValueModel
 from strop.protocol import DataProto
@@ -18,16 +21,19 @@ class CriticWorker(Worker):
         """Load the value model; a language model gets a fresh value head, drawn from ``trainer.seed``."""
         critic = self.config.critic
         self.tokenizer = self.load_tokenizer(critic.model.tokenizer_path or critic.model.path)
-        scorer = load_scorer(
-            self.find_model(critic.model.path, critic.model.external_lib),
-            fresh_head_seed=self.config.trainer.seed,
-            override_config=critic.model.override_config,
-            trust_remote_code=critic.model.trust_remote_code,
-            attn_implementation=critic.model.attn_implementation,
-        )
+        options: dict[str, Any] = {
+            "path": self.find_model(critic.model.path, critic.model.external_lib),
+            "fresh_head_seed": self.config.trainer.seed,
+            "override_config": critic.model.override_config,
+            "trust_remote_code": critic.model.trust_remote_code,
+            "attn_implementation": critic.model.attn_implementation,
+        }
+        scorer, weights = defer_scorer(**options) if self.sharded else (load_scorer(**options), None)
         self.engine = self.build_engine(
             ValueModel(scorer),
             compute_dtype=critic.model.compute_dtype,
+            fsdp=critic.model.fsdp_config,
+            weights=weights,
             checkpointing=critic.model.enable_gradient_checkpointing,
             trained=critic,
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from strop.controller.dispatch import Dispatch, register
 from strop.errors import ModelError
+from strop.models.deferred import defer_scorer
 from strop.models.loader import load_scorer
 from strop.models.scorer import SequenceScorer
 from strop.protocol import DataProto
@@ -27,11 +28,12 @@ class RewardModelWorker(Worker):
     def init_model(self) -> None:
         """Load the reward model, and the tokenizers when it has its own."""
         section, policy = self.config.reward_model, self.config.actor_rollout_ref.model
-        scorer = load_scorer(
-            self.find_model(section.model.path, section.model.external_lib),
-            fresh_head_seed=None,
-            trust_remote_code=section.model.trust_remote_code,
-        )
+        options: dict[str, Any] = {
+            "path": self.find_model(section.model.path, section.model.external_lib),
+            "fresh_head_seed": None,
+            "trust_remote_code": section.model.trust_remote_code,
+        }
+        scorer, weights = defer_scorer(**options) if self.sharded else (load_scorer(**options), None)
         self.tokenizer = self.load_tokenizer(section.model.path)
         self.input_tokenizer: Any = None
         if section.model.input_tokenizer is not None:
@@ -41,7 +43,12 @@ class RewardModelWorker(Worker):
                     f"reward model {section.model.path}: its tokenizer has no chat template to write samples "
                     "with; set reward_model.model.input_tokenizer=null if it shares the policy's tokenizer"
                 )
-        self.engine = self.build_engine(SequenceScorer(scorer), compute_dtype=policy.compute_dtype)
+        self.engine = self.build_engine(
+            SequenceScorer(scorer),
+            compute_dtype=policy.compute_dtype,
+            fsdp=section.model.fsdp_config,
+            weights=weights,
+        )
 
     @register(Dispatch.DATA_PARALLEL)
     def compute_rm_score(self, batch: DataProto) -> DataProto:

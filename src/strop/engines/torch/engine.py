@@ -19,25 +19,20 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from strop.engines.base import Loss, OptimizerSettings, Outputs, StepResult
+from strop.engines.base import Loss, Outputs, StepResult
+from strop.engines.base import compute_dtype as dtype_of
 from strop.engines.micro_batches import MicroBatching, restore, trim
+from strop.engines.settings import OffloadSettings, OptimizerSettings, ShardingSettings
 from strop.engines.torch import ranks, state
 from strop.engines.torch.export import write_weights
 from strop.engines.torch.materialize import materialize
-from strop.engines.torch.offload import Offload, OffloadSettings
-from strop.engines.torch.sharding import ShardingSettings, reshard, shard
+from strop.engines.torch.offload import Offload
+from strop.engines.torch.sharding import reshard, shard
 from strop.errors import CheckpointError
 from strop.models.base import RoleModel
 from strop.models.deferred import WeightSource
 from strop.models.loader import no_progress_bars
 from strop.protocol import DataProto
-
-
-def pick_autocast(name: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of forward passes, None for float32. ``auto``: bfloat16 on a GPU, float32 on a CPU."""
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return torch.bfloat16 if name == "bfloat16" else None
 
 
 class TorchEngine:
@@ -61,7 +56,8 @@ class TorchEngine:
         """``sharding`` needs a process group, and a module on the meta device with its ``weights``."""
         self.module = module
         self.device = device
-        self.autocast_dtype = pick_autocast(compute_dtype, device)
+        dtype = dtype_of(compute_dtype, device)
+        self.autocast_dtype = None if dtype == torch.float32 else dtype
         self._settings = optimizer
         self._optimizer: torch.optim.AdamW | None = None
         self._saving: tuple[Future, Path] | None = None
@@ -107,10 +103,11 @@ class TorchEngine:
         return pieces if wanted == len(pieces) else micro.split(batch, at_least=wanted)
 
     def _columns(self, batch: DataProto, rows: Tensor) -> dict[str, Tensor]:
-        if len(rows) == 0:  # another rank has a micro-batch here: keep it company with nothing to learn from
-            batch, rows = batch.select(*batch.batch), torch.zeros(1, dtype=torch.long)
-            batch = batch[rows]
-            batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
+        if len(rows) == 0:  # another rank has a micro-batch here: take part, with nothing to learn from
+            batch = batch[torch.zeros(1, dtype=torch.long)]
+            rows = torch.zeros(1, dtype=torch.long)
+            if "response_mask" in batch:
+                batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
         return {name: tensor.to(self.device) for name, tensor in trim(batch[rows]).items()}
 
     @torch.no_grad()

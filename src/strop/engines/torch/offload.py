@@ -5,18 +5,10 @@ Gradients need no such place: they live from the backward passes of an update to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
-
-@dataclass(frozen=True)
-class OffloadSettings:
-    """What waits in CPU memory; on a CPU nothing moves."""
-
-    parameters: bool = False
-    optimizer: bool = False
+from strop.engines.settings import OffloadSettings
 
 
 class Offload:

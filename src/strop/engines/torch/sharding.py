@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -17,20 +16,9 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from strop.engines.settings import ShardingSettings
 from strop.errors import ConfigError
 from strop.models.base import RoleModel
-
-
-@dataclass(frozen=True)
-class ShardingSettings:
-    """Which modules are units, and how many ranks share one copy of the parameters."""
-
-    layer_classes: tuple[str, ...] = ()
-    """Names of the classes to shard as units; none: the model's own decoder layers."""
-    min_num_params: int = 0
-    """Instead, units of at least this many parameters; 0: by class."""
-    fsdp_size: int = -1
-    """Ranks that share one copy; -1: all. 1: every rank has its own."""
 
 
 def shard(

@@ -1,0 +1,99 @@
+"""Rollout ``hf`` with a model of its own: beside a sharded actor, or in a pool of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from strop.errors import ModelError
+from strop.protocol import DataProto
+from strop.rollout.base import SamplingParams
+from strop.rollout.hf import HFRollout
+
+
+class HFReplica:
+    """Generates on an unsharded copy in the computing dtype, which exists from an update to ``release``."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        weights: Iterable[tuple[str, Tensor]],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        **options: Any,
+    ) -> None:
+        """``model`` has its parameters on the meta device; ``options`` are those of ``HFRollout``."""
+        self._model, self._device, self._dtype = model, device, dtype
+        self._missing: set[str] = set()
+        self._updating = self._complete = False
+        for owner, name, buffer in list(_own(model, "_buffers")):
+            setattr(owner, name, buffer.to(device))
+        self.update_weights(weights)
+        self._rollout = HFRollout(model, **options)
+
+    def generate(self, prompts: DataProto, params: SamplingParams) -> DataProto:
+        """See ``RolloutEngine.generate``; ``ModelError`` before all weights have come."""
+        if not self._complete:
+            raise ModelError("generate: the rollout has no whole set of weights; finish update_weights first")
+        return self._rollout.generate(prompts, params)
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
+        """See ``RolloutEngine.update_weights``."""
+        if not self._updating:
+            self._begin()
+        places = dict(self._model.named_parameters())
+        for name, weight in weights:
+            if name not in self._missing:
+                problem = "came twice" if name in places else "is no parameter of the rollout's model"
+                raise ModelError(f"weight transfer: {name} {problem}")
+            if places[name].shape != weight.shape:
+                raise ModelError(
+                    f"weight transfer: {name} has shape {list(weight.shape)}, "
+                    f"the rollout's model expects {list(places[name].shape)}"
+                )
+            places[name].copy_(weight)
+            self._missing.discard(name)
+        if last and self._missing:
+            raise ModelError(f"weight transfer: it ended without {self._first_missing()}")
+        self._updating, self._complete = not last, last
+
+    def release(self) -> None:
+        """See ``RolloutEngine.release``."""
+        self._updating = self._complete = False
+        _replace_parameters(self._model, lambda weight: weight.to("meta"))
+
+    def _begin(self) -> None:
+        self._updating, self._complete = True, False
+        self._missing = {name for name, _ in self._model.named_parameters()}
+        if next(self._model.parameters()).is_meta:
+            _replace_parameters(
+                self._model, lambda weight: torch.empty_like(weight, dtype=self._dtype, device=self._device)
+            )
+
+    def _first_missing(self) -> str:
+        names = sorted(self._missing)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(names[:3]) + more
+
+
+def _own(model: nn.Module, kind: str) -> Iterable[tuple[nn.Module, str, Tensor]]:
+    """Every parameter or buffer with the module that owns it; tied ones once for each owner."""
+    for owner in model.modules():
+        for name, tensor in getattr(owner, kind).items():
+            if tensor is not None:
+                yield owner, name, tensor
+
+
+def _replace_parameters(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Put ``make(parameter)`` in the place of every parameter; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for owner, name, parameter in list(_own(model, "_parameters")):
+        if id(parameter) not in made:
+            made[id(parameter)] = nn.Parameter(make(parameter.detach()), requires_grad=False)
+        setattr(owner, name, made[id(parameter)])
