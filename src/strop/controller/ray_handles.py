@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from strop.controller.arrays import to_tensor
 
@@ -52,6 +51,7 @@ class Layout:
         self.parts = tuple(parts)
         self.index = index
         self._last: tuple[Any, Layout] | None = None
+        self._last_join: tuple[list[Layout], Layout] | None = None
 
     def __len__(self) -> int:
         return sum(part.rows for part in self.parts) if self.index is None else len(self.index)
@@ -68,7 +68,14 @@ class Layout:
 
     @staticmethod
     def join(layouts: Sequence[Layout]) -> Layout:
-        """The rows of all, one layout after another."""
+        """The rows of all, one layout after another. Made once for the columns that share them."""
+        first, others = layouts[0], list(layouts[1:])
+        if first._last_join is None or first._last_join[0] != others:
+            first._last_join = (others, Layout._joined(layouts))
+        return first._last_join[1]
+
+    @staticmethod
+    def _joined(layouts: Sequence[Layout]) -> Layout:
         parts = list(dict.fromkeys(part for layout in layouts for part in layout.parts))
         if sum(len(layout.parts) for layout in layouts) == len(parts) and all(
             layout.index is None for layout in layouts
@@ -87,16 +94,16 @@ class Layout:
         """Rows by part (None: all), and how the pieces' rows are put in order (None: as they come)."""
         if self.index is None:
             return [(part, None) for part in self.parts], None
-        ends = torch.tensor([part.rows for part in self.parts]).cumsum(0)
-        owners = torch.searchsorted(ends, self.index, right=True)
-        order = torch.argsort(owners, stable=True)
-        pieces = []
-        for owner in owners.unique().tolist():
-            part = self.parts[owner]
-            rows = self.index[order[owners[order] == owner]] - (int(ends[owner]) - part.rows)
-            pieces.append((part, rows.numpy()))
+        index, starts = self.index.numpy(), np.cumsum([0, *(part.rows for part in self.parts)])
+        owners = np.searchsorted(starts, index, side="right") - 1
+        order = np.argsort(owners, kind="stable")
+        present, first = np.unique(owners[order], return_index=True)
+        rows = np.split((index - starts[owners])[order], first[1:])
+        pieces: list[tuple[RemoteColumns, np.ndarray | None]] = [
+            (self.parts[owner], own) for owner, own in zip(present, rows, strict=True)
+        ]
         is_sorted = bool((owners[1:] >= owners[:-1]).all())
-        return pieces, None if is_sorted else torch.argsort(order).numpy()
+        return pieces, None if is_sorted else np.argsort(order)
 
 
 class RemoteTensor(Tensor):
@@ -147,15 +154,13 @@ class RemoteTensor(Tensor):
             raise RuntimeError(
                 f"{func.__name__} would write into a worker's batch, which is only read: work on a clone()"
             )
-        args, kwargs = tree_map(_fetched, (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*_plain(args), **_plain(kwargs))
 
     @classmethod
     def __torch_dispatch__(  # ty: ignore[incompatible-method-override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map(_fetched, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*_plain(args), **_plain(kwargs or {}))
 
 
 _ASKS_FOR_NO_BYTES = {
@@ -164,19 +169,25 @@ _ASKS_FOR_NO_BYTES = {
 }
 
 
-def _fetched(leaf: Any) -> Any:
-    return leaf.fetch() if isinstance(leaf, RemoteTensor) else leaf
+def _plain(value: Any) -> Any:
+    """``value`` with the remote tensors in it fetched."""
+    if isinstance(value, RemoteTensor):
+        return value.fetch()
+    if type(value) in (tuple, list):
+        return type(value)(_plain(item) for item in value)
+    if type(value) is dict:
+        return {name: _plain(item) for name, item in value.items()}
+    return value
 
 
 def _rows_asked_for(func: Any, tensor: RemoteTensor, *args: Any, **kwargs: Any) -> slice | Tensor | None:
     """The rows that an operation takes when this is all it does; None for any other operation."""
-    numbers = torch.arange(len(tensor))
     if func is Tensor.__getitem__ and _is_rows(args[0]):
         return args[0]
     if func in _REPEAT_ROWS and isinstance(args[0], int) and (args[1:] or (kwargs.get("dim"),)) == (0,):
-        return numbers.repeat_interleave(args[0])
+        return torch.arange(len(tensor)).repeat_interleave(args[0])
     if func is Tensor.repeat and len(args) == tensor.dim() and set(args[1:]) <= {1}:
-        return numbers.repeat(args[0])
+        return torch.arange(len(tensor)).repeat(args[0])
     return None
 
 

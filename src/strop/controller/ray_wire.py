@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from strop.controller.arrays import to_array, to_tensor
-from strop.controller.ray_handles import Columns, RemoteTensor, RemoteValue
+from strop.controller.ray_handles import Columns, Layout, RemoteTensor, RemoteValue
 from strop.protocol import DataProto
 
 
@@ -59,27 +59,31 @@ class Packed:
 
 def pack(value: Any) -> tuple[Packed, list[Any]]:
     """``value`` for sending, and the references of the store that have to travel with it."""
-    packed, objects = Packed(), []
+    packed = Packed()
+    numbers: dict[Any, int] = {}
+    placed: dict[Layout, tuple[list[tuple[int, np.ndarray | None]], np.ndarray | None]] = {}
 
     def number_of(reference: Any) -> int:
-        if reference not in objects:
-            objects.append(reference)
-        return objects.index(reference)
+        return numbers.setdefault(reference, len(numbers))
+
+    def places(layout: Layout) -> tuple[list[tuple[int, np.ndarray | None]], np.ndarray | None]:
+        if layout not in placed:  # most columns of a batch share one
+            pieces, order = layout.pieces
+            placed[layout] = [(number_of(part.reference), rows) for part, rows in pieces], order
+        return placed[layout]
 
     def replace(leaf: Any) -> Any:
         if isinstance(leaf, RemoteValue):
             return ValueSlot(number_of(leaf.reference))
         if isinstance(leaf, RemoteTensor):
-            pieces, order = leaf.source.pieces
-            numbered = [(number_of(part.reference), rows) for part, rows in pieces]
-            return RemoteSlot(leaf.column, numbered, order)
+            return RemoteSlot(leaf.column, *places(leaf.source))
         if isinstance(leaf, Tensor):
             packed.arrays.append(to_array(leaf))
             return Slot(len(packed.arrays) - 1, leaf.dtype)
         return leaf
 
     packed.value = _map_leaves(replace, value)
-    return packed, objects
+    return packed, list(numbers)
 
 
 def unpack(packed: Packed, objects: tuple[Any, ...]) -> Any:

@@ -5,6 +5,7 @@ Membership of a mini-batch was fixed before; this moves rows inside it only, so 
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import torch
@@ -74,10 +75,11 @@ def _lengths(batch: DataProto) -> list[int]:
 
 
 def _deal(lengths: list[int], ranks: int, most: int) -> list[list[int]]:
-    tokens, rows = [0] * ranks, [[] for _ in range(ranks)]
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    open_ranks = [(0, 0, rank) for rank in range(ranks)]  # a heap of (tokens, rows, rank)
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        open_ranks = (rank for rank in range(ranks) if len(rows[rank]) < most)
-        rank = min(open_ranks, key=lambda rank: (tokens[rank], len(rows[rank])))
+        tokens, count, rank = heapq.heappop(open_ranks)
         rows[rank].append(row)
-        tokens[rank] += lengths[row]
+        if count + 1 < most:
+            heapq.heappush(open_ranks, (tokens + lengths[row], count + 1, rank))
     return [sorted(own) for own in rows]
