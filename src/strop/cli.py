@@ -42,7 +42,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from strop.trainer.export import export
 
-    print(f"model in {export(arguments.checkpoint, arguments.out, role=arguments.role)}")
+    out = export(arguments.checkpoint, arguments.out, role=arguments.role, dtype=arguments.dtype)
+    print(f"model in {out}")
     return 0
 
 
@@ -55,9 +56,12 @@ def _view(arguments: argparse.Namespace) -> int:
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a global_step_N folder")
+    parser.add_argument("checkpoint", help="a global_step_N folder, or the URL of one")
     parser.add_argument("--out", required=True, help="the Hugging Face folder to write; must not exist")
     parser.add_argument("--role", default="actor", choices=("actor", "critic"), help="whose model (actor)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the weights (as they were saved)"
+    )
 
 
 _COMMANDS: dict[str, tuple[str, str, Run]] = {

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from saving_groups import STATE
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from strop.engines.settings import OptimizerSettings
+from strop.engines.torch.engine import TorchEngine
+from strop.errors import CheckpointError
+from strop.models.policy import PolicyModel
+from strop.models.scorer import ValueModel
+from strop.trainer.checkpoint import Checkpoints
+from strop.trainer.export import export
+
+import tiny_model
+
+SETTINGS = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8, grad_clip=1.0)
+
+
+class EngineGroup:
+    """A real engine behind the calls that a worker group has."""
+
+    def __init__(self, engine: TorchEngine, tokenizer) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+
+    def save_checkpoint(self, folder: Path, background: bool = False) -> None:
+        self.engine.save(folder, background=background)
+        self.engine.export(folder / "huggingface", self.tokenizer, weights=not background)
+
+    def save_is_done(self) -> bool:
+        return self.engine.save_is_done()
+
+    def finish_save(self) -> None:
+        self.engine.finish_save()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of each kind, and the models as they were then; training went on before it was written."""
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = tiny_model.build_tokenizer()
+    model = tiny_model.build_model(tokenizer, hidden=32)
+    model.save_pretrained(folder / "base")
+    critic = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1)
+    then = {"actor": copy.deepcopy(model.state_dict()), "critic": copy.deepcopy(critic.state_dict())}
+    groups = {
+        name: EngineGroup(TorchEngine(module, device=torch.device("cpu"), optimizer=SETTINGS), tokenizer)
+        for name, module in (("actor", PolicyModel(model)), ("critic", ValueModel(critic)))
+    }
+    Checkpoints(folder).save(1, groups, STATE)
+    with Checkpoints(folder, background=True) as checkpoints:
+        checkpoints.save(2, groups, STATE)
+        with torch.no_grad():
+            for parameter in [*model.parameters(), *critic.parameters()]:
+                parameter.add_(1.0)
+    return folder, then
+
+
+def assert_equal(found, expected, dtype=torch.float32) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, expected[name].to(dtype)), name
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_checkpoint_of_either_kind_is_a_model_that_transformers_loads(saved, tmp_path, step):
+    folder, then = saved
+    checkpoint = folder / f"global_step_{step}"
+    assert (checkpoint / "actor" / "huggingface" / "model.safetensors").exists() == (step == 1)
+    actor = export(checkpoint, tmp_path / "actor")
+    assert_equal(AutoModelForCausalLM.from_pretrained(actor, dtype="auto").state_dict(), then["actor"])
+    assert (
+        AutoTokenizer.from_pretrained(actor)("1+2").input_ids == tiny_model.build_tokenizer()("1+2").input_ids
+    )
+    critic = export(checkpoint, tmp_path / "critic", role="critic")
+    loaded = AutoModelForSequenceClassification.from_pretrained(critic, dtype="auto")
+    assert_equal(loaded.state_dict(), then["critic"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["actor", "critic"]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_weights_are_converted_when_asked(saved, tmp_path, step):
+    folder, then = saved
+    out = export(folder / f"global_step_{step}", tmp_path / "out", dtype="bfloat16")
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert loaded.config.dtype == torch.bfloat16
+    assert_equal(loaded.state_dict(), then["actor"], torch.bfloat16)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_remote_checkpoint_is_exported_and_only_what_is_needed_is_fetched(
+    saved, tmp_path, monkeypatch, step
+):
+    folder, then = saved
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.put(str(folder / f"global_step_{step}"), f"/bucket/global_step_{step}", recursive=True)
+    fetched = []
+    original = type(fs).get_file
+
+    def noting(self, rpath, lpath, **kwargs):
+        fetched.append(rpath.removeprefix(f"/bucket/global_step_{step}/"))
+        return original(self, rpath, lpath, **kwargs)
+
+    monkeypatch.setattr(type(fs), "get_file", noting)
+    out = export(f"memory://bucket/global_step_{step}", tmp_path / "out")
+    assert_equal(AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict(), then["actor"])
+    prefix = "actor/huggingface/" if step == 1 else "actor/"
+    assert fetched
+    assert all(name.startswith(prefix) for name in fetched)
+    with pytest.raises(CheckpointError, match=r"holds no reward.*actor.*critic"):
+        export(f"memory://bucket/global_step_{step}", tmp_path / "none", role="reward")
+
+
+def test_an_export_that_fails_leaves_nothing(saved, tmp_path):
+    folder, _ = saved
+    broken = tmp_path / "global_step_2"
+    subprocess.run(["cp", "-r", folder / "global_step_2", broken], check=True)
+    shard = next((broken / "actor").glob("*.distcp"))
+    shard.write_bytes(bytes(shard.stat().st_size))  # the size is right, the content is not
+    with pytest.raises(CheckpointError):
+        export(broken, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_2"]
+
+
+def test_the_command_exports_in_a_process_of_its_own(saved, tmp_path):
+    folder, then = saved
+    arguments = [str(folder / "global_step_2"), "--out", str(tmp_path / "out"), "--dtype", "float32"]
+    done = subprocess.run(
+        [sys.executable, "-m", "strop.cli", "export", *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), then["actor"])
