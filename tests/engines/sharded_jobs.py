@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from strop.config.load import load_config
+from strop.engines.fingerprint import weights_hash
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.settings import OptimizerSettings, ShardingSettings
+from strop.engines.torch import ranks
 from strop.engines.torch.engine import TorchEngine
-from strop.models.deferred import defer_causal_lm, defer_scorer
-from strop.models.loader import load_causal_lm, load_scorer
+from strop.errors import CheckpointError, ConfigError, ModelError
+from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
+from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
 from strop.protocol import DataProto
 from strop.workers.losses import actor_objective, critic_objective
 
+import tiny_model
 from builders import random_samples
 
 SETTINGS = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.01, eps=1e-8, grad_clip=1.0)
 STEPS = 4
+LEARNING_RATE = 1e-3  # at 1e-2 even another micro-batch size in one process moves the weights by 2e-5
 Weights = dict[str, torch.Tensor]
 
 
@@ -98,7 +110,7 @@ def step(
     batch = samples(rows, seed)
     options = {"temperature": 0.9} if role == "actor" else {}
     metrics = trained.forward_backward(mine(batch), objective(role, batch, mode), micro, **options)
-    return metrics, trained.optimizer_step(0.01)
+    return metrics, trained.optimizer_step(LEARNING_RATE)
 
 
 def weights(trained: TorchEngine) -> Weights:
@@ -115,3 +127,237 @@ def train(
         metrics, result = step(trained, role, micro, seed=seed, **step_options)
         norms.append(result.grad_norm)
     return weights(trained), norms, metrics
+
+
+def save_untied(folder: Path) -> Path:
+    """A Llama whose output layer is not tied, in several files, with the tiny tokenizer."""
+    tokenizer = tiny_model.build_tokenizer()
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100KB")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_as_bin(source: Path, folder: Path) -> None:
+    """The same model in a file that is not safetensors."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
+def break_weights(source: Path, folder: Path) -> Path:
+    """The same folder with weights that are cut short."""
+    shutil.copytree(source, folder)
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:100])
+    return folder
+
+
+def initial(folder: Path, role: str) -> Weights:
+    return weights(engine(folder, role))
+
+
+def gradient(folder: Path, role: str, micro: MicroBatching, options: dict[str, Any]) -> tuple[Weights, float]:
+    """The whole gradient of one mini-batch, and its norm as the step reports it."""
+    trained, batch = engine(folder, role, **options), samples()
+    trained.forward_backward(mine(batch), objective(role, batch), micro, temperature=0.9)
+    found = {name: ranks.whole(weight.grad) for name, weight in trained.module.named_parameters()}
+    found = {name: tensor.clone() for name, tensor in found.items()}
+    return found, trained.optimizer_step(0.0).grad_norm
+
+
+def poisoned_step(folder: Path) -> tuple[bool, bool, int]:
+    """A step where only rank 1 has a gradient that is not finite."""
+    trained = engine(folder)
+    before = weights_hash(trained.named_weights())
+
+    def loss(outputs, columns):
+        return outputs["log_prob"].sum() * (float("nan") if rank() == 1 else 1.0), {}
+
+    trained.forward_backward(samples(4), loss, MicroBatching(rows=4), temperature=1.0)
+    skipped = trained.optimizer_step(0.1).skipped
+    left = sum(weight.grad is not None for weight in trained.module.parameters())
+    return skipped, weights_hash(trained.named_weights()) == before, left
+
+
+def infer(folder: Path, micro: MicroBatching) -> dict[str, torch.Tensor]:
+    """Twice, since a pass may leave something behind."""
+    frozen = engine(folder, optimizer=None)
+    frozen.infer(mine(samples()), micro, temperature=0.9)
+    return frozen.infer(mine(samples()), micro, temperature=0.9, with_hidden=True)
+
+
+def uneven_update(folder: Path) -> Weights:
+    """Rank 0 has seven rows, one at a time, rank 1 one: a batch that nobody evened out."""
+    trained, batch = engine(folder), samples(8)
+    rows = batch if world_size() == 1 else batch[torch.arange(7) if rank() == 0 else torch.tensor([7])]
+    for _ in range(2):
+        trained.forward_backward(rows, objective("actor", batch), MicroBatching(rows=1), temperature=0.9)
+        trained.optimizer_step(LEARNING_RATE)
+    return weights(trained)
+
+
+def full_kl(folder: Path) -> tuple[float, float]:
+    """The largest full KL to the start, at the start and after some updates."""
+    reference, trained = engine(folder, optimizer=None), engine(folder)
+    trained.module.keep_reference_head()
+    batch = mine(samples())
+    micro = MicroBatching(rows=2)
+    batch.batch["ref_hidden"] = reference.infer(batch, micro, with_hidden=True)["hidden"]
+    figures = []
+    for _ in range(2):
+        kl = trained.infer(batch, micro, with_full_kl=True)["full_kl"]
+        figures.append(ranks.total({"kl": float(kl.sum())}, torch.device("cpu"))["kl"])
+
+        def loss(outputs, columns):
+            return -(outputs["full_kl"] + outputs["log_prob"]).sum(), {}
+
+        trained.forward_backward(batch, loss, micro, with_full_kl=True)
+        trained.optimizer_step(LEARNING_RATE)
+    return figures[0], figures[1]
+
+
+def names_and_hash(folder: Path, sharding: dict[str, Any] | None = None) -> tuple[list[str], str]:
+    trained = engine(folder, sharding=sharding)
+    return [name for name, _ in trained.named_weights()], weights_hash(trained.named_weights())
+
+
+def train_and_save(folder: Path, role: str, state: Path) -> str:
+    trained = engine(folder, role)
+    for seed in range(2):
+        step(trained, role, MicroBatching(rows=4), seed=seed)
+    trained.save(state)
+    return weights_hash(trained.named_weights())
+
+
+def load_and_save(folder: Path, role: str, state: Path, again: Path, sharding: dict[str, Any]) -> str:
+    trained = engine(folder, role, sharding=sharding)
+    trained.load(state)
+    trained.save(again)
+    return weights_hash(trained.named_weights())
+
+
+def read_state(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a saved state, by torch's own conversion to one file."""
+    with tempfile.TemporaryDirectory() as scratch:
+        dcp_to_torch_save(folder, Path(scratch) / "state.pt")
+        return torch.load(Path(scratch) / "state.pt")
+
+
+def save_both_ways(folder: Path, out: Path) -> None:
+    """The same state in the foreground and, with updates before it is written, in the background."""
+    trained = engine(folder)
+    step(trained, "actor", MicroBatching(rows=4), seed=0)
+    trained.save(out / "fore")
+    assert trained.save_is_done()
+    trained.save(out / "back", background=True)
+    for seed in (1, 2):
+        step(trained, "actor", MicroBatching(rows=4), seed=seed)
+    trained.finish_save()
+    assert trained.save_is_done()
+    trained.save(out / "later")
+
+
+def failing_save(folder: Path, gone: Path) -> str:
+    trained = engine(folder)
+    gone.mkdir(exist_ok=True)
+    (gone / f"__{rank()}_0.distcp").mkdir()  # in the way of this rank's file
+    try:
+        trained.save(gone, background=True)
+        trained.finish_save()
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def failing_load(folder: Path, state: Path) -> str:
+    try:
+        engine(folder).load(state)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def failing_construction(folder: Path, sharding: dict[str, Any] | None = None) -> str:
+    try:
+        engine(folder, sharding=sharding)
+    except (ConfigError, ModelError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "built"
+
+
+def export_both_ways(folder: Path, role: str, out: Path) -> Weights:
+    """A streamed export, and what ``export_from_shards`` needs."""
+    trained = engine(folder, role)
+    step(trained, role, MicroBatching(rows=4), seed=0)
+    tokenizer = load_tokenizer(folder)
+    trained.export(out / "streamed", tokenizer)
+    trained.save(out / "state")
+    trained.export(out / "no_weights", tokenizer, weights=False)
+    return weights(trained)
+
+
+class _LiveMemory(TorchDispatchMode):
+    """The bytes of CPU tensors that operations made and that are still alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak = 0, 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage) -> None:
+        if storage._cdata in self._seen:
+            return
+        self._seen.add(storage._cdata)
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def forget(key: int = storage._cdata) -> None:
+            self._seen.discard(key)
+            self.live -= size
+
+        weakref.finalize(storage, forget)
+
+
+def measure_memory(folder: Path) -> tuple[int, int, int, int]:
+    """Building an engine: (peak bytes, bytes of the model, of its largest tensor, whole tensors at once)."""
+    at_once = 0
+    alive: list[weakref.ref] = []
+    stream = WeightSource.stream
+
+    def watched(source: WeightSource):
+        nonlocal at_once
+        for name, tensor in stream(source):
+            alive.append(weakref.ref(tensor))
+            at_once = max(at_once, sum(reference() is not None for reference in alive))
+            yield name, tensor
+            del tensor
+
+    WeightSource.stream = watched
+    try:
+        with _LiveMemory() as memory:
+            built = engine(folder, optimizer=None)
+    finally:
+        WeightSource.stream = stream
+    sizes = [weight.nbytes for _, weight in built.named_weights()]
+    return memory.peak, sum(sizes), max(sizes), at_once

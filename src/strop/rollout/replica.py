@@ -59,6 +59,7 @@ class HFReplica:
                 )
             places[name].copy_(weight)
             self._missing.discard(name)
+            del weight  # before the next one is gathered
         if last and self._missing:
             raise ModelError(f"weight transfer: it ended without {self._first_missing()}")
         self._updating, self._complete = not last, last

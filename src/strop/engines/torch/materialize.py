@@ -26,6 +26,7 @@ def materialize(module: RoleModel, source: WeightSource, device: torch.device) -
     weights = source.stream() if source.readable else _from_first_rank(places, source, device)
     for name, weight in weights:
         _keep_part(places.pop(name), weight)
+        del weight  # before the next one comes
     if places:
         raise StropError(f"no weights came for {sorted(places)[:5]}")
 

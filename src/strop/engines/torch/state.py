@@ -114,13 +114,12 @@ def _collect(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
 
 
 def _misfits(wanted: dict[str, Tensor], stored: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> list[str]:
-    misfits = []
-    for name, tensor in wanted.items():
-        if name not in stored:
-            misfits.append(f"it has no {name}")
-        elif tuple(tensor.shape) != stored[name][0]:
-            misfits.append(f"{name} is {list(stored[name][0])} there, expected {list(tensor.shape)}")
-    return misfits
+    missing = [f"it has no {name}" for name in wanted if name not in stored]
+    return missing + [
+        f"{name} is {list(stored[name][0])} there, expected {list(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in stored and stored[name][0] != tuple(tensor.shape)
+    ]
 
 
 def _process_group() -> dict[str, Any]:

@@ -1,0 +1,221 @@
+"""FSDP2 on gloo: one, two and four ranks compute the same, and read what the others wrote."""
+
+from __future__ import annotations
+
+import pytest
+import sharded_jobs as jobs
+import torch
+from ranks import Ranks
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from strop.engines.micro_batches import MicroBatching
+from strop.engines.torch.export import export_from_shards
+
+import tiny_model
+
+ROWS = MicroBatching(rows=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model.save(tmp_path_factory.mktemp("tiny"), hidden=32)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    """A Llama with an output layer of its own, in several safetensors files."""
+    return jobs.save_untied(tmp_path_factory.mktemp("untied"))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(4) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def alone(folder, ranks):
+    """What one process makes of the updates that the others are compared with."""
+    return {role: ranks.run(1, jobs.train, folder, role, ROWS, {}, {})[0] for role in ("actor", "critic")}
+
+
+def distance(found: jobs.Weights, expected: jobs.Weights) -> float:
+    """Norm of the difference over the norm, over all parameters."""
+    assert list(found) == list(expected)
+    ours, theirs = (torch.cat([w.flatten().float() for w in side.values()]) for side in (found, expected))
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+LAYOUTS = {
+    "2": (2, MicroBatching(rows=4), {}),
+    "4": (4, MicroBatching(rows=1), {}),
+    "2x2": (4, MicroBatching(rows=2), {"sharding": {"fsdp_size": 2}}),
+    "2 copies": (2, MicroBatching(rows=3), {"sharding": {"fsdp_size": 1}}),
+    "dynamic": (4, MicroBatching(max_tokens=15), {}),
+    "checkpointing": (2, MicroBatching(rows=5), {"gradient_checkpointing": True}),
+    "by size": (2, MicroBatching(rows=8), {"sharding": {"min_num_params": 5000}}),
+    "by class": (2, MicroBatching(rows=8), {"sharding": {"layer_classes": ("Qwen2MLP",)}}),
+}
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_updates_are_those_of_one_process(folder, ranks, alone, role, layout):
+    world_size, micro, options = LAYOUTS[layout]
+    expected, expected_norms, expected_metrics = alone[role]
+    assert distance(expected, ranks.run(1, jobs.initial, folder, role)[0]) > 1e-3  # something was learned
+    for found, norms, metrics in ranks.run(world_size, jobs.train, folder, role, micro, {}, options):
+        assert distance(found, expected) < 1e-5
+        assert norms == pytest.approx(expected_norms, rel=1e-4)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding": {"fsdp_size": 2}}], ids=["1-D", "2x2"])
+def test_the_gradient_is_the_sum_over_the_ranks_and_the_same_norm_everywhere(folder, ranks, options):
+    [(expected, norm)] = ranks.run(1, jobs.gradient, folder, "actor", ROWS, {})
+    found = ranks.run(4, jobs.gradient, folder, "actor", MicroBatching(rows=3), options)
+    assert len({rank_norm for _, rank_norm in found}) == 1
+    assert found[0][1] == pytest.approx(norm, rel=1e-6)
+    assert norm == pytest.approx(float(torch.cat([g.flatten() for g in expected.values()]).norm()), rel=1e-6)
+    assert all(distance(gradient, expected) < 1e-6 for gradient, _ in found)
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_rows_without_a_response_contribute_nothing(folder, ranks, role, mode):
+    options = {"rows": 5, "mode": mode}  # on four ranks three such rows, each a micro-batch of its own
+    [(expected, _, expected_metrics)] = ranks.run(1, jobs.train, folder, role, ROWS, options, {})
+    for found, _, metrics in ranks.run(4, jobs.train, folder, role, MicroBatching(rows=1), options, {}):
+        assert distance(found, expected) < 1e-5
+        assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-5)
+
+
+def test_bfloat16_keeps_float32_masters_and_is_close(folder, ranks, alone):
+    options = {"compute_dtype": "bfloat16"}
+    for found, norms, _ in ranks.run(2, jobs.train, folder, "actor", ROWS, {}, options):
+        assert {weight.dtype for weight in found.values()} == {torch.float32}
+        assert 1e-6 < distance(found, alone["actor"][0]) < 0.02
+        assert norms[0] == pytest.approx(alone["actor"][1][0], rel=0.05)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(folder, ranks):
+    for skipped, unchanged, grads_left in ranks.run(2, jobs.poisoned_step, folder):
+        assert (skipped, unchanged, grads_left) == (True, True, 0)
+
+
+def test_inference_gives_each_rank_its_rows_whatever_the_others_need(folder, ranks):
+    [expected] = ranks.run(1, jobs.infer, folder, ROWS)
+    found = ranks.run(4, jobs.infer, folder, MicroBatching(max_tokens=12))
+    for name, column in expected.items():
+        together = torch.stack([part[name] for part in found], dim=1).flatten(0, 1)
+        torch.testing.assert_close(together, column, atol=1e-5, rtol=1e-5)
+
+
+def test_a_rank_with_fewer_rows_than_rounds_keeps_the_others_company(folder, ranks):
+    [expected] = ranks.run(1, jobs.uneven_update, folder)
+    found = ranks.run(2, jobs.uneven_update, folder)
+    assert all(distance(weights, expected) < 1e-5 for weights in found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_full_kl_uses_the_frozen_output_layer(folder, ranks, world_size, alone):
+    del alone
+    found = ranks.run(world_size, jobs.full_kl, folder)
+    assert all(first == pytest.approx(0, abs=1e-6) for first, _ in found)
+    assert found[0][1] == pytest.approx(ranks.run(1, jobs.full_kl, folder)[0][1], rel=1e-4)
+    assert found[0][1] > 1e-4
+
+
+def test_names_and_hash_are_those_of_one_process(folder, untied, ranks):
+    for model in (folder, untied):
+        theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        [(names, digest)] = ranks.run(1, jobs.names_and_hash, model)
+        assert names == [name for name, _ in theirs.named_parameters()]
+        for world_size, sharding in ((2, {}), (4, {"fsdp_size": 2})):
+            found = ranks.run(world_size, jobs.names_and_hash, model, sharding)
+            assert found == [(names, digest)] * world_size
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_states_load_bit_for_bit_on_other_numbers_of_ranks(folder, ranks, tmp_path, role):
+    """Two ranks write; one, four and 2x2 read and write; all have the same tensors, moments included."""
+    [digest, _] = ranks.run(2, jobs.train_and_save, folder, role, tmp_path / "by 2")
+    previous = tmp_path / "by 2"
+    for world_size, sharding in ((1, {}), (4, {}), (4, {"fsdp_size": 2}), (2, {"fsdp_size": 1}), (1, {})):
+        own = tmp_path / f"{world_size} {len(list(tmp_path.iterdir()))}"
+        found = ranks.run(world_size, jobs.load_and_save, folder, role, previous, own, sharding)
+        assert found == [digest] * world_size
+        previous = own
+    original, last = jobs.read_state(tmp_path / "by 2"), jobs.read_state(previous)
+    assert original.keys() == last.keys()
+    assert any(name.endswith("exp_avg_sq") for name in original)
+    assert all(torch.equal(original[name], last[name]) for name in original)
+    steps = [tensor for name, tensor in last.items() if name.endswith(".step")]
+    assert {float(step) for step in steps} == {2.0}
+
+
+def test_a_background_save_holds_the_state_of_its_start_while_training_goes_on(folder, ranks, tmp_path):
+    for world_size in (1, 2):
+        own = tmp_path / str(world_size)
+        ranks.run(world_size, jobs.save_both_ways, folder, own)
+        fore, back = jobs.read_state(own / "fore"), jobs.read_state(own / "back")
+        assert fore.keys() == back.keys()
+        assert all(torch.equal(fore[name], back[name]) for name in fore)
+        norm = "model.hugging_face_model.model.norm.weight"
+        assert not torch.equal(fore[norm], jobs.read_state(own / "later")[norm])
+
+
+def test_a_background_save_that_fails_says_so_when_it_is_finished(folder, ranks, tmp_path):
+    for message in ranks.run(2, jobs.failing_save, folder, tmp_path / "gone"):
+        assert "cannot write the checkpoint" in message
+
+
+def test_a_state_of_another_model_is_refused_by_name(folder, untied, ranks, tmp_path):
+    ranks.run(2, jobs.train_and_save, folder, "actor", tmp_path / "state")
+    for message in ranks.run(2, jobs.failing_load, untied, tmp_path / "state"):
+        assert "lm_head.weight" in message
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "critic"])
+def test_an_export_is_what_transformers_loads(folder, untied, ranks, tmp_path, kind):
+    source, role = (untied if kind == "untied" else folder), ("critic" if kind == "critic" else "actor")
+    found = ranks.run(2, jobs.export_both_ways, source, role, tmp_path)
+    export_from_shards(
+        tmp_path / "state", tmp_path / "no_weights", tmp_path / "from_shards", max_bytes=20_000
+    )
+    auto = AutoModelForSequenceClassification if role == "critic" else AutoModelForCausalLM
+    for name in ("streamed", "from_shards"):
+        loaded, info = auto.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert loaded.dtype == torch.float32
+        theirs = dict(loaded.named_parameters())
+        assert theirs.keys() == found[0].keys()
+        assert all(torch.equal(theirs[weight], found[0][weight]) for weight in theirs)
+        assert {"config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / name).iterdir()}
+    assert len(list(out.glob("model-*.safetensors"))) > 2
+
+
+def test_no_rank_ever_holds_the_model_or_two_whole_tensors(untied, ranks):
+    [(_, whole, largest, _)] = ranks.run(1, jobs.measure_memory, untied)
+    for peak, _, _, alive_at_once in ranks.run(4, jobs.measure_memory, untied):
+        assert alive_at_once == 1
+        # its quarter, and one tensor on its way with the copy that is cut from it
+        assert peak <= whole / 4 + 3 * largest + 20_000
+        assert peak < 0.8 * whole
+
+
+def test_files_other_than_safetensors_are_read_by_one_rank(untied, ranks, tmp_path):
+    jobs.save_as_bin(untied, tmp_path / "bin")
+    expected = ranks.run(1, jobs.names_and_hash, untied)
+    assert ranks.run(2, jobs.names_and_hash, tmp_path / "bin") == expected * 2
+    for message in ranks.run(2, jobs.failing_construction, jobs.break_weights(untied, tmp_path / "broken")):
+        assert message.startswith("ModelError")
+
+
+def test_sizes_and_classes_that_do_not_fit_are_configuration_errors(folder, ranks):
+    for sharding, words in (({"fsdp_size": 3}, "one of [1, 2, 4]"), ({"layer_classes": ("Nope",)}, "Nope")):
+        for message in ranks.run(4, jobs.failing_construction, folder, sharding):
+            assert message.startswith("ConfigError")
+            assert words in message
