@@ -310,33 +310,22 @@ def export_both_ways(folder: Path, role: str, out: Path) -> Weights:
 
 
 class _LiveMemory(TorchDispatchMode):
-    """The bytes of CPU tensors that operations made and that are still alive, and their peak."""
+    """The peak of bytes in CPU tensors that operations made and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live, self.peak = 0, 0
-        self._seen: set[int] = set()
+        self.peak = 0
+        self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                self._count(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                self._alive[storage._cdata] = storage
+        # FSDP frees what it gathered by resizing the storage to nothing: ask for the sizes of now
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._alive.values()))
         return result
-
-    def _count(self, storage) -> None:
-        if storage._cdata in self._seen:
-            return
-        self._seen.add(storage._cdata)
-        size = storage.nbytes()
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-        def forget(key: int = storage._cdata) -> None:
-            self._seen.discard(key)
-            self.live -= size
-
-        weakref.finalize(storage, forget)
 
 
 def measure_memory(folder: Path) -> tuple[int, int, int, int]:

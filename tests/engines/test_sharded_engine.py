@@ -175,16 +175,15 @@ def test_a_background_save_that_fails_says_so_when_it_is_finished(folder, ranks,
 def test_a_state_of_another_model_is_refused_by_name(folder, untied, ranks, tmp_path):
     ranks.run(2, jobs.train_and_save, folder, "actor", tmp_path / "state")
     for message in ranks.run(2, jobs.failing_load, untied, tmp_path / "state"):
-        assert "lm_head.weight" in message
+        assert "it has no model.hugging_face_model.model.layers.2." in message
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "critic"])
 def test_an_export_is_what_transformers_loads(folder, untied, ranks, tmp_path, kind):
     source, role = (untied if kind == "untied" else folder), ("critic" if kind == "critic" else "actor")
     found = ranks.run(2, jobs.export_both_ways, source, role, tmp_path)
-    export_from_shards(
-        tmp_path / "state", tmp_path / "no_weights", tmp_path / "from_shards", max_bytes=20_000
-    )
+    out = tmp_path / "from_shards"
+    export_from_shards(tmp_path / "state", tmp_path / "no_weights", out, max_bytes=20_000)
     auto = AutoModelForSequenceClassification if role == "critic" else AutoModelForCausalLM
     for name in ("streamed", "from_shards"):
         loaded, info = auto.from_pretrained(tmp_path / name, output_loading_info=True)
@@ -201,9 +200,7 @@ def test_no_rank_ever_holds_the_model_or_two_whole_tensors(untied, ranks):
     [(_, whole, largest, _)] = ranks.run(1, jobs.measure_memory, untied)
     for peak, _, _, alive_at_once in ranks.run(4, jobs.measure_memory, untied):
         assert alive_at_once == 1
-        # its quarter, and one tensor on its way with the copy that is cut from it
-        assert peak <= whole / 4 + 3 * largest + 20_000
-        assert peak < 0.8 * whole
+        assert peak < 0.75 * whole, (peak, whole, largest)
 
 
 def test_files_other_than_safetensors_are_read_by_one_rank(untied, ranks, tmp_path):
