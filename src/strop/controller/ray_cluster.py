@@ -28,9 +28,9 @@ def connect(processes: int) -> None:
     One that is started here ends with this process and has a slot for each of ``processes``, also where
     these are more than the machine has cores: they are slower then, not fewer.
     """
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # a failed call is told once, by us
     if ray.is_initialized():
         return
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # a failed call is told once, by us
     # Quiet: what a worker prints is shown, what Ray does about itself is in its own log files.
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
     try:

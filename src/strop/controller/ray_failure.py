@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,21 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
+from strop.controller.ray_host import STACK_SIGNAL
 from strop.errors import StropError
 
 _LINES = 20
 _LOG_BYTES = 1 << 16
 _READ_S = 5.0
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Read error")
+_SIGNAL_S = 1.0
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL",
+    "Read error",
+    "Timed out waiting",
+)
 
 
 @dataclass(frozen=True)
@@ -104,17 +116,39 @@ def last_lines(facts: Mapping[str, Any]) -> str:
     """The end of what a process printed; read on its node, which is there although the process is not."""
     if not facts:
         return ""
-    paths = facts["logs"]
+    return _on_node_of(facts, read_end, facts["logs"]) or "(its node does not answer)"
+
+
+def stack_by_signal(facts: Mapping[str, Any]) -> str | None:
+    """Where the thread stands that runs the calls, for a process that does not answer itself."""
+    if not facts:
+        return None
+    return _on_node_of(facts, signal_for_stack, facts["pid"], facts["stacks"], facts["thread"]) or None
+
+
+def _on_node_of(facts: Mapping[str, Any], function: Callable[..., str], *args: Any) -> str | None:
+    """What a function returns there; None when the node does not answer."""
     if facts["node_id"] == ray.get_runtime_context().get_node_id():
-        return read_end(paths)
+        return function(*args)
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     there = NodeAffinitySchedulingStrategy(facts["node_id"], soft=False)
     try:
-        read = ray.remote(read_end).options(num_cpus=0, scheduling_strategy=there)
-        return ray.get(read.remote(paths), timeout=_READ_S)
+        remote = ray.remote(function).options(num_cpus=0, scheduling_strategy=there)
+        return ray.get(remote.remote(*args), timeout=_READ_S)
     except RayError:
-        return "(its node does not answer)"
+        return None
+
+
+def signal_for_stack(pid: int, path: str, thread: int) -> str:
+    """Make a process of this node write its stacks, and read the one of a thread; empty if there is none."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, STACK_SIGNAL)
+    time.sleep(_SIGNAL_S)
+    threads = Path(path).read_text().split("\n\n") if Path(path).is_file() else []
+    frames = next((text.splitlines()[1:] for text in threads if f"hread 0x{thread:016x}" in text), [])
+    outside = next((i for i, frame in enumerate(frames) if "/ray_host.py" in frame), len(frames))
+    return "\n".join(reversed(frames[:outside]))
 
 
 def read_end(paths: Sequence[str]) -> str:

@@ -73,7 +73,7 @@ class RayWorkerGroup:
         added = {
             rank: host.add.remote(self.name, worker, rank, len(hosts)) for rank, host in enumerate(hosts)
         }
-        mesh = self._processes.wait(Call(self._processes, self.name, "__init__", added))
+        mesh = self._processes.wait(Call(self._processes, self.name, "__init__", added), starting=True)
         self._shard_of = [mesh[rank][0] for rank in range(len(hosts))]
         self._shards = mesh[0][1]
 
@@ -106,6 +106,7 @@ class RayWorkerGroup:
     def _start(
         self, method: str, dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Running:
+        self._processes.require_alive()
         ranks = [0] if dispatch is Dispatch.RANK_ZERO else range(self.world_size)
         shards = shard(args[0], self._shards) if dispatch is Dispatch.DATA_PARALLEL else None
         if shards is None:

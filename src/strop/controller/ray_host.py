@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -23,7 +24,10 @@ from strop.controller.arrays import to_array
 from strop.controller.ray_wire import Packed, pack, unpack
 from strop.protocol import DataProto
 
+STACK_SIGNAL = signal.SIGUSR2
+"""Writes the stacks of all threads into a file, also when native code holds the interpreter."""
 _WATCH = "watch"
+_AFTER_THE_DRIVER_S = 60.0
 
 
 class WorkerHost:
@@ -47,12 +51,17 @@ class WorkerHost:
         torch.set_num_threads(threads)
         self._calls_thread = threading.get_ident()
         context = ray.get_runtime_context()
+        logs = [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)]
+        self._stacks = Path(logs[1]).with_name(f"stacks-{os.getpid()}.txt").open("w")
+        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
         return {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "ip": ray.util.get_node_ip_address(),
             "node_id": context.get_node_id(),
-            "logs": [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)],
+            "logs": logs,
+            "stacks": self._stacks.name,
+            "thread": self._calls_thread,
         }
 
     def free_port(self) -> int:
@@ -62,7 +71,10 @@ class WorkerHost:
             return listener.getsockname()[1]
 
     def join(self, address: str, rank: int, world_size: int, *, gpu: bool, timeout_s: float | None) -> None:
-        """Meet the pool's other processes in ``torch.distributed``."""
+        """Meet the pool's other processes in ``torch.distributed``.
+
+        Who waits there for a rank that hangs gives up after the driver does, which can name that rank.
+        """
         import torch
         import torch.distributed as dist
 
@@ -73,7 +85,7 @@ class WorkerHost:
             init_method=f"tcp://{address}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s or 7 * 24 * 3600),
+            timeout=timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S if timeout_s else 7 * 24 * 3600),
         )
 
     def add(self, name: str, worker: bytes, rank: int, world_size: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from strop.controller import ray_cluster
-from strop.controller.ray_failure import Failure, describe_hang, last_lines, worst
+from strop.controller.ray_failure import Failure, describe_hang, last_lines, stack_by_signal, worst
 from strop.controller.ray_host import RemoteHost
 from strop.controller.resource_pool import ResourcePool
 from strop.errors import WorkerError
@@ -24,6 +25,8 @@ _GRACE_S = 2.0
 """After the first failure: others of the same moment may say more about its cause."""
 _CHECK_S = 1.0
 _STACKS_S = 5.0
+_START_S = 600.0
+"""To start processes and import what they need: a shared disk may be slow, and this is no phase of training."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,10 @@ def processes_of(pool: ResourcePool, *, gpus: bool, timeout_s: float | None) -> 
     return _LIVE[pool]
 
 
-def end_all() -> None:
+def end_all(failure: WorkerError | None = None) -> None:
     """Kill the processes of all pools and give their places back: without one rank a run cannot go on."""
     for processes in list(_LIVE.values()):
-        processes.kill()
+        processes.kill(failure)
     for pool in list(_PLACES):
         _release(pool)
 
@@ -66,6 +69,7 @@ class Processes:
         self.pool, self.timeout_s = pool, timeout_s
         self.groups: set[str] = set()
         self.hosts: list[Any] = []
+        self.failure: WorkerError | None = None
         try:
             self._start(gpus)
         except BaseException:
@@ -82,37 +86,37 @@ class Processes:
                 self.hosts.append(RemoteHost.options(**options).remote())
         self.facts: list[dict[str, Any]] = [{} for _ in self.hosts]
         self.lifetimes = {host.lifetime.remote(): rank for rank, host in enumerate(self.hosts)}
-        self.facts = self.all("prepare", sys.path, os.getcwd(), _threads(self.pool))
+        self.facts = self.all("prepare", sys.path, os.getcwd(), _threads(self.pool), starting=True)
         if len(self.hosts) > 1:
-            port = self.wait(Call(self, self.pool.name, "free_port", {0: self.hosts[0].free_port.remote()}))[
-                0
-            ]
-            address = f"{self.facts[0]['ip']}:{port}"
+            asked = Call(self, self.pool.name, "free_port", {0: self.hosts[0].free_port.remote()})
+            address = f"{self.facts[0]['ip']}:{self.wait(asked, starting=True)[0]}"
             joins = {
                 rank: host.join.remote(address, rank, len(self.hosts), gpu=gpus, timeout_s=self.timeout_s)
                 for rank, host in enumerate(self.hosts)
             }
-            self.wait(Call(self, self.pool.name, "join", joins))
+            self.wait(Call(self, self.pool.name, "join", joins), starting=True)
 
-    def all(self, method: str, *args: Any) -> list[Any]:
+    def all(self, method: str, *args: Any, starting: bool = False) -> list[Any]:
         """A method of every host itself; the results by rank."""
+        self.require_alive()
         calls = {rank: getattr(host, method).remote(*args) for rank, host in enumerate(self.hosts)}
-        return list(self.wait(Call(self, self.pool.name, method, calls)).values())
+        return list(self.wait(Call(self, self.pool.name, method, calls), starting=starting).values())
 
-    def wait(self, call: Call) -> dict[int, Any]:
+    def wait(self, call: Call, *, starting: bool = False) -> dict[int, Any]:
         """The results by rank.
 
-        Raises ``WorkerError`` when a rank of any pool dies, raises or is not done after ``timeout_s``; all
-        processes of the run are ended then.
+        Raises ``WorkerError`` when a rank of any pool dies, raises or is not done after ``timeout_s`` (or
+        ``_START_S`` where processes start, if that is longer); all processes of the run are ended then.
         """
         references = list(call.references.values())
-        deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        limit_s = math.inf if self.timeout_s is None else self.timeout_s
+        deadline = time.monotonic() + (max(limit_s, _START_S) if starting else limit_s)
         pending = references
         while pending:
             done, pending = ray.wait(references, num_returns=len(references), timeout=_CHECK_S)
             if pending and (failures := _failures(call, done)):
                 self._fail(call, failures, references)
-            if pending and deadline is not None and time.monotonic() > deadline:
+            if pending and time.monotonic() > deadline:
                 self._fail_by_hanging(call, pending)
         try:
             return dict(zip(call.references, ray.get(references), strict=True))
@@ -125,23 +129,32 @@ class Processes:
         failure = worst(
             failures + _failures(call, ray.wait(references, num_returns=len(references), timeout=0)[0])
         )
-        message = failure.describe(last_lines(failure.facts))
-        end_all()
-        raise WorkerError(message, is_final=failure.is_final) from None
+        error = WorkerError(failure.describe(last_lines(failure.facts)), is_final=failure.is_final)
+        end_all(error)
+        raise error from None
 
     def _fail_by_hanging(self, call: Call, pending: list[Any]) -> NoReturn:
         """The same for ranks that do not return: with the stack of each."""
         late = [rank for rank, reference in call.references.items() if reference in pending]
         asked = {rank: self.hosts[rank].stack.remote() for rank in range(len(self.hosts))}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STACKS_S)
-        stacks = {rank: _answer(reference) for rank, reference in asked.items()}
+        stacks = {
+            rank: _answer(reference) or stack_by_signal(self.facts[rank]) for rank, reference in asked.items()
+        }
         message = describe_hang(call.role, call.method, self.timeout_s or 0.0, late, stacks, self.facts)
-        end_all()
-        raise WorkerError(message, is_final=False)
+        error = WorkerError(message, is_final=False)
+        end_all(error)
+        raise error
 
-    def kill(self) -> None:
+    def require_alive(self) -> None:
+        """``WorkerError`` when they have ended: the failure that ended them, which is still the cause."""
+        if not self.hosts:
+            raise self.failure or WorkerError(f"the processes of the pool {self.pool.name!r} have ended")
+
+    def kill(self, failure: WorkerError | None = None) -> None:
         """End the processes at once, and give their places back."""
         _LIVE.pop(self.pool, None)
+        self.failure = self.failure or failure
         for host in self.hosts:
             with contextlib.suppress(RayError):
                 ray.kill(host)

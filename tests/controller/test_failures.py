@@ -1,0 +1,154 @@
+"""What is said when a worker dies, raises or hangs, and what is left of the run then: nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from strop.controller.ray_group import RayWorkerGroup
+from strop.errors import WorkerError
+
+from toys import BrokenWorker, ToyWorker, pools
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+HERE = os.uname().nodename
+
+
+def _group(pool, name="Critic", *, worker_cls=ToyWorker, phase_timeout_s=100.0):
+    settings = SimpleNamespace(handles=True, device="cpu", phase_timeout_s=phase_timeout_s)
+    return RayWorkerGroup(
+        worker_cls=worker_cls, init_kwargs={}, resource_pool=pool, name=name, settings=settings
+    )
+
+
+def _failure(call, *args) -> str:
+    with pytest.raises(WorkerError) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _require_gone(pids: list[int]) -> None:
+    deadline = time.time() + 30
+    while left := [pid for pid in pids if _alive(pid)]:
+        assert time.time() < deadline, f"alive: {left}"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def pair():
+    """Two ranks, and a third one in a pool of its own."""
+    main, other = pools(main=[2], other=[1])
+    actor, critic = _group(main, "Actor"), _group(other, "Critic")
+    pids = actor.pids() + critic.pids()
+    yield actor, critic, pids
+    _require_gone(pids)
+    again = _group(pools(main=[1])[0])  # in the same session
+    assert again.add(1) == 1
+    again.shutdown()
+
+
+def test_a_worker_that_is_killed_in_a_call_is_named_with_its_last_lines(pair):
+    actor, _, pids = pair
+    actor.say("so far so good")
+    message = _failure(actor.die, 1)
+    assert f"Actor rank 1 on {HERE} (pid {pids[1]}) died in die; the last it printed:" in message
+    assert "so far so good\n" in message
+    assert "about to end" in message
+    assert "rank 1 warns" in message
+
+
+def test_a_worker_that_is_killed_while_idle_is_named_although_another_pool_is_busy(pair):
+    actor, critic, pids = pair
+    call = actor.sleep.start(0)
+    os.kill(pids[2], signal.SIGKILL)
+    message = _failure(call.get)
+    assert f"Critic rank 0 on {HERE} (pid {pids[2]}) died in a wait for the next call" in message
+    assert "had printed nothing" in message
+
+
+def test_a_worker_that_died_between_two_calls_is_named_by_the_next(pair):
+    actor, _, pids = pair
+    os.kill(pids[0], signal.SIGKILL)
+    assert f"Actor rank 0 on {HERE} (pid {pids[0]}) died" in _failure(actor.add, 1)
+
+
+def test_the_exception_is_told_and_not_that_its_peers_lost_a_connection(pair):
+    actor, _, pids = pair
+    message = _failure(actor.fail, 0)
+    assert f"Actor rank 0 on {HERE} (pid {pids[0]}) raised in fail:" in message
+    assert "ZeroDivisionError: no such number" in message
+    assert 'raise ZeroDivisionError("no such number")' in message
+    assert "ray::" not in message
+
+
+def test_an_error_of_ours_is_told_by_name_and_would_come_again(pair):
+    actor, _, pids = pair
+    with pytest.raises(WorkerError, match=r"ModelError: the folder has no weights$") as caught:
+        actor.fail_by_name(1)
+    assert caught.value.is_final
+    assert "Traceback" not in str(caught.value)
+
+
+def test_after_a_failure_every_call_to_any_group_tells_it_again(pair, tmp_path):
+    actor, critic, _ = pair
+    message = _failure(actor.die, 0)
+    for group in (actor, critic):
+        assert _failure(group.add, 1) == message
+        assert _failure(group.nodes_without, tmp_path) == message
+        group.shutdown()
+        group.shutdown()
+
+
+def test_a_group_that_was_shut_down_says_so():
+    group = _group(pools(main=[1])[0])
+    group.shutdown()
+    assert _failure(group.add, 1) == "the processes of the pool 'main' have ended"
+
+
+@pytest.mark.parametrize("fault", ["sleep", "hold_the_interpreter"])
+def test_a_rank_that_hangs_is_named_with_the_stacks_of_all(fault):
+    group = _group(pools(main=[2])[0], phase_timeout_s=6.0)
+    pids = group.pids()
+    started = time.monotonic()
+    message = _failure(getattr(group, fault), 1)
+    assert time.monotonic() - started < 60
+    assert f"Critic: rank 1 on {HERE} (pid {pids[1]}) did not return from {fault} within" in message
+    assert "trainer.phase_timeout_s=6 s; ranks [0, 1] were still in it" in message
+    own, peer = message.split("--- rank 1 on")[1].split("--- rank 0 on")
+    assert "toys.py" in own.splitlines()[-1] or "toys.py" in own.splitlines()[-2]
+    assert f"in {fault}" in own
+    assert "in _wait_for_all" in peer
+    assert "ray_host.py" not in message
+    _require_gone(pids)
+
+
+def test_the_children_of_a_worker_end_with_it():
+    group = _group(pools(main=[1])[0])
+    pids = group.start_child()
+    assert all(map(_alive, pids))
+    _failure(group.die, 0)
+    _require_gone(pids)
+
+
+def test_the_children_of_a_worker_end_when_its_run_ends_well():
+    group = _group(pools(main=[1])[0])
+    pids = group.start_child()
+    group.shutdown()
+    _require_gone(pids)
+
+
+def test_a_worker_that_cannot_be_built_is_told_by_name():
+    with pytest.raises(WorkerError, match=r"Critic rank 0 on .* in __init__: ModelError: this worker cannot"):
+        _group(pools(main=[1])[0], worker_cls=BrokenWorker)
