@@ -29,9 +29,9 @@ from typing import Any
 
 import ray
 import torch
+from light_workers import LightCritic, LightPolicy
 from torch import Tensor
 
-from light_workers import LightCritic, LightPolicy
 from strop.config.load import load_config
 from strop.controller.ray_group import RayWorkerGroup
 from strop.controller.resource_pool import ResourcePoolManager
@@ -228,7 +228,7 @@ def median(costs: Sequence[Cost]) -> Cost:
 def table(rows: Sequence[Row]) -> str:
     """Markdown, a line for each row."""
     lines = [
-        "| workers | handles | seconds a step | driver CPU s | of it trainer's thread | MB sent | MB received |",
+        "| workers | handles | seconds a step | driver CPU s | its main thread | MB sent | MB received |",
         "| ---: | :---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
@@ -315,12 +315,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for driver_<date>.md and .png")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
 
     rows: list[Row] = []
     for workers in options.workers:
         slots = max(workers, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=slots, include_dashboard=False, logging_level="warning")
+        ray.init(address="local", num_cpus=slots, include_dashboard=False, log_to_driver=False)
         found, nbytes = measure(workers, prompts=options.prompts, tokens=options.tokens, steps=options.steps)
         ray.shutdown()
         rows += found
