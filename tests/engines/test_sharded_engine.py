@@ -197,10 +197,11 @@ def test_an_export_is_what_transformers_loads(folder, untied, ranks, tmp_path, k
 
 
 def test_no_rank_ever_holds_the_model_or_two_whole_tensors(untied, ranks):
-    [(_, whole, largest, _)] = ranks.run(1, jobs.measure_memory, untied)
-    for peak, _, _, alive_at_once in ranks.run(4, jobs.measure_memory, untied):
+    [(_, whole, _)] = ranks.run(1, jobs.measure_memory, untied)
+    for peak, _, alive_at_once in ranks.run(4, jobs.measure_memory, untied):
         assert alive_at_once == 1
-        assert peak < 0.75 * whole, (peak, whole, largest)
+        # a quarter of the model, and of the forward pass that checks it a layer, its copy and the next one
+        assert whole / 4 < peak < 0.6 * whole
 
 
 def test_files_other_than_safetensors_are_read_by_one_rank(untied, ranks, tmp_path):
