@@ -19,6 +19,7 @@ import datetime
 import gc
 import os
 import pstats
+import re
 import statistics
 import tempfile
 import time
@@ -192,7 +193,9 @@ def profile(trainer: RayPPOTrainer, batches: Any, lines: int = 8) -> tuple[dict[
 
 def place_of(file: str, line: int, name: str) -> str:
     """A function of the profile, without the machine's folders."""
-    return name if file.startswith("~") else f"{'/'.join(Path(file).parts[-2:])}:{line} {name}"
+    if file.startswith("~"):
+        return re.sub(" at 0x[0-9a-f]+", "", name)
+    return f"{'/'.join(Path(file).parts[-2:])}:{line} {name}"
 
 
 def measure(workers: int, *, prompts: int, tokens: int, steps: int) -> tuple[list[Row], int]:
