@@ -195,6 +195,8 @@ def test_an_upload_that_fails_is_tried_again_from_where_it_was(memory_fs, tmp_pa
     assert put.count("state") == 3
     assert put.count("config.json") == 1
     assert caplog.text.count("the line went dead") == 2
+    upload._thread.join(60)
+    assert not upload._thread.is_alive()
     download("memory://bucket/run/global_step_3", tmp_path / "copy")
     assert (tmp_path / "copy" / "actor" / "state").read_bytes() == b"1"
 

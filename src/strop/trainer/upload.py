@@ -52,7 +52,7 @@ class Uploader:
         self._changed = threading.Condition()
         self._waiting: list[_Upload] = []
         self._current: _Upload | None = None
-        self._given_up = threading.Event()
+        self._closed = threading.Event()
         self._bytes_done = 0
         self._failures: dict[Path, str] = {}
         self._thread: threading.Thread | None = None
@@ -74,15 +74,16 @@ class Uploader:
             return self._current is None or self._current.checkpoint != checkpoint
 
     def close(self) -> None:
-        """Wait until everything is uploaded; ``CheckpointError`` names what is not.
+        """Wait until everything is uploaded, and end the thread; ``CheckpointError`` names what is not.
 
         When the wait is interrupted (Ctrl-C) the rest is given up.
         """
         try:
             self._wait()
-        except BaseException:
-            self._given_up.set()
-            raise
+        finally:
+            with self._changed:
+                self._closed.set()
+                self._changed.notify_all()
         missing = {path: reason for path, reason in self._failures.items() if path.exists()}
         if missing:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in missing.items())
@@ -111,9 +112,11 @@ class Uploader:
             return bool(self._waiting or self._current)
 
     def _work(self) -> None:
-        while not self._given_up.is_set():
+        while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._waiting))
+                self._changed.wait_for(lambda: bool(self._waiting) or self._closed.is_set())
+                if self._closed.is_set():
+                    return
                 self._current = self._waiting.pop(0)
             try:
                 self._upload(self._current)
@@ -148,7 +151,7 @@ class Uploader:
                     self.remote.prune(self._max_to_keep, newest=upload.step)
                 return
             except Exception as error:  # as above
-                if pause_s is None:
+                if pause_s is None or self._closed.is_set():
                     raise
                 logger.warning(
                     "uploading %s to %s failed (%s: %s); once more in %g s",
@@ -158,7 +161,7 @@ class Uploader:
                     error,
                     pause_s,
                 )
-                self._given_up.wait(pause_s)
+                self._closed.wait(pause_s)
 
 
 class _Report:
