@@ -1,0 +1,119 @@
+"""Workers on several ranks: updates, generation, weights in buckets, checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import worker_jobs as jobs
+from ranks import Ranks
+from transformers import AutoModelForCausalLM
+
+from strop.controller.roles import Role
+from strop.engines.torch.export import export_from_shards
+
+import tiny_model
+
+ACTOR_KEYS = "actor_rollout_ref.actor.fsdp_config"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model.save(tmp_path_factory.mktemp("tiny"), hidden=32)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(2) as processes:
+        yield processes
+
+
+def together(parts):
+    """The rows of all ranks in the order of the whole batch."""
+    return {name: torch.stack([part[name] for part in parts], dim=1).flatten(0, 1) for name in parts[0]}
+
+
+@pytest.mark.parametrize("role", [Role.Actor, Role.Critic])
+def test_updates_are_those_of_one_process_with_other_micro_batches(folder, ranks, role):
+    rows = (
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+        "critic.ppo_micro_batch_size_per_gpu=3",
+        f"{ACTOR_KEYS}.fsdp_size=1",
+        f"{ACTOR_KEYS}.wrap_policy.transformer_layer_cls_to_wrap=Qwen2DecoderLayer",
+        "critic.model.fsdp_config.wrap_policy.min_num_params=4000",
+    )
+    [(expected_metrics, expected)] = ranks.run(1, jobs.update_and_hash, folder, role)
+    for metrics, found in ranks.run(2, jobs.update_and_hash, folder, role, *rows):
+        ours, theirs = (torch.cat([w.flatten() for w in side.values()]) for side in (found, expected))
+        assert (ours - theirs).norm() / theirs.norm() < 1e-5
+        assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["train", "greedy"])
+def test_two_ranks_generate_what_one_process_generates(folder, ranks, mode):
+    [expected] = ranks.run(1, jobs.generate, folder, Role.ActorRollout, mode)
+    found = together(ranks.run(2, jobs.generate, folder, Role.ActorRollout, mode))
+    assert torch.equal(found["responses"], expected["responses"])
+    torch.testing.assert_close(
+        found["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_in_buckets_make_a_rollout_of_its_own_generate_like_the_actors(folder, ranks, world_size):
+    [(handed, digest), *others] = ranks.run(world_size, jobs.buckets, folder, 10_000)
+    assert handed[-1] is None
+    assert len(handed) > 4
+    assert all(set(nothing) == {None} and other == digest for nothing, other in others)
+    sizes = [[weight.nbytes for _, weight in bucket] for bucket in handed[:-1]]
+    assert all(sum(bucket) <= 10_000 or len(bucket) == 1 for bucket in sizes)
+    names = [name for bucket in handed[:-1] for name, _ in bucket]
+    assert names == [name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()]
+    expected = together(ranks.run(world_size, jobs.generate, folder, Role.ActorRollout, "train"))
+    found = together(ranks.run(2, jobs.generate_with, folder, handed))
+    assert torch.equal(found["responses"], expected["responses"])
+    torch.testing.assert_close(
+        found["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=1e-5
+    )
+
+
+def test_weights_that_do_not_fit_a_rollout_are_refused_by_name(folder, ranks):
+    name = "model.norm.weight"
+    fits = AutoModelForCausalLM.from_pretrained(folder)
+    whole = [(key, weight.detach()) for key, weight in fits.named_parameters()]
+    without = [pair for pair in whole if pair[0] != name]
+    [messages] = ranks.run(
+        1,
+        jobs.refusals,
+        folder,
+        [
+            [whole[:3], whole[3:], None],
+            [without, None],
+            [[*without, ("model.norm.bias", torch.zeros(32))], None],
+            [[*without, (name, torch.zeros(31))], None],
+            [whole, whole[:1], None],
+            [None],
+        ],
+    )
+    assert messages[0] == "taken"
+    assert messages[1] == f"weight transfer: it ended without {name}"
+    assert "model.norm.bias is no parameter" in messages[2]
+    assert f"{name} has shape [31], the rollout's model expects [32]" in messages[3]
+    assert "model.embed_tokens.weight came twice" in messages[4]
+    assert "and 23 more" in messages[5]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_of_two_ranks_loads_in_one_process(folder, ranks, tmp_path, background):
+    state = tmp_path / "state"
+    digests = ranks.run(2, jobs.checkpoint, folder, state, background)
+    assert ranks.run(1, jobs.restore, folder, state) == digests[:1]
+    assert ranks.run(2, jobs.restore, folder, state) == digests
+    if background:
+        assert not list((state / "huggingface").glob("*.safetensors"))
+        export_from_shards(state, state / "huggingface", tmp_path / "whole")
+    exported, other = (
+        dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+        for path in (tmp_path / "exported", tmp_path / "whole" if background else state / "huggingface")
+    )
+    assert exported.keys() == other.keys()
+    assert all(torch.equal(exported[name], other[name]) for name in exported)

@@ -1,0 +1,149 @@
+"""What the ranks do in the tests of workers: functions that a spawned process can import."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sharded_jobs
+import torch
+import torch.distributed as dist
+from sharded_jobs import mine, rank, world_size
+
+from strop.config.load import load_config
+from strop.controller.roles import Role
+from strop.errors import ModelError
+from strop.protocol import DataProto
+from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
+from strop.workers.critic import CriticWorker
+
+from builders import random_samples
+
+Weights = dict[str, torch.Tensor]
+
+
+def worker(folder: Path, role: Role, *extra: str) -> Any:
+    """A worker of this rank, with its model."""
+    config = load_config(
+        [
+            f"actor_rollout_ref.model.path={folder}",
+            f"critic.model.path={folder}",
+            "data.train_files=unused",
+            "data.val_files=unused",
+            "data.max_prompt_length=6",
+            "data.max_response_length=5",
+            "actor_rollout_ref.rollout.name=hf",
+            "actor_rollout_ref.rollout.n=2",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "critic.optim.lr=1e-3",
+            "trainer.device=cpu",
+            *extra,
+        ]
+    )
+    worker_cls = CriticWorker if role is Role.Critic else ActorRolloutRefWorker
+    built = worker_cls(config, role, rank=rank(), world_size=world_size())
+    built.init_model()
+    return built
+
+
+def mini_batch() -> DataProto:
+    """All rows of a mini-batch, with the facts that the trainer attaches."""
+    batch = sharded_jobs.samples()
+    facts = {"iteration": 0, "total_iterations": 10, "n_seqs": 16.0}
+    batch.meta_info.update(facts, n_tokens=float(batch.batch["response_mask"].sum()))
+    return batch
+
+
+def update(built: Any, times: int = 2) -> dict[str, float]:
+    """Updates on this rank's rows."""
+    whole = mini_batch()
+    rows = DataProto(mine(whole).batch, {}, whole.meta_info)
+    method = built.update_critic if built.role is Role.Critic else built.update_actor
+    return [method(rows) for _ in range(times)][-1]
+
+
+def prompts(mode: str = "train", n: int = 2) -> DataProto:
+    """This rank's prompts, with the seeds of all samples fixed before they were spread."""
+    columns = random_samples(8).batch
+    width = columns["prompts"].shape[1]
+    chosen = {name: columns[name][:, :width] for name in ("input_ids", "attention_mask", "position_ids")}
+    batch = DataProto({**chosen, "seeds": torch.arange(8 * n).view(8, n) + 100})
+    rows = torch.arange(rank(), 8, world_size())
+    return DataProto(batch[rows].batch, {}, {"mode": mode})
+
+
+def generate(folder: Path, role: Role, mode: str, *extra: str) -> dict[str, torch.Tensor]:
+    """Samples after some updates, by prompt: the shape is [prompts, n, ...]."""
+    built = worker(folder, role, *extra)
+    first = built.generate_sequences(prompts(mode))
+    update(built)
+    found = built.generate_sequences(prompts(mode))
+    again = built.generate_sequences(prompts(mode))
+    assert all(torch.equal(found.batch[name], again.batch[name]) for name in found.batch)
+    moved = (found.batch["rollout_log_probs"] - first.batch["rollout_log_probs"]).abs().max()
+    assert moved > 1e-4  # the weights of now are used, not those of the start
+    assert not built.sharded or next(built.rollout._model.parameters()).is_meta  # memory given back
+    return {name: column.view(len(prompts()), -1, *column.shape[1:]) for name, column in found.batch.items()}
+
+
+def buckets(folder: Path, max_bytes: int) -> tuple[list[Sequence[tuple[str, torch.Tensor]] | None], str]:
+    """Everything that ``weight_bucket`` hands out on this rank until rank zero has None; the actor's hash."""
+    built = worker(folder, Role.Actor)
+    update(built)
+    handed = [built.weight_bucket(True, max_bytes)]  # given up, to begin anew
+    handed = [built.weight_bucket(True, max_bytes)]
+    more = torch.tensor(1)
+    while True:
+        more.fill_(int(handed[-1] is not None))
+        if dist.is_initialized():
+            dist.broadcast(more, src=0)
+        if not more:
+            return handed, built.weights_hash()
+        handed.append(built.weight_bucket(False, max_bytes))
+
+
+def generate_with(folder: Path, handed: list[Any]) -> dict[str, torch.Tensor]:
+    """Samples of a rollout in a pool of its own that took over these buckets."""
+    built = worker(folder, Role.Rollout)
+    for bucket in handed:
+        built.load_weights(bucket)
+    found = built.generate_sequences(prompts())
+    return {name: column.view(len(prompts()), -1, *column.shape[1:]) for name, column in found.batch.items()}
+
+
+def refusals(folder: Path, broken: list[list[Any]]) -> list[str]:
+    """What a rollout says to each sequence of buckets."""
+    messages = []
+    for handed in broken:
+        built = worker(folder, Role.Rollout)
+        try:
+            for bucket in handed:
+                built.load_weights(bucket)
+            messages.append("taken")
+        except ModelError as error:
+            messages.append(str(error))
+    return messages
+
+
+def update_and_hash(folder: Path, role: Role, *extra: str) -> tuple[dict[str, float], Weights]:
+    built = worker(folder, role, *extra)
+    metrics = update(built)
+    return metrics, {name: weight.clone() for name, weight in built.engine.named_weights()}
+
+
+def checkpoint(folder: Path, out: Path, background: bool) -> str:
+    built = worker(folder, Role.Actor)
+    update(built)
+    built.save_checkpoint(out, background=background)
+    built.finish_save()
+    assert built.save_is_done()
+    built.export(out.with_name("exported"))
+    built.export(out.with_name("exported"))  # replaces the first
+    return built.weights_hash()
+
+
+def restore(folder: Path, state: Path) -> str:
+    built = worker(folder, Role.Actor)
+    built.load_checkpoint(state)
+    return built.weights_hash()
