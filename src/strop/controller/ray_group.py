@@ -141,8 +141,8 @@ class RayWorkerGroup:
                 return value
             case ("tensors",):
                 return RemoteValue(reference) if self._handles else unpack(self._fetch_packed(reference), ())
-        _, rows, shapes, non_tensors, meta_info = info
-        layout = Layout([RemoteColumns(reference, rows, self._fetch)])
+        _, rows, shapes, apart, non_tensors, meta_info = info
+        layout = Layout([RemoteColumns(reference, rows, self._fetch, apart)])
         columns = {
             name: RemoteTensor.of(name, layout, row_shape=shape, dtype=dtype)
             for name, (shape, dtype) in shapes.items()

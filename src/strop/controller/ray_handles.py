@@ -7,7 +7,7 @@ operation fetches the bytes. So a column that the driver never computes with nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -29,18 +29,31 @@ class RemoteValue:
 
 
 class RemoteColumns:
-    """The tensors that one rank returned from one call; fetched together, once, when one is read."""
+    """The tensors that one rank returned from one call, in objects of the store: small ones share one."""
 
-    def __init__(self, reference: Any, rows: int, fetch: Callable[[Any], Columns]) -> None:
-        self.reference = reference
+    def __init__(
+        self,
+        reference: Any,
+        rows: int,
+        fetch: Callable[[Any], Columns],
+        apart: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``apart``: the references of columns in objects of their own; ``reference``: of all others."""
         self.rows = rows
+        self._shared, self._apart = reference, dict(apart or {})
         self._fetch = fetch
-        self._columns: Columns | None = None
+        self._fetched: dict[Any, Columns] = {}
+
+    def reference(self, name: str) -> Any:
+        """The object that holds a column."""
+        return self._apart.get(name, self._shared)
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._columns is None:
-            self._columns = self._fetch(self.reference)
-        return to_tensor(*self._columns[name])
+        """The column; its object is fetched once."""
+        reference = self.reference(name)
+        if reference not in self._fetched:
+            self._fetched[reference] = self._fetch(reference)
+        return to_tensor(*self._fetched[reference][name])
 
 
 class Layout:

@@ -27,6 +27,7 @@ from strop.protocol import DataProto
 STACK_SIGNAL = signal.SIGUSR2
 """Writes the stacks of all threads into a file, also when native code holds the interpreter."""
 _WATCH = "watch"
+_LARGE_BYTES = 1 << 18
 _AFTER_THE_DRIVER_S = 60.0
 
 
@@ -103,15 +104,18 @@ class WorkerHost:
     def call(self, name: str, method: str, packed: Packed, *objects: Any) -> tuple[Any, Any]:
         """Call a worker's method; returns a description of the result, and the bytes of its tensors.
 
-        Descriptions: ("batch", columns and their shapes, the rest), ("value", the value) or ("tensors",):
-        then the second part is the packed value.
+        Descriptions: ("batch", rows, shapes of columns, references of large columns, the rest of the batch),
+        ("value", the value) or ("tensors",): then the second part is the packed value. A large column is an
+        object of its own, so that reading one does not fetch another.
         """
         args, kwargs = unpack(packed, objects)
         result = getattr(self._workers[name], method)(*args, **kwargs)
         if isinstance(result, DataProto):
             columns = {column: (to_array(tensor), tensor.dtype) for column, tensor in result.batch.items()}
             shapes = {column: (tensor.shape[1:], tensor.dtype) for column, tensor in result.batch.items()}
-            return ("batch", len(result), shapes, result.non_tensor_batch, result.meta_info), columns
+            large = [name for name, (array, _) in columns.items() if array.nbytes >= _LARGE_BYTES]
+            apart = {name: ray.put({name: columns.pop(name)}) for name in large}
+            return ("batch", len(result), shapes, apart, result.non_tensor_batch, result.meta_info), columns
         whole, _ = pack(result)
         return (("tensors",), whole) if whole.arrays else (("value", result), None)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from strop.controller.arrays import to_array, to_tensor
-from strop.controller.ray_handles import Columns, Layout, RemoteTensor, RemoteValue
+from strop.controller.ray_handles import Columns, RemoteTensor, RemoteValue
 from strop.protocol import DataProto
 
 
@@ -61,22 +61,17 @@ def pack(value: Any) -> tuple[Packed, list[Any]]:
     """``value`` for sending, and the references of the store that have to travel with it."""
     packed = Packed()
     numbers: dict[Any, int] = {}
-    placed: dict[Layout, tuple[list[tuple[int, np.ndarray | None]], np.ndarray | None]] = {}
 
     def number_of(reference: Any) -> int:
         return numbers.setdefault(reference, len(numbers))
-
-    def places(layout: Layout) -> tuple[list[tuple[int, np.ndarray | None]], np.ndarray | None]:
-        if layout not in placed:  # most columns of a batch share one
-            pieces, order = layout.pieces
-            placed[layout] = [(number_of(part.reference), rows) for part, rows in pieces], order
-        return placed[layout]
 
     def replace(leaf: Any) -> Any:
         if isinstance(leaf, RemoteValue):
             return ValueSlot(number_of(leaf.reference))
         if isinstance(leaf, RemoteTensor):
-            return RemoteSlot(leaf.column, *places(leaf.source))
+            pieces, order = leaf.source.pieces
+            name = leaf.column
+            return RemoteSlot(name, [(number_of(part.reference(name)), rows) for part, rows in pieces], order)
         if isinstance(leaf, Tensor):
             packed.arrays.append(to_array(leaf))
             return Slot(len(packed.arrays) - 1, leaf.dtype)
