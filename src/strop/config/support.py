@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from strop.config.keys import leaf_paths, value_at
+from strop.config.placement import processes_per_node, visible_gpus
 from strop.config.schema import Config
 
 Level = Literal["warning", "error"]
@@ -49,9 +50,19 @@ def _hf_and_not(neutral: Any) -> Callable[[Config, Any], bool]:
     return lambda config, value: _uses_hf(config, value) and value != neutral
 
 
-_IN_PROCESS = "hf generates in the training process, on the actor's own weights"
-_ONE_PROCESS = "this version trains in one process"
-_NO_OFFLOAD = "models stay on their device"
+def _one_rank(config: Config) -> bool:
+    """Whether no role has several processes, so that nothing is sharded."""
+    trainer = config.trainer
+    pools = trainer.resource_pools.values() or [[processes_per_node(config)] * trainer.nnodes]
+    return all(sum(pool) == 1 for pool in pools)
+
+
+def _on_cpu(config: Config) -> bool:
+    return config.trainer.device == "cpu" or (config.trainer.device == "auto" and visible_gpus() == 0)
+
+
+_IN_PROCESS = "hf generates in the training process, with the actor's weights"
+_ONE_RANK = "one process holds the whole model"
 
 LIMITS: tuple[Limit, ...] = (
     Limit(
@@ -119,24 +130,31 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         keys=("*.fsdp_size",),
-        when="if above 1",
-        applies=_is_not(-1, 1),
+        when="if above 1, with one process for each role",
+        applies=lambda config, value: value not in (-1, 1) and _one_rank(config),
         level="warning",
-        reason=_ONE_PROCESS,
+        reason=_ONE_RANK,
     ),
     Limit(
         keys=("*.min_num_params", "*.transformer_layer_cls_to_wrap"),
-        when="unless at its default",
-        applies=_is_not(0, None),
+        when="unless at its default, with one process for each role",
+        applies=lambda config, value: value not in (0, None) and _one_rank(config),
         level="warning",
-        reason=_ONE_PROCESS,
+        reason=_ONE_RANK,
     ),
     Limit(
-        keys=("*.param_offload", "*.grad_offload", "*.optimizer_offload"),
+        keys=("*.param_offload", "*.optimizer_offload"),
+        when="if True, without a GPU",
+        applies=lambda config, value: value and _on_cpu(config),
+        level="warning",
+        reason="models are in CPU memory anyway",
+    ),
+    Limit(
+        keys=("*.grad_offload",),
         when="if True",
         applies=_is_not(False),
         level="warning",
-        reason=_NO_OFFLOAD,
+        reason="gradients live only from an update's backward passes to its step",
     ),
     Limit(
         keys=("*.use_remove_padding",),
