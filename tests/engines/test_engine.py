@@ -9,7 +9,7 @@ from strop.config.load import load_config
 from strop.engines.base import build_engine, pick_device
 from strop.engines.fingerprint import weights_hash
 from strop.engines.micro_batches import MicroBatching, trim
-from strop.engines.settings import OptimizerSettings
+from strop.engines.settings import OffloadSettings, OptimizerSettings
 from strop.engines.torch.engine import TorchEngine
 from strop.errors import CheckpointError, ConfigError
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
@@ -116,6 +116,18 @@ def test_dynamic_micro_batches_hold_every_row_once_and_never_exceed_the_cap(rows
     pieces = MicroBatching(max_tokens=cap).split(samples)
     assert sorted(torch.cat(pieces).tolist()) == list(range(rows))
     assert all(len(piece) * int(lengths[piece].max()) <= cap for piece in pieces)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 20), st.integers(11, 60), st.integers(1, 25), st.integers(0, 5))
+def test_asked_for_more_micro_batches_the_rows_are_spread_thinner_and_the_cap_holds(rows, cap, wanted, seed):
+    samples = random_samples(rows, seed=seed)
+    lengths = samples.batch["attention_mask"].sum(dim=1)
+    pieces = MicroBatching(max_tokens=cap).split(samples, at_least=wanted)
+    assert len(pieces) == max(wanted, len(MicroBatching(max_tokens=cap).split(samples)))
+    assert sorted(torch.cat(pieces).tolist()) == list(range(rows))
+    assert sum(len(piece) > 0 for piece in pieces) >= min(wanted, rows)
+    assert all(len(piece) * int(lengths[piece].max()) <= cap for piece in pieces if len(piece))
 
 
 def test_a_row_above_the_cap_is_an_error_with_both_numbers():
@@ -246,3 +258,21 @@ def test_an_export_is_a_hugging_face_folder_with_the_same_weights(folder, tmp_pa
     again = _engine(tmp_path)
     assert weights_hash(again.named_weights()) == weights_hash(engine.named_weights())
     assert load_tokenizer(tmp_path).chat_template == load_tokenizer(folder).chat_template
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT TESTED HERE: offloading needs a GPU")
+def test_offloaded_parameters_and_moments_wait_on_the_cpu_and_change_no_number(folder):
+    actor_loss, _ = _objectives("token-mean")
+    device, found = torch.device("cuda"), []
+    for offload in (OffloadSettings(), OffloadSettings(parameters=True, optimizer=True)):
+        engine = TorchEngine(
+            PolicyModel(load_causal_lm(folder)), device=device, optimizer=SETTINGS, offload=offload
+        )
+        for _ in range(2):
+            engine.infer(_training_samples(), MicroBatching(rows=4), temperature=1.0)
+            engine.forward_backward(_training_samples(), actor_loss, MicroBatching(rows=4), temperature=1.0)
+            engine.optimizer_step(0.01)
+        where = {weight.device.type for weight in engine.module.parameters()}
+        assert where == {"cpu" if offload.parameters else "cuda"}
+        found.append(weights_hash(engine.named_weights()))
+    assert found[0] == found[1]
