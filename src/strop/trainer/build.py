@@ -7,7 +7,6 @@ together is public. What can be checked before a model loads is checked here.
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.schema import Config
@@ -18,7 +17,8 @@ from strop.data.files import local_path
 from strop.errors import MissingExtraError, ModelError
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
 from strop.rewards.manager import RewardManager, load_reward_manager
-from strop.trainer.checkpoint import Checkpoints, verify
+from strop.trainer.checkpoint import Checkpoints
+from strop.trainer.manifest import verify
 from strop.trainer.ppo import RayPPOTrainer
 from strop.trainer.seeds import seed_global_generators
 from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -100,8 +100,7 @@ def _require_shared_vocabulary(config: Config) -> None:
 
 def _require_checkpoint(config: Config) -> None:
     """The checkpoint that the run would resume from is whole, or ``CheckpointError``."""
-    folder = Path(config.trainer.default_local_dir).expanduser()
-    checkpoint = Checkpoints(folder).find(config.trainer.resume_mode)
+    checkpoint = Checkpoints.of(config).find(config.trainer.resume_mode)
     if checkpoint is not None:
         verify(checkpoint)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +37,7 @@ from strop.trainer.metrics import (
 )
 from strop.trainer.scores import attach_scores, require_finite
 from strop.trainer.seeds import permutation, sample_seeds
+from strop.trainer.shared_folder import require_shared_folder
 from strop.trainer.timing import PhaseTimer
 from strop.trainer.updates import PendingUpdates
 
@@ -121,6 +123,7 @@ class RayPPOTrainer:
             self.critic = self._group(Role.Critic)
         if self.use_reward_model:
             self.reward_model = self._group(Role.RewardModel)
+        require_shared_folder(Path(self.config.trainer.default_local_dir), self.groups)
         for call in [group.init_model.start() for group in self.groups.values()]:
             call.get()
         self.rollout_is_stale = self.rollout is not self.actor

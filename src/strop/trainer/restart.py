@@ -52,5 +52,6 @@ def train_once(config: Config) -> None:
 def _with_resume(config: Config) -> Config:
     changed = config.trainer.model_copy(update={"resume_mode": "auto"})
     resumed = config.model_copy(update={"trainer": changed})
-    resumed.note_written(config.written or ())
+    if config.written is not None:
+        resumed.note_written(config.written)
     return resumed

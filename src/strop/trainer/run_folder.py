@@ -26,7 +26,7 @@ class RunFolder:
     """Names and makes the run's files."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        self.path = Path(path).expanduser().absolute()  # workers have working directories of their own
         self.path.mkdir(parents=True, exist_ok=True)
 
     def rollouts(self, step: int) -> Path:

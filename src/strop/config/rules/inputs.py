@@ -83,9 +83,9 @@ def custom_reward(config: Config) -> Iterator[Finding]:
 
 
 def resume(config: Config) -> Iterator[Finding]:
-    """A checkpoint that is named exists; whether it is whole is seen when it is loaded."""
+    """A checkpoint that is named exists; a remote one, and whether it is whole, is seen when it is fetched."""
     mode = config.trainer.resume_mode
-    if mode not in ("auto", "disable") and not Path(expand(mode)).is_dir():
+    if mode not in ("auto", "disable") and not is_url(mode) and not Path(expand(mode)).is_dir():
         yield error(
             f"trainer.resume_mode={mode}: expected auto, disable, or a global_step_N folder; there is no "
             f"such folder"

@@ -62,14 +62,18 @@ def raise_together(error: Exception | None) -> None:
         raise box[0]
 
 
-def cpu_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for checkpoints: its collectives cannot mix with those of training."""
-    return _cpu_group(dist.group.WORLD) if several() else None
+def cpu_group(name: str) -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for the checkpoints called ``name``; collective.
+
+    Its collectives cannot mix with those of training, nor with those of another role in this process that
+    saves in the background at the same time.
+    """
+    return _cpu_group(dist.group.WORLD, name) if several() else None
 
 
-@lru_cache(maxsize=1)
-def _cpu_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    del world  # the key: another default group needs another group
+@lru_cache(maxsize=8)
+def _cpu_group(world: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    del world, name  # the key: another default group needs another group
     return dist.new_group(backend="gloo")
 
 

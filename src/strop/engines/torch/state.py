@@ -68,7 +68,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     write: Any = dcp.async_save if background else dcp.save
     with failing_as(f"cannot write the checkpoint {folder}"):
-        found = write(_collect(module, optimizer), checkpoint_id=str(folder), **_process_group())
+        found = write(_collect(module, optimizer), checkpoint_id=str(folder), **_process_group(folder))
     return found if background else None
 
 
@@ -88,7 +88,7 @@ def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Pat
     with failing_as(message):
         if misfits := _misfits(collected, stored_shapes(folder)):
             raise CheckpointError(f"{message}: {'; '.join(misfits[:5])}")
-        dcp.load(collected, checkpoint_id=str(folder), **_process_group())
+        dcp.load(collected, checkpoint_id=str(folder), **_process_group(folder))
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -122,8 +122,8 @@ def _misfits(wanted: dict[str, Tensor], stored: dict[str, tuple[tuple[int, ...],
     ]
 
 
-def _process_group() -> dict[str, Any]:
-    return {"process_group": ranks.cpu_group()} if ranks.several() else {"no_dist": True}
+def _process_group(folder: Path) -> dict[str, Any]:
+    return {"process_group": ranks.cpu_group(folder.name)} if ranks.several() else {"no_dist": True}
 
 
 @contextlib.contextmanager
