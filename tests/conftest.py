@@ -28,9 +28,31 @@ def ray_session() -> Iterator[None]:
     """One Ray for all tests that use this; they run in one process (``pytest_collection_modifyitems``)."""
     import ray
 
-    ray.init(address="local", num_cpus=RAY_SLOTS, include_dashboard=False, logging_level="WARNING")
+    _start_ray()
     yield
     ray.shutdown()
+
+
+def _start_ray() -> None:
+    import ray
+
+    ray.init(address="local", num_cpus=RAY_SLOTS, include_dashboard=False, logging_level="WARNING")
+
+
+@pytest.fixture(scope="module")
+def two_nodes(ray_session: None) -> Iterator[None]:
+    """In place of it a cluster of two nodes on this machine, with addresses and room for two processes each."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2")
+    ray.init(address=cluster.address, logging_level="WARNING")
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+    _start_ray()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from strop.errors import ConfigError, StropError
 
@@ -11,11 +15,13 @@ from strop.errors import ConfigError, StropError
 def run_command(action: Callable[[], int], *, debug: bool) -> int:
     """Run ``action`` and return the exit status.
 
-    A ``StropError`` is printed without its traceback (unless ``debug``) and gives 2; Ctrl-C gives 130, as
-    shells expect.
+    A ``StropError`` is printed without its traceback (unless ``debug``) and gives 2; Ctrl-C gives 130 and
+    SIGTERM 143, as shells expect.
     """
+    terminated: list[int] = []
     try:
-        return action()
+        with _sigterm_interrupts(terminated):
+            return action()
     except StropError as error:
         if debug:
             raise
@@ -26,5 +32,27 @@ def run_command(action: Callable[[], int], *, debug: bool) -> int:
     except KeyboardInterrupt:
         if debug:
             raise
-        sys.stderr.write("stopped by Ctrl-C; the last whole checkpoint is kept\n")
-        return 130
+        name, status = ("SIGTERM", 143) if terminated else ("Ctrl-C", 130)
+        sys.stderr.write(f"stopped by {name}; the last whole checkpoint is kept\n")
+        return status
+
+
+@contextmanager
+def _sigterm_interrupts(received: list[int]) -> Generator[None]:
+    """SIGTERM, which schedulers and ``kill`` send, unwinds the stack as Ctrl-C does, and is noted down.
+
+    Only in the main thread. The exception cannot tell the two apart: Ray raises a new one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: Any) -> NoReturn:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -70,7 +70,7 @@ def test_a_worker_that_is_killed_in_a_call_is_named_with_its_last_lines(pair):
 
 
 def test_a_worker_that_is_killed_while_idle_is_named_although_another_pool_is_busy(pair):
-    actor, critic, pids = pair
+    actor, _, pids = pair
     call = actor.sleep.start(0)
     os.kill(pids[2], signal.SIGKILL)
     message = _failure(call.get)
@@ -94,7 +94,7 @@ def test_the_exception_is_told_and_not_that_its_peers_lost_a_connection(pair):
 
 
 def test_an_error_of_ours_is_told_by_name_and_would_come_again(pair):
-    actor, _, pids = pair
+    actor, _, _ = pair
     with pytest.raises(WorkerError, match=r"ModelError: the folder has no weights$") as caught:
         actor.fail_by_name(1)
     assert caught.value.is_final

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 
@@ -38,6 +39,12 @@ class ToyWorker:
         if self.world_size == 1:
             return [os.getpid()]
         dist.all_gather_object(everyone, os.getpid())
+        return everyone
+
+    @register(Dispatch.ONE_TO_ALL)
+    def nodes(self) -> list[str]:
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, ray.get_runtime_context().get_node_id())
         return everyone
 
     @register(Dispatch.ONE_TO_ALL)

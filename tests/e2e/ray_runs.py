@@ -32,7 +32,7 @@ class RayRun:
             "PYTHONPATH": str(HERE),
             "SABOTAGE": json.dumps(sabotage),
         }
-        environment.pop("RAY_ADDRESS", None)
+        environment["RAY_ADDRESS"] = "local"  # and not a cluster that another test has here
         self.marker = Path(sabotage["marker"]) if sabotage else None
         self.lines: list[tuple[float, str]] = []
         self.process = subprocess.Popen(

@@ -1,8 +1,9 @@
 """Disturbs a worker from inside: imported there as a model's ``external_lib``, as a user's package would be.
 
 The environment variable SABOTAGE is JSON: ``method`` of a worker, ``call`` (which call of it in this
-process, from 1), ``rank``, ``deed`` (``kill``, ``raise``, ``sleep``), ``marker``: a file that is written
-first and keeps a second process from doing it again; ``after``: strike when the method has done its work.
+process, from 1), ``rank``, ``deed`` (``kill``, ``raise``, ``give up``, ``sleep``), ``marker``: a file that
+is written first and keeps a second process from doing it again, unless ``again``; ``after``: strike when the
+method has done its work.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.engines.torch import state
+from strop.errors import ModelError
 from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
 from strop.workers.base import Worker
 
@@ -25,7 +27,7 @@ calls = 0
 
 def strike(rank: int) -> None:
     marker = Path(plan["marker"])
-    if rank != plan["rank"] or calls != plan["call"] or marker.exists():
+    if rank != plan["rank"] or calls != plan["call"] or (marker.exists() and not plan.get("again")):
         return
     marker.write_text(f"{os.getpid()} {time.time()}")
     print(f"about to {plan['deed']} in {plan['method']}", flush=True)
@@ -33,6 +35,8 @@ def strike(rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif plan["deed"] == "raise":
         raise RuntimeError("the saboteur was here")
+    elif plan["deed"] == "give up":
+        raise ModelError("the saboteur has the weights")
     else:
         time.sleep(10_000)
 

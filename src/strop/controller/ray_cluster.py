@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private import services
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -30,16 +33,39 @@ def connect(processes: int) -> None:
     """
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # a failed call is told once, by us
     if ray.is_initialized():
-        return
+        if any(node["Alive"] for node in ray.nodes()):
+            return
+        ray.shutdown()  # a restart after the node itself was lost
     # Quiet: what a worker prints is shown, what Ray does about itself is in its own log files.
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
-    try:
-        ray.init(address="auto", **options)
-    except ConnectionError:
+    address = running_cluster()
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    if address is not None:
+        try:
+            ray.init(address=address, **options)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"no Ray cluster answers at {address}: start it with `ray start --head`, or unset "
+                "RAY_ADDRESS for a Ray of this run alone"
+            ) from error
+    else:
         cores = os.cpu_count() or 1
         if processes > cores:
             logger.warning("warning: %d processes share the %d cores of this machine", processes, cores)
         ray.init(address="local", num_cpus=max(cores, processes), include_dashboard=False, **options)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would end the process with status 15
+
+
+def running_cluster() -> str | None:
+    """The cluster of ``RAY_ADDRESS``, or that which ``ray start`` began or joined on this machine.
+
+    Ray's own search (``address="auto"``) would also find the private Ray of another run, and share its end.
+    """
+    if address := os.environ.get("RAY_ADDRESS"):
+        return None if address == "local" else address
+    started = services.find_bootstrap_address(None)  # a file, which outlives a cluster that was killed
+    return started if started in services.find_gcs_addresses() else None
 
 
 def take_places(pools: Sequence[ResourcePool], *, gpus: bool) -> dict[ResourcePool, list[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import cloudpickle
 import ray
 import torch
-from ray.exceptions import RayError
 
 from strop.config.schema.trainer import TrainerConfig
 from strop.controller import ray_cluster, ray_processes
@@ -88,14 +86,17 @@ class RayWorkerGroup:
         return sorted({f"{facts['host']} ({facts['ip']})" for facts, sees in seen if not sees})
 
     def shutdown(self) -> None:
-        """Drop the workers; the processes end with the last group of their pool."""
+        """Drop the workers, after the calls under way; the processes end with the last group of their pool.
+
+        Nothing is waited for: after Ctrl-C a call may be under way that takes hours.
+        """
         processes = self._processes
         processes.groups.discard(self.name)
         if not processes.groups:
             processes.kill()
         else:
-            with contextlib.suppress(RayError):
-                ray.get([host.remove.remote(self.name) for host in processes.hosts])
+            for host in processes.hosts:
+                host.remove.remote(self.name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("worker_cls", "name"):

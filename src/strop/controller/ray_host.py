@@ -42,9 +42,8 @@ class WorkerHost:
 
     def prepare(self, module_path: list[str], folder: str, threads: int) -> dict[str, Any]:
         """Become like the driver: its import path, folder and number of threads; tells where this is."""
-        os.environ.setdefault(
-            "TQDM_DISABLE", "1"
-        )  # a bar of each process would break into the driver's display
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")  # a bar of each process would break into the driver's display
         import torch
 
         sys.path[:] = module_path

@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 
 from strop.controller import ray_cluster
 from strop.controller.ray_failure import Failure, describe_hang, last_lines, stack_by_signal, worst
+from strop.controller.ray_head import HeadWatch, end_without_head
 from strop.controller.ray_host import RemoteHost
 from strop.controller.resource_pool import ResourcePool
 from strop.errors import WorkerError
@@ -26,7 +27,7 @@ _GRACE_S = 2.0
 _CHECK_S = 1.0
 _STACKS_S = 5.0
 _START_S = 600.0
-"""To start processes and import what they need: a shared disk may be slow, and this is no phase of training."""
+"""To start processes and import what they need: a shared disk may be slow, and this is no phase of it."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Processes:
         self.groups: set[str] = set()
         self.hosts: list[Any] = []
         self.failure: WorkerError | None = None
+        self._head = HeadWatch()
         try:
             self._start(gpus)
         except BaseException:
@@ -112,12 +114,15 @@ class Processes:
         limit_s = math.inf if self.timeout_s is None else self.timeout_s
         deadline = time.monotonic() + (max(limit_s, _START_S) if starting else limit_s)
         pending = references
+        self._head.restart()
         while pending:
             done, pending = ray.wait(references, num_returns=len(references), timeout=_CHECK_S)
             if pending and (failures := _failures(call, done)):
                 self._fail(call, failures, references)
             if pending and time.monotonic() > deadline:
                 self._fail_by_hanging(call, pending)
+            if pending and self._head.is_lost():
+                self._fail_without_head(call)
         try:
             return dict(zip(call.references, ray.get(references), strict=True))
         except RayError:
@@ -144,6 +149,21 @@ class Processes:
         message = describe_hang(call.role, call.method, self.timeout_s or 0.0, late, stacks, self.facts)
         error = WorkerError(message, is_final=False)
         end_all(error)
+        raise error
+
+    def _fail_without_head(self, call: Call) -> NoReturn:
+        """The same when the cluster is gone: nothing there can be asked, nor ended through Ray."""
+        error = WorkerError(
+            f"the head of the Ray cluster at {self._head.address} does not answer any more, in {call.method} "
+            f"of {call.role}: it was ended, or cannot be reached. Start the run again when it is back: with "
+            "trainer.resume_mode=auto it goes on from its last checkpoint",
+            is_final=True,
+        )
+        end_without_head([facts for processes in _LIVE.values() for facts in processes.facts])
+        _PLACES.clear()
+        for processes in list(_LIVE.values()):
+            processes.hosts = []
+            processes.kill(error)
         raise error
 
     def require_alive(self) -> None:

@@ -1,0 +1,49 @@
+"""Whether the head of the cluster still answers.
+
+Without it nothing can be started, ended or asked on the cluster. Ray itself would wait a minute for it and
+then end the driver from native code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ray
+
+_ANSWERS_S = 2.0
+_PATIENCE_S = 5.0
+
+
+class HeadWatch:
+    """Asked about once a second, says when the head has been away for too long."""
+
+    def __init__(self) -> None:
+        self.address = ray.get_runtime_context().gcs_address
+        self._answered = time.monotonic()
+
+    def is_lost(self) -> bool:
+        """Whether nobody has answered there for ``_PATIENCE_S``."""
+        host, port = self.address.rsplit(":", 1)
+        with contextlib.suppress(OSError):
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_S).close()
+            self._answered = time.monotonic()
+        return time.monotonic() - self._answered > _PATIENCE_S
+
+    def restart(self) -> None:
+        """Nobody has asked for a while."""
+        self._answered = time.monotonic()
+
+
+def end_without_head(processes: Iterable[Mapping[str, Any]]) -> None:
+    """Kill those of these processes that are on this node; other nodes end theirs when they miss the head."""
+    here = ray.get_runtime_context().get_node_id()
+    for facts in processes:
+        if facts.get("node_id") == here:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(facts["pid"], signal.SIGKILL)

@@ -1,0 +1,104 @@
+"""Two Ray nodes: which processes start where, and what is told of the node that the driver is not on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from strop.controller.ray_group import RayWorkerGroup
+from strop.errors import ConfigError, WorkerError
+
+from runs import hashes, make_inputs, metrics, overrides, train
+from toys import ToyWorker, pools
+
+pytestmark = pytest.mark.usefixtures("two_nodes")
+
+
+def _group(pool, *, phase_timeout_s=100.0):
+    settings = SimpleNamespace(handles=True, device="cpu", phase_timeout_s=phase_timeout_s)
+    return RayWorkerGroup(
+        worker_cls=ToyWorker, init_kwargs={}, resource_pool=pool, name="toy", settings=settings
+    )
+
+
+def _other_rank(nodes: list[str]) -> int:
+    """The rank that is not where the driver is."""
+    return 1 - nodes.index(ray.get_runtime_context().get_node_id())
+
+
+def test_each_entry_of_a_pool_is_a_node_of_its_own():
+    group = _group(pools(apart=[1, 1])[0])
+    assert set(group.nodes()) == {node["NodeID"] for node in ray.nodes()}
+    assert group.add(3) == 3
+    group.shutdown()
+    group = _group(pools(together=[2])[0])
+    assert len(set(group.nodes())) == 1
+    assert len(set(group.pids())) == 2
+    group.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"main": [3]}, r"main: \[3\]"),
+        ({"main": [1, 1, 1]}, r"main: \[1, 1, 1\]"),
+        ({"main": [2, 1], "critic": [2]}, r"main: \[2, 1\], critic: \[2\]"),
+    ],
+)
+def test_asking_for_more_than_there_is_starts_nothing(asked, told):
+    with pytest.raises(ConfigError, match=rf"Asked, CPUs on each node: {told}; free, by node: ") as caught:
+        _group(pools(**asked)[0])
+    assert f"{os.uname().nodename} (127.0.0.2): 2" in str(caught.value)
+    assert ray.available_resources()["CPU"] == 4
+    groups = ray.util.placement_group_table().values()
+    assert not [group for group in groups if group["state"] != "REMOVED"]
+
+
+def test_nodes_that_do_not_see_a_file_are_named():
+    group = _group(pools(main=[1, 1])[0])
+    other = _other_rank(group.nodes())
+    only_here = Path(f"/proc/self/task/{group.pids()[1 - other]}")  # not in any other process
+    assert group.nodes_without(only_here) == [f"{os.uname().nodename} (127.0.0.2)"]
+    group.shutdown()
+
+
+def test_the_last_lines_of_a_rank_on_the_other_node_are_told():
+    group = _group(pools(main=[1, 1])[0])
+    rank = _other_rank(group.nodes())
+    group.say("so far so good")
+    os.kill(group.pids()[rank], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=rf"toy rank {rank} on .* died") as caught:
+        group.pids()
+    assert f"so far so good\nrank {rank} warns" in str(caught.value)
+
+
+def test_the_stack_of_a_rank_on_the_other_node_is_told():
+    group = _group(pools(main=[1, 1])[0], phase_timeout_s=3.0)
+    rank = _other_rank(group.nodes())
+    with pytest.raises(WorkerError, match=rf"toy: rank {rank} on") as caught:
+        group.hold_the_interpreter(rank)
+    assert "in hold_the_interpreter" in str(caught.value).split("--- rank")[1]
+
+
+def test_roles_on_two_nodes_train_as_in_one_process(tmp_path):
+    inputs = make_inputs(tmp_path)
+    local = train(overrides(inputs, tmp_path / "local", "trainer.worker_group=local"))
+    split = train(
+        overrides(
+            inputs,
+            tmp_path / "split",
+            "trainer.resource_pools={main: [1], values: [1]}",
+            "trainer.placement={Critic: values}",
+            "trainer.save_freq=1",
+        )
+    )
+    nodes = {group._processes.facts[0]["node_id"] for group in split.groups.values()}
+    assert len(nodes) == 2
+    assert hashes(split) == hashes(local)
+    assert metrics(tmp_path / "split") == metrics(tmp_path / "local")
+    split.shutdown()

@@ -1,0 +1,134 @@
+"""One-rank runs on Ray: equal to local ones, and what is left when they are ended from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from ray_runs import RayRun, trained_weights
+from runs import hashes, make_inputs, metrics, overrides, train
+
+STEPS = 2
+SETTINGS = (
+    "trainer.worker_group=ray",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=1",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "+actor_rollout_ref.model.external_lib=saboteur",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs):
+    train(overrides(inputs, inputs / "undisturbed", *SETTINGS, "trainer.worker_group=local"))
+    return _results(inputs / "undisturbed")
+
+
+def _results(run):
+    return trained_weights(run, STEPS), metrics(run)
+
+
+def _sabotage(tmp_path, method, call, deed):
+    return {"method": method, "call": call, "rank": 0, "deed": deed, "marker": str(tmp_path / "marker")}
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_one_rank_on_ray_is_the_local_run_bit_for_bit(ray_session, inputs, tmp_path, handles):
+    local = train(overrides(inputs, tmp_path / "local", "trainer.worker_group=local"))
+    on_ray = train(
+        overrides(inputs, tmp_path / "ray", "trainer.worker_group=ray", f"trainer.handles={handles}")
+    )
+    assert hashes(on_ray) == hashes(local)
+    assert metrics(tmp_path / "ray") == metrics(tmp_path / "local")
+    on_ray.shutdown()
+
+
+ENDS = {"Ctrl-C": 130, "SIGTERM": 143, "SIGKILL": -9}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how):
+    shared_memory = set(os.listdir("/dev/shm"))
+    run = RayRun(
+        overrides(inputs, tmp_path / "run", *SETTINGS),
+        sabotage=_sabotage(tmp_path, "update_actor", 3, "sleep"),
+    )
+    run.wait_until_struck()
+    commands = " ".join(run.processes().values())
+    assert all(name in commands for name in ("raylet", "gcs_server"))
+    if how == "Ctrl-C":  # as a terminal sends it: to every process of the group
+        os.killpg(run.process.pid, signal.SIGINT)
+    else:
+        run.process.send_signal(getattr(signal, how))
+    assert run.wait(30) == ENDS[how]
+    assert run.seconds_until_gone() < 30
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    if how != "SIGKILL":
+        assert f"stopped by {how}; the last whole checkpoint is kept" in run.lines[-1][1]
+        assert "Traceback" not in run.console
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "1\n"
+
+
+def test_a_killed_gcs_is_told_and_the_run_can_be_resumed(inputs, undisturbed, tmp_path):
+    options = overrides(inputs, tmp_path / "run", *SETTINGS)
+    run = RayRun(options, sabotage=_sabotage(tmp_path, "update_actor", 3, "sleep"))
+    run.wait_until_struck()
+    assert run.kill(lambda command: "/gcs_server " in command)
+    assert run.wait(60) == 2
+    assert run.seconds_until_gone() < 30
+    assert "WorkerError: the head of the Ray cluster at " in run.console
+    assert "in update_actor of ActorRollout" in run.console
+    assert "Traceback" not in run.console
+    again = RayRun(options)
+    assert again.wait() == 0, again.console[-3000:]
+    assert _results(tmp_path / "run") == undisturbed
+
+
+def test_a_killed_raylet_takes_its_workers_along_and_the_run_starts_again(inputs, undisturbed, tmp_path):
+    run = RayRun(
+        overrides(inputs, tmp_path / "run", *SETTINGS, "trainer.max_restarts=1"),
+        sabotage=_sabotage(tmp_path, "update_actor", 3, "sleep"),
+    )
+    run.wait_until_struck()
+    assert run.kill(lambda command: "/raylet " in command)
+    assert run.wait() == 0, run.console[-3000:]
+    assert run.seconds_until_gone() < 30
+    assert "ActorRollout rank 0 on" in run.console
+    assert "died in update_actor" in run.console
+    assert "Traceback" not in run.console
+    assert _results(tmp_path / "run") == undisturbed
+
+
+def test_a_run_starts_again_after_a_killed_worker_and_gives_up_after_the_last_time(
+    inputs, undisturbed, tmp_path
+):
+    options = overrides(inputs, tmp_path / "run", *SETTINGS, "trainer.max_restarts=1")
+    run = RayRun(options, sabotage={**_sabotage(tmp_path, "update_actor", 1, "kill"), "again": True})
+    assert run.wait() == 2, run.console[-3000:]
+    assert run.console.count("starting again as the run began; 0 restarts left") == 1
+    assert run.console.count("died in update_actor; the last it printed:\nabout to kill in update_actor") == 2
+    assert run.told_after("ActorRollout rank 0 on") < 10
+    (tmp_path / "marker").unlink()
+    run = RayRun(options, sabotage=_sabotage(tmp_path, "update_actor", 3, "kill"))
+    assert run.wait() == 0, run.console[-3000:]
+    assert "starting again from iteration 1; 0 restarts left" in run.console
+    assert run.seconds_until_gone() < 30
+    assert _results(tmp_path / "run") == undisturbed
+
+
+def test_an_error_that_would_come_again_is_not_tried_again(inputs, tmp_path):
+    options = overrides(inputs, tmp_path / "run", *SETTINGS, "trainer.max_restarts=3")
+    run = RayRun(options, sabotage=_sabotage(tmp_path, "compute_log_prob", 1, "give up"))
+    assert run.wait() == 2, run.console[-3000:]
+    assert "starting again" not in run.console
+    assert "WorkerError: ActorRollout rank 0 on" in run.console
+    assert ", in compute_log_prob: ModelError: the saboteur has the weights" in run.console
+    assert "Traceback" not in run.console
