@@ -1,0 +1,171 @@
+"""The same run on other processes: parameters after five PPO steps, norm of the difference over the norm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from strop.config.load import load_config
+from strop.engines.torch.state import stored_shapes
+from strop.trainer.build import build_trainer
+
+from runs import hashes, make_inputs, metrics, overrides, train
+
+STEPS = 5
+ACTOR = "actor_rollout_ref.actor"
+COMMON = (
+    f"trainer.total_training_steps={STEPS}",
+    f"trainer.save_freq={STEPS}",
+    f"{ACTOR}.optim.lr=1e-3",
+    "critic.optim.lr=1e-3",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+)
+TOLERANCE = 1e-5
+
+
+def micro_batches(actor: int, critic: int) -> tuple[str, str]:
+    return f"{ACTOR}.ppo_micro_batch_size_per_gpu={actor}", f"critic.ppo_micro_batch_size_per_gpu={critic}"
+
+
+LAYOUTS = {
+    "local": micro_batches(8, 8),
+    "ray with 1 rank": (*micro_batches(8, 8), "trainer.worker_group=ray"),
+    "2 ranks": (*micro_batches(3, 1), "trainer.n_gpus_per_node=2"),
+    "2 ranks, without handles": (*micro_batches(3, 1), "trainer.n_gpus_per_node=2", "trainer.handles=false"),
+    "4 ranks": (*micro_batches(1, 2), "trainer.n_gpus_per_node=4"),
+    "HSDP 2x2": (
+        *micro_batches(2, 2),
+        "trainer.n_gpus_per_node=4",
+        f"{ACTOR}.fsdp_config.fsdp_size=2",
+        "critic.model.fsdp_config.fsdp_size=2",
+    ),
+    "2 ranks, critic and reference on 2 others": (
+        *micro_batches(3, 1),
+        "trainer.resource_pools={policy: [2], rest: [2]}",
+        "trainer.placement={Critic: rest, RefPolicy: rest}",
+    ),
+    "actor on 2 ranks, rollout on 1 other": (
+        *micro_batches(3, 1),
+        "actor_rollout_ref.hybrid_engine=false",
+        "trainer.resource_pools={policy: [2], rollout: [1]}",
+        "trainer.placement={Actor: policy, Critic: policy, RefPolicy: policy, Rollout: rollout}",
+    ),
+    "dynamic micro-batches on 2 ranks": (
+        "trainer.n_gpus_per_node=2",
+        *(f"{section}.use_dynamic_bsz=true" for section in (ACTOR, "critic")),
+        *(f"{section}.ppo_max_token_len_per_gpu=24" for section in (ACTOR, "critic")),
+        "critic.forward_max_token_len_per_gpu=24",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+class Results:
+    """Runs a layout once, when it is first asked for."""
+
+    def __init__(self, inputs: Path) -> None:
+        self.inputs = inputs
+        self.found: dict[str, dict[str, str]] = {}
+
+    def folder(self, layout: str) -> Path:
+        return self.inputs / layout.replace(" ", "_").replace(",", "")
+
+    def hashes(self, layout: str) -> dict[str, str]:
+        if layout not in self.found:
+            options = overrides(self.inputs, self.folder(layout), *COMMON, *LAYOUTS[layout])
+            trainer = train(options)
+            self.found[layout] = hashes(trainer)
+            trainer.shutdown()
+        return self.found[layout]
+
+    def weights(self, layout: str, role: str) -> torch.Tensor:
+        self.hashes(layout)
+        folder = self.folder(layout) / f"global_step_{STEPS}" / role / "huggingface"
+        return torch.cat(
+            [w.double().flatten() for _, w in sorted(load_file(folder / "model.safetensors").items())]
+        )
+
+
+@pytest.fixture(scope="module")
+def results(inputs, ray_session):
+    return Results(inputs)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("local", "2 ranks"),
+        ("2 ranks", "4 ranks"),
+        ("local", "HSDP 2x2"),
+        ("local", "dynamic micro-batches on 2 ranks"),
+        ("2 ranks", "actor on 2 ranks, rollout on 1 other"),
+    ],
+)
+def test_another_number_of_ranks_gives_the_same_parameters(results, one, other):
+    for role in ("actor", "critic"):
+        expected, found = results.weights(one, role), results.weights(other, role)
+        distance = ((expected - found).norm() / expected.norm()).item()
+        print(f"{role}, {one} and {other}: {distance:.1e}")
+        assert distance < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("local", "ray with 1 rank"),
+        ("2 ranks", "2 ranks, without handles"),
+        ("2 ranks", "2 ranks, critic and reference on 2 others"),
+    ],
+)
+def test_another_place_for_the_same_ranks_gives_the_same_bits(results, one, other):
+    assert results.hashes(one) == results.hashes(other)
+    assert metrics(results.folder(one)) == metrics(results.folder(other))
+
+
+def test_training_moved_the_parameters_much_further(results):
+    """Else the tolerance above would hold for runs that do nothing."""
+    before = load_file(results.inputs / "model" / "model.safetensors")
+    start = torch.cat([w.double().flatten() for _, w in sorted(before.items())])
+    moved = ((results.weights("local", "actor") - start).norm() / start.norm()).item()
+    assert moved > 1000 * TOLERANCE
+
+
+def _state(folder: Path) -> dict[str, torch.Tensor]:
+    shapes = stored_shapes(folder)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    dcp.load(tensors, checkpoint_id=str(folder), no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("layout", ["local", "4 ranks"])
+def test_a_checkpoint_of_two_ranks_goes_on_with_others_bit_for_bit(results, tmp_path, layout):
+    """Loaded, with no step taken, and saved again: weights, moments and step counts are those of the file."""
+    results.hashes("2 ranks")
+    checkpoint = results.folder("2 ranks") / f"global_step_{STEPS}"
+    options = [
+        *overrides(results.inputs, tmp_path / "run", *COMMON, *LAYOUTS[layout]),
+        f"trainer.resume_mode={checkpoint}",
+        f"trainer.total_training_steps={STEPS + 2}",
+    ]
+    trainer = build_trainer(load_config(options))
+    trainer.init_workers()
+    for role in ("actor", "critic"):
+        trainer.groups[role].load_checkpoint(checkpoint / role)
+        trainer.groups[role].save_checkpoint(tmp_path / "again" / role)
+    trainer.shutdown()
+    for role in ("actor", "critic"):
+        written, again = _state(checkpoint / role), _state(tmp_path / "again" / role)
+        assert written.keys() == again.keys()
+        assert any("exp_avg_sq" in name for name in written)
+        assert all(torch.equal(written[name], again[name]) for name in written)
+    resumed = train(options)
+    assert resumed.global_step == STEPS + 2
+    resumed.shutdown()
