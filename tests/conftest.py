@@ -41,7 +41,7 @@ def _start_ray() -> None:
 
 @pytest.fixture(scope="module")
 def two_nodes(ray_session: None) -> Iterator[None]:
-    """In place of it a cluster of two nodes on this machine, with addresses and room for two processes each."""
+    """In place of it a cluster of two nodes on this machine, each with its address and room for two."""
     import ray
     from ray.cluster_utils import Cluster
 

@@ -7,6 +7,7 @@ it ``strop --help``) costs nothing.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 __version__ = "0.1.0"
@@ -20,6 +21,8 @@ _PUBLIC = {
     "Role": "strop.controller.roles",
     "ResourcePoolManager": "strop.controller.resource_pool",
     "LocalWorkerGroup": "strop.controller.local",
+    "RayWorkerGroup": "strop.controller.ray_group",
+    "NVMegatronRayWorkerGroup": "strop.controller.ray_group",
     "Worker": "strop.workers.base",
     "ActorRolloutRefWorker": "strop.workers.actor_rollout_ref",
     "CriticWorker": "strop.workers.critic",
@@ -33,5 +36,9 @@ __all__ = ["__version__", *_PUBLIC]
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
+        if name.endswith("RayWorkerGroup") and importlib.util.find_spec("ray") is None:
+            from strop.errors import MissingExtraError
+
+            raise MissingExtraError("ray", "ray", name)
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'strop' has no attribute {name!r}")

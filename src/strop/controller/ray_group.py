@@ -183,3 +183,7 @@ class Running:
         if self.shards is not None and isinstance(results[0], DataProto):
             return self.shards.join(results)
         return results[0]
+
+
+NVMegatronRayWorkerGroup = RayWorkerGroup
+"""The name under which users of Megatron know it: ranks that share data say so themselves."""
