@@ -103,3 +103,12 @@ def test_restarts_without_checkpoints_or_processes_are_doubtful():
     assert "begins anew" in anew.text
     (alone,) = processes.restarts(load_config(["trainer.max_restarts=2", "trainer.n_gpus_per_node=1"]))
     assert "no effect in one process" in alone.text
+
+
+def test_copies_have_to_share_the_ranks_evenly():
+    actor = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+    (found,) = processes.hybrid_sharding(load_config(["trainer.n_gpus_per_node=8", f"{actor}=3"]))
+    assert found.text == f"{actor}=3 does not divide the 8 ranks (nearest: 2, 4; -1: all)"
+    for size in (-1, 1, 2, 4, 8, 16):
+        even = load_config(["trainer.n_gpus_per_node=8", f"{actor}={size}"])
+        assert list(processes.hybrid_sharding(even)) == []

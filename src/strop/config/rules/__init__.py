@@ -17,6 +17,7 @@ ALL_RULES: tuple[Rule, ...] = (
     learning.kl_horizon,
     learning.dual_clip,
     processes.worker_group,
+    processes.hybrid_sharding,
     processes.restarts,
     inputs.data_files,
     inputs.models,

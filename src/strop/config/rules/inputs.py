@@ -83,7 +83,7 @@ def custom_reward(config: Config) -> Iterator[Finding]:
 
 
 def resume(config: Config) -> Iterator[Finding]:
-    """A checkpoint that is named exists; a remote one, and whether it is whole, is seen when it is fetched."""
+    """A checkpoint that is named exists; of a remote one this is seen when it is fetched."""
     mode = config.trainer.resume_mode
     if mode not in ("auto", "disable") and not is_url(mode) and not Path(expand(mode)).is_dir():
         yield error(

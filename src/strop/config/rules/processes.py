@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from strop.config.nearest import divisors, nearest_in_words
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config
@@ -24,6 +25,25 @@ def worker_group(config: Config) -> Iterator[Finding]:
         )
     elif runs_on_ray(config) and importlib.util.find_spec("ray") is None:
         yield error(f"{processes} processes run on Ray, which is not installed: pip install 'strop[ray]'")
+
+
+def hybrid_sharding(config: Config) -> Iterator[Finding]:
+    """The ranks of a role divide into copies of `fsdp_size` ranks."""
+    try:
+        ranks_of_pass = Placement.from_config(config).ranks_of_pass
+    except ConfigError:
+        return
+    sections = {
+        "actor_rollout_ref.actor.fsdp_config": ("actor", config.actor_rollout_ref.actor.fsdp_config),
+        "critic.model.fsdp_config": ("critic", config.critic.model.fsdp_config),
+    }
+    for key, (name, section) in sections.items():
+        ranks, size = ranks_of_pass(name), section.fsdp_size
+        if 1 < size < ranks and ranks % size:
+            yield error(
+                f"{key}.fsdp_size={size} does not divide the {ranks} ranks "
+                f"({nearest_in_words(size, divisors(ranks))}; -1: all)"
+            )
 
 
 def restarts(config: Config) -> Iterator[Finding]:
