@@ -25,4 +25,4 @@ until on "$head" "$ray job list --address=http://127.0.0.1:8265" >/dev/null 2>&1
 sleep 5
 
 on "$head" "$ray job submit --address=http://127.0.0.1:8265 --" \
-  ".venv/bin/strop train trainer.nnodes=${#nodes[@]} $(printf '%q ' "$@")"
+  "$(printf %q "$PWD")/.venv/bin/strop train trainer.nnodes=${#nodes[@]} $(printf '%q ' "$@")"

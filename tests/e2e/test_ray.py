@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -132,3 +136,14 @@ def test_an_error_that_would_come_again_is_not_tried_again(inputs, tmp_path):
     assert "WorkerError: ActorRollout rank 0 on" in run.console
     assert ", in compute_log_prob: ModelError: the saboteur has the weights" in run.console
     assert "Traceback" not in run.console
+
+
+def test_a_cluster_that_is_not_there_is_an_error_at_once(inputs, tmp_path):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"  # nobody listens
+        command = [sys.executable, "-m", "strop.trainer.main_ppo", *overrides(inputs, tmp_path, *SETTINGS)]
+        environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(Path(__file__).parent)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"ConfigError: no Ray cluster answers at {address}" in done.stderr

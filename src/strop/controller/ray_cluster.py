@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from ray._private import services
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from strop.controller.ray_head import answers
 from strop.controller.resource_pool import ResourcePool
 from strop.errors import ConfigError
 
@@ -41,13 +43,12 @@ def connect(processes: int) -> None:
     address = running_cluster()
     on_sigterm = signal.getsignal(signal.SIGTERM)
     if address is not None:
-        try:
-            ray.init(address=address, **options)
-        except ConnectionError as error:
-            raise ConfigError(
+        if re.fullmatch(r".+:\d+", address) and "://" not in address and not answers(address):
+            raise ConfigError(  # Ray would try for minutes
                 f"no Ray cluster answers at {address}: start it with `ray start --head`, or unset "
                 "RAY_ADDRESS for a Ray of this run alone"
-            ) from error
+            )
+        ray.init(address=address, **options)
     else:
         cores = os.cpu_count() or 1
         if processes > cores:

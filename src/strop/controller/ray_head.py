@@ -17,9 +17,18 @@ from typing import Any
 import psutil  # comes with Ray
 import ray
 
-
 _ANSWERS_S = 2.0
 _PATIENCE_S = 5.0
+
+
+def answers(address: str) -> bool:
+    """Whether somebody listens at ``host:port``."""
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_S).close()
+    except OSError:
+        return False
+    return True
 
 
 class HeadWatch:
@@ -31,9 +40,7 @@ class HeadWatch:
 
     def is_lost(self) -> bool:
         """Whether nobody has answered there for ``_PATIENCE_S``."""
-        host, port = self.address.rsplit(":", 1)
-        with contextlib.suppress(OSError):
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_S).close()
+        if answers(self.address):
             self._answered = time.monotonic()
         return time.monotonic() - self._answered > _PATIENCE_S
 
