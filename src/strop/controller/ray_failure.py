@@ -116,7 +116,8 @@ def last_lines(facts: Mapping[str, Any]) -> str:
     """The end of what a process printed; read on its node, which is there although the process is not."""
     if not facts:
         return ""
-    return _on_node_of(facts, read_end, facts["logs"]) or "(its node has left the cluster or does not answer)"
+    lines = _on_node_of(facts, read_end, facts["logs"])
+    return "(its node has left the cluster or does not answer)" if lines is None else lines
 
 
 def stack_by_signal(facts: Mapping[str, Any]) -> str | None:
