@@ -96,7 +96,9 @@ def test_a_run_goes_on_after_its_driver_or_all_of_ray_was_killed(
         assert any("raylet" in command for command in killed)
         assert any("gcs_server" in command for command in killed)
     assert run.wait(60) != 0
-    assert run.seconds_until_gone() < 30
+    if victim == "ray":
+        assert "the head of the Ray cluster" in run.console
+    run.seconds_until_gone(at_most=120)  # two helpers of Ray look for its head for up to a minute
     again = RayRun(options)
     assert again.wait() == 0, again.console[-3000:]
     assert (trained_weights(tmp_path / "run", STEPS), metrics(tmp_path / "run")) == undisturbed

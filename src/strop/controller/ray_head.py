@@ -38,9 +38,13 @@ class HeadWatch:
         self.address = ray.get_runtime_context().gcs_address
         self._answered = time.monotonic()
 
+    def answers(self) -> bool:
+        """Whether it is there."""
+        return answers(self.address)
+
     def is_lost(self) -> bool:
         """Whether nobody has answered there for ``_PATIENCE_S``."""
-        if answers(self.address):
+        if self.answers():
             self._answered = time.monotonic()
         return time.monotonic() - self._answered > _PATIENCE_S
 

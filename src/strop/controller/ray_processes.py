@@ -131,6 +131,8 @@ class Processes:
     def _fail(self, call: Call, failures: list[Failure], references: list[Any]) -> NoReturn:
         """End everything, and say what happened, where, and what that process printed last."""
         ray.wait(references, num_returns=len(references), timeout=_GRACE_S)
+        if not self._head.answers():  # the whole session is gone, and every question to it would wait
+            self._fail_without_head(call)
         failure = worst(
             failures + _failures(call, ray.wait(references, num_returns=len(references), timeout=0)[0])
         )
