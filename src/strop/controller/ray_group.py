@@ -71,7 +71,7 @@ class RayWorkerGroup:
         added = {
             rank: host.add.remote(self.name, worker, rank, len(hosts)) for rank, host in enumerate(hosts)
         }
-        mesh = self._processes.wait(Call(self._processes, self.name, "__init__", added), starting=True)
+        mesh = self._processes.wait(self._processes.begin(self.name, "__init__", added), starting=True)
         self._shard_of = [mesh[rank][0] for rank in range(len(hosts))]
         self._shards = mesh[0][1]
 
@@ -123,7 +123,7 @@ class RayWorkerGroup:
             infos[rank], objects[rank] = host.call.remote(self.name, method, message, *references)
         first = {self._shard_of[rank]: rank for rank in reversed(ranks)}  # of each shard, its lowest rank
         return Running(
-            call=Call(self._processes, self.name, method, infos),
+            call=self._processes.begin(self.name, method, infos),
             objects=objects,
             shards=shards,
             answers=[first[index] for index in range(self._shards)] if shards else [0],

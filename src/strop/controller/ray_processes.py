@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from strop.controller import ray_cluster
 from strop.controller.ray_failure import Failure, describe_hang, last_lines, stack_by_signal, worst
@@ -30,7 +30,7 @@ _START_S = 600.0
 """To start processes and import what they need: a shared disk may be slow, and this is no phase of it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """One method in flight on some ranks of a pool."""
 
@@ -70,6 +70,7 @@ class Processes:
         self.pool, self.timeout_s = pool, timeout_s
         self.groups: set[str] = set()
         self.hosts: list[Any] = []
+        self.in_flight: list[Call] = []
         self.failure: WorkerError | None = None
         self._head = HeadWatch()
         try:
@@ -90,19 +91,25 @@ class Processes:
         self.lifetimes = {host.lifetime.remote(): rank for rank, host in enumerate(self.hosts)}
         self.facts = self.all("prepare", sys.path, os.getcwd(), _threads(self.pool), starting=True)
         if len(self.hosts) > 1:
-            asked = Call(self, self.pool.name, "free_port", {0: self.hosts[0].free_port.remote()})
+            asked = self.begin(self.pool.name, "free_port", {0: self.hosts[0].free_port.remote()})
             address = f"{self.facts[0]['ip']}:{self.wait(asked, starting=True)[0]}"
             joins = {
                 rank: host.join.remote(address, rank, len(self.hosts), gpu=gpus, timeout_s=self.timeout_s)
                 for rank, host in enumerate(self.hosts)
             }
-            self.wait(Call(self, self.pool.name, "join", joins), starting=True)
+            self.wait(self.begin(self.pool.name, "join", joins), starting=True)
+
+    def begin(self, role: str, method: str, references: dict[int, Any]) -> Call:
+        """Note down a call that was sent to ranks; ``wait`` for it."""
+        call = Call(self, role, method, references)
+        self.in_flight.append(call)
+        return call
 
     def all(self, method: str, *args: Any, starting: bool = False) -> list[Any]:
         """A method of every host itself; the results by rank."""
         self.require_alive()
         calls = {rank: getattr(host, method).remote(*args) for rank, host in enumerate(self.hosts)}
-        return list(self.wait(Call(self, self.pool.name, method, calls), starting=starting).values())
+        return list(self.wait(self.begin(self.pool.name, method, calls), starting=starting).values())
 
     def wait(self, call: Call, *, starting: bool = False) -> dict[int, Any]:
         """The results by rank.
@@ -124,18 +131,19 @@ class Processes:
             if pending and self._head.is_lost():
                 self._fail_without_head(call)
         try:
-            return dict(zip(call.references, ray.get(references), strict=True))
+            results = dict(zip(call.references, ray.get(references), strict=True))
         except RayError:
             self._fail(call, _failures(call, references), references)
+        self.in_flight.remove(call)
+        return results
 
     def _fail(self, call: Call, failures: list[Failure], references: list[Any]) -> NoReturn:
         """End everything, and say what happened, where, and what that process printed last."""
         ray.wait(references, num_returns=len(references), timeout=_GRACE_S)
         if not self._head.answers():  # the whole session is gone, and every question to it would wait
             self._fail_without_head(call)
-        failure = worst(
-            failures + _failures(call, ray.wait(references, num_returns=len(references), timeout=0)[0])
-        )
+        done, _ = ray.wait(references, num_returns=len(references), timeout=0)
+        failure = worst(_failures(call, done) or failures)
         error = WorkerError(failure.describe(last_lines(failure.facts)), is_final=failure.is_final)
         end_all(error)
         raise error from None
@@ -168,6 +176,15 @@ class Processes:
             processes.kill(error)
         raise error
 
+    def last_phase(self, rank: int) -> tuple[str, str]:
+        """Role and method that a dead process was in: of its calls, in their order, the first that failed."""
+        for call in self.in_flight:
+            reference = call.references.get(rank)
+            is_there = reference is not None and ray.wait([reference], timeout=0)[0]
+            if is_there and isinstance(_error(reference), RayActorError):
+                return call.role, call.method
+        return "+".join(sorted(self.groups)), "a wait for the next call"
+
     def require_alive(self) -> None:
         """``WorkerError`` when they have ended: the failure that ended them, which is still the cause."""
         if not self.hosts:
@@ -197,9 +214,8 @@ def _failures(call: Call, done: list[Any]) -> list[Failure]:
         for reference in ray.wait(list(lifetimes), num_returns=len(lifetimes), timeout=0)[0]:
             if (error := _error(reference)) is not None:
                 rank = lifetimes[reference]
-                role = call.role if processes is call.processes else "+".join(sorted(processes.groups))
-                method = call.method if processes is call.processes else "a wait for the next call"
-                failures.append(Failure(role, rank, method, processes.facts[rank], error))
+                role, method = processes.last_phase(rank)
+                failures.insert(0, Failure(role, rank, method, processes.facts[rank], error))
     return failures
 
 
