@@ -30,7 +30,6 @@ from typing import Any
 
 import ray
 import torch
-from light_workers import LightCritic, LightPolicy
 from torch import Tensor
 
 from strop.config.load import load_config
@@ -39,6 +38,8 @@ from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role
 from strop.protocol import DataProto
 from strop.trainer.ppo import RayPPOTrainer
+
+from light_workers import LightCritic, LightPolicy
 
 ROLES = {Role.ActorRollout: LightPolicy, Role.RefPolicy: LightPolicy, Role.Critic: LightCritic}
 PARTS = ("__next__", "generate", "score", "evaluate", "estimate_advantages", "batch_metrics")
