@@ -361,7 +361,6 @@ NOT_HONOURED = {
     "actor_rollout_ref.ref.fsdp_config.param_offload": "True",
     "critic.model.fsdp_config.grad_offload": "True",
     "critic.model.fsdp_config.optimizer_offload": "True",
-    "actor_rollout_ref.model.use_remove_padding": "True",
     "critic.optim.total_training_steps": "100",
 }
 
@@ -374,6 +373,16 @@ def test_a_key_that_is_not_honoured_is_named(report, path, value):
     assert not any(f"{path}=" in line for line in before.errors + before.warnings)
     assert status_in_words(path) != "honoured"
     assert status_in_words(path).startswith("error") == bool(after.errors)
+
+
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+def test_attention_by_mask_matrices_cannot_be_packed(report, attention):
+    packed = report(
+        "actor_rollout_ref.model.use_remove_padding=True", f"critic.model.attn_implementation={attention}"
+    )
+    (line,) = packed.errors
+    assert line.startswith("critic.model.use_remove_padding=True: ")
+    assert report("actor_rollout_ref.model.use_remove_padding=True").errors == []
 
 
 def test_neither_a_default_nor_a_key_that_says_what_happens_anyway_is_named(report):

@@ -29,6 +29,7 @@ def test_the_reference_documents_yaml_trains_one_step(tmp_path):
         f"data.val_files={inputs / 'val.parquet'}",
         f"actor_rollout_ref.model.path={inputs / 'model'}",
         "actor_rollout_ref.rollout.name=hf",
+        "trainer.n_gpus_per_node=1",
         "data.train_batch_size=8",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "data.max_prompt_length=8",

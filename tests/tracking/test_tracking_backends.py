@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -120,11 +121,18 @@ def test_wandb_marks_a_broken_run_as_failed_and_a_new_run_gets_a_new_id(tmp_path
     with pytest.raises(RuntimeError, match="the run breaks"):
         log_steps("wandb", tmp_path, 1, fail=True)
     log_steps("wandb", tmp_path, 1)
+
+    def exits() -> list[list[int]]:
+        return [
+            [record.exit.exit_code for record in run if record.WhichOneof("record_type") == "exit"]
+            for run in wandb_records(tmp_path)
+        ]
+
+    deadline = time.monotonic() + 30
+    while not all(exits()) and time.monotonic() < deadline:  # wandb's own process writes the last record
+        time.sleep(0.1)
+    assert exits() == [[1], [0]]
     broken, whole = wandb_records(tmp_path)
-    exits = [
-        [r.exit.exit_code for r in run if r.WhichOneof("record_type") == "exit"] for run in (broken, whole)
-    ]
-    assert exits == [[1], [0]]
     ids = [[r.run.run_id for r in run if r.WhichOneof("record_type") == "run"] for run in (broken, whole)]
     assert ids[0] != ids[1]
 
