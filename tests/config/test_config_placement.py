@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from strop.config import placement
+from strop.config.check import check
 from strop.config.load import load_config
 from strop.config.placement import Placement, processes_per_node, runs_on_ray
 from strop.config.rules import processes
@@ -103,6 +104,35 @@ def test_restarts_without_checkpoints_or_processes_are_doubtful():
     assert "begins anew" in anew.text
     (alone,) = processes.restarts(load_config(["trainer.max_restarts=2", "trainer.n_gpus_per_node=1"]))
     assert "no effect in one process" in alone.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["trainer.resource_pools={a: [2], typo: [2]}"], "trainer.resource_pools.typo: no role of this run"),
+        (
+            [POOLS, "trainer.placement={Critic: small}", "algorithm.adv_estimator=grpo"],
+            "trainer.resource_pools.small: no role of this run",
+        ),
+        (
+            ["trainer.placement={Critic: global_pool}", "algorithm.adv_estimator=grpo"],
+            "no effect: trainer.placement.Critic: this run has no such role",
+        ),
+        (
+            ["trainer.resource_pools={a: [2]}", "trainer.nnodes=3"],
+            "no effect: trainer.nnodes; trainer.resource_pools says",
+        ),
+        (
+            ["trainer.n_gpus_per_node=1", "trainer.phase_timeout_s=5", "trainer.handles=false"],
+            "no effect (the run is one process): trainer.phase_timeout_s, trainer.handles",
+        ),
+        (["trainer.async_save=true"], "no effect (trainer.save_freq=-1): trainer.async_save"),
+    ],
+)
+def test_what_changes_nothing_is_told(overrides, told):
+    result = check(load_config(["trainer.n_gpus_per_node=2", *overrides]))
+    assert [line for line in result.errors + result.warnings if line.startswith(told)]
+    assert not [line for line in check(load_config([])).warnings if line.startswith("no effect: trainer")]
 
 
 def test_copies_have_to_share_the_ranks_evenly():

@@ -133,6 +133,11 @@ OPERATIONS = {
     "pickle": lambda t: pickle.loads(pickle.dumps(t)),
     "index_copy": lambda t: torch.zeros(8, dtype=t.dtype).index_copy(0, torch.arange(8), t.flatten()[:8]),
     "functional": lambda t: torch.nn.functional.pad(t, (1, 2)),
+    "sum by keyword": lambda t: torch.sum(input=t),
+    "stack by keyword": lambda t: torch.stack(tensors=[t, t]),
+    "cat by keyword": lambda t: torch.cat(tensors=[t, t]),
+    "where by keyword": lambda t: torch.where(condition=t > 0, input=t, other=torch.zeros_like(t)),
+    "repeat_interleave by keyword": lambda t: t.repeat_interleave(repeats=2, dim=0),
     "matmul": lambda t: t.float().reshape(len(t), -1).T @ t.float().reshape(len(t), -1),
 }  # fmt: skip
 

@@ -51,7 +51,10 @@ def test_each_entry_of_a_pool_is_a_node_of_its_own():
     ],
 )
 def test_asking_for_more_than_there_is_starts_nothing(asked, told):
-    with pytest.raises(ConfigError, match=rf"Asked, CPUs on each node: {told}; free, by node: ") as caught:
+    with pytest.raises(
+        ConfigError,
+        match=rf"Asked, processes on each node, each with one of CPUs: {told}; room for them, by node: ",
+    ) as caught:
         _group(pools(**asked)[0])
     assert f"{os.uname().nodename} (127.0.0.2): 2" in str(caught.value)
     assert ray.available_resources()["CPU"] == 4

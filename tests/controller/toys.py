@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -182,5 +183,6 @@ class BrokenWorker(ToyWorker):
 
 def pools(**processes_per_node: list[int]) -> list[Any]:
     """The pools of one run, in this order."""
-    manager = ResourcePoolManager(processes_per_node, dict.fromkeys(Role, next(iter(processes_per_node))))
+    every_one_is_used = dict(zip(Role, itertools.cycle(processes_per_node)))
+    manager = ResourcePoolManager(processes_per_node, every_one_is_used)
     return list(manager.pools.values())

@@ -9,6 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from strop import ActorRolloutRefWorker, CriticWorker, RayPPOTrainer, RewardManager
+from strop.config.load import load_config
 from strop.controller.local import LocalWorkerGroup
 from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role
@@ -294,10 +296,27 @@ def test_an_exported_model_generates_like_the_trained_one(inputs, tmp_path):
         assert torch.equal(exported(ids).logits, trained.eval()(ids).logits)
 
 
-def test_the_reference_documents_main_runs_with_only_its_imports_changed(inputs, tmp_path):
-    from strop import ActorRolloutRefWorker, CriticWorker, RayPPOTrainer, RewardManager
-    from strop.config.load import load_config
+def test_actor_rollout_and_reference_can_be_one_role(inputs, tmp_path):
+    quiet = ("trainer.test_freq=-1", "trainer.val_before_train=false", "algorithm.kl_ctrl.kl_coef=0.1")
+    config = load_config(overrides(inputs, tmp_path / "one", *quiet))
+    workers = {Role.ActorRolloutRef: ActorRolloutRefWorker, Role.Critic: CriticWorker}
+    rewards = RewardManager(tokenizer=load_tokenizer(inputs / "model"), num_examine=0)
+    trainer = RayPPOTrainer(
+        config=config,
+        tokenizer=load_tokenizer(inputs / "model"),
+        role_worker_mapping=workers,
+        resource_pool_manager=ResourcePoolManager({"all": [1]}, dict.fromkeys(workers, "all")),
+        ray_worker_group_cls=LocalWorkerGroup,
+        reward_fn=rewards,
+    )
+    trainer.init_workers()
+    trainer.fit()
+    assert set(trainer.groups) == {"actor", "critic"}
+    apart, _ = _run(inputs, tmp_path / "apart", "algorithm.kl_ctrl.kl_coef=0.1")
+    assert hashes(trainer) == hashes(apart)
 
+
+def test_the_reference_documents_main_runs_with_only_its_imports_changed(inputs, tmp_path):
     config = load_config(overrides(inputs, tmp_path))
     tokenizer = load_tokenizer(inputs / "model")
     role_worker_mapping = {

@@ -14,6 +14,7 @@ from strop.config.micro_batches import MicroBatchSize, resolve_micro_batch
 from strop.config.names import needs_critic
 from strop.config.nearest import divisors, nearest_in_words
 from strop.config.placement import Placement
+from strop.config.roles import uses_reference
 from strop.config.schema import Config
 from strop.errors import ConfigError
 
@@ -121,11 +122,6 @@ class BatchPlan:
             iterations=iterations,
             actor_iterations=None if iterations is None else max(iterations - warm_up, 0),
         )
-
-
-def uses_reference(config: Config) -> bool:
-    """Whether a KL term is on, in the loss or in the reward: only then is the reference model loaded."""
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.kl_ctrl.kl_coef > 0
 
 
 def forward_passes(config: Config) -> list[str]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.config.batch_plan import BatchPlan, UpdatePlan, uses_reference
+from strop.config.batch_plan import BatchPlan, UpdatePlan
 from strop.config.model_facts import ModelFacts, read_model_facts
+from strop.config.roles import uses_reference
 from strop.config.schema import Config
 from strop.config.schema.actor_rollout_ref import ActorModelConfig
 from strop.config.schema.critic import CriticModelConfig

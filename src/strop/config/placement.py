@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.config.roles import policy_roles
 from strop.config.schema import Config
 from strop.errors import ConfigError
 
@@ -37,7 +38,7 @@ class Placement:
         if not pools:
             pools = {GLOBAL_POOL: [processes_per_node(config)] * trainer.nnodes}
         default = GLOBAL_POOL if GLOBAL_POOL in pools else next(iter(pools))
-        policy = ["ActorRollout"] if config.actor_rollout_ref.hybrid_engine else ["Actor", "Rollout"]
+        policy = policy_roles(config)
         roles = dict.fromkeys([*policy, "Critic", "RefPolicy", "RewardModel"], default)
         problems = []
         for role, pool in trainer.placement.items():

@@ -77,12 +77,12 @@ def take_places(pools: Sequence[ResourcePool], *, gpus: bool) -> dict[ResourcePo
     Different entries of ``processes_per_node`` are on different nodes. Raises ``ConfigError`` with what is
     asked and what each node has when not all pools fit; nothing is taken then.
     """
-    resource = "GPU" if gpus else "CPU"
+    resources = ("CPU", "GPU") if gpus else ("CPU",)
     places: dict[ResourcePool, list[Any]] = {pool: [] for pool in pools}
-    nodes = _choose_nodes(pools, resource)
+    nodes = _choose_nodes(pools, resources)
     for pool in pools:
         for node, count in zip(nodes[pool], pool.processes_per_node, strict=True):
-            bundle = {"CPU": 1.0, node.own_resource: 0.001} | ({"GPU": 1.0} if gpus else {})
+            bundle = dict.fromkeys(resources, 1.0) | {node.own_resource: 0.001}
             places[pool].append(placement_group([bundle] * count, strategy="STRICT_PACK"))
     for pool in pools:
         for node, group in zip(nodes[pool], places[pool], strict=True):
@@ -90,8 +90,8 @@ def take_places(pools: Sequence[ResourcePool], *, gpus: bool) -> dict[ResourcePo
                 for taken in places.values():
                     release(taken)
                 raise ConfigError(
-                    f"pool {pool.name!r}: node {node.name} did not give the {resource}s that it has free "
-                    f"within {_PLACEMENT_S:.0f} s; is another run starting there?"
+                    f"pool {pool.name!r}: node {node.name} did not give the {_in_words(resources)} that it "
+                    f"has free within {_PLACEMENT_S:.0f} s; is another run starting there?"
                 )
     return places
 
@@ -104,7 +104,7 @@ def release(groups: Sequence[Any]) -> None:
 
 @dataclass
 class Node:
-    """A machine of the cluster, and how much of one resource nobody has taken there."""
+    """A machine of the cluster, and how many processes more it has room for."""
 
     name: str
     own_resource: str
@@ -112,43 +112,52 @@ class Node:
     free: int
 
 
-def living_nodes(resource: str) -> list[Node]:
-    """The nodes of the cluster."""
+def living_nodes(resources: Sequence[str]) -> list[Node]:
+    """The nodes of the cluster; a process takes one of each of ``resources``."""
     free, nodes = available_resources_per_node(), []
     for node in ray.nodes():
         if node["Alive"]:
             names = [name for name in node["Resources"] if name.startswith("node:") and "__" not in name]
             name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-            nodes.append(Node(name, names[0], int(free.get(node["NodeID"], {}).get(resource, 0))))
+            there = free.get(node["NodeID"], {})
+            nodes.append(Node(name, names[0], min(int(there.get(resource, 0)) for resource in resources)))
     return nodes
 
 
-def _choose_nodes(pools: Sequence[ResourcePool], resource: str) -> dict[ResourcePool, list[Node]]:
-    """For each pool, a node of its own for each entry; the largest demand gets the node with most room."""
+def _choose_nodes(pools: Sequence[ResourcePool], resources: Sequence[str]) -> dict[ResourcePool, list[Node]]:
+    """For each pool, a node of its own for each entry."""
     deadline = time.monotonic() + _RELEASE_S
     while True:
-        nodes = living_nodes(resource)
+        nodes = living_nodes(resources)
         present = ", ".join(f"{node.name}: {node.free}" for node in nodes)
-        chosen = {pool: _fit(pool, nodes) for pool in sorted(pools, key=lambda pool: -pool.world_size)}
-        if all(len(chosen[pool]) == len(pool.processes_per_node) for pool in pools):
+        if chosen := _fit(pools, nodes):
             return chosen
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
     asked = ", ".join(f"{pool.name}: {list(pool.processes_per_node)}" for pool in pools)
     raise ConfigError(
-        f"the cluster lacks what the run asks for. Asked, {resource}s on each node: {asked}; free, by node: "
+        "the cluster lacks what the run asks for. Asked, processes on each node, each with one of "
+        f"{_in_words(resources)}: {asked}; room for them, by node: "
         f"{present or 'no node at all'}. Lower trainer.n_gpus_per_node, trainer.nnodes or "
         "trainer.resource_pools, or add nodes with `ray start --address=...`"
     )
 
 
-def _fit(pool: ResourcePool, nodes: list[Node]) -> list[Node]:
-    """A node for each entry of the pool, whose room is taken off; fewer when they do not fit."""
-    entries = sorted(enumerate(pool.processes_per_node), key=lambda entry: -entry[1])
-    chosen: dict[int, Node] = {}
-    for (index, count), node in zip(entries, sorted(nodes, key=lambda node: -node.free), strict=False):
-        if count <= node.free:
-            node.free -= count
-            chosen[index] = node
-    return [chosen[index] for index in sorted(chosen)]
+def _in_words(resources: Sequence[str]) -> str:
+    return " and ".join(f"{resource}s" for resource in resources)
+
+
+def _fit(pools: Sequence[ResourcePool], nodes: Sequence[Node]) -> dict[ResourcePool, list[Node]] | None:
+    """The largest entries first, each on the fullest node that still has room; None when one finds none."""
+    entries = [(count, pool, index) for pool in pools for index, count in enumerate(pool.processes_per_node)]
+    chosen: dict[ResourcePool, dict[int, Node]] = {pool: {} for pool in pools}
+    for count, pool, index in sorted(entries, key=lambda entry: -entry[0]):
+        others = chosen[pool].values()
+        fitting = [node for node in nodes if node.free >= count and all(node is not used for used in others)]
+        if not fitting:
+            return None
+        node = min(fitting, key=lambda node: node.free)
+        node.free -= count
+        chosen[pool][index] = node
+    return {pool: [places[index] for index in sorted(places)] for pool, places in chosen.items()}

@@ -9,7 +9,6 @@ from typing import Any
 
 import cloudpickle
 import ray
-import torch
 
 from strop.config.schema.trainer import TrainerConfig
 from strop.controller import ray_cluster, ray_processes
@@ -62,7 +61,7 @@ class RayWorkerGroup:
         ray_cluster.connect(sum(pool.world_size for pool in resource_pool.all_of_run))
         self._processes = ray_processes.processes_of(
             resource_pool,
-            gpus=device == "cuda" or (device == "auto" and torch.cuda.is_available()),
+            gpus=device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0),
             timeout_s=None if settings is None else settings.phase_timeout_s,
         )
         self._processes.groups.add(self.name)
@@ -178,7 +177,8 @@ class Running:
 
     def get(self) -> Any:
         """Wait for every rank; the result as ``Dispatch`` says."""
-        infos = self.call.processes.wait(self.call)
+        # To load models takes as long as it takes, and is no phase of training.
+        infos = self.call.processes.wait(self.call, starting=self.call.method == "init_model")
         results = [self.receive(infos[rank], self.objects[rank]) for rank in self.answers]
         if self.shards is not None and isinstance(results[0], DataProto):
             return self.shards.join(results)

@@ -161,8 +161,9 @@ class RemoteTensor(Tensor):
                 return func(*args, **kwargs)
         if func is torch.cat and (joined := _join(*args, **kwargs)) is not None:
             return joined
-        if isinstance(args[0], RemoteTensor) and (rows := _rows_asked_for(func, *args, **kwargs)) is not None:
-            return args[0].rows(rows)
+        own = args[0] if args and isinstance(args[0], RemoteTensor) else None
+        if own is not None and (rows := _rows_asked_for(func, own, *args[1:], **kwargs)) is not None:
+            return own.rows(rows)
         if _writes(func, args, kwargs):
             raise RuntimeError(
                 f"{func.__name__} would write into a worker's batch, which is only read: work on a clone()"
@@ -195,6 +196,8 @@ def _plain(value: Any) -> Any:
 
 def _rows_asked_for(func: Any, tensor: RemoteTensor, *args: Any, **kwargs: Any) -> slice | Tensor | None:
     """The rows that an operation takes when this is all it does; None for any other operation."""
+    if not args:
+        return None
     if func is Tensor.__getitem__ and _is_rows(args[0]):
         return args[0]
     if func in _REPEAT_ROWS and isinstance(args[0], int) and (args[1:] or (kwargs.get("dim"),)) == (0,):
@@ -219,7 +222,7 @@ def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return True
     name = func.__name__
     in_place = name in _IN_PLACE or kwargs.get("inplace") or (name.endswith("_") and name[-2:] != "__")
-    return bool(in_place) and isinstance(args[0], RemoteTensor)
+    return bool(in_place) and bool(args) and isinstance(args[0], RemoteTensor)
 
 
 _OPERATORS = (

@@ -37,13 +37,14 @@ class WorkerHost:
     def __init__(self) -> None:
         faulthandler.enable()
         self._workers: dict[str, Any] = {}
-        self._released = threading.Event()
         self._calls_thread = threading.get_ident()
 
-    def prepare(self, module_path: list[str], folder: str, threads: int) -> dict[str, Any]:
+    def prepare(self, module_path: list[str], folder: str, threads: int, gpu: bool) -> dict[str, Any]:
         """Become like the driver: its import path, folder and number of threads; tells where this is."""
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")  # a bar of each process would break into the driver's display
+        if not gpu:  # Ray hides no GPU from a process that asked for none
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         import torch
 
         sys.path[:] = module_path
@@ -124,13 +125,8 @@ class WorkerHost:
 
     @ray.method(concurrency_group=_WATCH)
     def lifetime(self) -> None:
-        """Does not return while the process is in use: who waits for it learns at once when it dies."""
-        self._released.wait()
-
-    @ray.method(concurrency_group=_WATCH)
-    def release(self) -> None:
-        """End ``lifetime``."""
-        self._released.set()
+        """Never returns: who waits for it learns at once when the process dies."""
+        threading.Event().wait()
 
     @ray.method(concurrency_group=_WATCH)
     def stack(self) -> str:

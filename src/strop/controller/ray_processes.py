@@ -89,7 +89,7 @@ class Processes:
                 self.hosts.append(RemoteHost.options(**options).remote())
         self.facts: list[dict[str, Any]] = [{} for _ in self.hosts]
         self.lifetimes = {host.lifetime.remote(): rank for rank, host in enumerate(self.hosts)}
-        self.facts = self.all("prepare", sys.path, os.getcwd(), _threads(self.pool), starting=True)
+        self.facts = self.all("prepare", sys.path, os.getcwd(), _threads(self.pool), gpus, starting=True)
         if len(self.hosts) > 1:
             asked = self.begin(self.pool.name, "free_port", {0: self.hosts[0].free_port.remote()})
             address = f"{self.facts[0]['ip']}:{self.wait(asked, starting=True)[0]}"
@@ -123,7 +123,7 @@ class Processes:
         pending = references
         self._head.restart()
         while pending:
-            done, pending = ray.wait(references, num_returns=len(references), timeout=_CHECK_S)
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_CHECK_S)
             if pending and (failures := _failures(call, done)):
                 self._fail(call, failures, references)
             if pending and time.monotonic() > deadline:
@@ -198,7 +198,8 @@ class Processes:
             with contextlib.suppress(RayError):
                 ray.kill(host)
         self.hosts = []
-        _release(self.pool)
+        for pool in [self.pool] if _LIVE else list(_PLACES):
+            _release(pool)
 
 
 def _failures(call: Call, done: list[Any]) -> list[Failure]:
@@ -236,7 +237,8 @@ def _answer(reference: Any) -> str | None:
 
 
 def _threads(pool: ResourcePool) -> int:
-    """Threads of a process: those of the driver, divided among the processes that share its machine."""
+    """Threads of a process: the driver's, divided among all processes that may share its machine."""
     import torch
 
-    return max(torch.get_num_threads() // max(pool.processes_per_node), 1)
+    neighbours = sum(max(other.processes_per_node) for other in pool.all_of_run)
+    return max(torch.get_num_threads() // neighbours, 1)

@@ -31,14 +31,15 @@ class ResourcePoolManager:
 
     def __init__(self, resource_pool_spec: Mapping[str, Sequence[int]], mapping: Mapping[Role, str]) -> None:
         self.pools = {name: ResourcePool(name, spec) for name, spec in resource_pool_spec.items()}
-        for pool in self.pools.values():
-            pool.all_of_run = list(self.pools.values())
         self.mapping = dict(mapping)
         for role, name in self.mapping.items():
             if name not in self.pools:
                 raise ConfigError(
                     f"role {role.name} is mapped to the pool {name!r}; known: {sorted(self.pools)}"
                 )
+        used = [pool for name, pool in self.pools.items() if name in self.mapping.values()]
+        for pool in used:
+            pool.all_of_run = used
 
     def pool_of(self, role: Role) -> ResourcePool:
         """The pool of a role; ``ConfigError`` when the role is not mapped."""

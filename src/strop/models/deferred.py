@@ -42,6 +42,13 @@ class WeightSource:
         self._load = load
         self._fresh = fresh
         self._files = _find(model, Path(path), fresh)
+        buffers = _persistent_buffers(model)
+        if buffers and self._files is None:
+            raise ModelError(
+                f"model {path}: {sorted(buffers)[0]} is a buffer that has to be read with the weights, and "
+                "several ranks read such models from safetensors files only; convert it with save_pretrained"
+            )
+        _fill(buffers, model.base_model_prefix, Path(path))
 
     @property
     def readable(self) -> bool:
@@ -134,6 +141,32 @@ def _parameters_on_meta() -> Generator[None]:
         nn.Module.register_parameter = register
 
 
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are saved with a model, such as the routing bias of some mixtures of experts."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, owner in model.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set
+    }
+
+
+def _fill(buffers: Mapping[str, Tensor], base_prefix: str, path: Path) -> None:
+    """Read the buffers that the files hold; others keep the values that the model was built with."""
+    stored = _keys(path) if buffers else {}
+    for name, buffer in buffers.items():
+        key = next((key for key in _aliases(name, base_prefix) if key in stored), None)
+        if key is None:
+            continue
+        with safe_open(stored[key], framework="pt") as tensors:
+            buffer.copy_(tensors.get_tensor(key))
+
+
+def _aliases(name: str, base_prefix: str) -> tuple[str, str, str]:
+    """The keys under which files may have a tensor: with and without the prefix of the base model."""
+    return name, f"{base_prefix}.{name}", name.removeprefix(f"{base_prefix}.")
+
+
 _Places = dict[str, tuple[Path, str] | None]
 
 
@@ -148,11 +181,10 @@ def _find(model: PreTrainedModel, path: Path, fresh: Mapping[str, Any]) -> _Plac
         by_identity.setdefault(id(weight), []).append(name)
     places: _Places = {}
     for name, weight in model.named_parameters():
-        prefix = f"{model.base_model_prefix}."
         keys = [
             key
             for alias in by_identity[id(weight)]
-            for key in (alias, f"{prefix}{alias}", alias.removeprefix(prefix))
+            for key in _aliases(alias, model.base_model_prefix)
             if key in stored
         ]
         if keys and _fits(stored[keys[0]], keys[0], weight):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 
 from strop.config.placement import Placement, runs_on_ray
+from strop.config.roles import roles_of
 from strop.config.schema import Config
 from strop.controller.local import LocalWorkerGroup
 from strop.controller.resource_pool import ResourcePoolManager
@@ -49,7 +50,7 @@ def build_trainer(config: Config) -> RayPPOTrainer:
     placement = Placement.from_config(config)
     resource_pool_manager = ResourcePoolManager(
         resource_pool_spec=placement.pools,
-        mapping={Role[role]: pool for role, pool in placement.roles.items()},
+        mapping={Role[role]: placement.roles[role] for role in roles_of(config)},
     )
     rewards = config.reward_model
     trainer = RayPPOTrainer(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from strop.atomic import atomic_write_text
 from strop.errors import CheckpointError
+from strop.trainer.manifest import force_to_disk
 
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
@@ -25,6 +26,7 @@ def publish(folder: Path, step: int) -> Path:
         final.rename(stale)
     building_folder(folder, step).rename(final)
     atomic_write_text(folder / LATEST, f"{step}\n")
+    force_to_disk(folder)
     shutil.rmtree(stale, ignore_errors=True)
     return final
 

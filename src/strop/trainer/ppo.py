@@ -20,9 +20,9 @@ from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
 from strop.algorithms.masked import masked_sum
-from strop.config.batch_plan import uses_reference
 from strop.config.check import check
 from strop.config.load import as_config
+from strop.config.roles import uses_reference
 from strop.config.schema import Config
 from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role
@@ -113,11 +113,14 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Build the worker groups of the roles that this run needs, and load their models."""
-        if Role.ActorRollout in self.resource_pool_manager.mapping:
+        mapping = self.resource_pool_manager.mapping
+        if Role.ActorRolloutRef in mapping:
+            self.actor = self.rollout = self.ref = self._group(Role.ActorRolloutRef)
+        elif Role.ActorRollout in mapping:
             self.actor = self.rollout = self._group(Role.ActorRollout)
         else:
             self.actor, self.rollout = self._group(Role.Actor), self._group(Role.Rollout)
-        if self.use_reference:
+        if self.use_reference and self.ref is None:
             self.ref = self._group(Role.RefPolicy)
         if self.use_critic:
             self.critic = self._group(Role.Critic)
@@ -143,7 +146,7 @@ class RayPPOTrainer:
         named = {
             "actor": self.actor,
             "rollout": None if self.rollout is self.actor else self.rollout,
-            "ref": self.ref,
+            "ref": None if self.ref is self.actor else self.ref,
             "critic": self.critic,
             "reward_model": self.reward_model,
         }

@@ -29,11 +29,12 @@ def train_with_restarts(config: Config) -> None:
                 raise
             logger.error("%s", error)
         after = folder.latest_checkpoint()
-        if after != before:  # saved by this run: a checkpoint that was there already is another's
+        resumes = after is not None and after != before
+        if resumes:  # saved by this run: a checkpoint that was there already is another's
             config = _with_resume(config)
         logger.warning(
             "starting again %s; %d restart%s left",
-            f"from iteration {after[0]}" if after is not None and after != before else "as the run began",
+            f"from iteration {after[0]}" if after is not None and resumes else "as the run began",
             restarts_left - 1,
             "" if restarts_left == 2 else "s",
         )

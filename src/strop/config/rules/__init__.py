@@ -17,6 +17,8 @@ ALL_RULES: tuple[Rule, ...] = (
     learning.kl_horizon,
     learning.dual_clip,
     processes.worker_group,
+    processes.placement,
+    processes.without_effect,
     processes.hybrid_sharding,
     processes.restarts,
     inputs.data_files,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from strop.config.nearest import divisors, nearest_in_words
 from strop.config.placement import Placement, runs_on_ray
+from strop.config.roles import roles_of
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config
 from strop.errors import ConfigError
@@ -25,6 +26,50 @@ def worker_group(config: Config) -> Iterator[Finding]:
         )
     elif runs_on_ray(config) and importlib.util.find_spec("ray") is None:
         yield error(f"{processes} processes run on Ray, which is not installed: pip install 'strop[ray]'")
+
+
+def placement(config: Config) -> Iterator[Finding]:
+    """Every pool has a role of this run, and every role that is placed is one."""
+    trainer, present = config.trainer, roles_of(config)
+    try:
+        placed = Placement.from_config(config)
+    except ConfigError:
+        return
+    used = {placed.roles[role] for role in present}
+    for pool in placed.pools:
+        if pool not in used:
+            where = ", ".join(f"{role}: {placed.roles[role]}" for role in present)
+            yield error(f"trainer.resource_pools.{pool}: no role of this run is placed there ({where})")
+    for role in trainer.placement:
+        if role not in present and role in placed.roles:
+            yield warning(f"no effect: trainer.placement.{role}: this run has no such role")
+
+
+def without_effect(config: Config) -> Iterator[Finding]:
+    """Keys about processes that change nothing beside other keys."""
+    trainer, written = config.trainer, config.written or frozenset()
+    if trainer.resource_pools:
+        for key in ("nnodes", "n_gpus_per_node"):
+            if f"trainer.{key}" in written:
+                yield warning(
+                    f"no effect: trainer.{key}; trainer.resource_pools says how many processes there are"
+                )
+    try:
+        on_ray = runs_on_ray(config)
+    except ConfigError:
+        return
+    if not on_ray:
+        ignored = {
+            "phase_timeout_s": trainer.phase_timeout_s is not None,
+            "handles": not trainer.handles,
+            "placement": bool(trainer.placement),
+            "resource_pools": bool(trainer.resource_pools),
+        }
+        if names := [f"trainer.{key}" for key, is_set in ignored.items() if is_set]:
+            yield warning(f"no effect (the run is one process): {', '.join(names)}")
+    if trainer.save_freq < 0 and (trainer.async_save or trainer.max_ckpt_to_keep):
+        names = [key for key in ("async_save", "max_ckpt_to_keep") if getattr(trainer, key)]
+        yield warning(f"no effect (trainer.save_freq=-1): {', '.join(f'trainer.{key}' for key in names)}")
 
 
 def hybrid_sharding(config: Config) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from functools import lru_cache
 
 import torch
@@ -74,7 +75,7 @@ def cpu_group(name: str) -> dist.ProcessGroup | None:
 @lru_cache(maxsize=8)
 def _cpu_group(world: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     del world, name  # the key: another default group needs another group
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))  # a shared disk may be slow
 
 
 @torch.no_grad()

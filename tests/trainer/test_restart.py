@@ -1,0 +1,73 @@
+"""Which checkpoint a restart begins from; that a restart works is tested on real runs (tests/e2e)."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.config.load import load_config
+from strop.errors import WorkerError
+from strop.trainer import restart
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Train with some deeds, one an attempt; returns the resume modes that were asked for."""
+
+    def train(*deeds, resume_mode="auto", max_restarts=1):
+        modes = []
+
+        def train_once(config):
+            modes.append(config.trainer.resume_mode)
+            if deed := deeds[len(modes) - 1]:
+                deed(tmp_path / "latest_checkpointed_iteration.txt")
+
+        monkeypatch.setattr(restart, "train_once", train_once)
+        options = [
+            f"trainer.default_local_dir={tmp_path}",
+            f"trainer.max_restarts={max_restarts}",
+            f"trainer.resume_mode={resume_mode}",
+        ]
+        restart.train_with_restarts(load_config(options))
+        return modes
+
+    return train
+
+
+def dies(latest):
+    raise WorkerError("gone")
+
+
+def dies_after_saving(latest):
+    latest.write_text("3\n")
+    raise WorkerError("gone")
+
+
+def dies_after_archiving(latest):
+    latest.unlink()
+    raise WorkerError("gone")
+
+
+def test_before_the_first_save_it_begins_as_the_run_did(run, tmp_path):
+    assert run(dies, None, resume_mode="disable") == ["disable", "disable"]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("9\n")
+    assert run(dies, None, resume_mode="disable") == ["disable", "disable"]
+
+
+def test_a_named_checkpoint_stays_the_beginning_when_the_folder_was_only_archived(run, tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("9\n")
+    named = "/other/run/global_step_100"
+    assert run(dies_after_archiving, None, resume_mode=named) == [named, named]
+
+
+def test_after_a_save_it_goes_on_from_there(run):
+    assert run(dies_after_saving, None, resume_mode="disable") == ["disable", "auto"]
+
+
+def test_an_error_that_would_come_again_and_one_too_many_end_the_run(run):
+    def is_final(latest):
+        raise WorkerError("a wrong model", is_final=True)
+
+    with pytest.raises(WorkerError, match="a wrong model"):
+        run(is_final, None)
+    with pytest.raises(WorkerError, match="gone"):
+        run(dies, dies, None)
