@@ -61,8 +61,16 @@ def _on_cpu(config: Config) -> bool:
     return config.trainer.device == "cpu" or (config.trainer.device == "auto" and visible_gpus() == 0)
 
 
+def _attention_of_matrices(model: Any) -> bool:
+    """Whether the section `model` asks for attention that cannot take sequences packed in one row."""
+    return model.attn_implementation in ("eager", "flex_attention")
+
+
 _IN_PROCESS = "hf generates in the training process, with the actor's weights"
 _ONE_RANK = "one process holds the whole model"
+_UNPACKABLE = (
+    "these take a mask matrix, not lengths; set attn_implementation to null, sdpa or flash_attention_2"
+)
 
 LIMITS: tuple[Limit, ...] = (
     Limit(
@@ -157,11 +165,18 @@ LIMITS: tuple[Limit, ...] = (
         reason="gradients live only from an update's backward passes to its step",
     ),
     Limit(
-        keys=("*.use_remove_padding",),
-        when="if True",
-        applies=_is_not(False),
-        level="warning",
-        reason="sequences are padded to the longest of their micro-batch; the numbers are the same",
+        keys=("actor_rollout_ref.model.use_remove_padding",),
+        when="if True with attn_implementation eager or flex_attention",
+        applies=lambda config, value: value and _attention_of_matrices(config.actor_rollout_ref.model),
+        level="error",
+        reason=_UNPACKABLE,
+    ),
+    Limit(
+        keys=("critic.model.use_remove_padding",),
+        when="if True with attn_implementation eager or flex_attention",
+        applies=lambda config, value: value and _attention_of_matrices(config.critic.model),
+        level="error",
+        reason=_UNPACKABLE,
     ),
     Limit(
         keys=("trainer.default_hdfs_dir",),

@@ -21,21 +21,22 @@ class MicroBatching:
     rows: int | None = None
     max_tokens: int | None = None
 
-    def split(self, batch: DataProto, at_least: int = 1) -> list[Tensor]:
+    def split(self, batch: DataProto, at_least: int = 1, *, packed: bool = False) -> list[Tensor]:
         """Row indices of each micro-batch. Rows of like length share one, so that little of it is padding.
 
-        ``max_tokens`` bounds rows x the longest row of the micro-batch and is strict: a single row above it
-        is a ``ConfigError``. Fewer micro-batches than ``at_least`` are halved until there are so many; when
-        there are not as many rows, the last ones are empty.
+        ``max_tokens`` bounds rows x the longest row of the micro-batch, or its real tokens if they are to be
+        ``packed``, and is strict: a single row above it is a ``ConfigError``. Fewer micro-batches than
+        ``at_least`` are halved until there are so many; when there are not as many rows, the last ones are
+        empty.
         """
-        pieces = self._pieces(batch)
+        pieces = self._pieces(batch, packed)
         while len(pieces) < at_least:
             longest = max(range(len(pieces)), key=lambda index: len(pieces[index]))
             half = (len(pieces[longest]) + 1) // 2
             pieces[longest : longest + 1] = [pieces[longest][:half], pieces[longest][half:]]
         return pieces
 
-    def _pieces(self, batch: DataProto) -> list[Tensor]:
+    def _pieces(self, batch: DataProto, packed: bool) -> list[Tensor]:
         lengths_B = batch.batch["attention_mask"].sum(dim=1)
         order_B = torch.argsort(lengths_B, descending=True, stable=True)
         if self.max_tokens is None:
@@ -46,10 +47,12 @@ class MicroBatching:
                 f"a sequence of {longest} tokens exceeds the cap of {self.max_tokens} per micro-batch; "
                 "raise the *_max_token_len_per_gpu key to at least max_prompt_length + max_response_length"
             )
+        lengths = lengths_B[order_B].tolist()
         pieces, start = [], 0
         for end in range(1, len(batch) + 1):
-            width = int(lengths_B[order_B[start]])
-            if end == len(batch) or (end + 1 - start) * width > self.max_tokens:
+            with_next = lengths[start : end + 1]
+            tokens = sum(with_next) if packed else len(with_next) * with_next[0]
+            if end == len(batch) or tokens > self.max_tokens:
                 pieces.append(order_B[start:end])
                 start = end
         return pieces

@@ -16,7 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from strop.algorithms.logprobs import token_log_probs
 from strop.errors import ModelError
-from strop.models.base import RoleModel, hidden_states
+from strop.models.base import ResponseTokens, RoleModel
+from strop.models.packing import portable_attention
 
 Projection = Callable[[Tensor], Tensor]
 _CHUNK = 256  # tokens whose logits exist at once: at 49k words 1.0 GB at the peak, against 1.65 GB for 1024
@@ -48,8 +49,9 @@ def check_projection(model: PreTrainedModel, project: Projection) -> None:
     A family whose forward pass does something else to its logits would otherwise train on wrong log-probs.
     """
     ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
-    own = model(input_ids=ids, use_cache=False).logits.float()
-    ours = project(model.base_model(input_ids=ids, use_cache=False).last_hidden_state).float()
+    with portable_attention(model):
+        own = model(input_ids=ids, use_cache=False).logits.float()
+        ours = project(model.base_model(input_ids=ids, use_cache=False).last_hidden_state).float()
     if not torch.allclose(own, ours, atol=1e-3, rtol=1e-3):
         raise ModelError(
             f"{type(model).__name__} changes its logits after the output layer (largest difference "
@@ -60,19 +62,20 @@ def check_projection(model: PreTrainedModel, project: Projection) -> None:
 class PolicyModel(RoleModel):
     """A causal LM that answers with per-token figures of its responses instead of logits."""
 
-    def __init__(self, language_model: PreTrainedModel) -> None:
-        """A model whose weights are still to come (on the meta device) is checked by ``check`` later."""
-        super().__init__(language_model)
+    def __init__(self, language_model: PreTrainedModel, *, packed: bool = False) -> None:
+        """See ``RoleModel``."""
+        super().__init__(language_model, packed=packed)
         head = language_model.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(language_model).__name__} has no output embeddings to project with")
         self._project = logit_projection(language_model.config, head)
         self._reference_head: dict[str, Tensor] | None = None
         if not head.weight.is_meta:
-            self.check()
+            check_projection(language_model, self._project)
 
     def check(self) -> None:
         """``ModelError`` when the log-probs would not be those of the model's own logits."""
+        super().check()
         check_projection(self.hugging_face_model, self._project)
 
     def keep_reference_head(self) -> None:
@@ -113,36 +116,25 @@ class PolicyModel(RoleModel):
         ``full_kl`` is the sum over the vocabulary of p (log p - log ref) and needs the batch column
         ``ref_hidden``.
         """
-        mask_BT = batch["response_mask"].bool()
-        prompt_width = batch["input_ids"].shape[1] - mask_BT.shape[1]
-        kept_BT = mask_BT
-        if not mask_BT.any():  # the pass must reach every parameter still: other ranks wait for its gradient
-            kept_BT = torch.zeros_like(mask_BT)
-            kept_BT[0, 0] = True
-        hidden_BTH = hidden_states(self.hugging_face_model, batch)[:, prompt_width - 1 : -1]
+        tokens = ResponseTokens(batch)
+        hidden_NH = self.hidden_states_at(batch, tokens.before_BL)
         reference = None
         if with_full_kl:
-            reference = (batch["ref_hidden"][kept_BT], self._reference_projection())
+            reference = (batch["ref_hidden"][tokens.kept_BT], self._reference_projection())
         found = token_log_probs(
-            hidden_BTH[kept_BT],
+            hidden_NH,
             self._project,
-            batch["responses"][kept_BT],
+            batch["responses"][tokens.kept_BT],
             temperature=temperature,
             with_entropy=with_entropy,
             chunk_size=_CHUNK,
             ref=reference,
         )
-
-        def unpack(values_N: Tensor) -> Tensor:
-            zeros_BT = torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=values_N.device)
-            values_BT = zeros_BT.masked_scatter(kept_BT, values_N)
-            return values_BT if kept_BT is mask_BT else values_BT * mask_BT
-
-        outputs = {"log_prob": unpack(found.log_probs_N)}
+        outputs = {"log_prob": tokens.spread(found.log_probs_N)}
         if found.entropy_N is not None:
-            outputs["entropy"] = unpack(found.entropy_N)
+            outputs["entropy"] = tokens.spread(found.entropy_N)
         if found.full_kl_N is not None:
-            outputs["full_kl"] = unpack(found.full_kl_N)
+            outputs["full_kl"] = tokens.spread(found.full_kl_N)
         if with_hidden:
-            outputs["hidden"] = hidden_BTH.float() * mask_BT[..., None]
+            outputs["hidden"] = tokens.spread(hidden_NH.float())
         return outputs

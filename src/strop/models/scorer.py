@@ -11,22 +11,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from strop.models.base import RoleModel, hidden_states
+from strop.models.base import ResponseTokens, RoleModel
 
 
 class ValueModel(RoleModel):
     """V(s_t) before every response token."""
+
+    packing_key = "critic.model.use_remove_padding"
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``values`` [B, T] float32, 0 where ``response_mask`` is 0.
 
         The value at response position t is the state before token t: the hidden state at position P + t - 1.
         """
-        mask_BT = batch["response_mask"].bool()
-        prompt_width = batch["input_ids"].shape[1] - mask_BT.shape[1]
-        hidden_BTH = hidden_states(self.hugging_face_model, batch)[:, prompt_width - 1 : -1]
-        values_BT = self.hugging_face_model.get_submodule("score")(hidden_BTH).squeeze(-1).float()
-        return {"values": torch.where(mask_BT, values_BT, 0.0)}
+        tokens = ResponseTokens(batch)
+        hidden_NH = self.hidden_states_at(batch, tokens.before_BL)
+        values_N = self.hugging_face_model.get_submodule("score")(hidden_NH).squeeze(-1).float()
+        return {"values": tokens.spread(values_N)}
 
 
 class SequenceScorer(RoleModel):
@@ -37,10 +38,6 @@ class SequenceScorer(RoleModel):
         mask_BL = batch["attention_mask"].bool()
         positions_BL = torch.arange(mask_BL.shape[1], device=mask_BL.device).expand_as(mask_BL)
         last_B = torch.where(mask_BL, positions_BL, 0).amax(dim=1)
-        hidden_BLH = hidden_states(self.hugging_face_model, batch)
-        rows_B = torch.arange(len(last_B), device=last_B.device)
-        return {
-            "rm_scores": self.hugging_face_model.get_submodule("score")(hidden_BLH[rows_B, last_B])
-            .squeeze(-1)
-            .float()
-        }
+        hidden_BH = self.hidden_states_at(batch, positions_BL == last_B[:, None])
+        scores_B = self.hugging_face_model.get_submodule("score")(hidden_BH).squeeze(-1).float()
+        return {"rm_scores": scores_B}

@@ -104,7 +104,7 @@ class ActorRolloutRefWorker(Worker):
             model, weights = self._without_weights()
         else:
             model, weights = load_causal_lm(**self._model_options()), None
-        policy = PolicyModel(model)
+        policy = PolicyModel(model, packed=self.section.model.use_remove_padding)
         engine = self.build_engine(
             policy,
             compute_dtype=self.section.model.compute_dtype,

@@ -30,7 +30,7 @@ class CriticWorker(Worker):
         }
         scorer, weights = defer_scorer(**options) if self.sharded else (load_scorer(**options), None)
         self.engine = self.build_engine(
-            ValueModel(scorer),
+            ValueModel(scorer, packed=critic.model.use_remove_padding),
             compute_dtype=critic.model.compute_dtype,
             fsdp=critic.model.fsdp_config,
             weights=weights,

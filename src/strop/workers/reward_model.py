@@ -44,7 +44,7 @@ class RewardModelWorker(Worker):
                     "with; set reward_model.model.input_tokenizer=null if it shares the policy's tokenizer"
                 )
         self.engine = self.build_engine(
-            SequenceScorer(scorer),
+            SequenceScorer(scorer, packed=policy.use_remove_padding),
             compute_dtype=policy.compute_dtype,
             fsdp=section.model.fsdp_config,
             weights=weights,

@@ -65,9 +65,7 @@ class TorchEngine:
         if optimizer is None:
             module.requires_grad_(False)
         elif gradient_checkpointing:
-            module.hugging_face_model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+            module.enable_gradient_checkpointing()
         if sharding is None or weights is None:
             module.to(device)
         else:
@@ -98,9 +96,11 @@ class TorchEngine:
 
     def _split(self, batch: DataProto, micro: MicroBatching) -> list[Tensor]:
         """The rows of each micro-batch, as many on every rank: each is a round of collectives."""
-        pieces = micro.split(batch)
+        pieces = micro.split(batch, packed=self.module.packed)
         wanted = ranks.largest(len(pieces), self.device)
-        return pieces if wanted == len(pieces) else micro.split(batch, at_least=wanted)
+        if wanted == len(pieces):
+            return pieces
+        return micro.split(batch, at_least=wanted, packed=self.module.packed)
 
     def _columns(self, batch: DataProto, rows: Tensor) -> dict[str, Tensor]:
         if len(rows) == 0:  # another rank has a micro-batch here: take part, with nothing to learn from

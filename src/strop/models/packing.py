@@ -1,0 +1,206 @@
+"""Forward passes without padding: the real tokens of a micro-batch in one row, each sequence by itself.
+
+Every layer but attention treats tokens one by one, so it runs on the packed row as it is. Attention is
+variable-length: flash-attention's own where the model was loaded with it, and otherwise scaled dot-product
+attention over one sequence after another, so that nothing grows with the square of the packed length.
+
+Shapes: B padded rows of L columns, N real tokens in all of them, S sequences of one length K (a run),
+Q query heads, G key-value heads, D head size, H hidden.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from strop.errors import ModelError
+
+Runs = tuple[tuple[int, int], ...]
+"""(S, K) of each run: so many neighbouring sequences of the same length."""
+
+_PACKED = "strop_packed"  # transformers makes no mask for a back-end that it does not know
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequence_runs: Runs | None = None,
+    sliding_window: int | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Query [1, Q, N, D], key and value [1, G, N, D] -> [1, N, Q, D]; each sequence sees itself alone.
+
+    One call of transformers' own ``sdpa`` for each run, so that grouped heads, scaling and whatever else a
+    family passes in ``options`` mean what they mean in its padded pass.
+    """
+    if sequence_runs is None or position_bias is not None:
+        raise ModelError(
+            f"{type(module).__name__} does not hand the lengths of packed sequences to attention"
+        )
+    # split, not slices: each slice's backward pass would make a gradient of full size
+    sizes = [sequences * length for sequences, length in sequence_runs]
+    parts = zip(*(heads.transpose(1, 2)[0].split(sizes) for heads in (query, key, value)), strict=True)
+    outputs = []
+    for (sequences, length), tokens in zip(sequence_runs, parts, strict=True):
+        heads = [part.unflatten(0, (sequences, length)).transpose(1, 2) for part in tokens]
+        mask_KK = _window_mask(length, sliding_window, query.device)
+        output, _ = sdpa_attention_forward(module, *heads, attention_mask=mask_KK, **options)
+        outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs)[None], None
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[1, 1, K, K] of what each token sees, itself and ``window - 1`` before it; None: all before it."""
+    if window is None or length <= window:
+        return None
+    place_K = torch.arange(length, device=device)
+    distance_KK = place_K[:, None] - place_K
+    return ((distance_KK >= 0) & (distance_KK < window))[None, None]
+
+
+AttentionInterface.register(_PACKED, _packed_attention)
+
+
+@contextmanager
+def packed_attention(model: PreTrainedModel) -> Generator[None]:
+    """Attention by sequence in place of ``sdpa``; flash-attention stays, and takes the lengths itself.
+
+    Not for good: a rollout generates with the same model, from padded prompts and with a cache.
+    """
+    config = model.config
+    before = config._attn_implementation
+    if not _is_flash(before):
+        config._attn_implementation = _PACKED
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@contextmanager
+def portable_attention(model: PreTrainedModel) -> Generator[None]:
+    """``sdpa`` in place of flash-attention, which runs neither on a CPU nor in float32, for checks."""
+    config = model.config
+    before = config._attn_implementation
+    if _is_flash(before):
+        config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _is_flash(implementation: str | None) -> bool:
+    return implementation is not None and implementation.startswith("flash_attention")
+
+
+class Packing:
+    """Where the real tokens of padded rows stand in one packed row."""
+
+    def __init__(self, attention_mask_BL: Tensor) -> None:
+        self._mask_BL = attention_mask_BL.bool()
+        lengths = self._mask_BL.sum(dim=1).tolist()
+        self._lengths = [length for length in lengths if length]
+
+    def pack(self, values_BL: Tensor) -> Tensor:
+        """[1, N]: the columns of the first row that are no padding, then those of the second, and so on."""
+        return values_BL[self._mask_BL][None]
+
+    def places(self, chosen_BL: Tensor) -> Tensor:
+        """Where in the packed row the ``chosen_BL`` tokens are; none of them may be padding."""
+        place_BL = self._mask_BL.flatten().cumsum(0).view_as(self._mask_BL) - 1
+        return place_BL[chosen_BL]
+
+    @property
+    def runs(self) -> Runs:
+        """The sequences in their order, neighbours of equal length together."""
+        return tuple((len(list(same)), length) for length, same in itertools.groupby(self._lengths))
+
+    def options(self, implementation: str | None) -> dict[str, Any]:
+        """How an attention back-end is told where sequences end."""
+        if not _is_flash(implementation):
+            return {"sequence_runs": self.runs}
+        ends = list(itertools.accumulate(self._lengths, initial=0))
+        ends_S = torch.tensor(ends, dtype=torch.int32, device=self._mask_BL.device)
+        longest = max(self._lengths)
+        return {
+            "cu_seq_lens_q": ends_S,
+            "cu_seq_lens_k": ends_S,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+
+def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], packing: Packing) -> Tensor:
+    """The last hidden states [N, H] of the packed row; one forward pass of the decoder without a cache."""
+    with packed_attention(model):
+        return model.base_model(
+            input_ids=packing.pack(batch["input_ids"]),
+            attention_mask=None,
+            position_ids=packing.pack(batch["position_ids"]),
+            use_cache=False,
+            **packing.options(model.config._attn_implementation),
+        ).last_hidden_state[0]
+
+
+def check_packable(model: PreTrainedModel, key: str) -> None:
+    """``ModelError`` for attention that cannot be replaced or told where sequences end; needs no weights.
+
+    ``key`` is the configuration's key that asked for packed passes.
+    """
+    config = model.config.get_text_config()
+    implementation = model.config._attn_implementation
+    kinds = set(getattr(config, "layer_types", None) or ())  # families of one kind have no such field
+    unknown = sorted(kinds - {"full_attention", "sliding_attention"})
+    if unknown:
+        reason = f"has layers of type {', '.join(unknown)}"
+    elif model.config.is_encoder_decoder:
+        reason = "has an encoder"
+    elif not (model._supports_attention_backend and model._can_set_attn_implementation()):
+        reason = "does not let its attention be replaced (transformers' AttentionInterface)"
+    elif implementation != "sdpa" and not _is_flash(implementation):
+        reason = f"attends with attn_implementation={implementation}, expected sdpa or flash_attention_2"
+    else:
+        return
+    raise ModelError(f"{key}=True: {type(model).__name__} {reason}; set {key}=False")
+
+
+@torch.no_grad()
+def check_packed_pass(model: PreTrainedModel, key: str) -> None:
+    """``ModelError`` when tokens of one sequence change another's hidden states; needs the weights.
+
+    Three short sequences, packed and padded: a family that mixes tokens anywhere but in attention, or
+    counts positions by itself, would otherwise train on wrong numbers.
+    """
+    mask_BL = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]], device=model.device)
+    ids_BL = torch.arange(12, device=model.device).view(3, 4) % model.config.get_text_config().vocab_size
+    batch = {
+        "input_ids": ids_BL,
+        "attention_mask": mask_BL,
+        "position_ids": (mask_BL.cumsum(dim=1) - 1).clamp(min=0),
+    }
+    with portable_attention(model):
+        padded_NH = model.base_model(**batch, use_cache=False).last_hidden_state[mask_BL.bool()]
+        try:
+            packed_NH = packed_hidden_states(model, batch, Packing(mask_BL))
+        except (TypeError, ModelError) as error:  # a layer that takes, or hands on, no such option
+            raise ModelError(f"{key}=True: {type(model).__name__}: {error}; set {key}=False") from error
+    difference = float((packed_NH - padded_NH).float().norm() / padded_NH.float().norm())
+    tolerance = 1e-3 if padded_NH.dtype == torch.float32 else 5e-2
+    if not difference < tolerance:
+        raise ModelError(
+            f"{key}=True: the hidden states of {type(model).__name__} change by {difference:.1e} (of their "
+            f"norm) when sequences are packed, expected less than {tolerance:.0e}; set {key}=False"
+        )
