@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from strop.controller.ray_group import RayWorkerGroup
 from strop.errors import ConfigError, WorkerError
@@ -91,6 +92,8 @@ def test_the_stack_of_a_rank_on_the_other_node_is_told():
 def test_roles_on_two_nodes_train_as_in_one_process(tmp_path):
     inputs = make_inputs(tmp_path)
     local = train(overrides(inputs, tmp_path / "local", "trainer.worker_group=local"))
+    somebody_elses = placement_group([{"CPU": 1}])  # else both pools would fit on one node
+    assert somebody_elses.wait(30)
     split = train(
         overrides(
             inputs,
@@ -105,3 +108,4 @@ def test_roles_on_two_nodes_train_as_in_one_process(tmp_path):
     assert hashes(split) == hashes(local)
     assert metrics(tmp_path / "split") == metrics(tmp_path / "local")
     split.shutdown()
+    remove_placement_group(somebody_elses)

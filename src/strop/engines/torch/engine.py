@@ -211,6 +211,7 @@ class TorchEngine:
             return
         if ranks.is_first():
             with _writing(folder):
+                model.config.architectures = [type(model).__name__]  # as save_pretrained of the model does
                 model.config.save_pretrained(folder)
                 if model.can_generate() and model.generation_config is not None:
                     model.generation_config.save_pretrained(folder)
