@@ -31,6 +31,7 @@ format: .venv/dev  ## format and fix what can be fixed
 
 bench: .venv/dev  ## tables of ratios; see benchmarks/
 	$(BIN)/python benchmarks/rollout_hf.py
+	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/driver.py
 
 docs: .venv/dev  ## write the generated pages anew
