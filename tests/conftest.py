@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the networ
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 torch.set_num_threads(1)
+# A shell that starts tests in the background has SIGINT ignored, which the runs they start would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
