@@ -59,8 +59,28 @@ def test_tensorboard_hides_an_earlier_run_in_the_same_folder(tmp_path):
     assert scalars(tmp_path) == [(0, 0.0), (1, 0.125)]
 
 
-def wandb_records(run_dir: Path) -> list:
-    """The records of each offline run, oldest first: LevelDB's log format, a protobuf message each."""
+def wandb_records(run_dir: Path, runs_expected: int, patience_s: float = 60) -> list:
+    """The records of each offline run, oldest first, once every run has its last one, its exit.
+
+    wandb's own process writes them, at its own pace: nothing else tells when the files are whole.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        runs = written_records(run_dir)
+        if sum(any(kind_of(record) == "exit" for record in run) for run in runs) == runs_expected:
+            return runs
+        assert time.monotonic() < deadline, (
+            f"{len(runs)} runs, not all with an exit record after {patience_s} s"
+        )
+        time.sleep(0.1)
+
+
+def kind_of(record) -> str:
+    return record.WhichOneof("record_type")
+
+
+def written_records(run_dir: Path) -> list:
+    """LevelDB's log format, a protobuf message each."""
     from wandb.proto import wandb_internal_pb2
 
     runs = []
@@ -73,6 +93,8 @@ def wandb_records(run_dir: Path) -> list:
                 at += left
                 continue
             _, length, kind = struct.unpack("<IHB", raw[at : at + 7])
+            if at + 7 + length > len(raw):  # being written
+                break
             message += raw[at + 7 : at + 7 + length]
             at += 7 + length
             if kind in (1, 4):  # whole, or the last piece
@@ -87,7 +109,7 @@ def wandb_records(run_dir: Path) -> list:
 def history(records) -> list[tuple[int, float]]:
     rows = []
     for record in records:
-        if record.WhichOneof("record_type") == "history":
+        if kind_of(record) == "history":
             items = {
                 item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item
             }
@@ -106,9 +128,9 @@ def offline(monkeypatch):
 def test_wandb_offline_records_every_step_and_a_resume_continues_the_run(tmp_path):
     log_steps("wandb", tmp_path, 0, 1, 2)
     log_steps("wandb", tmp_path, 2, 3, start_step=1, fail=False)
-    first, second = wandb_records(tmp_path)
-    (run,) = [record.run for record in first if record.WhichOneof("record_type") == "run"]
-    (again,) = [record.run for record in second if record.WhichOneof("record_type") == "run"]
+    first, second = wandb_records(tmp_path, 2)
+    (run,) = [record.run for record in first if kind_of(record) == "run"]
+    (again,) = [record.run for record in second if kind_of(record) == "run"]
     assert (run.project, run.display_name) == ("my-project", "my-run")
     assert {item.key: item.value_json for item in run.config.update}["actor"] == '{"lr":0.001}'
     assert run.run_id == again.run_id == (tmp_path / "wandb_run_id.txt").read_text().strip()
@@ -122,18 +144,10 @@ def test_wandb_marks_a_broken_run_as_failed_and_a_new_run_gets_a_new_id(tmp_path
         log_steps("wandb", tmp_path, 1, fail=True)
     log_steps("wandb", tmp_path, 1)
 
-    def exits() -> list[list[int]]:
-        return [
-            [record.exit.exit_code for record in run if record.WhichOneof("record_type") == "exit"]
-            for run in wandb_records(tmp_path)
-        ]
-
-    deadline = time.monotonic() + 30
-    while not all(exits()) and time.monotonic() < deadline:  # wandb's own process writes the last record
-        time.sleep(0.1)
-    assert exits() == [[1], [0]]
-    broken, whole = wandb_records(tmp_path)
-    ids = [[r.run.run_id for r in run if r.WhichOneof("record_type") == "run"] for run in (broken, whole)]
+    broken, whole = wandb_records(tmp_path, 2)
+    exits = [[r.exit.exit_code for r in run if kind_of(r) == "exit"] for run in (broken, whole)]
+    assert exits == [[1], [0]]
+    ids = [[r.run.run_id for r in run if kind_of(r) == "run"] for run in (broken, whole)]
     assert ids[0] != ids[1]
 
 
