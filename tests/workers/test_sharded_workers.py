@@ -48,6 +48,20 @@ def test_updates_are_those_of_one_process_with_other_micro_batches(folder, ranks
         assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.parametrize("cap", [11, 40])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_on_policy_step_finds_the_log_probs_of_a_pass_before_it(folder, ranks, world_size, cap):
+    """The ranks cut other numbers of micro-batches (a small cap), and one of them has a padded row."""
+    keys = ("use_dynamic_bsz=true", f"ppo_max_token_len_per_gpu={cap}")
+    extra = [f"actor_rollout_ref.actor.{key}" for key in keys]
+    apart, found = (ranks.run(world_size, jobs.on_policy, folder, before, *extra) for before in (True, False))
+    for ours, theirs in zip(found, apart, strict=True):
+        assert ours[0].keys() == theirs[0].keys() == {"old_log_probs", "entropys"}
+        assert all(torch.equal(ours[0][name], theirs[0][name]) for name in ours[0])
+        assert ours[1] == theirs[1]
+        assert all(torch.equal(ours[2][name], theirs[2][name]) for name in ours[2])
+
+
 @pytest.mark.parametrize("mode", ["train", "greedy"])
 def test_two_ranks_generate_what_one_process_generates(folder, ranks, mode):
     [expected] = ranks.run(1, jobs.generate, folder, Role.ActorRollout, mode)

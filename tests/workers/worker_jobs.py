@@ -147,3 +147,20 @@ def restore(folder: Path, state: Path) -> str:
     built = worker(folder, Role.Actor)
     built.load_checkpoint(state)
     return built.weights_hash()
+
+
+def on_policy(folder: Path, apart: bool, *extra: str) -> tuple[dict[str, torch.Tensor], Any, Weights]:
+    """This rank's old log-probs and entropies, metrics and weights of one step on 15 samples."""
+    built = worker(folder, Role.Actor, *extra)
+    whole = sharded_jobs.samples(15)
+    del whole.batch["old_log_probs"]
+    facts = {"iteration": 0, "total_iterations": 10, "n_seqs": 15.0}
+    facts["n_tokens"] = float(whole.batch["response_mask"].sum())
+    rows = DataProto(mine(whole).batch, {}, facts)
+    if apart:
+        columns = built.compute_log_prob(rows).batch
+        metrics = built.update_actor(rows.union(DataProto({"old_log_probs": columns["old_log_probs"]})))
+    else:
+        updated = built.update_actor_on_policy(rows)
+        columns, metrics = updated.batch, updated.meta_info["metrics"]
+    return columns, metrics, {name: weight.clone() for name, weight in built.engine.named_weights()}

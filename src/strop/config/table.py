@@ -15,6 +15,7 @@ from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
 from strop.config.check import CheckResult, check
 from strop.config.forecast import Forecast, forecast
 from strop.config.load import to_yaml
+from strop.config.old_log_probs import why_old_log_probs_are_computed_apart
 from strop.config.paths import expand
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.schema import Config
@@ -53,7 +54,7 @@ def render(result: CheckResult, config: Config, *, with_yaml: bool = True) -> Gr
     if with_yaml:
         parts.append(Syntax(to_yaml(config), "yaml", background_color="default"))
     if result.plan is not None:
-        parts += [plan_table(result.plan), placement_table(config, result.plan)]
+        parts += [plan_table(result.plan, config), placement_table(config, result.plan)]
         parts.append(memory_table(forecast(config, result.plan)))
     parts += [Text(f"warning: {line}", style="yellow") for line in result.warnings]
     parts += [Text(f"error: {line}", style="bold red") for line in result.errors]
@@ -62,7 +63,7 @@ def render(result: CheckResult, config: Config, *, with_yaml: bool = True) -> Gr
     return Group(*parts)
 
 
-def plan_table(plan: BatchPlan) -> Table:
+def plan_table(plan: BatchPlan, config: Config) -> Table:
     """Prompts, samples, mini-batches, micro-batches, optimizer steps and totals."""
     table = _two_columns("What the batch sizes come to")
     table.add_row("prompts an iteration", f"{plan.prompts:,}")
@@ -70,6 +71,7 @@ def plan_table(plan: BatchPlan) -> Table:
     _add_update(table, "actor", plan.actor)
     if plan.critic is not None:
         _add_update(table, "critic", plan.critic)
+    table.add_row("old log-probs", _source_of_old_log_probs(config))
     for name, forward in plan.forwards.items():
         table.add_row(f"{_FORWARD_NAMES[name]}: micro-batches on each rank", _micro_batches(forward))
     unknown = "unknown: the training files were not read"
@@ -140,6 +142,13 @@ def _add_update(table: Table, name: str, update: UpdatePlan) -> None:
     )
     table.add_row(f"{name}: samples in a mini-batch", f"{update.samples_per_mini_batch:,}")
     table.add_row(f"{name}: micro-batches of a mini-batch, on each rank", _micro_batches(update))
+
+
+def _source_of_old_log_probs(config: Config) -> str:
+    reason = why_old_log_probs_are_computed_apart(config)
+    if reason is None:
+        return "from the update's own forward pass: an iteration is one on-policy step"
+    return f"from a forward pass before the update: {reason}"
 
 
 def _micro_batches(part: UpdatePlan | ForwardPlan) -> str:

@@ -22,6 +22,7 @@ from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller
 from strop.algorithms.masked import masked_sum
 from strop.config.check import check
 from strop.config.load import as_config
+from strop.config.old_log_probs import why_old_log_probs_are_computed_apart
 from strop.config.roles import uses_reference
 from strop.config.schema import Config
 from strop.controller.resource_pool import ResourcePoolManager
@@ -44,8 +45,8 @@ from strop.trainer.updates import PendingUpdates
 logger = logging.getLogger(__name__)
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-_ACTOR_COLUMNS = (*_MODEL_INPUTS, "old_log_probs", "advantages")
-_ACTOR_OPTIONAL = ("ref_log_prob", "ref_hidden", "rollout_is_weights")
+_ACTOR_COLUMNS = (*_MODEL_INPUTS, "advantages")
+_ACTOR_OPTIONAL = ("old_log_probs", "ref_log_prob", "ref_hidden", "rollout_is_weights")
 _CRITIC_COLUMNS = (*_MODEL_INPUTS, "values", "returns")
 
 
@@ -106,6 +107,7 @@ class RayPPOTrainer:
         self.full_kl = self.use_reference and (
             algorithm.kl_penalty == "full" or (actor.use_kl_loss and actor.kl_loss_type == "full")
         )
+        self.is_one_step = why_old_log_probs_are_computed_apart(self.config) is None
         self.use_critic = "values" in self._estimator_needs
         self.use_reward_model = self.config.reward_model.enable
 
@@ -177,17 +179,30 @@ class RayPPOTrainer:
         """Advantages, then the updates of critic and actor."""
         batch = self.evaluate(batch)
         batch = self.estimate_advantages(batch)
-        metrics = self.batch_metrics(batch)
         critic = self.update_critic(batch) if self.use_critic else None
-        trains_actor = not self.use_critic or self.global_step >= self.config.trainer.critic_warmup
-        actor = self.update_actor(batch) if trains_actor else None
+        actor = self.update_actor(batch) if self.trains_actor else None
+        metrics = {} if self.update_gives_old_log_probs else self.batch_metrics(batch)
         if critic is not None:
             with self.timer.phase("update_critic"):
-                metrics |= {f"critic/{name}": value for name, value in critic.get().items()}
+                metrics |= {f"critic/{name}": value for name, value in critic.get().metrics.items()}
         if actor is not None:
             with self.timer.phase("update_actor"):
-                metrics |= policy_metrics(actor.get())
+                update = actor.get()
+            batch = batch.union(update.columns)
+            metrics |= policy_metrics(update.metrics)
+        if self.update_gives_old_log_probs:
+            metrics |= self.batch_metrics(batch)
         return batch, metrics
+
+    @property
+    def trains_actor(self) -> bool:
+        """Whether the iteration in progress updates the actor, after the critic's warm-up."""
+        return not self.use_critic or self.global_step >= self.config.trainer.critic_warmup
+
+    @property
+    def update_gives_old_log_probs(self) -> bool:
+        """Whether they come from the update's own forward pass, as one on-policy step has them."""
+        return self.is_one_step and self.trains_actor
 
     # ---------------------------------------------------------------------------------------- parts of
     # collect
@@ -245,13 +260,14 @@ class RayPPOTrainer:
     def evaluate(self, batch: DataProto) -> DataProto:
         """What the models say of the samples before the update: log-probs, entropies, values.
 
-        Models in different pools work at the same time.
+        Models in different pools work at the same time. An update that is one on-policy step computes the
+        actor's part itself.
         """
         inputs = batch.select(*_MODEL_INPUTS)
         calls = {}
         if self.use_reference:
             calls["ref"] = self._start("ref", self.ref.compute_ref_log_prob, inputs)
-        if not self.full_kl:
+        if not self.full_kl and not self.update_gives_old_log_probs:
             calls["old_log_prob"] = self._start("old_log_prob", self.actor.compute_log_prob, inputs)
         if self.use_critic:
             calls["values"] = self._start("values", self.critic.compute_values, inputs)
@@ -297,20 +313,23 @@ class RayPPOTrainer:
         return DataProto(columns, batch.non_tensor_batch, batch.meta_info)
 
     def _rewards(self, columns: dict[str, Tensor]) -> Tensor:
-        """r_t = score_t - beta kl_t; also keeps the KL (to report it) and steers beta by it."""
+        """r_t = score_t - beta kl_t; also steers beta by the KL."""
         self._beta_used = self.kl_controller.value if self.kl_in_reward else 0.0
-        if not self.use_reference:
+        if not self.kl_in_reward:
             return columns["token_level_scores"]
         mask_BT = columns["response_mask"]
+        columns["kl"] = self._kl(columns)
+        rewards_BT = apply_kl_penalty(columns["token_level_scores"], columns["kl"], mask_BT, self._beta_used)
+        self.kl_controller.update(mean_sequence_kl(columns["kl"], mask_BT).item(), len(mask_BT))
+        return rewards_BT
+
+    def _kl(self, columns: dict[str, Tensor]) -> Tensor:
+        """The KL [B, T] to the reference, as ``algorithm.kl_penalty`` estimates it."""
         kind = self.config.algorithm.kl_penalty
         if kind == "full":
-            columns["kl"] = columns["full_kl"]
-        else:
-            columns["kl"] = kl_penalty(columns["old_log_probs"], columns["ref_log_prob"], kind, mask_BT)
-        rewards_BT = apply_kl_penalty(columns["token_level_scores"], columns["kl"], mask_BT, self._beta_used)
-        if self.kl_in_reward:
-            self.kl_controller.update(mean_sequence_kl(columns["kl"], mask_BT).item(), len(mask_BT))
-        return rewards_BT
+            return columns["full_kl"]
+        mask_BT = columns["response_mask"]
+        return kl_penalty(columns["old_log_probs"], columns["ref_log_prob"], kind, mask_BT)
 
     def update_critic(self, batch: DataProto) -> PendingUpdates:
         """Start the critic's optimizer steps of this iteration."""
@@ -329,7 +348,10 @@ class RayPPOTrainer:
         self.rollout_is_stale = self.rollout is not self.actor
         with self.timer.phase("update_actor"):
             mini_batches = self._mini_batches(columns, section, "actor")
-            return PendingUpdates(self.actor.update_actor, mini_batches, loss_agg_mode=section.loss_agg_mode)
+            update = self.actor.update_actor
+            if self.update_gives_old_log_probs:
+                update = self.actor.update_actor_on_policy
+            return PendingUpdates(update, mini_batches, loss_agg_mode=section.loss_agg_mode)
 
     def _mini_batches(self, batch: DataProto, section: Any, name: str) -> Iterator[DataProto]:
         """Which samples share an optimizer step is decided here, before anything is spread over ranks.
@@ -340,7 +362,7 @@ class RayPPOTrainer:
         size = section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         for epoch in range(section.ppo_epochs):
             rows = batch
-            if section.shuffle:
+            if section.shuffle and size < len(batch):  # one mini-batch has no order
                 order = permutation(self.config.trainer.seed, name, len(batch), self.global_step + 1, epoch)
                 rows = batch[order]
             for mini_batch in rows.split(size):
@@ -354,6 +376,8 @@ class RayPPOTrainer:
 
     def batch_metrics(self, batch: DataProto) -> dict[str, float]:
         """Everything that is known about the samples before the update."""
+        if self.use_reference and "kl" not in batch:  # the KL is in the loss: here it is only reported
+            batch = batch.union(DataProto({"kl": self._kl(batch.batch)}))
         return {
             **batch_metrics(batch, max_prompt_length=self.config.data.max_prompt_length),
             **objective_metrics(batch, kl_coef=self._beta_used),

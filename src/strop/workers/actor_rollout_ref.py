@@ -13,14 +13,14 @@ from strop.config.roles import uses_reference
 from strop.config.schema import Config
 from strop.controller.dispatch import Dispatch, register
 from strop.controller.roles import Role
-from strop.engines.base import Engine, compute_dtype
+from strop.engines.base import Engine, Loss, compute_dtype
 from strop.models.deferred import WeightSource, defer_causal_lm
 from strop.models.loader import end_token_ids, load_causal_lm
 from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
 from strop.rollout.base import RolloutEngine, SamplingParams, build_rollout
 from strop.workers.base import Worker
-from strop.workers.losses import actor_objective
+from strop.workers.losses import Recorder, actor_objective
 
 
 class ActorRolloutRefWorker(Worker):
@@ -168,19 +168,34 @@ class ActorRolloutRefWorker(Worker):
     @register(Dispatch.DATA_PARALLEL)
     def update_actor(self, mini_batch: DataProto) -> dict[str, float]:
         """One optimizer step on a mini-batch whose ``meta_info`` has the global denominators."""
-        actor, meta = self.section.actor, mini_batch.meta_info
-        objective = actor_objective(
-            actor,
-            n_tokens=meta["n_tokens"],
-            n_seqs=meta["n_seqs"],
+        return self._update(mini_batch, self._objective(mini_batch))
+
+    @register(Dispatch.DATA_PARALLEL)
+    def update_actor_on_policy(self, batch: DataProto) -> DataProto:
+        """One optimizer step on samples of this very policy, whose ``old_log_probs`` are not known yet.
+
+        ``old_log_probs`` and ``entropys`` [B, T] from before the step; what ``update_actor`` returns is
+        ``meta_info["metrics"]``.
+        """
+        recorder = Recorder(batch, {"log_prob": "old_log_probs", "entropy": "entropys"})
+        metrics = self._update(recorder.mini_batch, recorder.watch(self._objective(batch)))
+        return DataProto(recorder.columns(), {}, {"metrics": metrics})
+
+    def _objective(self, mini_batch: DataProto) -> Loss:
+        return actor_objective(
+            self.section.actor,
+            n_tokens=mini_batch.meta_info["n_tokens"],
+            n_seqs=mini_batch.meta_info["n_seqs"],
             max_response_length=self.config.data.max_response_length,
         )
         return self.train_on(
             mini_batch,
-            objective,
-            actor,
+            loss,
+            self.section.actor,
             self.micro_batching("actor"),
             temperature=self.temperature,
             with_entropy=True,
+
+    def _update(self, mini_batch: DataProto, loss: Loss) -> dict[str, float]:
             with_full_kl=self.full_kl_loss,
         )

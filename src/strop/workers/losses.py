@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from strop.algorithms.aggregation import aggregate
@@ -16,13 +17,17 @@ from strop.algorithms.masked import masked_sum
 from strop.algorithms.policy_loss import get_policy_loss
 from strop.algorithms.value_loss import value_loss
 from strop.engines.base import Loss
+from strop.protocol import DataProto
+
+_ROW = "row"
 
 
 def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_length: int) -> Loss:
     """agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(kl): NUMERICS, policy loss.
 
     ``actor`` is the section ``actor_rollout_ref.actor``; ``n_tokens`` and ``n_seqs`` count the whole
-    mini-batch over all ranks and micro-batches.
+    mini-batch over all ranks and micro-batches. Where a micro-batch has no column ``old_log_probs``, the
+    policy that is updated is the one that sampled: its log-probs stand in, every ratio is 1.
     """
     policy_loss = get_policy_loss(actor.policy_loss)
     clip_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
@@ -32,6 +37,7 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
         outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         mask_BT = columns["response_mask"]
+        old_log_probs_BT = columns.get("old_log_probs", outputs["log_prob"].detach())
 
         def agg(loss_BT: Tensor) -> Tensor:
             return aggregate(
@@ -45,7 +51,7 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
 
         policy = policy_loss(
             outputs["log_prob"],
-            columns["old_log_probs"],
+            old_log_probs_BT,
             columns["advantages"],
             mask_BT,
             clip_ratio_low=clip_low,
@@ -59,14 +65,15 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
         metrics = {
             "pg_loss": pg_loss,
             "pg_clipfrac": masked_sum(policy.clipped_BT, mask_BT) / n_tokens,
-            "ppo_kl": masked_sum(columns["old_log_probs"] - outputs["log_prob"], mask_BT) / n_tokens,
+            "ppo_kl": masked_sum(old_log_probs_BT - outputs["log_prob"], mask_BT) / n_tokens,
             "approx_kl": masked_sum(policy.approx_kl_BT, mask_BT) / n_tokens,
         }
         total = pg_loss
         if "entropy" in outputs:
             metrics["entropy"] = masked_sum(outputs["entropy"], mask_BT) / n_tokens
             metrics["entropy_loss"] = agg(outputs["entropy"])
-            total = total - actor.entropy_coeff * metrics["entropy_loss"]
+            if actor.entropy_coeff:  # at 0 there is nothing to go back through the vocabulary for
+                total = total - actor.entropy_coeff * metrics["entropy_loss"]
         if actor.use_kl_loss:
             metrics["kl_loss"] = agg(_kl(actor.kl_loss_type, outputs, columns))
             total = total + actor.kl_loss_coef * metrics["kl_loss"]
@@ -79,6 +86,38 @@ def _kl(kind: str, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor])
     if kind == "full":
         return outputs["full_kl"]
     return kl_penalty(outputs["log_prob"], columns["ref_log_prob"], kind, columns["response_mask"])
+
+
+class Recorder:
+    """Keeps per-token outputs of the forward passes of an update, for all rows of a mini-batch."""
+
+    def __init__(self, mini_batch: DataProto, names: Mapping[str, str]) -> None:
+        """``names``: output -> name of the column [B, T] that is kept."""
+        self._names = names
+        self._shape = mini_batch.batch["response_mask"].shape
+        self._seen: dict[str, Tensor] = {}  # where the model is: a copy to the CPU would wait for it
+        rows = {_ROW: torch.arange(len(mini_batch))}
+        self.mini_batch = DataProto({**mini_batch.batch, **rows}, {}, mini_batch.meta_info)
+
+    def watch(self, loss: Loss) -> Loss:
+        """``loss``, which also notes the outputs that it sees, for a pass over ``self.mini_batch``."""
+
+        def watched(
+            outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            for name, column in self._names.items():
+                output_bt = outputs[name].detach().float()  # the rows and the width of a micro-batch
+                if column not in self._seen:
+                    self._seen[column] = output_bt.new_zeros(self._shape)
+                # Added: an empty micro-batch stands for row 0 once more, with zeros.
+                self._seen[column][:, : output_bt.shape[1]].index_add_(0, columns[_ROW], output_bt)
+            return loss(outputs, columns)
+
+        return watched
+
+    def columns(self) -> dict[str, Tensor]:
+        """What was noted, float32 [B, T] on the CPU."""
+        return {name: seen_BT.cpu() for name, seen_BT in self._seen.items()}
 
 
 def critic_objective(critic: Any, *, n_tokens: float, n_seqs: float, max_response_length: int) -> Loss:

@@ -55,6 +55,8 @@ class ActorConfig(Section):
     """Passes over the samples of one iteration."""
     shuffle: bool
     """Draw the mini-batches in a new seeded order every pass."""
+    old_log_prob_from_update: bool
+    """One step an iteration: old log-probs from its own forward pass, if possible; False: from one before."""
     ulysses_sequence_parallel_size: PositiveInt
     """Ranks that share one sequence."""
     optim: OptimConfig
