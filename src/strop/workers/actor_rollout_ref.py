@@ -188,6 +188,8 @@ class ActorRolloutRefWorker(Worker):
             n_seqs=mini_batch.meta_info["n_seqs"],
             max_response_length=self.config.data.max_response_length,
         )
+
+    def _update(self, mini_batch: DataProto, loss: Loss) -> dict[str, float]:
         return self.train_on(
             mini_batch,
             loss,
@@ -195,7 +197,5 @@ class ActorRolloutRefWorker(Worker):
             self.micro_batching("actor"),
             temperature=self.temperature,
             with_entropy=True,
-
-    def _update(self, mini_batch: DataProto, loss: Loss) -> dict[str, float]:
             with_full_kl=self.full_kl_loss,
         )
