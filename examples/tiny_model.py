@@ -40,7 +40,7 @@ def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerFast, *, hidden: int = 64, layers: int = 2, heads: int = 4, seed: int = 0
+    tokenizer: PreTrainedTokenizerFast, *, hidden: int = 64, layers: int = 2, heads: int = 2, seed: int = 0
 ) -> Qwen2ForCausalLM:
     """A random Qwen2 of that size."""
     torch.manual_seed(seed)

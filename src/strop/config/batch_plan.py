@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
-from strop.config.micro_batches import MicroBatchSize, resolve_micro_batch
+from strop.config.micro_batches import MicroBatchSize, resolve_micro_batch, sequence_parallel_size
 from strop.config.names import needs_critic
 from strop.config.nearest import divisors, nearest_in_words
 from strop.config.placement import Placement
@@ -35,6 +35,8 @@ class UpdatePlan:
     micro_batch: MicroBatchSize
     micro_batches: int | None
     """Of one mini-batch, on each rank; None when they are cut by tokens, as many as the lengths then give."""
+    sharing: int = 1
+    """Ranks that share a sequence, and with it samples and micro-batches."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -144,13 +146,15 @@ def _plan_update(config: Config, name: str, ranks: int) -> UpdatePlan:
         section.ppo_mini_batch_size,
     )
     problems = []
-    working = [size for size in divisors(prompts) if size * n % ranks == 0]
+    sharing = sequence_parallel_size(config, name, ranks)
+    groups = ranks // sharing
+    working = [size for size in divisors(prompts) if size * n % groups == 0]
     reported = not is_actor and mini == config.actor_rollout_ref.actor.ppo_mini_batch_size  # with the actor's
     if mini not in working and not reported:
         wrong = (
             f"does not divide data.train_batch_size={prompts}"
             if prompts % mini
-            else f"x actor_rollout_ref.rollout.n={n} does not divide over {ranks} ranks"
+            else f"x actor_rollout_ref.rollout.n={n} does not divide over {_in_words(groups, sharing)}"
         )
         problems.append(f"{key}={mini} {wrong} ({nearest_in_words(mini, working)})")
     try:
@@ -159,7 +163,7 @@ def _plan_update(config: Config, name: str, ranks: int) -> UpdatePlan:
         problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    samples_per_rank = mini * n // ranks
+    samples_per_rank = mini * n // groups
     return UpdatePlan(
         epochs=section.ppo_epochs,
         mini_batches=prompts // mini,
@@ -167,12 +171,17 @@ def _plan_update(config: Config, name: str, ranks: int) -> UpdatePlan:
         samples_per_rank=samples_per_rank,
         micro_batch=micro_batch,
         micro_batches=micro_batch.passes(samples_per_rank),
+        sharing=sharing,
     )
+
+
+def _in_words(groups: int, sharing: int) -> str:
+    return f"{groups} ranks" if sharing == 1 else f"{groups} groups of {sharing} ranks"
 
 
 def _plan_forward(config: Config, name: str, samples: int, ranks: int) -> ForwardPlan:
     micro_batch = resolve_micro_batch(config, name, ranks)
-    samples_per_rank = -(-samples // ranks)
+    samples_per_rank = -(-samples * sequence_parallel_size(config, name, ranks) // ranks)
     return ForwardPlan(samples_per_rank, micro_batch, micro_batch.passes(samples_per_rank))
 
 

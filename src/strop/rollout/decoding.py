@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from strop.rollout.attention import decoding_attention
 from strop.rollout.base import SamplingParams
 from strop.rollout.kv_cache import DecodeCache, keys_and_values
+from strop.rollout.request import Samples
 from strop.rollout.sampling import next_tokens
 
 _PREFILL_TOKENS = 8192
@@ -32,16 +33,6 @@ class Prompts:
     attention_mask: Tensor
     position_ids: Tensor
     of_row: Tensor
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Tokens and float32 log-probs [R, T] (of no meaning from ``lengths`` on); lengths and truncated [R]."""
-
-    tokens: Tensor
-    log_probs: Tensor
-    lengths: Tensor
-    truncated: Tensor
 
 
 def decode(

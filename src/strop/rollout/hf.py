@@ -1,12 +1,4 @@
-"""Rollout ``hf``: generation in this process, on the very module that is trained where it is not sharded.
-
-Columns of the result, for B prompts and n samples each (a prompt's samples are adjacent rows): the prompts'
-other columns, repeated, and
-    prompts [B*n, P], responses [B*n, T], input_ids, attention_mask, position_ids [B*n, P+T]: int64
-    response_mask [B*n, T]: float32, 1 for sampled tokens up to and including the stop token
-    rollout_log_probs [B*n, T]: float32, of the distribution sampled from (``next_tokens``); 0 in padding
-    truncated [B*n]: bool, ended by the length limit and not by a stop token
-"""
+"""Rollout ``hf``: generation in this process, on the very module that is trained where it is not sharded."""
 
 from __future__ import annotations
 
@@ -18,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from strop.errors import DataError, ModelError, TrainingError
+from strop.errors import ModelError
 from strop.protocol import DataProto
 from strop.rollout.attention import attention_windows
 from strop.rollout.base import SamplingParams
-from strop.rollout.decoding import Prompts, Samples, decode
+from strop.rollout.decoding import Prompts, decode
 from strop.rollout.packed_linear import packed_linears
+from strop.rollout.request import PROMPT_COLUMNS, Samples, answer, seeds_of
 from strop.rollout.sampling import draw_uniforms
 from strop.rollout.self_check import check_decoding
 
-_PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 _PACK_FROM = 8
 """Steps from which packing the weights pays for itself."""
 
@@ -71,6 +63,9 @@ class HFRollout:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
         """Nothing to do: the weights are the trainer's."""
 
+    def checksums(self) -> dict[str, int] | None:
+        """None: the weights are the trainer's."""
+
     def release(self) -> None:
         """Nothing to do: the weights are the trainer's."""
 
@@ -85,13 +80,13 @@ class HFRollout:
             DataError: a column is missing or has another shape, or a prompt is empty or not left-padded.
             TrainingError: the model's logits are not finite.
         """
-        seeds = self._check(prompts, params)
-        columns = [prompts.batch[name].to(self.model.device) for name in _PROMPT_COLUMNS]
+        seeds = seeds_of(prompts, params)
+        columns = [prompts.batch[name].to(self.model.device) for name in PROMPT_COLUMNS]
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         stop_ids_S = torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.model.device)
         total = len(prompts) * params.n
         size = self.micro_batch_size or total
-        parts = []
+        parts: list[Samples] = []
         pack = params.max_tokens >= _PACK_FROM
         packed = packed_linears(self.model, self.autocast_dtype) if pack else contextlib.nullcontext()
         with _eval_mode(self.model), self._autocast(), packed:
@@ -111,69 +106,17 @@ class HFRollout:
                         self.autocast_dtype or self.model.dtype,
                     )
                 )
-        return self._assemble(prompts, params, parts)
-
-    def _check(self, prompts: DataProto, params: SamplingParams) -> list[int]:
-        """The seeds of all samples, in order; none if greedy."""
-        needed = _PROMPT_COLUMNS if params.greedy else (*_PROMPT_COLUMNS, "seeds")
-        missing = [name for name in needed if name not in prompts.batch]
-        if missing:
-            raise DataError(f"generate: the prompts have no column {', '.join(missing)}")
-        mask_BP = prompts.batch["attention_mask"].bool()
-        misplaced_B = ~mask_BP[:, -1] | (mask_BP[:, 1:] < mask_BP[:, :-1]).any(1)
-        if misplaced_B.any():
-            row = int(misplaced_B.nonzero()[0])
-            raise DataError(f"generate: prompt {row} is empty or not left-padded (see its attention_mask)")
-        if params.greedy:
-            return []
-        seeds = prompts.batch["seeds"]
-        if seeds.shape != (len(prompts), params.n):
-            raise DataError(
-                f"generate: seeds have shape {list(seeds.shape)}, expected [{len(prompts)}, {params.n}]: "
-                "one for each sample of each prompt"
-            )
-        return seeds.flatten().tolist()
+        samples = Samples(*(torch.cat(column) for column in zip(*map(_columns, parts), strict=True)))
+        return answer(prompts, params, samples, pad_token_id=self.pad_token_id)
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.model.device.type, dtype=self.autocast_dtype)
 
-    def _assemble(self, prompts: DataProto, params: SamplingParams, parts: list[Samples]) -> DataProto:
-        device = prompts.batch["input_ids"].device
-        tokens, log_probs, lengths, truncated = (
-            torch.cat([getattr(part, name) for part in parts]).to(device)
-            for name in ("tokens", "log_probs", "lengths", "truncated")
-        )
-        sampled = torch.arange(params.max_tokens, device=device) < lengths[:, None]
-        log_probs = log_probs.masked_fill(~sampled, 0.0)
-        if not log_probs.isfinite().all():
-            raise TrainingError("generate: the model's logits are not finite; have its weights diverged?")
-        responses = tokens.masked_fill(~sampled, self.pad_token_id)
-        rest = DataProto(
-            {
-                name: column
-                for name, column in prompts.batch.items()
-                if name not in (*_PROMPT_COLUMNS, "seeds")
-            },
-            prompts.non_tensor_batch,
-            prompts.meta_info,
-        )
-        prompt_ids, prompt_mask = (
-            prompts.batch[name].repeat_interleave(params.n, dim=0) for name in ("input_ids", "attention_mask")
-        )
-        attention_mask = torch.cat([prompt_mask, sampled.to(prompt_mask.dtype)], dim=1)
-        generated = {
-            "prompts": prompt_ids,
-            "responses": responses,
-            "input_ids": torch.cat([prompt_ids, responses], dim=1),
-            "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-            "response_mask": sampled.float(),
-            "rollout_log_probs": log_probs,
-            "truncated": truncated,
-        }
-        return rest.repeat(params.n).union(DataProto.from_dict(generated))
+
+def _columns(samples: Samples) -> tuple[Tensor, ...]:
+    return samples.tokens, samples.log_probs, samples.lengths, samples.truncated
 
 
 def _prompts_of(columns: list[Tensor], rows: range, n: int) -> Prompts:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from strop.errors import ModelError
 from strop.protocol import DataProto
 from strop.rollout.base import SamplingParams
 from strop.rollout.hf import HFRollout
+from strop.rollout.weights import WeightLedger, checksums
 
 
 class HFReplica:
@@ -29,8 +29,7 @@ class HFReplica:
     ) -> None:
         """``model`` has its parameters on the meta device; ``options`` are those of ``HFRollout``."""
         self._model, self._device, self._dtype = model, device, dtype
-        self._missing: set[str] = set()
-        self._updating = self._complete = False
+        self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
         for owner, name, buffer in list(_own(model, "_buffers")):
             setattr(owner, name, buffer.to(device))
         self.update_weights(weights)
@@ -38,49 +37,37 @@ class HFReplica:
 
     def generate(self, prompts: DataProto, params: SamplingParams) -> DataProto:
         """See ``RolloutEngine.generate``; ``ModelError`` before all weights have come."""
-        if not self._complete:
-            raise ModelError("generate: the rollout has no whole set of weights; finish update_weights first")
+        self._ledger.require_complete()
         return self._rollout.generate(prompts, params)
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
         """See ``RolloutEngine.update_weights``."""
-        if not self._updating:
+        if not self._ledger.open:
             self._begin()
         places = dict(self._model.named_parameters())
         for name, weight in weights:
-            if name not in self._missing:
-                problem = "came twice" if name in places else "is no parameter of the rollout's model"
-                raise ModelError(f"weight transfer: {name} {problem}")
-            if places[name].shape != weight.shape:
-                raise ModelError(
-                    f"weight transfer: {name} has shape {list(weight.shape)}, "
-                    f"the rollout's model expects {list(places[name].shape)}"
-                )
+            self._ledger.take(name, weight)
             places[name].copy_(weight)
-            self._missing.discard(name)
             del weight  # before the next one is gathered
-        if last and self._missing:
-            raise ModelError(f"weight transfer: it ended without {self._first_missing()}")
-        self._updating, self._complete = not last, last
+        if last:
+            self._ledger.end()
+
+    def checksums(self) -> dict[str, int]:
+        """See ``RolloutEngine.checksums``."""
+        return checksums(self._model.named_parameters(), self._dtype)
 
     def release(self) -> None:
         """See ``RolloutEngine.release``."""
-        self._updating = self._complete = False
+        self._ledger.forget()
         _replace_parameters(self._model, lambda weight: weight.to("meta"))
 
     def _begin(self) -> None:
-        self._updating, self._complete = True, False
-        self._missing = {name for name, _ in self._model.named_parameters()}
+        self._ledger.begin()
         if next(self._model.parameters()).is_meta:
             _replace_parameters(
                 self._model, lambda weight: torch.empty_like(weight, dtype=self._dtype, device=self._device)
             )
-
-    def _first_missing(self) -> str:
-        names = sorted(self._missing)
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return ", ".join(names[:3]) + more
 
 
 def _own(model: nn.Module, kind: str) -> Iterable[tuple[nn.Module, str, Tensor]]:

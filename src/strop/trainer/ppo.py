@@ -87,6 +87,9 @@ class RayPPOTrainer:
         result.raise_errors()
         self.total_steps = loops.total_training_steps(self.config, len(self.train_loader))
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
+        self.policy_version = 0  # updates of the actor in this process
+        self.rollout_version: int | None = None  # of the weights that the rollout has; None: not known
+        self._syncs = 0
         self.timer = PhaseTimer()
         self.actor: Any = None  # worker groups: their methods are those of the workers
         self.rollout: Any = None  # the actor's own, unless the two are placed apart
@@ -131,7 +134,6 @@ class RayPPOTrainer:
         require_shared_folder(Path(self.config.trainer.default_local_dir), self.groups)
         for call in [group.init_model.start() for group in self.groups.values()]:
             call.get()
-        self.rollout_is_stale = self.rollout is not self.actor
 
     def _group(self, role: Role) -> Any:
         return self.worker_group_cls(
@@ -177,6 +179,7 @@ class RayPPOTrainer:
 
     def learn(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Advantages, then the updates of critic and actor."""
+        self.release_rollout()
         batch = self.evaluate(batch)
         batch = self.estimate_advantages(batch)
         critic = self.update_critic(batch) if self.use_critic else None
@@ -229,22 +232,40 @@ class RayPPOTrainer:
     def generate_with(self, prompts: DataProto, seeds: Tensor, *, mode: str) -> DataProto:
         """Responses of the rollout; ``mode``: ``train``, ``greedy`` or ``validate`` (``val_kwargs``)."""
         request = DataProto(
-            {**prompts.batch, "seeds": seeds}, prompts.non_tensor_batch, {**prompts.meta_info, "mode": mode}
+            {**prompts.batch, "seeds": seeds},
+            prompts.non_tensor_batch,
+            {**prompts.meta_info, "mode": mode, "weights_version": self.policy_version},
         )
         self.sync_rollout()
         return self.rollout.generate_sequences(request)
 
     def sync_rollout(self) -> None:
-        """Hand the actor's weights, bucket by bucket, to a rollout that has its own copy and lags behind."""
-        if not self.rollout_is_stale:
+        """Hand the actor's weights to a rollout that has a copy of them, if it lags behind."""
+        if self.rollout_version == self.policy_version:
             return
+        version = self.policy_version
         with self.timer.phase("sync_weights"):
-            bucket = self.actor.weight_bucket(restart=True)
-            while bucket is not None:
-                self.rollout.load_weights(bucket)
-                bucket = self.actor.weight_bucket(restart=False)
-            self.rollout.load_weights(None)
-        self.rollout_is_stale = False
+            if self.rollout is self.actor:
+                self.actor.sync_rollout(version)
+            else:  # bucket by bucket, through the driver
+                bucket = self.actor.weight_bucket(restart=True)
+                while bucket is not None:
+                    self.rollout.load_weights(bucket)
+                    bucket = self.actor.weight_bucket(restart=False)
+                self.rollout.load_weights(None, version)
+        every = self.config.actor_rollout_ref.rollout.verify_weights_every
+        if every and self._syncs % every == 0:
+            with self.timer.phase("verify_weights"):
+                expected = None if self.rollout is self.actor else self.actor.weight_checksums()
+                self.rollout.verify_rollout(version, expected)
+        self._syncs += 1
+        self.rollout_version = version
+
+    def release_rollout(self) -> None:
+        """The memory of a rollout beside the actor is the update's; it is synchronised before it is used."""
+        if self.rollout is self.actor:
+            self.actor.release_rollout()
+            self.rollout_version = None
 
     def score(self, batch: DataProto) -> DataProto:
         """``token_level_scores`` [B, T], and each named part of the score as ``reward/<part>`` [B]."""
@@ -345,7 +366,7 @@ class RayPPOTrainer:
         section = self.config.actor_rollout_ref.actor
         optional = [name for name in _ACTOR_OPTIONAL if name in batch]
         columns = batch.select(*_ACTOR_COLUMNS, *optional)
-        self.rollout_is_stale = self.rollout is not self.actor
+        self.policy_version += 1
         with self.timer.phase("update_actor"):
             mini_batches = self._mini_batches(columns, section, "actor")
             update = self.actor.update_actor

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -13,20 +13,31 @@ from strop.config.roles import uses_reference
 from strop.config.schema import Config
 from strop.controller.dispatch import Dispatch, register
 from strop.controller.roles import Role
-from strop.engines.base import Engine, Loss, compute_dtype
+from strop.engines.base import Engine, Loss
+from strop.errors import ModelError
 from strop.models.deferred import WeightSource, defer_causal_lm
-from strop.models.loader import end_token_ids, load_causal_lm
+from strop.models.loader import load_causal_lm
 from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
-from strop.rollout.base import RolloutEngine, SamplingParams, build_rollout
+from strop.rollout.base import RolloutEngine, SamplingParams
+from strop.rollout.weights import checksums, require_equal_checksums
 from strop.workers.base import Worker
 from strop.workers.losses import Recorder, actor_objective
+from strop.workers.rollout import build_copy, build_shared, copy_dtype, shares_weights
 
 
 class ActorRolloutRefWorker(Worker):
     """Holds the trained policy and the rollout on its weights, or a frozen reference, or both."""
 
+    shared_passes = {
+        "compute_log_prob": "log_prob",
+        "compute_ref_log_prob": "ref",
+        "update_actor": "actor",
+        "update_actor_on_policy": "actor",
+    }
     rollout: RolloutEngine
+    rollout_version: int | None = None
+    """Of the weights that the rollout has; the trainer counts."""
     reference: Engine
 
     def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
@@ -45,7 +56,7 @@ class ActorRolloutRefWorker(Worker):
             self.reference = self._build_engine(self.section.ref.fsdp_config, trained=None)[0]
         if self.role is Role.Rollout:
             model, weights = self._without_weights()
-            self.rollout = self._build_replica(model, weights.stream())
+            self.rollout = build_copy(self, model, weights.stream())
         elif self.role is not Role.RefPolicy:
             actor = self.section.actor
             self.engine, policy = self._build_engine(actor.fsdp_config, trained=actor)
@@ -56,36 +67,13 @@ class ActorRolloutRefWorker(Worker):
                 self._build_rollout(policy)
 
     def _build_rollout(self, policy: PolicyModel) -> None:
-        """On the actor's own weights; beside a sharded actor on a copy that exists while it generates."""
-        if self.sharded:
-            self.rollout = self._build_replica(self._without_weights()[0], self.engine.named_weights())
-            self.rollout.release()
+        if shares_weights(self):
+            with self.engine.on_device():
+                model = policy.hugging_face_model
+                self.rollout = build_shared(self, model, self.engine.autocast_dtype)
             return
-        with self.engine.on_device():
-            self.rollout = build_rollout(
-                self.section.rollout.name,
-                model=policy.hugging_face_model,
-                autocast_dtype=self.engine.autocast_dtype,
-                **self._rollout_options(policy.hugging_face_model),
-            )
-
-    def _build_replica(self, model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> RolloutEngine:
-        return build_rollout(
-            self.section.rollout.name,
-            own_weights=True,
-            model=model,
-            weights=weights,
-            device=self.device,
-            dtype=compute_dtype(self.section.model.compute_dtype, self.device),
-            **self._rollout_options(model),
-        )
-
-    def _rollout_options(self, model: PreTrainedModel) -> dict[str, Any]:
-        return {
-            "pad_token_id": self.tokenizer.pad_token_id,
-            "eos_token_ids": end_token_ids(model, self.tokenizer),
-            "micro_batch_size": self.section.rollout.micro_batch_size_per_gpu,
-        }
+        self.rollout = build_copy(self, self._without_weights()[0], self.engine.named_weights())
+        self.rollout.release()
 
     def _model_options(self) -> dict[str, Any]:
         model = self.section.model
@@ -107,6 +95,7 @@ class ActorRolloutRefWorker(Worker):
         policy = PolicyModel(model, packed=self.section.model.use_remove_padding)
         engine = self.build_engine(
             policy,
+            name="ref" if trained is None else "actor",
             compute_dtype=self.section.model.compute_dtype,
             fsdp=fsdp,
             weights=weights,
@@ -122,24 +111,51 @@ class ActorRolloutRefWorker(Worker):
         params = SamplingParams.from_config(self.section.rollout, validate=mode == "validate")
         if mode == "greedy":
             params = dataclasses.replace(params, n=1, do_sample=False)
-        if self.role is Role.Rollout:
+        version = prompts.meta_info.get("weights_version", self.rollout_version)
+        if version != self.rollout_version:
+            raise ModelError(
+                f"the rollout has the weights of version {self.rollout_version} and is to generate with those "
+                f"of version {version}: the actor was updated without sync_rollout or load_weights"
+            )
+        shared = self.role is not Role.Rollout and shares_weights(self)
+        with self.engine.on_device() if shared else contextlib.nullcontext():
             return self.rollout.generate(prompts, params)
-        if not self.sharded:
-            with self.engine.on_device():
-                return self.rollout.generate(prompts, params)
-        self.rollout.update_weights(self.engine.named_weights())
-        try:
-            return self.rollout.generate(prompts, params)
-        finally:
-            self.rollout.release()
 
     @register(Dispatch.ONE_TO_ALL)
-    def load_weights(self, bucket: list[tuple[str, Tensor]] | None) -> None:
+    def sync_rollout(self, version: int) -> None:
+        """Give the rollout beside this actor the weights of now, which are ``version``."""
+        self.rollout.update_weights(self.engine.named_weights())
+        self.rollout_version = version
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_weights(self, bucket: list[tuple[str, Tensor]] | None, version: int = 0) -> None:
         """Take over the actor's weights, one ``weight_bucket`` a call, None after the last.
 
         ``ModelError`` names a parameter that is unknown, has another shape, comes twice or never came.
         """
         self.rollout.update_weights(bucket or [], last=bucket is None)
+        self.rollout_version = version if bucket is None else None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def release_rollout(self) -> None:
+        """Give the memory of the rollout's own weights to the update, where it has any and can."""
+        self.rollout.release()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def weight_checksums(self) -> dict[str, int]:
+        """Of the actor's weights in the rollout's dtype, by Hugging Face name."""
+        return checksums(self.engine.named_weights(), copy_dtype(self))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def verify_rollout(self, version: int, expected: dict[str, int] | None = None) -> None:
+        """Compare the weights that the rollout computes with with the actor's, or with their checksums.
+
+        ``ModelError`` names those that differ.
+        """
+        held = self.rollout.checksums()
+        if held is None:
+            return
+        require_equal_checksums(expected or self.weight_checksums(), held, version)
 
     @register(Dispatch.DATA_PARALLEL)
     def compute_log_prob(self, batch: DataProto) -> DataProto:

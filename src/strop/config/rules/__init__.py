@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strop.config.rules import inputs, learning, named, processes
+from strop.config.rules import generation, inputs, learning, named, processes
 from strop.config.rules.finding import Rule
 
 ALL_RULES: tuple[Rule, ...] = (
@@ -16,10 +16,13 @@ ALL_RULES: tuple[Rule, ...] = (
     learning.critic_warmup,
     learning.kl_horizon,
     learning.dual_clip,
+    generation.tensor_parallelism,
+    generation.precision,
     processes.worker_group,
     processes.placement,
     processes.without_effect,
     processes.hybrid_sharding,
+    processes.shared_sequences,
     processes.restarts,
     inputs.data_files,
     inputs.models,

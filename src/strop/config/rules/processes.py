@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from strop.config.micro_batches import MICRO_BATCHES, sequence_parallel_size
+from strop.config.model_facts import read_model_facts
+from strop.config.names import needs_critic
 from strop.config.nearest import divisors, nearest_in_words
 from strop.config.placement import Placement, runs_on_ray
-from strop.config.roles import roles_of
+from strop.config.roles import roles_of, uses_reference
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config
 from strop.errors import ConfigError
@@ -88,6 +91,42 @@ def hybrid_sharding(config: Config) -> Iterator[Finding]:
             yield error(
                 f"{key}.fsdp_size={size} does not divide the {ranks} ranks "
                 f"({nearest_in_words(size, divisors(ranks))}; -1: all)"
+            )
+
+
+def shared_sequences(config: Config) -> Iterator[Finding]:
+    """Ranks share packed rows, of models whose heads they can divide among them."""
+    try:
+        ranks_of_pass = Placement.from_config(config).ranks_of_pass
+    except ConfigError:
+        return
+    policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward_model
+    packs_policy = "actor_rollout_ref.model.use_remove_padding", policy.use_remove_padding
+    passes = {
+        "actor": (True, packs_policy, policy.path),
+        "ref": (uses_reference(config), packs_policy, policy.path),
+        "critic": (
+            needs_critic(config.algorithm.adv_estimator),
+            ("critic.model.use_remove_padding", critic.use_remove_padding),
+            critic.path,
+        ),
+        "reward_model": (reward.enable, packs_policy, reward.model.path),
+    }
+    for name, (present, (padding_key, packed), path) in passes.items():
+        try:
+            size = sequence_parallel_size(config, name, ranks_of_pass(name))
+        except ConfigError:
+            continue  # told with the batch sizes, which need it too
+        if size == 1 or not present:
+            continue
+        key = MICRO_BATCHES[name].sequence_parallel
+        if not packed:
+            yield error(f"{key}={size} shares packed rows; set {padding_key}=True")
+        facts = read_model_facts(path)
+        if facts is not None and facts.heads % size:
+            working = nearest_in_words(size, divisors(facts.heads))
+            yield error(
+                f"{key}={size} does not divide the {facts.heads} attention heads of {path} ({working})"
             )
 
 

@@ -58,6 +58,6 @@ class ActorConfig(Section):
     old_log_prob_from_update: bool
     """One step an iteration: old log-probs from its own forward pass, if possible; False: from one before."""
     ulysses_sequence_parallel_size: PositiveInt
-    """Ranks that share one sequence."""
+    """Neighbouring ranks that share each sequence, in updates and log-probs; needs use_remove_padding."""
     optim: OptimConfig
     fsdp_config: FsdpConfig

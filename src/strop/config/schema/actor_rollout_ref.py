@@ -46,7 +46,7 @@ class RefConfig(Section):
     log_prob_max_token_len_per_gpu: PositiveInt
     """Most tokens in one forward pass, per rank, with log_prob_use_dynamic_bsz."""
     ulysses_sequence_parallel_size: PositiveInt
-    """Ranks that share one sequence."""
+    """Neighbouring ranks that share each sequence; needs use_remove_padding."""
 
 
 class ActorRolloutRefConfig(Section):

@@ -63,7 +63,7 @@ class CriticConfig(Section):
     forward_max_token_len_per_gpu: PositiveInt
     """Most tokens in one forward pass, per rank, with use_dynamic_bsz."""
     ulysses_sequence_parallel_size: PositiveInt
-    """Ranks that share one sequence."""
+    """Neighbouring ranks that share each sequence; needs use_remove_padding."""
     ppo_epochs: PositiveInt
     """Passes over the samples of one iteration."""
     shuffle: bool

@@ -44,6 +44,8 @@ class RewardModelConfig(Section):
     """Cut micro-batches by tokens (forward_max_token_len_per_gpu) instead of by sequences."""
     forward_max_token_len_per_gpu: PositiveInt
     """Most tokens in one forward pass, per rank, with use_dynamic_bsz."""
+    ulysses_sequence_parallel_size: PositiveInt
+    """Neighbouring ranks that share each sequence; needs use_remove_padding of actor_rollout_ref.model."""
     max_length: PositiveInt | None
     """With input_tokenizer: longest sequence in the reward model's own tokens, its end is kept; null: any."""
     reward_manager: str

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from strop.config.schema.base import Count, NonNegativeFloat, PositiveInt, Probability, Section, TopK
+from strop.config.schema.base import (
+    Count,
+    Fraction,
+    Names,
+    NonNegativeFloat,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+    TopK,
+)
 
 RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "megatron", "dtensor", "hf", "dummy_megatron", "dummy_dtensor", "dummy_hf"]
@@ -25,11 +36,46 @@ class ValSamplingConfig(Section):
     """Answers per validation prompt."""
 
 
-class RolloutConfig(Section):
+class VLLMSamplingConfig(Section):
+    """What vLLM's `SamplingParams` has beyond the keys that every generator honours, by the same names.
+
+    They hold for training and validation. All but `stop` change the distribution that is sampled from, not
+    the one that is trained.
+    """
+
+    min_p: Fraction
+    """vLLM: sample only tokens with this share of the likeliest token's probability; 0: off."""
+    min_tokens: Count
+    """vLLM: no end of a response before this many tokens."""
+    presence_penalty: Number
+    """vLLM: taken off the logit of every token that the response has already; 0: off."""
+    frequency_penalty: Number
+    """vLLM: taken off the logit of a token, once for each time that the response has it; 0: off."""
+    repetition_penalty: PositiveFloat
+    """vLLM: divides positive logits of tokens in prompt and response, multiplies negative ones; 1: off."""
+    logit_bias: dict[int, Number]
+    """vLLM: added to the logits of these token ids."""
+    allowed_token_ids: list[Count] | None
+    """vLLM: sample among these token ids only; null: all."""
+    bad_words: Names
+    """vLLM: texts that are not generated."""
+    stop: Names
+    """vLLM: texts that end a response; their tokens stay in it."""
+    structured_outputs: dict[str, Any] | None
+    """vLLM: keep to a grammar: one of json, regex, choice, grammar, as in its StructuredOutputsParams."""
+    thinking_token_budget: Count | None
+    """vLLM: most tokens of thinking, for models that it has a reasoning parser for."""
+    repetition_detection: dict[str, Any] | None
+    """vLLM: end a response that repeats itself, as in its RepetitionDetectionParams."""
+    extra_args: dict[str, Any] | None
+    """vLLM: for logits processors of your own."""
+
+
+class RolloutConfig(VLLMSamplingConfig):
     """Generation of responses, and the log-probs of what was generated."""
 
     name: Literal["hf", "vllm"]
-    """Generator: hf runs in the training process on the actor's own weights."""
+    """Generator: vllm, with a copy of the weights; hf, which runs on the actor's own."""
     temperature: NonNegativeFloat
     """Sampling temperature; the same one is used for all log-probs."""
     top_k: TopK
@@ -41,19 +87,19 @@ class RolloutConfig(Section):
     response_length: PositiveInt
     """Follows data.max_response_length, which is the key to set."""
     dtype: RolloutDtype
-    """Precision of vLLM's copy of the weights."""
+    """Precision of vLLM's copy of the weights. Unwritten and auto: actor_rollout_ref.model.compute_dtype."""
     gpu_memory_utilization: Probability
-    """Share of the GPU's free memory that vLLM takes for its KV cache."""
+    """Share of the GPU's memory for vLLM's weights and KV cache; on a CPU of free memory, over all ranks."""
     ignore_eos: bool
     """Go on to the full length after the end-of-sequence token."""
     enforce_eager: bool
     """Generate without CUDA graphs."""
     free_cache_engine: bool
-    """Give the KV cache's memory back after generation."""
+    """Give the memory of vLLM's weights and KV cache back for the update; on a GPU."""
     load_format: LoadFormat
-    """How vLLM gets its first weights."""
+    """How vLLM starts: dummy_*: empty, the trainer sends all weights; others: from the model's folder."""
     tensor_model_parallel_size: PositiveInt
-    """Ranks over which vLLM spreads one copy of the model."""
+    """Ranks over which vLLM spreads one copy of the model. Unwritten: 1 unless there are GPUs to divide."""
     max_num_batched_tokens: PositiveInt
     """Most tokens in one step of vLLM."""
     max_num_seqs: PositiveInt
@@ -74,4 +120,8 @@ class RolloutConfig(Section):
     """Answers per training prompt; above 1 for grpo, rloo and other group estimators."""
     stop_token_ids: list[Count]
     """Token ids that end a response, besides the model's end-of-sequence token."""
+    verify_weights_every: Count
+    """Compare a checksum of each weight that the rollout holds with the actor's, at the first transfer and
+    every so many; 0: never.
+    """
     val_kwargs: ValSamplingConfig

@@ -1,0 +1,34 @@
+"""Rules about the engine that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from strop.config.rules.finding import Finding, error, warning
+from strop.config.schema import Config
+from strop.config.vllm import rollout_dtype, tensor_parallel_size
+from strop.errors import ConfigError
+
+
+def tensor_parallelism(config: Config) -> Iterator[Finding]:
+    """The ranks of the rollout divide into groups that run one vLLM engine each."""
+    if config.actor_rollout_ref.rollout.name != "vllm":
+        return
+    try:
+        tensor_parallel_size(config)
+    except ConfigError as problem:
+        yield error(str(problem))
+
+
+def precision(config: Config) -> Iterator[Finding]:
+    """A sampler of lower precision than the trainer is another policy."""
+    section = config.actor_rollout_ref
+    if section.rollout.name != "vllm":
+        return
+    sampler, trainer = rollout_dtype(config), section.model.compute_dtype
+    if sampler != trainer and section.actor.rollout_is is None:
+        yield warning(
+            f"actor_rollout_ref.rollout.dtype={sampler} with model.compute_dtype={trainer}: the sampler's "
+            "probabilities differ from the trainer's; actor.rollout_is corrects for it, "
+            "training/rollout_probs_diff_mean tells how much"
+        )

@@ -1,0 +1,188 @@
+"""The vLLM engine as a rollout: token ids in, token ids and log-probs out, weights as the trainer hands them.
+
+Several ranks each run an engine; with tensor parallelism those of a group run one engine together, step by
+step on the same requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from vllm import LLM, RequestOutput
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm.distributed import get_tp_group
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from strop.errors import ModelError, TrainingError
+from strop.protocol import DataProto
+from strop.rollout.base import SamplingParams
+from strop.rollout.request import Samples, answer, seeds_of
+from strop.rollout.vllm.held import add_up, held_checksums
+from strop.rollout.vllm.settings import (
+    VLLMSettings,
+    engine_arguments,
+    head_width,
+    keeping_process_state,
+)
+from strop.rollout.vllm.transfer import IN_PROCESS
+from strop.rollout.weights import WeightLedger
+
+logger = logging.getLogger(__name__)
+
+
+class VLLMRollout:
+    """Holds a second copy of the policy, in vLLM's layout; asleep between ``release`` and an update."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: VLLMSettings,
+        *,
+        pad_token_id: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        """``model`` tells names and shapes; its parameters may be on the meta device.
+
+        Raises ``ModelError`` with vLLM's reason when the engine does not start.
+        """
+        self.pad_token_id = pad_token_id
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._settings = settings
+        self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
+        self._tied = _tied_names(model)
+        self._asleep = False
+        require_supported(model.config, settings.device)
+        with keeping_process_state():
+            try:
+                self._llm = LLM(
+                    **engine_arguments(settings, model.config),
+                    weight_transfer_config={"backend": IN_PROCESS},
+                )
+            except (ValueError, RuntimeError, NotImplementedError) as error:
+                raise ModelError(f"rollout.name=vllm: the engine did not start: {error}") from error
+        self._worker: Any = self._llm.llm_engine.model_executor.driver_worker.worker
+
+    @torch.no_grad()
+    def generate(self, prompts: DataProto, params: SamplingParams) -> DataProto:
+        """See ``RolloutEngine.generate``; ``ModelError`` before all weights have come."""
+        self._ledger.require_complete()
+        seeds = seeds_of(prompts, params)
+        stop_ids = [*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)]
+        ids_B = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"])
+        requests: list[Any] = [{"prompt_token_ids": ids} for ids in ids_B for _ in range(params.n)]
+        samplings = [self._sampling(params, stop_ids, seed) for seed in (seeds or [None] * len(requests))]
+        outputs = self._llm.generate(requests, samplings, use_tqdm=False)
+        samples = _samples(outputs, params.max_tokens)
+        return answer(prompts, params, samples, pad_token_id=self.pad_token_id)
+
+    def _sampling(self, params: SamplingParams, stop_ids: list[int], seed: int | None) -> VLLMSamplingParams:
+        options: dict[str, Any] = dict(self._settings.sampling)
+        if not params.greedy:
+            options |= {"top_k": max(params.top_k, 0), "top_p": params.top_p}
+        return VLLMSamplingParams(
+            temperature=0.0 if params.greedy else params.temperature,
+            **options,
+            seed=seed,
+            max_tokens=params.max_tokens,
+            stop_token_ids=stop_ids,
+            ignore_eos=True,  # the end-of-sequence ids are among stop_token_ids unless they are to be ignored
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=self._settings.detokenize,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
+        """See ``RolloutEngine.update_weights``; cached prompts, which the old ones made, are dropped."""
+        if not self._ledger.open:
+            self._begin()
+        self._worker.update_weights({"weights": self._counted(weights)})
+        if not last:
+            return
+        self._ledger.end()
+        self._worker.finish_weight_update()
+        if self._asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        if not self._llm.reset_prefix_cache():
+            raise TrainingError(
+                "vLLM kept its prefix cache after an update of the weights: requests are running"
+            )
+
+    def _begin(self) -> None:
+        if self._asleep:
+            self._llm.wake_up(tags=["weights"])
+        self._ledger.begin()
+        self._worker.start_weight_update()
+
+    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in weights:
+            self._ledger.take(name, weight)
+            yield name, weight
+
+    def checksums(self) -> dict[str, int]:
+        """See ``RolloutEngine.checksums``; collective over the ranks of a tensor-parallel group."""
+        group = get_tp_group()
+        parts: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(
+            parts, held_checksums(self._worker.model_runner.get_model()), group=group.cpu_group
+        )
+        found = add_up(parts)
+        for name, original in self._tied.items():
+            if found.pop(name, found[original]) != found[original]:
+                del found[original]
+        return found
+
+    def release(self) -> None:
+        """See ``RolloutEngine.release``: weights and KV cache are given up, where vLLM can (on a GPU)."""
+        if self._settings.sleeps and not self._asleep:
+            self._llm.sleep(level=2)
+            self._ledger.forget()
+            self._asleep = True
+
+
+def require_supported(model: PreTrainedConfig, device: torch.device) -> None:
+    """``ModelError`` for heads that vLLM's attention on a CPU has no kernel for: it would find out too late."""
+    width, known = head_width(model), CPUAttentionBackend.get_supported_head_sizes()
+    if device.type == "cpu" and width not in known:
+        raise ModelError(
+            f"rollout.name=vllm: on a CPU vLLM's attention takes heads of {', '.join(map(str, known))} "
+            f"dimensions, and this model's have {width}; set actor_rollout_ref.rollout.name=hf"
+        )
+
+
+def _tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """The other names of weights that have several, and the first."""
+    first: dict[int, str] = {}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: kept for name, weight in every if (kept := first.setdefault(id(weight), name)) != name}
+
+
+def _unpadded(ids_BP: Tensor, mask_BP: Tensor) -> list[list[int]]:
+    return [row[mask].tolist() for row, mask in zip(ids_BP, mask_BP.bool(), strict=True)]
+
+
+def _samples(outputs: Sequence[RequestOutput], max_tokens: int) -> Samples:
+    tokens_RT = torch.zeros(len(outputs), max_tokens, dtype=torch.long)
+    log_probs_RT = torch.zeros(len(outputs), max_tokens)
+    lengths_R = torch.zeros(len(outputs), dtype=torch.long)
+    truncated_R = torch.zeros(len(outputs), dtype=torch.bool)
+    for row, request in enumerate(outputs):
+        (sample,) = request.outputs
+        length = len(sample.token_ids)
+        if sample.finish_reason not in ("stop", "length") or length == 0:
+            raise TrainingError(
+                f"vLLM gave up on sample {row} after {length} tokens: {sample.finish_reason!r}"
+            )
+        tokens_RT[row, :length] = torch.tensor(sample.token_ids)
+        log_probs: Any = sample.logprobs
+        log_probs_RT[row, :length] = torch.tensor(log_probs.logprobs)
+        lengths_R[row], truncated_R[row] = length, sample.finish_reason == "length"
+    return Samples(tokens_RT, log_probs_RT, lengths_R, truncated_R)

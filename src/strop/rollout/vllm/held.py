@@ -1,0 +1,141 @@
+"""What vLLM's model computes with, read back under the names that Hugging Face gives its weights.
+
+vLLM fuses projections (``qkv_proj``), pads vocabularies, shards over tensor-parallel ranks and, on a CPU,
+packs a linear layer's weight into a form that cannot be read, and drops the original. Multiplied by the
+identity such a layer gives its weight exactly: every sum has one term that is not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from strop.rollout.weights import Place, checksum
+
+_PROBES = 64
+"""Rows of the identity at a time: the answers for a large vocabulary are wide."""
+UNEQUAL = -1
+"""In the place of a checksum, which is never negative."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A part of one weight or bias on this rank."""
+
+    name: str
+    tensor: Tensor
+    place: Place = field(default_factory=Place)
+    counts: bool = True
+    """False where another rank holds the same and counts it."""
+
+
+@torch.no_grad()
+def held_checksums(model: nn.Module) -> dict[str, int]:
+    """This rank's part of every weight's checksum, by Hugging Face name: they add up over the ranks.
+
+    ``UNEQUAL`` where a weight is held twice (an output layer as it came and packed) and the two differ.
+    """
+    found: dict[str, int] = {}
+    for held in _held(model):
+        value = checksum(held.tensor, held.place) if held.counts else 0
+        found[held.name] = value if found.get(held.name, value) == value else UNEQUAL
+    return found
+
+
+def add_up(parts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """The checksums of whole weights from those of all ranks."""
+    total: dict[str, int] = {}
+    for name, value in chain.from_iterable(part.items() for part in parts):
+        both = (value, total.get(name, 0))
+        total[name] = UNEQUAL if UNEQUAL in both else sum(both) % (1 << 64)
+    return total
+
+
+def _held(model: nn.Module) -> Iterator[Held]:
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for path, module in model.named_modules():
+        parent, _, own = path.rpartition(".")
+        if isinstance(module, LinearBase):
+            names = [".".join(filter(None, (parent, part))) for part in fused.get(own, [own])]
+            yield from _linear(module, names)
+        elif isinstance(module, VocabParallelEmbedding):
+            yield from _embedding(module, path)
+        else:
+            for name, parameter in module.named_parameters(recurse=False):
+                yield Held(f"{path}.{name}" if path else name, parameter, counts=_first(model))
+
+
+def _linear(layer: Any, names: list[str]) -> Iterator[Held]:
+    weight, bias = _weight_of(layer), layer.bias
+    if isinstance(layer, RowParallelLinear):
+        width = weight.shape[1]
+        place = Place(column=layer.tp_rank * width, columns=layer.tp_size * width)
+        yield Held(f"{names[0]}.weight", weight, place)
+        if bias is not None:
+            yield Held(f"{names[0]}.bias", bias, counts=layer.tp_rank == 0)
+        return
+    start = 0
+    for name, (size, row, counts) in zip(names, _row_shards(layer, len(weight)), strict=True):
+        yield Held(f"{name}.weight", weight[start : start + size], Place(row=row), counts)
+        if bias is not None:
+            yield Held(f"{name}.bias", bias[start : start + size], Place(row=row), counts)
+        start += size
+
+
+def _row_shards(layer: Any, rows: int) -> list[tuple[int, int, bool]]:
+    """(rows here, first row in the whole, whether they count) of each of a layer's fused weights."""
+    rank = layer.tp_rank
+    if isinstance(layer, QKVParallelLinear):
+        query = layer.num_heads * layer.head_size
+        key, value = layer.num_kv_heads * layer.head_size, layer.num_kv_heads * layer.v_head_size
+        group, counts = rank // layer.num_kv_head_replicas, rank % layer.num_kv_head_replicas == 0
+        return [(query, rank * query, True), (key, group * key, counts), (value, group * value, counts)]
+    if isinstance(layer, MergedColumnParallelLinear):
+        sizes = [size // layer.tp_size for size in layer.output_sizes]
+        return [(size, rank * size, True) for size in sizes]
+    if isinstance(layer, ColumnParallelLinear):
+        return [(rows, rank * rows, True)]
+    return [(rows, 0, rank == 0)]
+
+
+def _embedding(layer: Any, path: str) -> Iterator[Held]:
+    shard = layer.shard_indices
+    rows, place = shard.num_org_elements, Place(row=shard.org_vocab_start_index)
+    yield Held(f"{path}.weight", layer.weight[:rows], place)
+    if hasattr(layer, "cpu_linear"):  # its packed form is what makes the logits
+        yield Held(f"{path}.weight", _through_identity(layer, layer.weight.shape[1])[:rows], place)
+
+
+def _weight_of(layer: Any) -> Tensor:
+    if layer.weight.numel():
+        return layer.weight
+    return _through_identity(layer, layer.input_size_per_partition)
+
+
+def _through_identity(layer: Any, width: int) -> Tensor:
+    """The weight [out, in] of a layer that only multiplies."""
+    columns = []
+    for start in range(0, width, _PROBES):
+        probes = torch.zeros(min(_PROBES, width - start), width, dtype=layer.weight.dtype)
+        probes[torch.arange(len(probes)), torch.arange(start, start + len(probes))] = 1
+        columns.append(layer.quant_method.apply(layer, probes.to(layer.weight.device), None).T)
+    return torch.cat(columns, dim=1)
+
+
+def _first(model: nn.Module) -> bool:
+    """Whether this is the first rank of its tensor-parallel group."""
+    ranks = [module.tp_rank for module in model.modules() if isinstance(module, LinearBase)]
+    return not ranks or ranks[0] == 0

@@ -1,0 +1,118 @@
+"""How the engine is built: strop's keys in vLLM's words, and what importing vLLM may not change."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+_BLOCK = 128
+"""Tokens of a KV-cache block: at most this many of a sequence's last block are unused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMSettings:
+    """The section ``actor_rollout_ref.rollout`` as the engine needs it."""
+
+    model_path: Path
+    config_overrides: Mapping[str, Any]
+    tokenizer_path: Path | None
+    """None: token ids are all it sees. Stop strings and bad words need a tokenizer."""
+    device: torch.device
+    dtype: torch.dtype
+    load_format: str
+    """``dummy``: the first weights come from the trainer; ``auto``: they are read from ``model_path``."""
+    max_model_len: int
+    """Most tokens of a prompt and its response."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_share: float
+    """``gpu_memory_utilization``: of the device's memory, for weights and KV cache."""
+    enforce_eager: bool
+    sleeps: bool
+    """Give weights and cache up between generation and update (``free_cache_engine``, on a GPU)."""
+    tensor_parallel: int
+    """Ranks that run one engine together."""
+    world_size: int
+    """Ranks of the worker group."""
+    trust_remote_code: bool
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """More of vLLM's ``SamplingParams``, by name."""
+
+    @property
+    def detokenize(self) -> bool:
+        """Whether vLLM has to see text: it looks for stop strings there."""
+        return bool(self.sampling.get("stop"))
+
+
+def engine_arguments(settings: VLLMSettings, model: PreTrainedConfig) -> dict[str, Any]:
+    """The arguments of ``vllm.LLM``."""
+    arguments = {
+        "model": str(settings.model_path),
+        "hf_overrides": dict(settings.config_overrides),
+        "tokenizer": str(settings.tokenizer_path or settings.model_path),
+        "skip_tokenizer_init": settings.tokenizer_path is None,
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "load_format": settings.load_format,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        "gpu_memory_utilization": settings.memory_share,
+        "enforce_eager": settings.enforce_eager,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "generation_config": "vllm",  # the folder's own sampling defaults are not asked
+        "enable_prefix_caching": True,  # a prompt is computed once for its samples
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if settings.world_size > 1:
+        arguments["distributed_executor_backend"] = "external_launcher"
+    if settings.device.type == "cuda":
+        arguments["enable_sleep_mode"] = settings.sleeps
+    else:
+        arguments["kv_cache_memory_bytes"] = _cache_bytes(settings, model)
+    return arguments
+
+
+def _cache_bytes(settings: VLLMSettings, model: PreTrainedConfig) -> int:
+    """On a CPU: room for ``max_num_seqs`` whole sequences, and no more than the share of what is free.
+
+    vLLM itself would take its share of the machine, however small the model, once for every rank.
+    """
+    text = model.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    token_bytes = 2 * text.num_hidden_layers * heads * head_width(model) * settings.dtype.itemsize
+    blocks = math.ceil(settings.max_model_len / _BLOCK) + 1
+    wanted = settings.max_num_seqs * blocks * _BLOCK * token_bytes // settings.tensor_parallel
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(wanted, int(free * settings.memory_share / settings.world_size))
+
+
+def head_width(model: PreTrainedConfig) -> int:
+    """Dimensions of an attention head."""
+    text = model.get_text_config(decoder=True)
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+@contextlib.contextmanager
+def keeping_process_state() -> Generator[None]:
+    """Building an engine seeds every random generator and replaces a function of torch: undo that."""
+    python, numpy_state, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy_state)
+            torch.set_num_threads = set_num_threads
