@@ -89,6 +89,7 @@ def _vllm_settings(worker: Worker) -> Any:
         enforce_eager=rollout.enforce_eager,
         sleeps=rollout.free_cache_engine and worker.device.type == "cuda",
         tensor_parallel=tensor_parallel_size(config),
+        rank=worker.rank,
         world_size=worker.world_size,
         trust_remote_code=policy.trust_remote_code,
         sampling=sampling,

@@ -6,7 +6,7 @@ step on the same requests.
 
 from __future__ import annotations
 
-import logging
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +33,8 @@ from strop.rollout.vllm.settings import (
 from strop.rollout.vllm.transfer import IN_PROCESS
 from strop.rollout.weights import WeightLedger
 
-logger = logging.getLogger(__name__)
+_Request = tuple[list[int], int | None]
+"""The ids of a prompt, and the seed of one sample of it."""
 
 
 class VLLMRollout:
@@ -58,7 +59,7 @@ class VLLMRollout:
         self._tied = _tied_names(model)
         self._asleep = False
         require_supported(model.config, settings.device)
-        with keeping_process_state():
+        with keeping_process_state(settings):
             try:
                 self._llm = LLM(
                     **engine_arguments(settings, model.config),
@@ -75,11 +76,25 @@ class VLLMRollout:
         seeds = seeds_of(prompts, params)
         stop_ids = [*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)]
         ids_B = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"])
-        requests: list[Any] = [{"prompt_token_ids": ids} for ids in ids_B for _ in range(params.n)]
-        samplings = [self._sampling(params, stop_ids, seed) for seed in (seeds or [None] * len(requests))]
-        outputs = self._llm.generate(requests, samplings, use_tqdm=False)
-        samples = _samples(outputs, params.max_tokens)
+        rows = [ids for ids in ids_B for _ in range(params.n)]
+        requests, own = self._of_group(list(zip(rows, seeds or [None] * len(rows), strict=True)))
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": ids} for ids, _ in requests],
+            [self._sampling(params, stop_ids, seed) for _, seed in requests],
+            use_tqdm=False,
+        )
+        samples = _samples(outputs[own], params.max_tokens)
         return answer(prompts, params, samples, pad_token_id=self.pad_token_id)
+
+    def _of_group(self, requests: list[_Request]) -> tuple[list[_Request], slice]:
+        """The requests of all ranks that run one engine, each of which must give it all; where its own are."""
+        group = get_tp_group()
+        if group.world_size == 1:
+            return requests, slice(None)
+        of_ranks: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(of_ranks, requests, group=group.cpu_group)
+        start = sum(map(len, of_ranks[: group.rank_in_group]))
+        return list(itertools.chain(*of_ranks)), slice(start, start + len(requests))
 
     def _sampling(self, params: SamplingParams, stop_ids: list[int], seed: int | None) -> VLLMSamplingParams:
         options: dict[str, Any] = dict(self._settings.sampling)
@@ -149,7 +164,7 @@ class VLLMRollout:
 
 
 def require_supported(model: PreTrainedConfig, device: torch.device) -> None:
-    """``ModelError`` for heads that vLLM's attention on a CPU has no kernel for: it would find out too late."""
+    """``ModelError`` for heads that vLLM has no attention kernel for on a CPU: it would find out too late."""
     width, known = head_width(model), CPUAttentionBackend.get_supported_head_sizes()
     if device.type == "cpu" and width not in known:
         raise ModelError(

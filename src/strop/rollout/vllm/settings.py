@@ -42,8 +42,9 @@ class VLLMSettings:
     """Give weights and cache up between generation and update (``free_cache_engine``, on a GPU)."""
     tensor_parallel: int
     """Ranks that run one engine together."""
+    rank: int
     world_size: int
-    """Ranks of the worker group."""
+    """Ranks of the worker group, which have met in ``torch.distributed``."""
     trust_remote_code: bool
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's ``SamplingParams``, by name."""
@@ -106,8 +107,10 @@ def head_width(model: PreTrainedConfig) -> int:
 
 
 @contextlib.contextmanager
-def keeping_process_state() -> Generator[None]:
+def keeping_process_state(settings: VLLMSettings) -> Generator[None]:
     """Building an engine seeds every random generator and replaces a function of torch: undo that."""
+    if settings.world_size > 1:  # vLLM asks those who start processes themselves for their names
+        os.environ |= {"RANK": str(settings.rank), "LOCAL_RANK": "0"}
     python, numpy_state, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
