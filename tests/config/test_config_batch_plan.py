@@ -148,6 +148,44 @@ def test_a_token_cap_holds_one_whole_sequence():
         resolve_micro_batch(load_config([*rewards, "reward_model.max_length=2001"]), "reward_model")
 
 
+SHARED = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+
+
+def test_ranks_that_share_sequences_take_samples_together():
+    sizes = ["data.train_batch_size=12", f"{MINI}=6", f"{MICRO}_per_gpu=4", f"{SHARED}=2"]
+    critic = "critic.ppo_mini_batch_size=12"
+    shared = plan(*sizes, critic, ranks=4)
+    assert (shared.ranks, shared.actor.sharing, shared.critic.sharing) == (4, 2, 1)
+    assert (shared.actor.samples_per_rank, shared.actor.micro_batches) == (3, 1)
+    assert shared.forwards["log_prob"].samples_per_rank == shared.forwards["ref"].samples_per_rank == 6
+    assert shared.forwards["values"].samples_per_rank == 3
+    assert plan(*sizes).actor.sharing == 1  # one process has nobody to share with
+    on_four = "x actor_rollout_ref.rollout.n=1 does not divide over 4 ranks (nearest: 4)"
+    assert problems(*sizes[:1], f"{MINI}=1", f"{SHARED}=2", ranks=4) == [
+        f"{MINI}=1 x actor_rollout_ref.rollout.n=1 does not divide over 2 groups of 2 ranks (nearest: 2)",
+        f"critic.ppo_mini_batch_size=1 {on_four}",
+    ]
+    assert problems("data.train_batch_size=12", f"{MINI}=2", f"{SHARED}=2", ranks=4) == [
+        f"critic.ppo_mini_batch_size=2 {on_four}"
+    ]
+    assert problems(*sizes[:3], critic, f"{SHARED}=3", ranks=4) == [
+        f"{SHARED}=3 does not divide the 4 ranks (nearest: 2, 4)",
+        SHARED.replace("actor.u", "ref.u") + "=3 does not divide the 4 ranks (nearest: 2, 4)",
+    ]
+
+
+def test_ranks_that_share_sequences_have_the_tokens_of_all_of_them():
+    cap = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    dynamic = ["actor_rollout_ref.actor.use_dynamic_bsz=True", f"{SHARED}=2"]
+    config = load_config([*dynamic, f"{cap}=512"])
+    assert resolve_micro_batch(config, "actor", ranks=4) == MicroBatchSize(max_tokens=1024)
+    assert resolve_micro_batch(config, "ref", ranks=4) == MicroBatchSize(max_tokens=1024)
+    with pytest.raises(ConfigError, match=r"=511 on 2 ranks does not hold .* 1024 tokens|\(at least 512\)"):
+        resolve_micro_batch(load_config([*dynamic, f"{cap}=511"]), "actor", ranks=4)
+    deprecated = load_config([f"{MICRO}=32", f"{SHARED}=2"])
+    assert resolve_micro_batch(deprecated, "actor", ranks=4) == MicroBatchSize(rows=16)
+
+
 def test_nearest_and_divisors():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(1) == [1]

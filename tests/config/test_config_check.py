@@ -326,7 +326,7 @@ def test_every_key_that_counts_as_honoured_is_read_somewhere():
     text = "\n".join(path.read_text() for path in files)
     in_batch_plan = {keys.per_gpu for keys in MICRO_BATCHES.values()}
     for keys in MICRO_BATCHES.values():
-        in_batch_plan |= {keys.overall, keys.dynamic, keys.max_tokens}
+        in_batch_plan |= {keys.overall, keys.dynamic, keys.max_tokens, keys.sequence_parallel}
     unread = [
         path
         for path in leaf_paths()
@@ -412,7 +412,8 @@ def test_keys_of_one_reason_share_a_line(report):
         "critic.ulysses_sequence_parallel_size=4",
     )
     (line,) = [line for line in report(*sizes).warnings if "ulysses" in line]
-    assert line == f"no effect (a sequence stays on one rank; the numbers are the same): {', '.join(sizes)}"
+    reason = "one process has nobody to share a sequence with; the numbers are the same"
+    assert line == f"no effect ({reason}): {', '.join(sizes)}"
 
 
 def test_deprecated_keys_are_named_and_contradictions_are_errors(report):

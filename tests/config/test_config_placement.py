@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from strop.config import placement
@@ -142,3 +144,42 @@ def test_copies_have_to_share_the_ranks_evenly():
     for size in (-1, 1, 2, 4, 8, 16):
         even = load_config(["trainer.n_gpus_per_node=8", f"{actor}={size}"])
         assert list(processes.hybrid_sharding(even)) == []
+
+
+@pytest.fixture
+def eight_ranks(tmp_path):
+    """What is found about sharing sequences among eight ranks, with a model of six heads."""
+    facts = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 1, "vocab_size": 10}
+    (tmp_path / "config.json").write_text(json.dumps({**facts, "intermediate_size": 8}))
+    common = ("trainer.n_gpus_per_node=8", f"actor_rollout_ref.model.path={tmp_path}")
+
+    def found(*overrides):
+        return [finding.text for finding in processes.shared_sequences(load_config([*common, *overrides]))]
+
+    return found
+
+
+ACTOR = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+PACKED = "actor_rollout_ref.model.use_remove_padding"
+
+
+def test_ranks_share_packed_rows_only(eight_ranks):
+    assert eight_ranks(f"{ACTOR}=2", f"{PACKED}=True") == []
+    assert eight_ranks(f"{ACTOR}=1") == eight_ranks(f"{ACTOR}=2", "trainer.n_gpus_per_node=1") == []
+    without_reference = "algorithm.kl_ctrl.kl_coef=0"
+    assert eight_ranks(f"{ACTOR}=2", without_reference) == [
+        f"{ACTOR}=2 shares packed rows; set {PACKED}=True"
+    ]
+    critic = "critic.ulysses_sequence_parallel_size=2"
+    assert eight_ranks(critic, f"{PACKED}=True", "critic.model.use_remove_padding=False") == [
+        f"{critic} shares packed rows; set critic.model.use_remove_padding=True"
+    ]
+    assert eight_ranks(critic, "algorithm.adv_estimator=grpo") == []
+
+
+def test_ranks_divide_the_heads_among_them(eight_ranks, tmp_path):
+    critic = "critic.ulysses_sequence_parallel_size=4"
+    assert eight_ranks(critic, f"{PACKED}=True") == [
+        f"{critic} does not divide the 6 attention heads of {tmp_path} (nearest: 3, 6)"
+    ]
+    assert eight_ranks(critic, f"{PACKED}=True", "critic.model.path=some/name") == []  # not here to be read

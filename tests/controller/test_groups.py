@@ -41,6 +41,11 @@ def group(request, ray_session):
         yield made
 
 
+def _copies(group) -> int:
+    """Ranks that share rows."""
+    return 2 if getattr(group, "worker_cls", None) is PairedWorker else 1
+
+
 def test_one_to_all_reaches_every_rank_and_answers_with_rank_zero(group):
     before = group.values()
     assert len(before) == group.world_size
@@ -62,8 +67,8 @@ def test_data_parallel_results_stand_in_the_order_of_the_rows(group, rows):
     assert torch.equal(result.batch["doubled"], batch.batch["input_ids"] * 3)
     assert torch.equal(result.batch["half"], batch.batch["input_ids"].bfloat16() / 2)
     assert torch.equal(result.batch["counted"], batch.batch["response_mask"].sum(dim=1))
-    shards = {"LocalWorkerGroup": 1}.get(type(group).__name__, getattr(group, "_shards", 1))
-    assert set(result.non_tensor_batch["rows"]) == {-(-rows // shards)}
+    parts = group.world_size // _copies(group)
+    assert set(result.non_tensor_batch["rows"]) == {-(-rows // parts)}
 
 
 def test_several_results_for_a_row_stay_together(group):
@@ -75,8 +80,8 @@ def test_several_results_for_a_row_stay_together(group):
 
 def test_padding_counts_nowhere_and_shared_rows_count_once_a_rank(group):
     batch = random_samples(7)
-    copies = 2 if getattr(group, "worker_cls", None) is PairedWorker else 1
-    assert group.count(batch) == {"tokens": float(batch.batch["response_mask"].sum()) * copies, "rank": 0.0}
+    tokens = float(batch.batch["response_mask"].sum()) * _copies(group)
+    assert group.count(batch) == {"tokens": tokens, "rank": 0.0}
 
 
 def test_what_a_worker_returned_can_be_sent_back(group):
@@ -111,6 +116,7 @@ def test_ranks_that_share_data_get_the_same_rows(ray_session):
     with _on_ray(pools(main=[4])[0], PairedWorker) as group:
         result = group.double(random_samples(9))
         assert set(result.batch["rank"].tolist()) == {0, 2}  # collected once, from the first of each pair
+        assert set(group.samples(random_samples(9), 2).batch["rank"].tolist()) == {0, 1, 2, 3}  # not in pairs
         assert len(set(group.pids())) == 4
 
 

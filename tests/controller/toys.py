@@ -89,7 +89,8 @@ class ToyWorker:
     def samples(self, batch: DataProto, n: int) -> DataProto:
         repeated = batch.select("input_ids").repeat(n)
         numbers = torch.arange(n).repeat(len(batch))
-        return DataProto({**repeated.batch, "sample": numbers}, repeated.non_tensor_batch)
+        rank = torch.full((len(repeated),), self.rank)
+        return DataProto({**repeated.batch, "sample": numbers, "rank": rank}, repeated.non_tensor_batch)
 
     @register(Dispatch.DATA_PARALLEL)
     def count(self, batch: DataProto) -> dict[str, float]:
@@ -164,15 +165,11 @@ class ToyWorker:
 
 
 class PairedWorker(ToyWorker):
-    """Two ranks share data, as in tensor parallelism."""
+    """Two ranks share data, as in tensor or sequence parallelism; ``samples`` gives each its own."""
 
-    @property
-    def data_parallel_rank(self) -> int:
-        return self.rank // 2
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.world_size // 2
+    def data_parallel_place(self, method: str) -> tuple[int, int]:
+        size = 1 if method == "samples" else 2
+        return self.rank // size, self.world_size // size
 
 
 class BrokenWorker(ToyWorker):

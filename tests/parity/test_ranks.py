@@ -17,6 +17,7 @@ from runs import hashes, make_inputs, metrics, overrides, train
 
 STEPS = 5
 ACTOR = "actor_rollout_ref.actor"
+PACKED = "actor_rollout_ref.model.use_remove_padding=true"  # the critic's follows it
 COMMON = (
     f"trainer.total_training_steps={STEPS}",
     f"trainer.save_freq={STEPS}",
@@ -53,6 +54,25 @@ LAYOUTS = {
         "actor_rollout_ref.hybrid_engine=false",
         "trainer.resource_pools={policy: [2], rollout: [1]}",
         "trainer.placement={Actor: policy, Critic: policy, RefPolicy: policy, Rollout: rollout}",
+    ),
+    "2 ranks that share sequences": (
+        *micro_batches(3, 1),
+        "trainer.n_gpus_per_node=2",
+        PACKED,
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        "critic.ulysses_sequence_parallel_size=2",
+    ),
+    "4 ranks, every role in its own way": (
+        "trainer.n_gpus_per_node=4",
+        PACKED,
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        f"{ACTOR}.fsdp_config.fsdp_size=2",
+        f"{ACTOR}.use_dynamic_bsz=true",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=12",
+        "critic.ppo_max_token_len_per_gpu=12",
+        "critic.ulysses_sequence_parallel_size=4",
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=true",
     ),
     "dynamic micro-batches on 2 ranks": (
         "trainer.n_gpus_per_node=2",
@@ -106,6 +126,8 @@ def results(inputs, ray_session):
         ("2 ranks", "4 ranks"),
         ("local", "HSDP 2x2"),
         ("local", "dynamic micro-batches on 2 ranks"),
+        ("local", "2 ranks that share sequences"),
+        ("local", "4 ranks, every role in its own way"),
         ("2 ranks", "actor on 2 ranks, rollout on 1 other"),
     ],
 )

@@ -97,8 +97,8 @@ class BatchPlan:
         with_critic = needs_critic(config.algorithm.adv_estimator)
         samples = data.train_batch_size * n
         ranks = Placement.from_config(config).ranks_of_pass
-        actor = attempt(lambda: _plan_update(config, "actor", ranks("actor")))
-        critic = attempt(lambda: _plan_update(config, "critic", ranks("critic"))) if with_critic else None
+        actor = attempt(lambda: _plan_update(config, "actor", ranks))
+        critic = attempt(lambda: _plan_update(config, "critic", ranks)) if with_critic else None
         forwards = {
             name: attempt(lambda name=name: _plan_forward(config, name, samples, ranks(name)))
             for name in forward_passes(config)
@@ -136,7 +136,7 @@ def forward_passes(config: Config) -> list[str]:
     return ["log_prob", *(name for name, present in optional.items() if present)]
 
 
-def _plan_update(config: Config, name: str, ranks: int) -> UpdatePlan:
+def _plan_update(config: Config, name: str, ranks_of_pass: Callable[[str], int]) -> UpdatePlan:
     is_actor = name == "actor"
     section = config.actor_rollout_ref.actor if is_actor else config.critic
     key = "actor_rollout_ref.actor.ppo_mini_batch_size" if is_actor else "critic.ppo_mini_batch_size"
@@ -146,15 +146,16 @@ def _plan_update(config: Config, name: str, ranks: int) -> UpdatePlan:
         section.ppo_mini_batch_size,
     )
     problems = []
-    sharing = sequence_parallel_size(config, name, ranks)
-    groups = ranks // sharing
+    ranks = ranks_of_pass(name)
+    groups = _groups(config, name, ranks_of_pass)
     working = [size for size in divisors(prompts) if size * n % groups == 0]
-    reported = not is_actor and mini == config.actor_rollout_ref.actor.ppo_mini_batch_size  # with the actor's
+    actors = config.actor_rollout_ref.actor.ppo_mini_batch_size, _groups(config, "actor", ranks_of_pass)
+    reported = not is_actor and (mini, groups) == actors  # with the actor's
     if mini not in working and not reported:
         wrong = (
             f"does not divide data.train_batch_size={prompts}"
             if prompts % mini
-            else f"x actor_rollout_ref.rollout.n={n} does not divide over {_in_words(groups, sharing)}"
+            else f"x actor_rollout_ref.rollout.n={n} does not divide over {_in_words(groups, ranks)}"
         )
         problems.append(f"{key}={mini} {wrong} ({nearest_in_words(mini, working)})")
     try:
@@ -171,12 +172,17 @@ def _plan_update(config: Config, name: str, ranks: int) -> UpdatePlan:
         samples_per_rank=samples_per_rank,
         micro_batch=micro_batch,
         micro_batches=micro_batch.passes(samples_per_rank),
-        sharing=sharing,
+        sharing=ranks // groups,
     )
 
 
-def _in_words(groups: int, sharing: int) -> str:
-    return f"{groups} ranks" if sharing == 1 else f"{groups} groups of {sharing} ranks"
+def _groups(config: Config, name: str, ranks_of_pass: Callable[[str], int]) -> int:
+    """Parts that the samples of a pass are spread over."""
+    return ranks_of_pass(name) // sequence_parallel_size(config, name, ranks_of_pass(name))
+
+
+def _in_words(groups: int, ranks: int) -> str:
+    return f"{ranks} ranks" if groups == ranks else f"{groups} groups of {ranks // groups} ranks"
 
 
 def _plan_forward(config: Config, name: str, samples: int, ranks: int) -> ForwardPlan:

@@ -17,8 +17,7 @@ from strop.errors import ConfigError
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """What one pass takes on one rank, or on the ranks that share it: `rows` sequences, or at most
-    `max_tokens`."""
+    """What one pass takes on one rank, or ranks that share it: `rows` sequences, or at most `max_tokens`."""
 
     rows: int | None = None
     max_tokens: int | None = None

@@ -18,8 +18,7 @@ class Dispatch(Enum):
     ``DATA_PARALLEL``: the rows of the first argument, a ``DataProto``, are spread over the data-parallel
     ranks, in equal numbers and with their tokens balanced; what is missing for equal numbers is padded. A
     ``DataProto`` that comes back is put together in the order of the argument, without the padding; of any
-    other result rank zero's counts. Ranks that share data (their workers have the same
-    ``data_parallel_rank``) get the same rows.
+    other result rank zero's counts. Ranks that share data (``data_parallel_places``) get the same rows.
     ``RANK_ZERO``: only rank zero is called. It must not wait for other ranks.
     """
 
@@ -41,6 +40,17 @@ def register(dispatch: Dispatch) -> Callable[[Method], Method]:
 def dispatch_of(worker_cls: type, name: str) -> Dispatch | None:
     """The mark of a method, or None when it is not for groups to call."""
     return getattr(getattr(worker_cls, name, None), _MARK, None)
+
+
+def data_parallel_places(worker: Any, rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    """By data-parallel method: the part of the rows that this rank gets, and how many parts there are.
+
+    A worker whose ranks share rows says so by a method ``data_parallel_place(method)``; of any other each
+    rank gets a part of its own.
+    """
+    own = getattr(worker, "data_parallel_place", lambda method: (rank, world_size))
+    names = [name for name in dir(type(worker)) if dispatch_of(type(worker), name) is Dispatch.DATA_PARALLEL]
+    return {name: own(name) for name in names}
 
 
 def require_dispatch(worker_cls: type, name: str, group: str) -> Dispatch:

@@ -70,9 +70,8 @@ class RayWorkerGroup:
         added = {
             rank: host.add.remote(self.name, worker, rank, len(hosts)) for rank, host in enumerate(hosts)
         }
-        mesh = self._processes.wait(self._processes.begin(self.name, "__init__", added), starting=True)
-        self._shard_of = [mesh[rank][0] for rank in range(len(hosts))]
-        self._shards = mesh[0][1]
+        places = self._processes.wait(self._processes.begin(self.name, "__init__", added), starting=True)
+        self._places: list[dict[str, tuple[int, int]]] = [places[rank] for rank in range(len(hosts))]
 
     @property
     def world_size(self) -> int:
@@ -108,24 +107,26 @@ class RayWorkerGroup:
     ) -> Running:
         self._processes.require_alive()
         ranks = [0] if dispatch is Dispatch.RANK_ZERO else range(self.world_size)
-        shards = shard(args[0], self._shards) if dispatch is Dispatch.DATA_PARALLEL else None
-        if shards is None:
+        shards, answers = None, [0]
+        if dispatch is Dispatch.DATA_PARALLEL:
+            part_of, sizes = zip(*(places[method] for places in self._places), strict=True)
+            shards = shard(args[0], sizes[0])
+            answers = [part_of.index(part) for part in range(sizes[0])]  # of each part, its lowest rank
+            parts = [self._pack(((part, *args[1:]), kwargs)) for part in shards.parts]
+            messages = [parts[part] for part in part_of]
+        else:
             packed, references = self._pack((args, kwargs))
             message = ray.put(packed) if packed.nbytes > _WORTH_A_PUT and len(ranks) > 1 else packed
             messages = [(message, references)] * len(ranks)
-        else:
-            parts = [self._pack(((part, *args[1:]), kwargs)) for part in shards.parts]
-            messages = [parts[self._shard_of[rank]] for rank in ranks]
         infos, objects = {}, {}
         for rank, (message, references) in zip(ranks, messages, strict=True):
             host = self._processes.hosts[rank]
             infos[rank], objects[rank] = host.call.remote(self.name, method, message, *references)
-        first = {self._shard_of[rank]: rank for rank in reversed(ranks)}  # of each shard, its lowest rank
         return Running(
             call=self._processes.begin(self.name, method, infos),
             objects=objects,
             shards=shards,
-            answers=[first[index] for index in range(self._shards)] if shards else [0],
+            answers=answers,
             receive=self._receive,
         )
 

@@ -21,6 +21,7 @@ from typing import Any
 import ray
 
 from strop.controller.arrays import to_array
+from strop.controller.dispatch import data_parallel_places
 from strop.controller.ray_wire import Packed, pack, unpack
 from strop.protocol import DataProto
 
@@ -89,12 +90,12 @@ class WorkerHost:
             timeout=timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S if timeout_s else 7 * 24 * 3600),
         )
 
-    def add(self, name: str, worker: bytes, rank: int, world_size: int) -> tuple[int, int]:
-        """Construct a worker; returns its data-parallel rank and how many of those there are."""
+    def add(self, name: str, worker: bytes, rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+        """Construct a worker; returns its ``data_parallel_places``."""
         worker_cls, init_kwargs = pickle.loads(worker)
         made = worker_cls(**init_kwargs, rank=rank, world_size=world_size)
         self._workers[name] = made
-        return getattr(made, "data_parallel_rank", rank), getattr(made, "data_parallel_size", world_size)
+        return data_parallel_places(made, rank, world_size)
 
     def remove(self, name: str) -> None:
         """Drop a worker, and with it its model."""

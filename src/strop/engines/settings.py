@@ -17,7 +17,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class ShardingSettings:
-    """Which modules are units, and how many ranks share one copy of the parameters."""
+    """Which modules are units, and how many ranks share one copy of the parameters, or one sequence."""
 
     layer_classes: tuple[str, ...] = ()
     """Names of the classes to shard as units; none: the model's own decoder layers."""
@@ -25,6 +25,8 @@ class ShardingSettings:
     """Instead, units of at least this many parameters; 0: by class."""
     fsdp_size: int = -1
     """Ranks that share one copy; -1: all. 1: every rank has its own."""
+    sequence_parallel_size: int = 1
+    """Neighbouring ranks that get the same batches and run passes over them together."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from strop.errors import ModelError
 from strop.models.packing import (
     Packing,
     check_packable,
@@ -20,6 +21,7 @@ from strop.models.packing import (
     packed_attention,
     packed_hidden_states,
 )
+from strop.models.ulysses import SequenceGroup, check_shareable
 
 
 class RoleModel(nn.Module):
@@ -40,6 +42,7 @@ class RoleModel(nn.Module):
         super().__init__()
         self.hugging_face_model = hugging_face_model
         self.packed = packed
+        self.sequence_group: SequenceGroup | None = None
         if packed:
             check_packable(hugging_face_model, self.packing_key)
         if not next(hugging_face_model.parameters()).is_meta:
@@ -48,35 +51,71 @@ class RoleModel(nn.Module):
     def check(self) -> None:
         """``ModelError`` when the wrapper does not fit the model; needs its weights."""
         if self.packed:
-            check_packed_pass(self.hugging_face_model, self.packing_key)
+            check_packed_pass(self.hugging_face_model, self.packing_key, self.sequence_group)
+
+    def share_sequences(self, group: SequenceGroup) -> None:
+        """From now on the ranks of ``group`` get the same batches, and run a pass over them together.
+
+        The outputs are whole on every rank. ``ModelError`` when the passes are not packed, or when the model
+        cannot be shared; ``check`` shows whether it computes the same.
+        """
+        if not self.packed:
+            raise ModelError(
+                f"ulysses_sequence_parallel_size={group.size} shares packed rows; set {self.packing_key}=True"
+            )
+        check_shareable(self.hugging_face_model, group.size)
+        self.sequence_group = group
 
     def enable_gradient_checkpointing(self) -> None:
         """Keep the inputs of layers only, and compute the layers again in the backward pass."""
         options: dict[str, Any] = {"use_reentrant": False}
         if self.packed:  # the backward pass runs when the forward pass has put the attention back
-            options["context_fn"] = lambda: (nullcontext(), packed_attention(self.hugging_face_model))
+            options["context_fn"] = lambda: (
+                nullcontext(),
+                packed_attention(self.hugging_face_model, self.sequence_group),
+            )
         self.hugging_face_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
-    def hidden_states_at(self, batch: Mapping[str, Tensor], chosen_BL: Tensor) -> Tensor:
-        """The last hidden states [n, H] of the tokens where ``chosen_BL`` is True, row by row."""
-        if not self.packed:
+    def packing(self, batch: Mapping[str, Tensor]) -> Packing | None:
+        """How this batch is packed; None for a padded pass."""
+        return Packing(batch["attention_mask"], self.sequence_group) if self.packed else None
+
+    def hidden_states_at(
+        self, batch: Mapping[str, Tensor], chosen_BL: Tensor, packing: Packing | None
+    ) -> Tensor:
+        """The last hidden states [n, H] of the tokens where ``chosen_BL`` is True, row by row.
+
+        Tokens that another rank has give a hidden state that is not theirs.
+        """
+        if packing is None:
             return hidden_states(self.hugging_face_model, batch)[chosen_BL]
-        packing = Packing(batch["attention_mask"])
         return packed_hidden_states(self.hugging_face_model, batch, packing)[packing.places(chosen_BL)]
+
+    def whole(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs of all ranks that share the batch; each has zeros where the tokens are another's."""
+        if self.sequence_group is None:
+            return outputs
+        return {name: self.sequence_group.sum_of_parts(output) for name, output in outputs.items()}
 
 
 class ResponseTokens:
-    """The n response tokens of a micro-batch that the mask keeps, and the way back to [B, T]."""
+    """The n response tokens of a micro-batch that the mask keeps, and the way back to [B, T].
 
-    def __init__(self, batch: Mapping[str, Tensor]) -> None:
+    Of those that ranks share, the ones that follow a token which this rank has.
+    """
+
+    def __init__(self, batch: Mapping[str, Tensor], packing: Packing | None) -> None:
         self._mask_BT = batch["response_mask"].bool()
+        width, response_width = batch["input_ids"].shape[1], self._mask_BT.shape[1]
+        # response token t is foretold at column P + t - 1
+        first = width - response_width - 1
+        if packing is not None:
+            self._mask_BT = self._mask_BT & packing.own_BL[:, first:-1]
         self.kept_BT = self._mask_BT
         if not self._mask_BT.any():  # the pass must reach every parameter still: other ranks wait for it
             self.kept_BT = torch.zeros_like(self._mask_BT)
             self.kept_BT[0, 0] = True
-        width, response_width = batch["input_ids"].shape[1], self._mask_BT.shape[1]
-        # response token t is foretold at column P + t - 1
-        self.before_BL = nn.functional.pad(self.kept_BT, (width - response_width - 1, 1))
+        self.before_BL = nn.functional.pad(self.kept_BT, (first, 1))
 
     def spread(self, values: Tensor) -> Tensor:
         """[n, ...] -> [B, T, ...], 0 where the mask is 0."""

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from strop.errors import ModelError
+from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup, SharedRow
 
 Runs = tuple[tuple[int, int], ...]
 """(S, K) of each run: so many neighbouring sequences of the same length."""
@@ -74,19 +75,24 @@ AttentionInterface.register(_PACKED, _packed_attention)
 
 
 @contextmanager
-def packed_attention(model: PreTrainedModel) -> Generator[None]:
+def packed_attention(model: PreTrainedModel, group: SequenceGroup | None = None) -> Generator[None]:
     """Attention by sequence in place of ``sdpa``; flash-attention stays, and takes the lengths itself.
 
-    Not for good: a rollout generates with the same model, from padded prompts and with a cache.
+    With a ``group`` either is called on whole rows, of which the model has a piece. Not for good: a rollout
+    generates with the same model, from padded prompts and with a cache.
     """
     config = model.config
     before = config._attn_implementation
-    if not _is_flash(before):
-        config._attn_implementation = _PACKED
+    config._attn_implementation = _row_attention(before) if group is None else SHARED_ATTENTION
     try:
         yield
     finally:
         config._attn_implementation = before
+
+
+def _row_attention(implementation: str) -> str:
+    """The back-end that attends to a packed row, for a model that was loaded with ``implementation``."""
+    return implementation if _is_flash(implementation) else _PACKED
 
 
 @contextmanager
@@ -107,29 +113,56 @@ def _is_flash(implementation: str | None) -> bool:
 
 
 class Packing:
-    """Where the real tokens of padded rows stand in one packed row."""
+    """Where the real tokens of padded rows stand in one packed row, or in the pieces of a ``group``."""
 
-    def __init__(self, attention_mask_BL: Tensor) -> None:
+    def __init__(self, attention_mask_BL: Tensor, group: SequenceGroup | None = None) -> None:
         self._mask_BL = attention_mask_BL.bool()
         lengths = self._mask_BL.sum(dim=1).tolist()
         self._lengths = [length for length in lengths if length]
+        self.group = group
 
     def pack(self, values_BL: Tensor) -> Tensor:
-        """[1, N]: the columns of the first row that are no padding, then those of the second, and so on."""
-        return values_BL[self._mask_BL][None]
+        """[1, N]: the columns of the first row that are no padding, then those of the second, and so on.
+
+        With a group, this rank's piece of it.
+        """
+        row_N = values_BL[self._mask_BL]
+        return (row_N if self.group is None else self.group.piece(row_N))[None]
 
     def places(self, chosen_BL: Tensor) -> Tensor:
-        """Where in the packed row the ``chosen_BL`` tokens are; none of them may be padding."""
-        place_BL = self._mask_BL.flatten().cumsum(0).view_as(self._mask_BL) - 1
-        return place_BL[chosen_BL]
+        """Where in the packed row the ``chosen_BL`` tokens are; none of them may be padding.
+
+        With a group, where in the piece that each is in.
+        """
+        places = self._place_BL[chosen_BL]
+        return places if self.group is None else places % self.group.piece_length(sum(self._lengths))
+
+    @property
+    def own_BL(self) -> Tensor:  # noqa: N802 - a tensor
+        """The real tokens that this rank has."""
+        if self.group is None:
+            return self._mask_BL
+        length = self.group.piece_length(sum(self._lengths))
+        return self._mask_BL & (self._place_BL // length == self.group.rank)
+
+    @property
+    def _place_BL(self) -> Tensor:  # noqa: N802 - a tensor
+        return self._mask_BL.flatten().cumsum(0).view_as(self._mask_BL) - 1
 
     @property
     def runs(self) -> Runs:
         """The sequences in their order, neighbours of equal length together."""
         return tuple((len(list(same)), length) for length, same in itertools.groupby(self._lengths))
 
-    def options(self, implementation: str | None) -> dict[str, Any]:
-        """How an attention back-end is told where sequences end."""
+    def options(self, implementation: str) -> dict[str, Any]:
+        """How attention, loaded as ``implementation``, is told where sequences end and what ranks have."""
+        ends = self._ends(implementation)
+        if self.group is None:
+            return ends
+        row = SharedRow(self.group, sum(self._lengths), _row_attention(implementation))
+        return {**ends, "shared_row": row}
+
+    def _ends(self, implementation: str) -> dict[str, Any]:
         if not _is_flash(implementation):
             return {"sequence_runs": self.runs}
         ends = list(itertools.accumulate(self._lengths, initial=0))
@@ -144,14 +177,18 @@ class Packing:
 
 
 def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], packing: Packing) -> Tensor:
-    """The last hidden states [N, H] of the packed row; one forward pass of the decoder without a cache."""
-    with packed_attention(model):
+    """The last hidden states [N, H] of the packed row, or [n, H] of this rank's piece.
+
+    One forward pass of the decoder without a cache.
+    """
+    options = packing.options(model.config._attn_implementation)
+    with packed_attention(model, packing.group):
         return model.base_model(
             input_ids=packing.pack(batch["input_ids"]),
             attention_mask=None,
             position_ids=packing.pack(batch["position_ids"]),
             use_cache=False,
-            **packing.options(model.config._attn_implementation),
+            **options,
         ).last_hidden_state[0]
 
 
@@ -178,11 +215,11 @@ def check_packable(model: PreTrainedModel, key: str) -> None:
 
 
 @torch.no_grad()
-def check_packed_pass(model: PreTrainedModel, key: str) -> None:
+def check_packed_pass(model: PreTrainedModel, key: str, group: SequenceGroup | None = None) -> None:
     """``ModelError`` when tokens of one sequence change another's hidden states; needs the weights.
 
     Three short sequences, packed and padded: a family that mixes tokens anywhere but in attention, or
-    counts positions by itself, would otherwise train on wrong numbers.
+    counts positions by itself, would otherwise train on wrong numbers. The ranks of a ``group`` share them.
     """
     mask_BL = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]], device=model.device)
     ids_BL = torch.arange(12, device=model.device).view(3, 4) % model.config.get_text_config().vocab_size
@@ -194,7 +231,7 @@ def check_packed_pass(model: PreTrainedModel, key: str) -> None:
     with portable_attention(model):
         padded_NH = model.base_model(**batch, use_cache=False).last_hidden_state[mask_BL.bool()]
         try:
-            packed_NH = packed_hidden_states(model, batch, Packing(mask_BL))
+            packed_NH = _whole_hidden_states(model, batch, Packing(mask_BL, group))
         except (TypeError, ModelError) as error:  # a layer that takes, or hands on, no such option
             raise ModelError(f"{key}=True: {type(model).__name__}: {error}; set {key}=False") from error
     difference = float((packed_NH - padded_NH).float().norm() / padded_NH.float().norm())
@@ -204,3 +241,15 @@ def check_packed_pass(model: PreTrainedModel, key: str) -> None:
             f"{key}=True: the hidden states of {type(model).__name__} change by {difference:.1e} (of their "
             f"norm) when sequences are packed, expected less than {tolerance:.0e}; set {key}=False"
         )
+
+
+def _whole_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], packing: Packing) -> Tensor:
+    """The hidden states [N, H] of the packed row, on every rank of a group."""
+    hidden_nH = packed_hidden_states(model, batch, packing)
+    if packing.group is None:
+        return hidden_nH
+    mask_BL, own_BL = batch["attention_mask"].bool(), packing.own_BL
+    own_N = own_BL[mask_BL]
+    hidden_NH = hidden_nH.new_zeros(len(own_N), hidden_nH.shape[1])
+    hidden_NH[own_N] = hidden_nH[packing.places(own_BL)]
+    return packing.group.sum_of_parts(hidden_NH)

@@ -116,8 +116,9 @@ class PolicyModel(RoleModel):
         ``full_kl`` is the sum over the vocabulary of p (log p - log ref) and needs the batch column
         ``ref_hidden``.
         """
-        tokens = ResponseTokens(batch)
-        hidden_NH = self.hidden_states_at(batch, tokens.before_BL)
+        packing = self.packing(batch)
+        tokens = ResponseTokens(batch, packing)
+        hidden_NH = self.hidden_states_at(batch, tokens.before_BL, packing)
         reference = None
         if with_full_kl:
             reference = (batch["ref_hidden"][tokens.kept_BT], self._reference_projection())
@@ -137,4 +138,4 @@ class PolicyModel(RoleModel):
             outputs["full_kl"] = tokens.spread(found.full_kl_N)
         if with_hidden:
             outputs["hidden"] = tokens.spread(hidden_NH.float())
-        return outputs
+        return self.whole(outputs)

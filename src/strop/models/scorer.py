@@ -24,10 +24,11 @@ class ValueModel(RoleModel):
 
         The value at response position t is the state before token t: the hidden state at position P + t - 1.
         """
-        tokens = ResponseTokens(batch)
-        hidden_NH = self.hidden_states_at(batch, tokens.before_BL)
+        packing = self.packing(batch)
+        tokens = ResponseTokens(batch, packing)
+        hidden_NH = self.hidden_states_at(batch, tokens.before_BL, packing)
         values_N = self.hugging_face_model.get_submodule("score")(hidden_NH).squeeze(-1).float()
-        return {"values": tokens.spread(values_N)}
+        return self.whole({"values": tokens.spread(values_N)})
 
 
 class SequenceScorer(RoleModel):
@@ -38,6 +39,10 @@ class SequenceScorer(RoleModel):
         mask_BL = batch["attention_mask"].bool()
         positions_BL = torch.arange(mask_BL.shape[1], device=mask_BL.device).expand_as(mask_BL)
         last_B = torch.where(mask_BL, positions_BL, 0).amax(dim=1)
-        hidden_BH = self.hidden_states_at(batch, positions_BL == last_B[:, None])
-        scores_B = self.hugging_face_model.get_submodule("score")(hidden_BH).squeeze(-1).float()
-        return {"rm_scores": scores_B}
+        is_last_BL, packing = positions_BL == last_B[:, None], self.packing(batch)
+        if packing is not None:
+            is_last_BL &= packing.own_BL
+        hidden_nH = self.hidden_states_at(batch, is_last_BL, packing)
+        scores_n = self.hugging_face_model.get_submodule("score")(hidden_nH).squeeze(-1).float()
+        scores_B = scores_n.new_zeros(len(mask_BL)).masked_scatter(is_last_BL.any(dim=1), scores_n)
+        return self.whole({"rm_scores": scores_B})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ from strop.workers.rollout import build_copy, build_shared, copy_dtype, shares_w
 class ActorRolloutRefWorker(Worker):
     """Holds the trained policy and the rollout on its weights, or a frozen reference, or both."""
 
-    shared_passes = {
+    shared_passes: ClassVar = {
         "compute_log_prob": "log_prob",
         "compute_ref_log_prob": "ref",
         "update_actor": "actor",

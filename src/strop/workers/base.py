@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from strop.config.micro_batches import resolve_micro_batch
+from strop.config.micro_batches import resolve_micro_batch, sequence_parallel_size
 from strop.config.schema import Config
 from strop.controller.dispatch import Dispatch, register
 from strop.controller.roles import Role
@@ -20,6 +22,7 @@ from strop.engines.fingerprint import weights_hash
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.schedule import learning_rate_factor
 from strop.engines.settings import OffloadSettings, OptimizerSettings, ShardingSettings
+from strop.errors import ConfigError
 from strop.models.base import RoleModel
 from strop.models.deferred import WeightSource
 from strop.models.loader import import_external_lib, load_tokenizer
@@ -51,6 +54,8 @@ def offload_settings(fsdp: Any) -> OffloadSettings:
 class Worker:
     """One process of a role. Subclasses build their model in ``init_model`` and mark what groups may call."""
 
+    shared_passes: ClassVar[Mapping[str, str]] = {}
+    """Data-parallel methods whose rows several ranks may share -> their pass, a key of ``MICRO_BATCHES``."""
     engine: Engine
     tokenizer: Any
 
@@ -81,10 +86,22 @@ class Worker:
         """Whether this role's models are spread over several ranks."""
         return self.world_size > 1
 
+    def data_parallel_place(self, method: str) -> tuple[int, int]:
+        """Which part of the rows of a data-parallel ``method`` this rank gets, and how many parts there are.
+
+        Neighbouring ranks that share sequences get the same part.
+        """
+        size, name = 1, self.shared_passes.get(method)
+        if name is not None:
+            with suppress(ConfigError):  # a pass of another role: `check` has seen this role's own
+                size = sequence_parallel_size(self.config, name, self.world_size)
+        return self.rank // size, self.world_size // size
+
     def build_engine(
         self,
         module: RoleModel,
         *,
+        name: str,
         compute_dtype: str,
         fsdp: Any,
         weights: WeightSource | None = None,
@@ -93,9 +110,13 @@ class Worker:
     ) -> Engine:
         """The engine of ``module``; ``trained`` is the section with ``optim``, None for inference only.
 
+        ``name`` is one of its passes, a key of ``MICRO_BATCHES``;
         ``fsdp`` is the section ``fsdp_config``; ``weights`` are those of a module without any.
         """
-        settings = None
+        settings, sharding = None, None
+        if self.sharded:
+            ranks = sequence_parallel_size(self.config, name, self.world_size)
+            sharding = replace(sharding_settings(fsdp), sequence_parallel_size=ranks)
         if trained is not None:
             optim = trained.optim
             settings = OptimizerSettings(
@@ -111,7 +132,7 @@ class Worker:
             compute_dtype=compute_dtype,
             optimizer=settings,
             gradient_checkpointing=checkpointing and trained is not None,
-            sharding=sharding_settings(fsdp) if self.sharded else None,
+            sharding=sharding,
             offload=offload_settings(fsdp),
             weights=weights,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from strop.controller.dispatch import Dispatch, register
 from strop.models.deferred import defer_scorer
@@ -15,6 +15,8 @@ from strop.workers.losses import critic_objective
 
 class CriticWorker(Worker):
     """Holds the value model, which may start from a language model or from a reward model."""
+
+    shared_passes: ClassVar = {"compute_values": "values", "update_critic": "critic"}
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -31,6 +33,7 @@ class CriticWorker(Worker):
         scorer, weights = defer_scorer(**options) if self.sharded else (load_scorer(**options), None)
         self.engine = self.build_engine(
             ValueModel(scorer, packed=critic.model.use_remove_padding),
+            name="critic",
             compute_dtype=critic.model.compute_dtype,
             fsdp=critic.model.fsdp_config,
             weights=weights,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class RewardModelWorker(Worker):
     reward model's own tokenizer and chat template; without it the policy's token ids are scored as they
     are.
     """
+
+    shared_passes: ClassVar = {"compute_rm_score": "reward_model"}
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -45,6 +47,7 @@ class RewardModelWorker(Worker):
                 )
         self.engine = self.build_engine(
             SequenceScorer(scorer, packed=policy.use_remove_padding),
+            name="reward_model",
             compute_dtype=policy.compute_dtype,
             fsdp=section.model.fsdp_config,
             weights=weights,

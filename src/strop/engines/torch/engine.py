@@ -27,7 +27,7 @@ from strop.engines.torch import ranks, state
 from strop.engines.torch.export import write_weights
 from strop.engines.torch.materialize import materialize
 from strop.engines.torch.offload import Offload
-from strop.engines.torch.sharding import reshard, shard
+from strop.engines.torch.sharding import reshard, sequence_group, shard
 from strop.errors import CheckpointError
 from strop.models.base import RoleModel
 from strop.models.deferred import WeightSource
@@ -69,6 +69,8 @@ class TorchEngine:
         if sharding is None or weights is None:
             module.to(device)
         else:
+            if sharding.sequence_parallel_size > 1:
+                module.share_sequences(sequence_group(sharding.sequence_parallel_size))
             shard(module, sharding, device, self.autocast_dtype)
             materialize(module, weights, device)
             module.check()
@@ -96,11 +98,26 @@ class TorchEngine:
 
     def _split(self, batch: DataProto, micro: MicroBatching) -> list[Tensor]:
         """The rows of each micro-batch, as many on every rank: each is a round of collectives."""
+        self._require_one_batch(batch)
         pieces = micro.split(batch, packed=self.module.packed)
         wanted = ranks.largest(len(pieces), self.device)
         if wanted == len(pieces):
             return pieces
         return micro.split(batch, at_least=wanted, packed=self.module.packed)
+
+    def _require_one_batch(self, batch: DataProto) -> None:
+        """Ranks that share sequences would otherwise mix those of different batches, or wait for ever."""
+        group, mask_BL = self.module.sequence_group, batch.batch["attention_mask"]
+        if group is None:
+            return
+        places_L = torch.arange(1, mask_BL.shape[1] + 1)
+        ids_B = (batch.batch["input_ids"] * mask_BL * places_L).sum(dim=1)
+        fingerprint = int((ids_B * torch.arange(1, len(ids_B) + 1)).sum()) + len(mask_BL)
+        if not group.is_same(fingerprint, self.device):
+            raise RuntimeError(
+                f"the {group.size} ranks that share sequences were given different batches; a method that "
+                "runs passes must be among its worker's shared_passes"
+            )
 
     def _columns(self, batch: DataProto, rows: Tensor) -> dict[str, Tensor]:
         if len(rows) == 0:  # another rank has a micro-batch here: take part, with nothing to learn from
@@ -142,7 +159,9 @@ class TorchEngine:
             value.backward()
             for name, metric in {"loss": value, **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + metric.detach().double()
-        return ranks.total({name: float(figure) for name, figure in totals.items()}, self.device)
+        group = self.module.sequence_group
+        counts = group is None or group.rank == 0  # ranks that share sequences all have their figures
+        return ranks.total({name: float(figure) * counts for name, figure in totals.items()}, self.device)
 
     def optimizer_step(self, learning_rate: float) -> StepResult:
         """See ``Engine.optimizer_step``."""

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from strop.engines.settings import ShardingSettings
 from strop.errors import ConfigError
 from strop.models.base import RoleModel
+from strop.models.ulysses import SequenceGroup
 
 
 def shard(
@@ -65,6 +66,26 @@ def _ranks_per_copy(fsdp_size: int) -> int:
             f"fsdp_size={fsdp_size} does not divide the {world} ranks; set it to one of {divisors}, or -1"
         )
     return size
+
+
+def sequence_group(size: int) -> SequenceGroup:
+    """The group of ``size`` neighbouring ranks that this rank is in; collective.
+
+    Raises ``ConfigError`` for a size that does not divide the number of ranks.
+    """
+    if dist.get_world_size() % size:
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size={size} does not divide the {dist.get_world_size()} ranks; "
+            "set it to 1 or another divisor"
+        )
+    return SequenceGroup(_neighbours(dist.group.WORLD, size))
+
+
+@lru_cache(maxsize=8)
+def _neighbours(world: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """One group for all models of these processes."""
+    del world  # part of the key: another default group needs other ones
+    return dist.new_subgroups(size)[0]
 
 
 @lru_cache(maxsize=8)

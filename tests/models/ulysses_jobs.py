@@ -1,0 +1,202 @@
+"""What the ranks do in the tests of sequence parallelism: functions that a spawned process can import."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import sharded_jobs
+import torch
+import transformers
+import worker_jobs
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from strop.config.load import load_config
+from strop.controller.roles import Role
+from strop.controller.shards import shard
+from strop.engines.micro_batches import MicroBatching
+from strop.engines.torch import ranks
+from strop.protocol import DataProto
+from strop.workers.reward_model import RewardModelWorker
+
+import tiny_model
+
+Lengths = list[tuple[int, int]]
+"""(prompt, response) of each row; a response of 0 is a row without anything to learn from."""
+KEYS = {
+    Role.Actor: "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    Role.RefPolicy: "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+    Role.Critic: "critic.ulysses_sequence_parallel_size",
+    Role.RewardModel: "reward_model.ulysses_sequence_parallel_size",
+}
+UPDATES = {Role.Actor: "update_actor", Role.Critic: "update_critic"}
+
+
+def save_model(folder: Path, family: str, **sizes: Any) -> Path:
+    """A random model of that family with the tiny tokenizer; attention matters in it."""
+    tokenizer = tiny_model.build_tokenizer()
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        **{
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "initializer_range": 0.08,
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "bos_token_id": None,
+            **sizes,
+        }
+    )
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def samples(lengths: Lengths) -> DataProto:
+    """A mini-batch of these lengths with every column that the objectives read."""
+    width, response_width = (max(column) for column in zip(*lengths, strict=True))
+    response_width = max(response_width, 1)
+    prompts, responses = torch.tensor(lengths).T[..., None]
+    prompt_mask = torch.arange(width) >= width - prompts
+    present = torch.arange(response_width) < responses.clamp(min=1)
+    response_mask = (torch.arange(response_width) < responses).float()
+    mask = torch.cat([prompt_mask, present], dim=1).long()
+    generator = torch.Generator().manual_seed(len(lengths))
+    ids = torch.randint(4, 19, mask.shape, generator=generator) * mask
+    columns = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+        "responses": ids[:, width:],
+        "response_mask": response_mask,
+    }
+    for name in ("advantages", "old_log_probs", "values", "returns"):
+        columns[name] = 0.3 * torch.randn(response_mask.shape, generator=generator) * response_mask
+    columns["old_log_probs"] -= 2.5 * response_mask
+    columns["ref_log_prob"] = columns["old_log_probs"] - 0.1
+    columns["returns"] += 2 * response_mask  # away from the values: what is left of 1 - 0.99 is rounding
+    return DataProto(columns)
+
+
+def _mine(built: Any, method: str, batch: DataProto) -> DataProto:
+    part, parts = built.data_parallel_place(method)
+    return shard(batch, parts).parts[part]
+
+
+def gradient(
+    folder: Path, role: Role, lengths: Lengths, micro: MicroBatching, mode: str, *keys: str
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The whole gradient of one mini-batch, its norm as ``norm``, and the metrics."""
+    built = worker_jobs.worker(folder, role, *keys)
+    name, options = ("critic", {}) if role is Role.Critic else ("actor", {"temperature": 0.9})
+    batch = samples(lengths)
+    objective = sharded_jobs.objective(name, batch, mode)
+    rows = _mine(built, UPDATES[role], batch)
+    metrics = built.engine.forward_backward(rows, objective, micro, **options)
+    weights = built.engine.module.named_parameters()
+    found = {name: ranks.whole(weight.grad).clone() for name, weight in weights}
+    return {**found, "norm": torch.tensor(built.engine.optimizer_step(0.0).grad_norm)}, metrics
+
+
+def _rewarder(folder: Path, *keys: str) -> RewardModelWorker:
+    base = ("data.train_files=unused", "data.val_files=unused", "trainer.device=cpu")
+    paths = (f"actor_rollout_ref.model.path={folder}", f"reward_model.model.path={folder}")
+    own = ("reward_model.model.input_tokenizer=null", "reward_model.micro_batch_size_per_gpu=3")
+    config = load_config([*base, *paths, *own, *keys])
+    rank, world_size = sharded_jobs.rank(), sharded_jobs.world_size()
+    built = RewardModelWorker(config, Role.RewardModel, rank=rank, world_size=world_size)
+    built.init_model()
+    return built
+
+
+def outputs(
+    folder: Path, scorer: Path, lengths: Lengths, *keys: str
+) -> list[tuple[tuple[int, int], DataProto]]:
+    """By method, the part of the rows that this rank had, and what came of it."""
+    kl = ("algorithm.kl_penalty=full", "algorithm.kl_ctrl.kl_coef=0.1")
+    batch, results = samples(lengths), []
+    actor = worker_jobs.worker(folder, Role.ActorRolloutRef, *keys, *kl)
+    critic, rewarder = worker_jobs.worker(folder, Role.Critic, *keys), _rewarder(scorer, *keys)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(*batch.batch["responses"].shape, 32, generator=generator)
+    for built, method, rows in (
+        (actor, "compute_ref_log_prob", batch),
+        (actor, "compute_log_prob", batch.union(DataProto({"ref_hidden": hidden}))),
+        (critic, "compute_values", batch),
+        (rewarder, "compute_rm_score", batch),
+    ):
+        found = getattr(built, method)(_mine(built, method, rows))
+        results.append((built.data_parallel_place(method), found))
+    return results
+
+
+def lengths_in_layers(folder: Path, lengths: Lengths, *keys: str) -> list[tuple[str, int]]:
+    """The tokens that feed-forward layers get on this rank."""
+    seen = []
+
+    def note(module, inputs):
+        seen.append((type(module).__name__, inputs[0].shape[1]))
+
+    built = worker_jobs.worker(folder, Role.Actor, *keys)
+    for module in built.engine.module.modules():
+        if type(module).__name__.endswith("MLP"):
+            module.register_forward_pre_hook(note)
+    built.compute_log_prob(samples(lengths))
+    return seen
+
+
+def with_flash_attention(folder: Path, lengths: Lengths, *keys: str) -> tuple[torch.Tensor, set[Any]]:
+    """Log-probs by a stand-in for flash-attention, whose kernel needs a GPU, and what it was given."""
+    calls = set()
+
+    def varlen(module, query, key, value, attention_mask, *, cu_seq_lens_q, cu_seq_lens_k, **options):
+        ends = cu_seq_lens_q.tolist()
+        assert ends == cu_seq_lens_k.tolist()
+        calls.add((module.config._attn_implementation, query.shape[1], key.shape[1], query.shape[2], *ends))
+        pieces = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(heads[:, :, start:end] for heads in (query, key, value)),
+                is_causal=True,
+                scale=options["scaling"],
+                enable_gqa=True,
+            )
+            for start, end in itertools.pairwise(ends)
+        ]
+        return torch.cat(pieces, dim=2).transpose(1, 2), None
+
+    built = worker_jobs.worker(folder, Role.Actor, *keys)
+    model = built.engine.module.hugging_face_model
+    attention = ALL_ATTENTION_FUNCTIONS._global_mapping
+    before = attention.get("flash_attention_2")
+    model.config._attn_implementation, attention["flash_attention_2"] = "flash_attention_2", varlen
+    try:
+        found = built.compute_log_prob(samples(lengths)).batch["old_log_probs"]
+    finally:
+        attention["flash_attention_2"] = before
+    assert model.config._attn_implementation == "flash_attention_2"
+    return found, calls
+
+
+def refusal(folder: Path, role: Role, *keys: str) -> str:
+    """What building a worker with these keys says."""
+    try:
+        worker_jobs.worker(folder, role, *keys)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test is to see it
+        return f"{type(error).__name__}: {error}"
+    return "built"
+
+
+def different_batches(folder: Path, *keys: str) -> str:
+    """Ranks that share sequences are given rows of their own."""
+    built = worker_jobs.worker(folder, Role.Actor, *keys)
+    try:
+        built.compute_log_prob(samples([(3, 2 + sharded_jobs.rank())]))
+    except RuntimeError as error:
+        return str(error)
+    return "computed"
