@@ -24,6 +24,7 @@ from strop.protocol import DataProto
 from strop.rollout.base import SamplingParams
 from strop.rollout.request import Samples, answer, seeds_of
 from strop.rollout.vllm.held import add_up, held_checksums
+from strop.rollout.vllm.ranks import joined
 from strop.rollout.vllm.settings import (
     VLLMSettings,
     engine_arguments,
@@ -59,7 +60,7 @@ class VLLMRollout:
         self._tied = _tied_names(model)
         self._asleep = False
         require_supported(model.config, settings.device)
-        with keeping_process_state(settings):
+        with keeping_process_state(), joined(settings.rank, settings.world_size):
             try:
                 self._llm = LLM(
                     **engine_arguments(settings, model.config),
@@ -87,7 +88,7 @@ class VLLMRollout:
         return answer(prompts, params, samples, pad_token_id=self.pad_token_id)
 
     def _of_group(self, requests: list[_Request]) -> tuple[list[_Request], slice]:
-        """The requests of all ranks that run one engine, each of which must give it all; where its own are."""
+        """The requests of all ranks that run one engine, each of which gives it all; where its own are."""
         group = get_tp_group()
         if group.world_size == 1:
             return requests, slice(None)

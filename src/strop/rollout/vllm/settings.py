@@ -107,10 +107,8 @@ def head_width(model: PreTrainedConfig) -> int:
 
 
 @contextlib.contextmanager
-def keeping_process_state(settings: VLLMSettings) -> Generator[None]:
+def keeping_process_state() -> Generator[None]:
     """Building an engine seeds every random generator and replaces a function of torch: undo that."""
-    if settings.world_size > 1:  # vLLM asks those who start processes themselves for their names
-        os.environ |= {"RANK": str(settings.rank), "LOCAL_RANK": "0"}
     python, numpy_state, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
