@@ -67,10 +67,12 @@ FAMILIES = {
 }
 
 
-def tiny_lm(family: str = "qwen2", seed: int = 0) -> PreTrainedModel:
-    """A model of this family in eval mode."""
+def tiny_lm(family: str = "qwen2", seed: int = 0, **changes: object) -> PreTrainedModel:
+    """A model of this family in eval mode; ``changes`` are to its configuration."""
     torch.manual_seed(seed)
-    return hf.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+    config = FAMILIES[family]()
+    config.update(changes)
+    return hf.AutoModelForCausalLM.from_config(config).eval()
 
 
 def prompts_of(lengths: list[int], n: int = 1, pad: int = PAD, extra_columns: int = 2) -> DataProto:
