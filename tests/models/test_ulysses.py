@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import ulysses_jobs as jobs
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 
@@ -53,18 +53,20 @@ def ranks():
         yield processes
 
 
-def _assert_gradients(ranks, folder, role, lengths, layouts, mode="token-mean"):
+def _assert_gradients(ranks, folder, role, batches, layouts, mode="token-mean"):
     """``layouts``: (ranks, micro-batches, keys). The reference is one rank, padded, in one micro-batch."""
-    one = MicroBatching(rows=len(lengths))
-    [(expected, expected_metrics)] = ranks.run(1, jobs.gradient, folder, role, lengths, one, mode)
+    [expected] = ranks.run(1, jobs.gradients, folder, role, batches, MicroBatching(rows=8), mode)
     for size, micro, keys in layouts:
-        for found, metrics in ranks.run(size, jobs.gradient, folder, role, lengths, micro, mode, *keys):
-            assert list(found) == list(expected)
-            ours, theirs = (
-                torch.cat([w.double().flatten() for w in side.values()]) for side in (found, expected)
-            )
-            assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
-            assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-6)
+        for found in ranks.run(size, jobs.gradients, folder, role, batches, micro, mode, *keys):
+            for (gradient, metrics), (theirs, their_metrics) in zip(found, expected, strict=True):
+                assert list(gradient) == list(theirs)
+                difference = _flat(gradient) - _flat(theirs)
+                assert difference.norm() <= 1e-6 * _flat(theirs).norm()
+                assert metrics == pytest.approx(their_metrics, rel=1e-4, abs=1e-6)
+
+
+def _flat(gradient):
+    return torch.cat([weight.double().flatten() for weight in gradient.values()])
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 7), st.integers(0, 6)), min_size=1, max_size=6).filter(
@@ -74,42 +76,47 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 7), st.integers(0, 6)), min_size=1, 
 
 @pytest.mark.parametrize("role", [Role.Actor, Role.Critic])
 @pytest.mark.parametrize("family", ["Qwen2, 1 kv head", "Llama, 2 kv heads"])
-@settings(max_examples=5, deadline=None, derandomize=True)
-@given(lengths=LENGTHS)
-def test_gradients_are_those_of_one_rank(ranks, folders, role, family, lengths):
+@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(batches=st.lists(LENGTHS, min_size=4, max_size=4))
+def test_gradients_are_those_of_one_rank(ranks, folders, role, family, batches):
     rows = MicroBatching(rows=2)
-    layouts = [(2, rows, sharing(2)), (4, rows, sharing(2)), (4, rows, sharing(4))]
-    _assert_gradients(ranks, folders[family], role, lengths, layouts)
+    layouts = [(2, rows, sharing(2)), (4, rows, sharing(2))]
+    _assert_gradients(ranks, folders[family], role, batches, layouts)
 
 
-EDGES = {
-    "single-token responses": [(1, 1), (1, 1), (2, 1)],
-    "one token before one token": [(1, 1)],
-    "a row that is all masked": [(3, 0), (4, 3)],
-    "an odd number of tokens": [(4, 3), (2, 2), (1, 1)],
-    "one in eight": [(1, 1), (7, 6), (2, 1), (7, 6)],
+EDGES = [
+    [(1, 1), (1, 1), (2, 1)],  # single-token responses
+    [(1, 1)],  # fewer tokens than ranks
+    [(3, 0), (4, 3)],  # a row that is all masked
+    [(4, 3), (2, 2), (1, 1)],  # an odd number of tokens
+    [(1, 1), (7, 6), (2, 1), (7, 6)],  # one in eight; two ranks have nothing to learn from
+    [(7, 6), (2, 6)],  # every response is cut at the limit
+]
+EDGE_LAYOUTS = {
+    "2 ranks": (2, MicroBatching(rows=8), sharing(2)),
+    "2 x 2 ranks with empty micro-batches": (
+        4,
+        MicroBatching(max_tokens=15),
+        (*sharing(2), *HSDP, *CHECKPOINTING),
+    ),
+    "4 ranks, row by row": (4, MicroBatching(rows=1), sharing(4)),
 }
 
 
-@pytest.mark.parametrize("lengths", EDGES.values(), ids=EDGES)
+@pytest.mark.parametrize("layout", EDGE_LAYOUTS.values(), ids=EDGE_LAYOUTS)
 @pytest.mark.parametrize("role", [Role.Actor, Role.Critic])
-def test_gradients_at_the_edges(ranks, folders, role, lengths):
-    layouts = [
-        (2, MicroBatching(rows=8), sharing(2)),
-        (4, MicroBatching(max_tokens=15), (*sharing(2), *HSDP, *CHECKPOINTING)),  # empty micro-batches
-        (4, MicroBatching(rows=1), sharing(4)),
-    ]
-    _assert_gradients(ranks, folders["Llama, 1 kv head"], role, lengths, layouts, "seq-mean-token-mean")
+def test_gradients_at_the_edges(ranks, folders, role, layout):
+    _assert_gradients(ranks, folders["Llama, 1 kv head"], role, EDGES, [layout], "seq-mean-token-mean")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_in_every_family(ranks, folders, family):
-    lengths = [(4, 3), (2, 6), (7, 1), (1, 5), (3, 0)]
+    batches = [[(4, 3), (2, 6), (7, 1), (1, 5), (3, 0)]]
     layouts = [
         (2, MicroBatching(rows=8), (*sharing(2), *CHECKPOINTING)),
         (4, MicroBatching(rows=8), sharing(4)),
     ]
-    _assert_gradients(ranks, folders[family], Role.Actor, lengths, layouts)
+    _assert_gradients(ranks, folders[family], Role.Actor, batches, layouts)
 
 
 # ------------------------------------------------------------------------------------------------- outputs
@@ -180,17 +187,14 @@ def test_flash_attention_gets_whole_rows_of_some_heads(ranks, folders):
 
 
 def test_bfloat16_passes_are_shared_too(ranks, folders):
-    folder, lengths = folders["Llama, 2 kv heads"], [(4, 3), (2, 6), (7, 1)]
-    keys = "actor_rollout_ref.model.compute_dtype=bfloat16"
-    one = MicroBatching(rows=3)
-    gradients = [
-        torch.cat([w.double().flatten() for w in ranks.run(*layout)[0][0].values()])
-        for layout in (
-            (2, jobs.gradient, folder, Role.Actor, lengths, one, "token-mean", keys),
-            (2, jobs.gradient, folder, Role.Actor, lengths, one, "token-mean", keys, *sharing(2)),
-        )
-    ]
-    assert (gradients[0] - gradients[1]).norm() <= 2e-2 * gradients[0].norm()
+    batches, rows = [[(4, 3), (2, 6), (7, 1)]], MicroBatching(rows=3)
+    arguments = folders["Llama, 2 kv heads"], Role.Actor, batches, rows, "token-mean"
+    bfloat16 = "actor_rollout_ref.model.compute_dtype=bfloat16"
+    [(alone, _)], _ = ranks.run(2, jobs.gradients, *arguments, bfloat16)
+    [(shared, _)], _ = ranks.run(2, jobs.gradients, *arguments, bfloat16, *sharing(2))
+    [[(exact, _)]] = ranks.run(1, jobs.gradients, *arguments)
+    assert 0 < (_flat(alone) - _flat(exact)).norm() <= 5e-2 * _flat(exact).norm()
+    assert (_flat(shared) - _flat(exact)).norm() <= 5e-2 * _flat(exact).norm()
 
 
 # ------------------------------------------------------------------------------------------------ refusals

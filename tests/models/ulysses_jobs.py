@@ -89,19 +89,22 @@ def _mine(built: Any, method: str, batch: DataProto) -> DataProto:
     return shard(batch, parts).parts[part]
 
 
-def gradient(
-    folder: Path, role: Role, lengths: Lengths, micro: MicroBatching, mode: str, *keys: str
-) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The whole gradient of one mini-batch, its norm as ``norm``, and the metrics."""
+def gradients(
+    folder: Path, role: Role, batches: list[Lengths], micro: MicroBatching, mode: str, *keys: str
+) -> list[tuple[dict[str, torch.Tensor], dict[str, float]]]:
+    """Of each mini-batch, the whole gradient, with its norm as ``norm``, and the metrics."""
     built = worker_jobs.worker(folder, role, *keys)
     name, options = ("critic", {}) if role is Role.Critic else ("actor", {"temperature": 0.9})
-    batch = samples(lengths)
-    objective = sharded_jobs.objective(name, batch, mode)
-    rows = _mine(built, UPDATES[role], batch)
-    metrics = built.engine.forward_backward(rows, objective, micro, **options)
-    weights = built.engine.module.named_parameters()
-    found = {name: ranks.whole(weight.grad).clone() for name, weight in weights}
-    return {**found, "norm": torch.tensor(built.engine.optimizer_step(0.0).grad_norm)}, metrics
+    results = []
+    for batch in map(samples, batches):
+        objective = sharded_jobs.objective(name, batch, mode)
+        rows = _mine(built, UPDATES[role], batch)
+        metrics = built.engine.forward_backward(rows, objective, micro, **options)
+        weights = built.engine.module.named_parameters()
+        found = {name: ranks.whole(weight.grad).clone() for name, weight in weights}
+        found["norm"] = torch.tensor(built.engine.optimizer_step(0.0).grad_norm)
+        results.append((found, metrics))
+    return results
 
 
 def _rewarder(folder: Path, *keys: str) -> RewardModelWorker:

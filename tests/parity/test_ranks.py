@@ -70,7 +70,7 @@ LAYOUTS = {
         f"{ACTOR}.use_dynamic_bsz=true",
         f"{ACTOR}.ppo_max_token_len_per_gpu=12",
         "critic.ppo_max_token_len_per_gpu=12",
-        "critic.ulysses_sequence_parallel_size=4",
+        "critic.ulysses_sequence_parallel_size=2",
         "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1",
         "actor_rollout_ref.model.enable_gradient_checkpointing=true",
     ),
