@@ -119,6 +119,13 @@ def test_options_that_save_memory(model):
     assert memory.phases["actor update: activations, logits"] == activations + 100 * 50 * 4 * 4
 
 
+def test_ranks_that_share_sequences_have_a_part_of_the_activations(model):
+    memory = forecast_of(model[0], "trainer.n_gpus_per_node=2", "critic.ulysses_sequence_parallel_size=2")
+    assert memory.phases["critic update: activations"] == 8 * 30 // 2 * 2 * 16 * 68
+    actors = min(8, 12 // 2)  # sequences of the actor's rank, which shares none
+    assert memory.phases["actor update: activations, logits"] == actors * 30 * (2 * 16 * 68 + 50 * 4 * 4)
+
+
 def test_a_reward_model_counts_and_an_unknown_model_leaves_the_peak_open(model):
     folder, parameters = model
     memory = forecast_of(folder, "reward_model.enable=True", f"reward_model.model.path={folder}")

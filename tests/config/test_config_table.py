@@ -78,6 +78,13 @@ def test_a_micro_batch_is_not_larger_than_its_mini_batch_and_sizes_suit_the_eye(
     assert row(text, "reference: weights") == f"{(1_280_000_000 + 82_176 + 64) * 4 / 2**30:.1f} GiB"
 
 
+def test_ranks_that_share_sequences_are_told(overrides):
+    shared = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=4"
+    text = shown(load_config([*overrides, *shared, "actor_rollout_ref.model.use_remove_padding=True"]))
+    assert row(text, "mini-batch, on each 2 ranks") == "32 of 8 sequences"
+    assert row(text, "critic: micro-batches of a mini-batch, on each rank") == "16 of 8 sequences"
+
+
 def test_a_run_without_a_critic_shows_none(overrides):
     text = shown(load_config([*overrides, "algorithm.adv_estimator=rloo", "trainer.total_training_steps=5"]))
     assert "critic: " not in text

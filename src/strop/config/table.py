@@ -141,7 +141,8 @@ def _add_update(table: Table, name: str, update: UpdatePlan) -> None:
         f"{update.optimizer_steps:,} = {update.mini_batches:,} mini-batches x {update.epochs} ppo_epochs",
     )
     table.add_row(f"{name}: samples in a mini-batch", f"{update.samples_per_mini_batch:,}")
-    table.add_row(f"{name}: micro-batches of a mini-batch, on each rank", _micro_batches(update))
+    ranks = "rank" if update.sharing == 1 else f"{update.sharing} ranks"
+    table.add_row(f"{name}: micro-batches of a mini-batch, on each {ranks}", _micro_batches(update))
 
 
 def _source_of_old_log_probs(config: Config) -> str:
