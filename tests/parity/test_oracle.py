@@ -86,19 +86,18 @@ def test_three_iterations_give_the_oracles_numbers(trainer, twin):
     language_model, scorer, policy, critic, optimizers = twin
     start = _flat(language_model).clone()
     for _, prompts in zip(range(3), trainer.train_loader, strict=False):
-        collected = trainer.collect(prompts)
-        batch, metrics = trainer.learn(collected)
+        batch, metrics = trainer.step(prompts)
         trainer.global_step += 1
 
         columns = {
-            name: collected.batch[name]
+            name: batch.batch[name]
             for name in ("input_ids", "attention_mask", "position_ids", "response_mask")
         }
         with torch.no_grad():
             logits = oracle.run_on_responses(policy, columns)
             columns["old_log_probs"] = oracle.token_log_probs(logits, oracle.responses(columns), 0.8)
             columns["values"] = oracle.run_on_responses(critic, columns)
-        columns["token_level_rewards"] = collected.batch["token_level_scores"]
+        columns["token_level_rewards"] = batch.batch["token_level_scores"]
         mask = columns["response_mask"]
         for name in ("old_log_probs", "values"):
             torch.testing.assert_close(batch.batch[name], columns[name] * mask, atol=2e-5, rtol=1e-5)
