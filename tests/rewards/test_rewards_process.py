@@ -218,10 +218,10 @@ def test_ctrl_c_while_waiting_does_not_mix_up_answers(
     process.start()
     with monkeypatch.context() as patch:
 
-        def interrupt(*arguments: object, **named: object) -> bytes:
+        def interrupt(*arguments: object) -> bytes:
             raise KeyboardInterrupt
 
-        patch.setattr("strop.rewards.process.wire.receive", interrupt)
+        patch.setattr("strop.rewards.process.wire.Lane.exchange", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(process, "result = 1.0")
     assert run(process, "result = 2.0").score == 2.0

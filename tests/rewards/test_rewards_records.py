@@ -77,6 +77,7 @@ def first_excess(budget: ErrorBudget, batches: list[str]) -> tuple[int, int] | N
         for position, mark in enumerate(batch):
             if budget.count(mark == "x"):
                 return number, position
+        budget.end(mark == "x" for mark in batch)
     return None
 
 

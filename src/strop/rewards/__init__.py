@@ -5,10 +5,11 @@
 ``router``         which scorer belongs to which data source
 ``score``          the scorers themselves: pure functions of text
 ``custom``         a user's own function, from ``custom_reward_function.path`` and ``.name``
-``scoring``        one sample after another, until too many have failed (``error_budget``)
-``process``        runs a scorer in a process that can be killed at a deadline. ``worker`` is that process;
-                   the two exchange ``records`` over a ``wire``; ``output`` reads what it prints and
-                   ``process_tree`` ends it with all that it started
+``scoring``        a batch in a thread of its own, until too many samples have failed (``error_budget``)
+``process``        runs a scorer in a process that can be killed at a deadline: samples come from a ``feed``
+                   and are sent ahead. ``worker`` is that process; the two exchange ``records`` over a
+                   ``wire``; ``output`` reads what it prints and ``process_tree`` ends it with all that it
+                   started
 ``examine``        samples with their scores, as text to read
 ``cli_score``      ``strop score``: a file of answers (``answer_file`` reads it)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 
 WINDOW = 256
 
@@ -30,6 +31,9 @@ class ErrorBudget:
 
     def count(self, failed: bool) -> bool:
         """Count one sample; whether there are now too many failures, however the rest of the batch ends."""
-        self._before.append(failed)
         self._failed += failed
         return self._failed > self._allowed
+
+    def end(self, failed: Iterable[bool]) -> None:
+        """The batch is done; its samples by row, in whichever order they were counted."""
+        self._before.extend(failed)

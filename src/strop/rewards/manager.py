@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from strop.rewards.process import RewardProcess
 from strop.rewards.records import REWARD_MODEL, RULE, Outcome, Sample, ScoreFunction
 from strop.rewards.reward_output import RewardOutput, at_last_token, rule_parts, score_metrics
 from strop.rewards.router import Router, unknown_source
-from strop.rewards.scoring import name_sample, score_samples
+from strop.rewards.scoring import ScoringJob, name_sample
 
 if TYPE_CHECKING:
     from strop.config.schema import Config
@@ -82,6 +83,7 @@ class RewardManager:
             require_score_signature(compute_score, "compute_score")
         self._budget = ErrorBudget(max_error_rate)
         self._process = RewardProcess(compute_score, timeout_s=timeout_s)
+        self._last_job: ScoringJob | None = None
 
     def __call__(self, batch: DataProto) -> RewardOutput:
         """Score every sample of the batch.
@@ -94,11 +96,37 @@ class RewardManager:
             RewardError: a data source without a scorer, a score that is NaN or infinite, too many failed
                 samples, or a scorer that cannot be loaded.
         """
-        samples = self._samples(batch)
         model_B = batch.batch.get("rm_scores")
-        has_rule = self._rows_with_rule(batch, samples, has_model=model_B is not None)
-        outcomes = score_samples(self._process, samples, has_rule, self._budget)
+        return self.begin(batch, with_model=model_B is not None).get(model_B)
 
+    def begin(self, batch: DataProto, *, with_model: bool = False) -> PendingRewards:
+        """Start to score a batch; the caller has the time until it asks for the result.
+
+        Of ``with_model`` batches the reward model's scores are handed in then. Batches are scored in the
+        order in which they were begun. ``RewardError`` for a data source without a scorer.
+        """
+        fields = self._fields(batch)
+        has_rule = self._rows_with_rule(batch, [source for source, *_ in fields], has_model=with_model)
+        job = ScoringJob(
+            self._process, self._budget, n_rows=len(batch), n_scored=sum(has_rule), after=self._last_job
+        )
+        self._last_job = job
+        token_ids = _real_tokens(batch.batch["responses"], batch.batch["response_mask"])
+        for row in range(len(batch)):
+            make = functools.partial(self._sample, fields[row], token_ids[row])
+            if has_rule[row]:
+                job.add(row, make)
+            else:
+                job.samples[row] = make()
+        job.end()
+        return PendingRewards(self, batch, job, has_rule)
+
+    def output(
+        self, batch: DataProto, job: ScoringJob, has_rule: Sequence[bool], model_B: Tensor | None
+    ) -> RewardOutput:
+        """Waits for the job; see ``__call__``."""
+        outcomes = job.outcomes()
+        samples = [sample for sample in job.samples if sample is not None]
         parts = rule_parts(outcomes, error_score=self.error_score)
         if model_B is not None:
             model_B = model_B.detach().float().cpu().reshape(len(samples))
@@ -131,10 +159,14 @@ class RewardManager:
         self._process.start()
 
     def close(self) -> None:
-        """End the scoring process; it would also end with the program."""
+        """End the scoring process; it would also end with the program. What is being scored is given up."""
+        if self._last_job is not None:
+            self._last_job.cancel(with_earlier=True)
+            self._last_job.wait()
         self._process.close()
 
-    def _samples(self, batch: DataProto) -> list[Sample]:
+    def _fields(self, batch: DataProto) -> list[tuple[str, Any, Any]]:
+        """Of every row: data source, ground truth, extra info."""
         columns = batch.non_tensor_batch
         if self.reward_fn_key not in columns:
             raise RewardError(
@@ -143,34 +175,29 @@ class RewardManager:
             )
         nothing = np.full(len(batch), None, dtype=object)
         return [
-            Sample(str(source), response, (target or {}).get("ground_truth"), extra)
-            for source, response, target, extra in zip(
+            (str(source), (target or {}).get("ground_truth"), extra)
+            for source, target, extra in zip(
                 columns[self.reward_fn_key],
-                self._decode(
-                    batch.batch["responses"], batch.batch["response_mask"], skip_special_tokens=True
-                ),
                 columns.get("reward_model", nothing),
                 columns.get("extra_info", nothing),
                 strict=True,
             )
         ]
 
-    def _decode(self, ids_BT: Tensor, mask_BT: Tensor, *, skip_special_tokens: bool) -> list[str]:
-        return [
-            self.tokenizer.decode(ids_T[mask_T.bool()].tolist(), skip_special_tokens=skip_special_tokens)
-            for ids_T, mask_T in zip(ids_BT.cpu(), mask_BT.cpu(), strict=True)
-        ]
+    def _sample(self, fields: tuple[str, Any, Any], token_ids: list[int]) -> Sample:
+        source, ground_truth, extra = fields
+        response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Sample(source, response, ground_truth, extra)
 
-    def _rows_with_rule(self, batch: DataProto, samples: list[Sample], *, has_model: bool) -> list[bool]:
+    def _rows_with_rule(self, batch: DataProto, sources: list[str], *, has_model: bool) -> list[bool]:
         """Which samples a function scores. All are looked at before the first is scored."""
-        self.validate_sources((sample.data_source for sample in samples), has_reward_model=has_model)
+        self.validate_sources(sources, has_reward_model=has_model)
         if not has_model:
-            return [True] * len(samples)
-        targets = batch.non_tensor_batch.get("reward_model", [None] * len(samples))
+            return [True] * len(sources)
+        targets = batch.non_tensor_batch.get("reward_model", [None] * len(sources))
         return [
-            (target or {}).get("style") != "model"
-            and (self._sources is None or sample.data_source in self._sources)
-            for sample, target in zip(samples, targets, strict=True)
+            (target or {}).get("style") != "model" and (self._sources is None or source in self._sources)
+            for source, target in zip(sources, targets, strict=True)
         ]
 
     def _require_finite_model_scores(self, samples: list[Sample], scores_B: Tensor) -> None:
@@ -211,7 +238,29 @@ class RewardManager:
             return "(not in the batch)"
         prompts = batch.batch["prompts"][row : row + 1]
         mask = batch.batch["attention_mask"][row : row + 1, : prompts.shape[1]]
-        return self._decode(prompts, mask, skip_special_tokens=False)[0]
+        return self.tokenizer.decode(_real_tokens(prompts, mask)[0], skip_special_tokens=False)
+
+
+class PendingRewards:
+    """The rewards of a batch, on their way."""
+
+    def __init__(
+        self, manager: RewardManager, batch: DataProto, job: ScoringJob, has_rule: Sequence[bool]
+    ) -> None:
+        self._manager, self._batch, self._job, self._has_rule = manager, batch, job, has_rule
+
+    def get(self, model_scores: Tensor | None = None) -> RewardOutput:
+        """Wait for them; ``model_scores`` [B] of the reward model are added. Raises as the manager does."""
+        return self._manager.output(self._batch, self._job, self._has_rule, model_scores)
+
+    def cancel(self) -> None:
+        """Nobody will ask for them."""
+        self._job.cancel()
+
+
+def _real_tokens(ids_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
+    rows = zip(ids_BT.cpu(), mask_BT.cpu().bool(), strict=True)
+    return [ids_T[mask_T].tolist() for ids_T, mask_T in rows]
 
 
 def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:

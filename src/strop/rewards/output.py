@@ -34,9 +34,9 @@ class OutputReader:
         self._thread.start()
 
     def allow_more(self) -> None:
-        """A new sample begins: what still lies in the pipe was printed by the one before."""
+        """A new sample begins: of one that printed too much, what still lies in the pipe is dropped too."""
         with self._reading:
-            if not self._pipe.closed:
+            if self._allowance <= 0 and not self._pipe.closed:
                 self._read(_PIPE_BYTES)
             self._allowance = _ALLOWANCE_CHARACTERS
 

@@ -10,6 +10,8 @@ import sys
 import time
 import uuid
 import weakref
+from collections import deque
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import IO
 
@@ -17,6 +19,7 @@ import cloudpickle
 
 from strop.errors import ConfigError, RewardError
 from strop.rewards import wire
+from strop.rewards.feed import Feed
 from strop.rewards.output import OutputReader
 from strop.rewards.process_tree import MARKER, describe_exit, kill_tree
 from strop.rewards.records import Outcome, Sample, ScoreFunction, Setup
@@ -25,7 +28,7 @@ _GOODBYE_S = 2.0
 
 
 class RewardProcess:
-    """One killable process that evaluates one sample at a time.
+    """One killable process that evaluates one sample after another.
 
     ``function`` crosses by cloudpickle, so that functions from a script or a notebook work; the program's own
     main module is not run again, and nothing is forked. A sample that raises, exceeds ``timeout_s`` seconds
@@ -70,30 +73,75 @@ class RewardProcess:
 
     def evaluate(self, sample: Sample) -> Outcome:
         """Score one sample within ``timeout_s`` seconds."""
+        (outcome,) = self.evaluate_all(Feed.of([sample]))
+        return outcome
+
+    def evaluate_all(self, samples: Feed) -> Generator[Outcome]:
+        """The outcome of each sample, in order; each has ``timeout_s`` seconds from the end of the last one.
+
+        As many samples as fit into the pipe are sent ahead, so that the process never waits for the next
+        one. It answers one after the other, and so the first without an answer is to blame when it hangs or
+        goes; those behind it are sent again to the next process. Leaving early ends the process.
+
+        Raises ``Cancelled`` when ``samples`` are cancelled, and ``RewardError`` as ``start`` does.
+        """
+        waiting: deque[bytes | Outcome] = deque()  # those without an answer: a message, or known already
         try:
-            message = pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL)
-        # As above; and one such sample is no worse than one that raises in the scorer.
-        except Exception as error:  # noqa: BLE001
-            return Outcome("raised", error=f"the sample cannot be sent to the scoring process: {error}")
+            while (sample := samples.take(wait=True)) is not None:
+                waiting.append(_encode(sample))
+                while waiting:
+                    yield from self._converse(waiting, samples)
+        except BaseException:  # Ctrl-C: the answer to this sample must not be read as the next one's
+            if waiting:
+                self._drop()
+            raise
+
+    def _converse(self, waiting: deque[bytes | Outcome], samples: Feed) -> Iterator[Outcome]:
+        """Have one process answer until nothing is waiting or the process is lost."""
         child = self._running()
+        lane = wire.Lane(child.requests, child.answers)
+        for message in waiting:
+            if isinstance(message, bytes):
+                lane.post(message)
+        deadline = self._next_deadline(child)
+        while waiting and self._child is child:
+            samples.require_wanted()
+            if lane.is_idle and (sample := samples.take(wait=False)) is not None:
+                waiting.append(message := _encode(sample))
+                if isinstance(message, bytes):
+                    lane.post(message)
+            first = waiting[0]
+            outcome = first if isinstance(first, Outcome) else self._receive(child, lane, deadline, samples)
+            if outcome is not None:
+                waiting.popleft()
+                yield outcome
+                deadline = self._next_deadline(child)
+
+    def _next_deadline(self, child: _Child) -> float:
+        """Of the sample whose turn it is now."""
         child.output.allow_more()
-        deadline = time.monotonic() + self.timeout_s
+        return time.monotonic() + self.timeout_s
+
+    def _receive(self, child: _Child, lane: wire.Lane, deadline: float, samples: Feed) -> Outcome | None:
+        """The next outcome; None when there is none yet, but room for more samples."""
+
+        def is_alive() -> bool:
+            samples.require_wanted()  # asked a few times a second: nobody waits for a sample that hangs
+            return child.is_alive()
+
         try:
-            wire.send(child.requests, message, deadline)
-            return Outcome(**json.loads(wire.receive(child.answers, deadline, is_alive=child.is_alive)))
+            answer = lane.exchange(deadline, is_alive)
+            return None if answer is None else Outcome(**json.loads(answer))
         except TimeoutError:
             self._drop()
             return Outcome(
                 "timeout", error=f"the reward function took longer than {self.timeout_s:g} s and was cut off"
             )
-        except (EOFError, BrokenPipeError):
+        except EOFError:
             return Outcome("crashed", error=f"the reward function ended its process: {self._drop()}")
         except (ValueError, TypeError) as error:  # not JSON, or not an outcome
             self._drop()
             return Outcome("crashed", error=f"the reward function wrote into its process's pipe: {error}")
-        except BaseException:  # Ctrl-C: the answer to this sample must not be read as the next one's
-            self._drop()
-            raise
 
     def close(self) -> None:
         """End the process: it may finish by itself within 2 seconds, so that its exit handlers run."""
@@ -136,6 +184,15 @@ class RewardProcess:
         """Kill what runs, and say how it ended."""
         child, self._child = self._child, None
         return "" if child is None else child.kill()
+
+
+def _encode(sample: Sample) -> bytes | Outcome:
+    """The message to the process; the outcome of a sample that none can be made of."""
+    try:
+        return pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL)
+    # Pickling runs code of the objects' own; such a sample is no worse than one that raises in the scorer.
+    except Exception as error:  # noqa: BLE001
+        return Outcome("raised", error=f"the sample cannot be sent to the scoring process: {error}")
 
 
 class _Child:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,14 +35,14 @@ def rule_parts(outcomes: Sequence[Outcome | None], *, error_score: float) -> dic
 
     A sample that could not be scored has ``error_score`` and no parts of its own.
     """
-    columns: dict[str, Tensor] = {}
+    columns: dict[str, list[float]] = {}
     for row, outcome in enumerate(outcomes):
         if outcome is None:
             continue
         rule = error_score if outcome.error else outcome.score
         for name, value in {RULE: rule, **outcome.parts}.items():
-            columns.setdefault(name, torch.full((len(outcomes),), torch.nan))[row] = value
-    return columns
+            columns.setdefault(name, [math.nan] * len(outcomes))[row] = value
+    return {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
 
 
 def at_last_token(scores_B: Tensor, mask_BT: Tensor) -> Tensor:

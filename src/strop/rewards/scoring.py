@@ -1,13 +1,16 @@
-"""Scoring samples one after another, up to the point where too many have failed."""
+"""Scoring the samples of a batch in the background, up to the point where too many have failed."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Mapping
 
 from strop.errors import RewardError
 from strop.rewards.error_budget import ErrorBudget
+from strop.rewards.feed import Feed, Maker
 from strop.rewards.process import RewardProcess
 from strop.rewards.records import Outcome, Sample
 
@@ -16,36 +19,101 @@ logger = logging.getLogger(__name__)
 _SHOWN_CHARACTERS = 200
 
 
-def score_samples(
-    process: RewardProcess, samples: Sequence[Sample], has_rule: Sequence[bool], budget: ErrorBudget
-) -> list[Outcome | None]:
-    """The outcome of every sample that a function scores, None for the others.
+class ScoringJob:
+    """The samples of one batch of B rows, scored in a thread of their own in the order in which they come.
 
-    Raises:
-        RewardError: a score (or a part of it) that is NaN or infinite, naming the sample; or more failed
-            samples than ``budget`` bears, with the first traceback.
+    One job after another has the process: ``after`` is the one before. ``outcomes`` waits for the end.
     """
-    budget.begin(sum(has_rule))
-    outcomes: list[Outcome | None] = []
-    failed, first_error = 0, ""
-    for row, sample in enumerate(samples):
-        outcome = process.evaluate(sample) if has_rule[row] else None
-        outcomes.append(outcome)
-        if outcome is None:
-            continue
-        _require_finite(outcome, name_sample(row, sample))
-        if outcome.error:
-            failed += 1
-            if failed == 1:
-                first_error = f"{name_sample(row, sample)}:\n{outcome.error}"
-                logger.warning("could not score %s", first_error)
-        if budget.count(bool(outcome.error)):
-            raise RewardError(
-                f"too many samples cannot be scored: {failed} of the first {row + 1} of this batch of "
-                f"{len(samples)} (reward_model.max_error_rate={budget.max_rate:g}). "
-                f"The first was {first_error}"
-            )
-    return outcomes
+
+    def __init__(
+        self,
+        process: RewardProcess,
+        budget: ErrorBudget,
+        *,
+        n_rows: int,
+        n_scored: int,
+        after: ScoringJob | None = None,
+    ) -> None:
+        """``n_scored`` of the ``n_rows`` rows of the batch will be added."""
+        self.samples: list[Sample | None] = [None] * n_rows
+        """By row; None for those that were not added."""
+        self._process, self._budget, self._n_scored = process, budget, n_scored
+        self._feed, self._rows = Feed(), []
+        self._outcomes: list[Outcome | None] = [None] * n_rows
+        self._failure: BaseException | None = None
+        self._after = after
+        # A daemon: a run that ends for another reason does not wait for scores.
+        self._thread = threading.Thread(target=self._run, name="strop-reward-scoring", daemon=True)
+        self._thread.start()
+
+    def add(self, row: int, make: Maker) -> None:
+        """Score a row too; ``make`` is called in the thread."""
+
+        def sample() -> Sample:
+            self._rows.append(row)
+            made = self.samples[row] = make()
+            return made
+
+        self._feed.add(sample)
+
+    def end(self) -> None:
+        """All are added."""
+        self._feed.end()
+
+    def cancel(self, *, with_earlier: bool = False) -> None:
+        """Nobody will ask for the outcomes; soon afterwards the process is idle or gone."""
+        self._feed.cancel()
+        if with_earlier and (before := self._after) is not None:
+            before.cancel(with_earlier=True)
+
+    def wait(self) -> None:
+        """Until the thread is done, whatever came of it."""
+        self._thread.join()
+
+    def outcomes(self) -> list[Outcome | None]:
+        """What became of every sample, by row; None for rows that were not added.
+
+        Raises:
+            RewardError: a score (or a part of it) that is NaN or infinite, naming the sample; or more failed
+                samples than the budget bears, with the first traceback.
+        """
+        self.wait()
+        if self._failure is not None:
+            raise self._failure
+        return self._outcomes
+
+    def _run(self) -> None:
+        if self._after is not None:
+            self._after.wait()
+            self._after = None  # or all jobs of a run would be kept
+        try:
+            self._score()
+        # Raised again where the outcomes are asked for, in the thread of the run.
+        except BaseException as failure:  # noqa: BLE001
+            self._failure = failure
+
+    def _score(self) -> None:
+        self._budget.begin(self._n_scored)
+        failed, first_error = 0, ""
+        with contextlib.closing(self._process.evaluate_all(self._feed)) as outcomes:
+            for number, outcome in enumerate(outcomes):
+                row = self._rows[number]
+                name = name_sample(row, self.samples[row]) if not outcome.is_finite or outcome.error else ""
+                _require_finite(outcome, name)
+                self._outcomes[row] = outcome
+                if outcome.error:
+                    failed += 1
+                    if failed == 1:
+                        first_error = f"{name}:\n{outcome.error}"
+                        logger.warning("could not score %s", first_error)
+                if self._budget.count(bool(outcome.error)):
+                    raise RewardError(
+                        f"too many samples cannot be scored: {failed} of the first {number + 1} of this "
+                        f"batch of {len(self.samples)} "
+                        f"(reward_model.max_error_rate={self._budget.max_rate:g}). "
+                        f"The first was {first_error}"
+                    )
+        self._budget.end(bool(outcome.error) for outcome in self._outcomes if outcome is not None)
 
 
 def name_sample(row: int, sample: Sample) -> str:

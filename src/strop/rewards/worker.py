@@ -13,7 +13,6 @@ however it went, and takes this whole process group with it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import fcntl
 import json
@@ -68,7 +67,7 @@ def serve(requests: int, answers: int) -> None:
         outcome = evaluate(function, message)
         if os.getpid() != own_id:  # the scorer forked, and this is its child coming back from the call
             os._exit(0)
-        wire.send(answers, _to_json(dataclasses.asdict(outcome)))
+        wire.send(answers, _to_json(vars(outcome)))
 
 
 def evaluate(function: ScoreFunction, message: bytes) -> Outcome:

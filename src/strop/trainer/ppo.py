@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from strop.trainer.metrics import (
     policy_metrics,
     sampler_metrics,
 )
-from strop.trainer.scores import attach_scores, require_finite
+from strop.trainer.scores import PendingScores, require_finite
 from strop.trainer.seeds import permutation, sample_seeds
 from strop.trainer.shared_folder import require_shared_folder
 from strop.trainer.timing import PhaseTimer
@@ -48,6 +48,21 @@ _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "re
 _ACTOR_COLUMNS = (*_MODEL_INPUTS, "advantages")
 _ACTOR_OPTIONAL = ("old_log_probs", "ref_log_prob", "ref_hidden", "rollout_is_weights")
 _CRITIC_COLUMNS = (*_MODEL_INPUTS, "values", "returns")
+
+
+class Samples(NamedTuple):
+    """Finished samples, whose scores are on the way."""
+
+    batch: DataProto
+    scores: PendingScores
+    greedy_scores: PendingScores | None = None
+    """Of the greedy response to each prompt, for ReMax."""
+
+    def cancel(self) -> None:
+        """Nobody will ask for the scores."""
+        self.scores.cancel()
+        if self.greedy_scores is not None:
+            self.greedy_scores.cancel()
 
 
 class RayPPOTrainer:
@@ -169,18 +184,26 @@ class RayPPOTrainer:
 
     def step(self, prompts: DataProto) -> tuple[DataProto, dict[str, float]]:
         """One iteration of PPO on a batch of prompts: the finished samples, and the metrics."""
-        batch = self.collect(prompts)
-        return self.learn(batch)
+        samples = self.collect(prompts)
+        try:
+            return self.learn(samples)
+        except BaseException:
+            samples.cancel()
+            raise
 
-    def collect(self, prompts: DataProto) -> DataProto:
-        """Generate responses with the present policy and score them."""
+    def collect(self, prompts: DataProto) -> Samples:
+        """Generate responses with the present policy; their scores are on the way."""
         batch = self.generate(prompts)
-        return self.score(batch)
+        scores = self.start_scoring(batch)
+        if "baseline_scores" not in self._estimator_needs:
+            return Samples(batch, scores)
+        return Samples(batch, scores, self.start_scoring(self.generate_greedy(prompts)))
 
-    def learn(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+    def learn(self, samples: Samples) -> tuple[DataProto, dict[str, float]]:
         """Advantages, then the updates of critic and actor."""
-        self.release_rollout()
-        batch = self.evaluate(batch)
+        evaluation = self.start_evaluation(samples.batch)
+        batch = self.finish_scoring(samples)  # while models in other processes look at the samples
+        batch = self.finish_evaluation(batch, evaluation)
         batch = self.estimate_advantages(batch)
         critic = self.update_critic(batch) if self.use_critic else None
         actor = self.update_actor(batch) if self.trains_actor else None
@@ -211,23 +234,22 @@ class RayPPOTrainer:
     # collect
 
     def generate(self, prompts: DataProto) -> DataProto:
-        """``rollout.n`` responses to each prompt with the sampler's log-probs; for ReMax greedy ones too."""
+        """``rollout.n`` responses to each prompt, with the sampler's log-probs."""
+        with self.timer.phase("gen"):
+            return self.generate_with(*self._drawn(prompts), mode="train")
+
+    def generate_greedy(self, prompts: DataProto) -> DataProto:
+        """The likeliest response to each prompt, whose score is ReMax's baseline."""
+        with self.timer.phase("gen_greedy"):
+            prompts, seeds = self._drawn(prompts)
+            return self.generate_with(prompts, seeds[:, :1], mode="greedy")
+
+    def _drawn(self, prompts: DataProto) -> tuple[DataProto, Tensor]:
+        """The prompts with their ``uid``, and the seed [prompts, n] of each sample of this iteration."""
         n, iteration = self.config.actor_rollout_ref.rollout.n, self.global_step + 1
         uids = [f"{iteration}-{row}" for row in range(len(prompts))]
-        prompts = prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
-        with self.timer.phase("gen"):
-            seeds = sample_seeds(self.config.trainer.seed, "rollout", iteration, len(prompts), n)
-            batch = self.generate_with(prompts, seeds, mode="train")
-        if "baseline_scores" in self._estimator_needs:
-            with self.timer.phase("gen_greedy"):
-                greedy = self.generate_with(prompts, seeds[:, :1], mode="greedy")
-            greedy = self.score(greedy)
-            scores_B = masked_sum(greedy.batch["token_level_scores"], greedy.batch["response_mask"], dim=1)
-            batch.batch["baseline_scores"] = scores_B.repeat_interleave(n)
-            batch.meta_info["greedy_reward_metrics"] = {
-                f"greedy_{name}": value for name, value in greedy.meta_info["reward_metrics"].items()
-            }
-        return batch
+        seeds = sample_seeds(self.config.trainer.seed, "rollout", iteration, len(prompts), n)
+        return prompts.union(DataProto.from_dict(non_tensors={"uid": uids})), seeds
 
     def generate_with(self, prompts: DataProto, seeds: Tensor, *, mode: str) -> DataProto:
         """Responses of the rollout; ``mode``: ``train``, ``greedy`` or ``validate`` (``val_kwargs``)."""
@@ -267,19 +289,29 @@ class RayPPOTrainer:
             self.actor.release_rollout()
             self.rollout_version = None
 
-    def score(self, batch: DataProto) -> DataProto:
-        """``token_level_scores`` [B, T], and each named part of the score as ``reward/<part>`` [B]."""
+    def start_scoring(self, batch: DataProto) -> PendingScores:
+        """Have the samples scored, by rules and by the reward model, without waiting for it."""
         with self.timer.phase("reward"):
-            if self.use_reward_model:
-                batch = batch.union(self.reward_model.compute_rm_score(batch))
-            output = self.reward_fn(batch)
-        return attach_scores(batch, output)
+            return PendingScores(batch, self.reward_fn, self.reward_model)
 
     # ------------------------------------------------------------------------------------------ parts of
     # learn
 
-    def evaluate(self, batch: DataProto) -> DataProto:
-        """What the models say of the samples before the update: log-probs, entropies, values.
+    def finish_scoring(self, samples: Samples) -> DataProto:
+        """``token_level_scores`` [B, T], and each named part of the score as ``reward/<part>`` [B]."""
+        with self.timer.phase("reward"):
+            batch = samples.scores.get()
+            if samples.greedy_scores is None:
+                return batch
+            greedy = samples.greedy_scores.get()
+        scores_B = masked_sum(greedy.batch["token_level_scores"], greedy.batch["response_mask"], dim=1)
+        n = self.config.actor_rollout_ref.rollout.n
+        metrics = {f"greedy_{name}": value for name, value in greedy.meta_info["reward_metrics"].items()}
+        baseline = DataProto({"baseline_scores": scores_B.repeat_interleave(n)})
+        return batch.union(DataProto(baseline.batch, {}, {"greedy_reward_metrics": metrics}))
+
+    def start_evaluation(self, batch: DataProto) -> dict[str, Future]:
+        """Ask the models what they say of the samples before the update; by the phase's name.
 
         Models in different pools work at the same time. An update that is one on-policy step computes the
         actor's part itself.
@@ -292,6 +324,10 @@ class RayPPOTrainer:
             calls["old_log_prob"] = self._start("old_log_prob", self.actor.compute_log_prob, inputs)
         if self.use_critic:
             calls["values"] = self._start("values", self.critic.compute_values, inputs)
+        return calls
+
+    def finish_evaluation(self, batch: DataProto, calls: dict[str, Future]) -> DataProto:
+        """The batch with log-probs, entropies and values."""
         for name, call in calls.items():
             with self.timer.phase(name):
                 batch = batch.union(call.get())

@@ -12,7 +12,7 @@ from strop.algorithms.masked import masked_sum
 from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
-from strop.trainer.scores import attach_scores
+from strop.trainer.scores import PendingScores
 from strop.trainer.seeds import sample_seeds
 
 if TYPE_CHECKING:
@@ -26,16 +26,18 @@ def validate(trainer: RayPPOTrainer) -> tuple[dict[str, float], DataProto]:
     The random stream depends on the prompt's batch alone, so every validation of a run draws the same noise.
     """
     n, seed = trainer.config.actor_rollout_ref.rollout.val_kwargs.n, trainer.config.trainer.seed
-    with_model = _needs_reward_model(trainer)
-    scored = []
+    reward_model = trainer.reward_model if _needs_reward_model(trainer) else None
+    scored, waiting = [], None
     for number, prompts in enumerate(trainer.val_loader):
         uids = [f"val-{number}-{row}" for row in range(len(prompts))]
         prompts = prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
         seeds = sample_seeds(seed, "validation", number, len(prompts), n)
         batch = trainer.generate_with(prompts, seeds, mode="validate")
-        if with_model:
-            batch = batch.union(trainer.reward_model.compute_rm_score(batch))
-        scored.append(attach_scores(batch, trainer.val_reward_fn(batch)))
+        previous, waiting = waiting, PendingScores(batch, trainer.val_reward_fn, reward_model)
+        if previous is not None:  # scored while this batch was generated
+            scored.append(previous.get())
+    if waiting is not None:
+        scored.append(waiting.get())
     samples = DataProto.concat(_with_equal_columns(scored))
     scores_B = masked_sum(samples.batch["token_level_scores"], samples.batch["response_mask"], dim=1).numpy()
     sources_B = samples.non_tensor_batch["data_source"]

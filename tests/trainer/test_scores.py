@@ -1,0 +1,195 @@
+"""Scores that are computed while the models look at the samples, or the next ones are generated."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from strop.config.load import load_config
+from strop.controller.local import LocalWorkerGroup
+from strop.controller.worker_group import GroupMethod
+from strop.errors import ModelError, RewardError
+from strop.models.loader import load_scorer
+from strop.protocol import DataProto
+from strop.rewards.manager import RewardManager
+from strop.trainer.build import build_trainer
+from strop.trainer.scores import PendingScores
+
+import tiny_model
+from runs import make_inputs, metrics, overrides
+
+# A scorer that waits until the program has done something else: without that, its deadline passes.
+WAITS = """
+import pathlib, time
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    deadline = time.monotonic() + 60
+    while not pathlib.Path({go!r}).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("nothing else was done meanwhile")
+        time.sleep(0.005)
+    return float(len(solution_str))
+"""
+QUIET = ("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.total_training_steps=1")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def make(inputs, tmp_path):
+    """Builds trainers, and closes their reward managers."""
+    made = []
+
+    def build(*options: str):
+        made.append(build_trainer(load_config(overrides(inputs, tmp_path / "run", *QUIET, *options))))
+        made[-1].init_workers()
+        return made[-1]
+
+    yield build
+    for trainer in made:
+        for manager in (trainer.reward_fn, trainer.val_reward_fn):
+            if isinstance(manager, RewardManager):
+                manager.close()
+
+
+def waiting_scorer(folder: Path) -> tuple[str, Path]:
+    """The option for a scorer that waits for a file, and that file."""
+    go = folder / "go"
+    (folder / "reward.py").write_text(WAITS.format(go=str(go)))
+    return f"custom_reward_function.path={folder / 'reward.py'}", go
+
+
+def test_samples_are_scored_while_the_models_look_at_them(make, tmp_path, monkeypatch):
+    option, go = waiting_scorer(tmp_path)
+    trainer = make(option, "reward_model.timeout_s=120")
+    plain = trainer.critic.worker.compute_values
+
+    def compute_values(batch):  # of the passes before the update, the last
+        go.touch()
+        return plain(batch)
+
+    monkeypatch.setattr(trainer.critic.worker, "compute_values", compute_values)
+    trainer.fit()
+    (line,) = metrics(tmp_path / "run")
+    assert line["reward/errors"] == 0
+    assert line["critic/score/max"] > 0
+
+
+def test_validation_samples_are_scored_while_the_next_are_generated(make, tmp_path, monkeypatch):
+    option, go = waiting_scorer(tmp_path)
+    trainer = make(option, "reward_model.timeout_s=120", "data.val_batch_size=2", "trainer.val_only=true")
+    plain, calls = trainer.rollout.worker.generate_sequences, []
+
+    def generate_sequences(prompts):
+        calls.append(len(prompts))
+        if len(calls) == 2:
+            go.touch()
+        return plain(prompts)
+
+    monkeypatch.setattr(trainer.rollout.worker, "generate_sequences", generate_sequences)
+    trainer.fit()
+    assert calls == [2, 2, 2]
+    assert metrics(tmp_path / "run")[0]["val/test_score/strop/arithmetic"] > 0
+
+
+def test_a_failure_elsewhere_does_not_wait_for_scores(make, tmp_path, monkeypatch):
+    option, _ = waiting_scorer(tmp_path)  # the file never comes
+    trainer = make(option, "reward_model.timeout_s=120")
+
+    def compute_values(batch):
+        raise ModelError("no values today")
+
+    monkeypatch.setattr(trainer.critic.worker, "compute_values", compute_values)
+    started = time.monotonic()
+    with pytest.raises(ModelError, match="no values today"):
+        trainer.fit()
+    trainer.reward_fn.close()  # waits for the thread that feeds the scorer
+    assert time.monotonic() - started < 30
+
+
+def test_a_failure_of_the_scorer_stops_the_step(make, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(**sample):\n    raise ValueError('no verdict')\n")
+    trainer = make(f"custom_reward_function.path={tmp_path / 'reward.py'}")
+    with pytest.raises(RewardError, match=r"(?s)too many samples cannot be scored.*ValueError: no verdict"):
+        trainer.fit()
+
+
+class Deferred(LocalWorkerGroup):
+    """Notes when a call is started and when somebody waits for it, as it may be in another process."""
+
+    notes: ClassVar[list[str]] = []
+
+    def __getattr__(self, name):
+        plain = super().__getattr__(name)
+
+        class Call:
+            def __init__(self, *args):
+                Deferred.notes.append(f"start {name}")
+                self.args = args
+
+            def get(self):
+                Deferred.notes.append(f"get {name}")
+                return plain(*self.args)
+
+        return GroupMethod(Call)
+
+
+def test_reward_model_reference_actor_and_critic_work_at_the_same_time(inputs, tmp_path):
+    load_scorer(inputs / "model", fresh_head_seed=5).save_pretrained(tmp_path / "reward_model")
+    tiny_model.build_tokenizer().save_pretrained(tmp_path / "reward_model")
+    model = ("reward_model.enable=true", f"reward_model.model.path={tmp_path / 'reward_model'}")
+    options = (*QUIET, *model, "reward_model.model.input_tokenizer=null", "algorithm.kl_ctrl.kl_coef=0.1")
+    trainer = build_trainer(load_config(overrides(inputs, tmp_path / "run", *options)))
+    trainer.worker_group_cls = Deferred
+    trainer.init_workers()
+    Deferred.notes.clear()
+    trainer.fit()
+    names = ("compute_rm_score", "compute_ref_log_prob", "compute_log_prob", "compute_values")
+    found = [note for note in Deferred.notes if note.split()[1] in names]
+    assert found[:4] == [f"start {name}" for name in names]
+    assert sorted(found[4:]) == sorted(f"get {name}" for name in names)
+    trainer.reward_fn.close()
+
+
+class OwnManager(RewardManager):
+    """Overrides what a batch is scored by."""
+
+    def __call__(self, batch):
+        self.thread = threading.current_thread()
+        return torch.ones_like(batch.batch["response_mask"])
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+def test_a_function_of_ones_own_runs_in_the_programs_thread_and_sees_the_models_scores(with_model):
+    seen = {}
+
+    def own(batch):
+        seen.update(thread=threading.current_thread(), columns=set(batch.batch))
+        return torch.ones_like(batch.batch["response_mask"])
+
+    class Group:
+        class compute_rm_score:  # noqa: N801 - the shape of a group's method
+            @staticmethod
+            def start(batch):
+                return Group
+
+        @staticmethod
+        def get():
+            return DataProto({"rm_scores": torch.zeros(2)})
+
+    batch = DataProto({"response_mask": torch.ones(2, 3)})
+    scores = PendingScores(batch, own, Group if with_model else None)
+    assert seen == {}
+    assert scores.get().batch["token_level_scores"].sum() == 6
+    assert seen["thread"] is threading.main_thread()
+    assert ("rm_scores" in seen["columns"]) == with_model
+    manager = OwnManager(tokenizer=None, num_examine=0)
+    assert PendingScores(batch, manager, None).get().batch["token_level_scores"].sum() == 6
+    assert manager.thread is threading.main_thread()
