@@ -287,6 +287,40 @@ def test_a_family_that_cannot_be_packed_is_refused_by_the_name_of_the_key(config
         PolicyModel(model, packed=True)
 
 
+WINDOWS = {
+    "Qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "Mistral": {},
+    "Gemma2": {"query_pre_attn_scalar": 8},
+}
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_windows_longer_than_any_check_are_checked_and_stay_as_they_are(family):
+    model = _model(family, **WINDOWS[family], sliding_window=4096)
+    PolicyModel(model, packed=True)
+    windows = [getattr(module, "sliding_window", None) for module in model.modules()]
+    assert model.config.sliding_window == 4096
+    assert {window for window in windows if window is not None} <= {4096}
+
+
+# These make a mask by the window and do not tell attention of it.
+MASK_ONLY = {
+    "Qwen2Moe": {"use_sliding_window": True, "num_experts": 2, "num_experts_per_tok": 1},
+    "Phimoe": {"num_local_experts": 2},
+}
+
+
+@pytest.mark.parametrize("family", MASK_ONLY)
+def test_a_family_whose_windows_are_in_its_mask_alone_is_refused(family):
+    key = r"^actor_rollout_ref\.model\.use_remove_padding=True"
+    model = _model(family, **MASK_ONLY[family], sliding_window=4096)
+    with pytest.raises(ModelError, match=f"{key}: the hidden states of .* change"):
+        PolicyModel(model, packed=True)
+    assert model.config.sliding_window == 4096
+    without = {**MASK_ONLY[family], "use_sliding_window": False, "sliding_window": None}
+    PolicyModel(_model(family, **without), packed=True)
+
+
 def test_eager_attention_is_refused_by_the_name_of_the_critics_key():
     model = _model("Llama", "ForSequenceClassification")
     model.config._attn_implementation = "eager"
@@ -309,15 +343,18 @@ DAMAGES = {
     "leak": "when sequences are packed",
     "positions of its own": "when sequences are packed",
     "lengths are dropped": "does not hand the lengths",
+    "a window is dropped": "when sequences are packed",
     "no such option": "unexpected keyword argument",
 }
 
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGES.items(), ids=DAMAGES)
 def test_a_model_whose_packed_pass_is_not_its_padded_one_is_refused(damage, reason):
-    model = _model("Llama")
+    model = _model("Llama" if damage != "a window is dropped" else "Qwen2 with windows", sliding_window=4096)
     layer = model.model.layers[0]
-    if damage == "leak":
+    if damage == "a window is dropped":
+        model.model.layers[1].self_attn.sliding_window = None
+    elif damage == "leak":
         layer.mlp = _LeakingMLP(layer.mlp)
     elif damage == "positions of its own":  # a learned table, say, that position_ids do not reach
         model.model.embed_tokens.register_forward_hook(
