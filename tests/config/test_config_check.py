@@ -322,7 +322,7 @@ def test_a_model_made_for_shorter_sequences_is_doubtful(report, tmp_path):
 def test_every_key_that_counts_as_honoured_is_read_somewhere():
     package = Path(strop.__file__).parent
     files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "config"]
-    files.append(package / "config" / "placement.py")
+    files += [package / "config" / name for name in ("placement.py", "vllm.py", "old_log_probs.py")]
     text = "\n".join(path.read_text() for path in files)
     in_batch_plan = {keys.per_gpu for keys in MICRO_BATCHES.values()}
     for keys in MICRO_BATCHES.values():
@@ -344,7 +344,8 @@ def test_every_limit_is_about_keys_that_exist():
 
 
 NOT_HONOURED = {
-    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.rollout.min_p": "0.5",
+    "actor_rollout_ref.rollout.stop": "[x]",
     "actor_rollout_ref.actor.strategy": "megatron",
     "critic.strategy": "megatron",
     "reward_model.reward_manager": "prime",

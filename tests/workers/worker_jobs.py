@@ -76,10 +76,15 @@ def prompts(mode: str = "train", n: int = 2) -> DataProto:
 def generate(folder: Path, role: Role, mode: str, *extra: str) -> dict[str, torch.Tensor]:
     """Samples after some updates, by prompt: the shape is [prompts, n, ...]."""
     built = worker(folder, role, *extra)
+    built.sync_rollout(0)
     first = built.generate_sequences(prompts(mode))
+    built.release_rollout()
     update(built)
+    built.sync_rollout(1)
+    built.verify_rollout(1)
     found = built.generate_sequences(prompts(mode))
     again = built.generate_sequences(prompts(mode))
+    built.release_rollout()
     assert all(torch.equal(found.batch[name], again.batch[name]) for name in found.batch)
     moved = (found.batch["rollout_log_probs"] - first.batch["rollout_log_probs"]).abs().max()
     assert moved > 1e-4  # the weights of now are used, not those of the start

@@ -53,7 +53,7 @@ class VLLMSamplingConfig(Section):
     """vLLM: taken off the logit of a token, once for each time that the response has it; 0: off."""
     repetition_penalty: PositiveFloat
     """vLLM: divides positive logits of tokens in prompt and response, multiplies negative ones; 1: off."""
-    logit_bias: dict[int, Number]
+    logit_bias: dict[int, Number] | None
     """vLLM: added to the logits of these token ids."""
     allowed_token_ids: list[Count] | None
     """vLLM: sample among these token ids only; null: all."""
@@ -121,7 +121,5 @@ class RolloutConfig(VLLMSamplingConfig):
     stop_token_ids: list[Count]
     """Token ids that end a response, besides the model's end-of-sequence token."""
     verify_weights_every: Count
-    """Compare a checksum of each weight that the rollout holds with the actor's, at the first transfer and
-    every so many; 0: never.
-    """
+    """Transfers from one comparison of the rollout's weights with the actor's to the next; 0: never."""
     val_kwargs: ValSamplingConfig

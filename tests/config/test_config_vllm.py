@@ -1,0 +1,79 @@
+"""What the rollout's keys come to with vLLM, and what `check` says of them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from strop.config.load import load_config
+from strop.config.rules import generation
+from strop.config.support import unsupported
+from strop.config.vllm import extra_sampling, rollout_dtype, tensor_parallel_size
+from strop.errors import ConfigError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM = (f"{ROLLOUT}.name=vllm", "trainer.device=cpu")
+
+
+@pytest.fixture(autouse=True)
+def vllm_is_installed(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: object() if name == "vllm" else find(name, *more)
+    )
+
+
+def findings(rule, *options):
+    return [finding.text for finding in rule(load_config([*VLLM, *options]))]
+
+
+def test_without_vllm_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None)
+    errors, _ = unsupported(load_config(list(VLLM)))
+    assert any(f"{ROLLOUT}.name=vllm: vLLM is not installed: pip install" in line for line in errors)
+
+
+def test_the_dtype_is_the_trainers_unless_it_is_written():
+    assert rollout_dtype(load_config([*VLLM, "actor_rollout_ref.model.compute_dtype=float32"])) == "float32"
+    assert rollout_dtype(load_config([*VLLM, f"{ROLLOUT}.dtype=bfloat16"])) == "bfloat16"
+    assert rollout_dtype(load_config([*VLLM, f"{ROLLOUT}.dtype=auto"])) == "auto"
+
+
+def test_another_precision_than_the_trainers_is_pointed_out_unless_it_is_corrected():
+    options = (f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.model.compute_dtype=float32")
+    (line,) = findings(generation.precision, *options)
+    assert "rollout_is corrects" in line
+    assert findings(generation.precision, *options, "actor_rollout_ref.actor.rollout_is=token") == []
+    assert findings(generation.precision) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ((), 1),
+        (("trainer.n_gpus_per_node=2",), 1),
+        (("trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=2"), 2),
+    ],
+)
+def test_tensor_parallel_size(options, size):
+    assert tensor_parallel_size(load_config([*VLLM, *options])) == size
+
+
+def test_a_written_size_that_does_not_divide_the_ranks_is_an_error():
+    options = ("trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=3")
+    with pytest.raises(ConfigError, match="=3 does not divide the 4 ranks"):
+        tensor_parallel_size(load_config([*VLLM, *options]))
+    assert len(findings(generation.tensor_parallelism, *options)) == 1
+
+
+def test_only_what_was_set_is_passed_to_vllm():
+    assert extra_sampling(load_config(list(VLLM))) == {}
+    options = (f"{ROLLOUT}.min_p=0.1", f"{ROLLOUT}.stop=[stop here]", f"{ROLLOUT}.repetition_penalty=1.2")
+    found = extra_sampling(load_config([*VLLM, *options, f"{ROLLOUT}.logit_bias={{5: 1.5}}"]))
+    assert found == {"min_p": 0.1, "stop": ["stop here"], "repetition_penalty": 1.2, "logit_bias": {5: 1.5}}
+
+
+def test_a_misspelt_sampling_parameter_is_an_error_with_the_right_name():
+    with pytest.raises(ConfigError, match="presence_penalty"):
+        load_config([*VLLM, f"{ROLLOUT}.presense_penalty=0.5"])
