@@ -203,3 +203,25 @@ def different_batches(folder: Path, *keys: str) -> str:
     except RuntimeError as error:
         return str(error)
     return "computed"
+
+
+def passes(
+    folder: Path, batches: list[Lengths], micro: MicroBatching, *keys: str
+) -> list[list[tuple[int, int, int]]]:
+    """Of each mini-batch, the (tokens, places with padding, tokens to learn from) of this rank's passes."""
+    built = worker_jobs.worker(folder, Role.Actor, *keys)
+    seen: list[tuple[int, int, int]] = []
+
+    def note(module, inputs):
+        mask, response_mask = inputs[0]["attention_mask"], inputs[0]["response_mask"]
+        seen.append((int(mask.sum()), mask.numel(), int(response_mask.sum())))
+
+    built.engine.module.register_forward_pre_hook(note)
+    results = []
+    for batch in map(samples, batches):
+        seen.clear()
+        rows = _mine(built, "update_actor", batch)
+        built.engine.forward_backward(rows, sharded_jobs.objective("actor", batch), micro, temperature=0.9)
+        built.engine.optimizer_step(0.0)
+        results.append(list(seen))
+    return results

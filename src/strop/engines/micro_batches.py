@@ -24,10 +24,10 @@ class MicroBatching:
     def split(self, batch: DataProto, at_least: int = 1, *, packed: bool = False) -> list[Tensor]:
         """Row indices of each micro-batch. Rows of like length share one, so that little of it is padding.
 
-        ``max_tokens`` bounds rows x the longest row of the micro-batch, or its real tokens if they are to be
-        ``packed``, and is strict: a single row above it is a ``ConfigError``. Fewer micro-batches than
-        ``at_least`` are halved until there are so many; when there are not as many rows, the last ones are
-        empty.
+        ``max_tokens`` bounds what is left of a micro-batch after ``trim``, rows x columns, or its real tokens
+        if they are to be ``packed``, and is strict: a single row above it is a ``ConfigError``. Fewer
+        micro-batches than ``at_least`` are halved until there are so many; when there are not as many rows,
+        the last ones are empty.
         """
         pieces = self._pieces(batch, packed)
         while len(pieces) < at_least:
@@ -47,15 +47,18 @@ class MicroBatching:
                 f"a sequence of {longest} tokens exceeds the cap of {self.max_tokens} per micro-batch; "
                 "raise the *_max_token_len_per_gpu key to at least max_prompt_length + max_response_length"
             )
-        lengths = lengths_B[order_B].tolist()
-        pieces, start = [], 0
-        for end in range(1, len(batch) + 1):
-            with_next = lengths[start : end + 1]
-            tokens = sum(with_next) if packed else len(with_next) * with_next[0]
-            if end == len(batch) or tokens > self.max_tokens:
-                pieces.append(order_B[start:end])
-                start = end
-        return pieces
+        lengths, firsts, ends = (column_B.tolist() for column_B in (lengths_B, *_extents(batch)))
+        pieces: list[list[int]] = [[]]
+        tokens, first, end = 0, batch.batch["attention_mask"].shape[1], 0
+        for row in order_B.tolist():
+            wider = min(first, firsts[row]), max(end, ends[row])
+            tokens = tokens + lengths[row] if packed else (len(pieces[-1]) + 1) * (wider[1] - wider[0])
+            if tokens > self.max_tokens and pieces[-1]:
+                pieces.append([])
+                tokens, wider = lengths[row], (firsts[row], ends[row])
+            pieces[-1].append(row)
+            first, end = wider
+        return [torch.tensor(rows) for rows in pieces]
 
 
 def trim(batch: DataProto) -> dict[str, Tensor]:
@@ -64,21 +67,35 @@ def trim(batch: DataProto) -> dict[str, Tensor]:
     Columns as wide as ``attention_mask`` [B, L] lose them on both sides, columns as wide as
     ``response_mask`` [B, T] on the right. At least one prompt and one response column stay.
     """
-    mask_BL = batch.batch["attention_mask"]
-    width = mask_BL.shape[1]
-    response_width = batch.batch["response_mask"].shape[1] if "response_mask" in batch else 0
-    used = mask_BL.any(dim=0).nonzero().flatten()
-    first = min(int(used[0]), max(width - response_width - 1, 0))
-    last = max(int(used[-1]) + 1, width - response_width + 1)
+    width, response_width = batch.batch["attention_mask"].shape[1], _response_width(batch)
+    first_B, end_B = _extents(batch)
+    first, end = int(first_B.min()), int(end_B.max())
     trimmed = {}
     for name, tensor in batch.batch.items():
         if name in ("input_ids", "attention_mask", "position_ids"):
-            trimmed[name] = tensor[:, first:last]
+            trimmed[name] = tensor[:, first:end]
         elif response_width and tensor.dim() > 1 and tensor.shape[1] == response_width:
-            trimmed[name] = tensor[:, : response_width - (width - last)]
+            trimmed[name] = tensor[:, : response_width - (width - end)]
         else:
             trimmed[name] = tensor
     return trimmed
+
+
+def _response_width(batch: DataProto) -> int:
+    """T; 0 where the batch does not say."""
+    return batch.batch["response_mask"].shape[1] if "response_mask" in batch else 0
+
+
+def _extents(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """The first column [B] that each row needs, and the one after its last."""
+    mask_BL, response_width = batch.batch["attention_mask"].bool().int(), _response_width(batch)
+    width = mask_BL.shape[1]
+    first_B = mask_BL.argmax(dim=1)
+    end_B = width - mask_BL.flip(1).argmax(dim=1)
+    if not response_width:
+        return first_B, end_B
+    boundary = width - response_width
+    return first_B.clamp(max=max(boundary - 1, 0)), end_B.clamp(min=boundary + 1)
 
 
 def restore(pieces: list[dict[str, Tensor]], rows: list[Tensor], response_width: int) -> dict[str, Tensor]:

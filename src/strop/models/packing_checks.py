@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ def _short_windows(model: PreTrainedModel) -> Generator[None]:
     """Sliding windows of ``_WINDOW`` tokens wherever the model has one: in the configuration, that masks are
     made by, and in its layers, that pass one to attention.
     """
-    places = [model.config.get_text_config(), *model.modules()]
+    places: list[Any] = [model.config.get_text_config(), *model.modules()]
     before = [(place, getattr(place, "sliding_window", None)) for place in places]
     before = [(place, window) for place, window in before if isinstance(window, int) and window]
     try:
