@@ -1,0 +1,192 @@
+"""strop and TRL side by side: one iteration of GRPO and of PPO, on the same model, prompts and lengths.
+
+    python benchmarks/against_trl.py [--rounds 3] [--iterations 3] [--threads 2] [--models 5M 30M]
+        [--only grpo] [--rollout hf] [--out benchmarks/results/against_trl_DATE.md]
+
+Every run is a process of its own, and the systems take turns. A figure is the median over the rounds of a
+run's median over its iterations, the first iteration left out. Useful tokens are those of responses, with the
+end token; a run whose responses have other lengths than planned fails the benchmark. What each system is told
+is in ``side_by_side/``; ``make bench`` builds the environments of TRL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from side_by_side.inputs import LONGEST, SHORTEST, write_inputs
+from side_by_side.record import PHASES
+from side_by_side.setting import WARM_UP, Setting
+
+HERE = Path(__file__).parent
+COLUMNS = (*PHASES, "rest", "iteration")
+
+
+@dataclass(frozen=True)
+class System:
+    """One of those compared."""
+
+    name: str
+    python: Path
+    module: str
+    precision: str | None = None
+    """Instead of the setting's."""
+
+
+STROP = System("strop", Path(sys.executable), "strop_run")
+GRPO = System("TRL", HERE / ".venv-trl/bin/python", "trl_grpo")
+PPO = System("TRL 1.12", HERE / ".venv-trl-ppo/bin/python", "trl_ppo")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A setting, and who takes turns at it; ratios are to the system named ``peer``."""
+
+    setting: Setting
+    systems: tuple[System, ...]
+    peer: str
+
+
+def comparisons(options: argparse.Namespace, inputs: Path) -> list[Comparison]:
+    """What the table has, in its order."""
+    found = []
+    shared = {"inputs": str(inputs), "iterations": options.iterations, "rollout": options.rollout}
+    for model, lengths, precision in itertools.product(
+        options.models, ("uneven", "limit"), ("float32", "bfloat16")
+    ):
+        limit = 128 if lengths == "uneven" else 64
+        setting = Setting(model, "grpo", lengths, limit, precision, **shared)
+        found.append(Comparison(setting, (STROP, GRPO), GRPO.name))
+    lower = replace(STROP, name="strop, bfloat16", precision="bfloat16")
+    for model, kl_coef in itertools.product(options.models, (0.0, 0.05)):
+        setting = Setting(model, "ppo", "limit", 64, "float32", kl_coef=kl_coef, **shared)
+        found.append(Comparison(setting, (STROP, lower, PPO), PPO.name))
+    return [comparison for comparison in found if options.only in comparison.setting.name]
+
+
+def run(system: System, setting: Setting, threads: int, folder: Path) -> dict:
+    """One process; what it recorded. The planned lengths are checked."""
+    setting = replace(setting, precision=system.precision or setting.precision)
+    written, record = setting.write(folder / "setting.json"), folder / "record.json"
+    paths = [HERE] if system.module != STROP.module else [HERE, HERE.parent / "examples"]
+    process = subprocess.run(
+        [system.python, "-m", f"side_by_side.{system.module}", written, record],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        },
+        capture_output=True,
+        text=True,
+    )
+    if process.returncode:
+        raise SystemExit(f"{system.name}, {setting.name}:\n{process.stderr[-4000:]}")
+    found = json.loads(record.read_text())
+    check_lengths(system, setting, found["iterations"])
+    return found
+
+
+def check_lengths(system: System, setting: Setting, iterations: list[dict]) -> None:
+    """Both systems had as many iterations, and responses as long, as planned; or ``SystemExit``."""
+    if len(iterations) != setting.total_iterations:
+        raise SystemExit(f"{system.name}: {len(iterations)} iterations, not {setting.total_iterations}")
+    for number, iteration in enumerate(iterations):
+        planned = sorted(setting.planned_lengths(number) or [setting.limit] * setting.samples)
+        if iteration["lengths"] != planned:
+            raise SystemExit(
+                f"{system.name}, {setting.name}: lengths of iteration {number} are not as planned"
+            )
+
+
+def medians(runs: list[dict]) -> dict[str, float]:
+    """Of all runs of one system: seconds by phase, useful tokens a second and MB."""
+    counted = [run["iterations"][WARM_UP:] for run in runs]
+    found = {
+        column: statistics.median(statistics.median(row[column] for row in rows) for rows in counted)
+        for column in COLUMNS
+    }
+    found["tokens/s"] = statistics.median(
+        sum(sum(row["lengths"]) for row in rows) / sum(row["iteration"] for row in rows) for rows in counted
+    )
+    found["MB"] = statistics.median(run["peak_mb"] for run in runs)
+    return found
+
+
+def compare(comparison: Comparison, rounds: int, threads: int) -> list[str]:
+    """Rows of the table; the systems take turns."""
+    runs: dict[str, list[dict]] = {system.name: [] for system in comparison.systems}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            for system in comparison.systems:
+                runs[system.name].append(run(system, comparison.setting, threads, Path(folder)))
+    by_system = {name: medians(found) for name, found in runs.items()}
+    peer = by_system[comparison.peer]
+    return [row(comparison.setting, name, found, peer) for name, found in by_system.items()]
+
+
+def row(setting: Setting, name: str, found: dict[str, float], peer: dict[str, float]) -> str:
+    """One line of markdown."""
+    cells = [setting.name, name, *(f"{found[column]:.2f}" for column in COLUMNS)]
+    cells += [f"{found['tokens/s']:.0f}", f"{found['MB']:.0f}", f"{found['tokens/s'] / peer['tokens/s']:.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def head(options: argparse.Namespace) -> str:
+    """What stands above the table."""
+    versions = subprocess.run(
+        [GRPO.python, "-c", "import trl; print(trl.__version__)"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    where = machine.description("torch", "transformers", threads=options.threads)
+    titles = ["setting", "system", *COLUMNS, "tokens/s", "MB", "ratio"]
+    return (
+        f"# One iteration of strop and of TRL\n\n{where} TRL {versions} for GRPO, 1.12.0 for PPO.\n"
+        f"strop's rollout engine: {options.rollout}. "
+        f"64 samples (8 prompts of {SHORTEST} to {LONGEST} tokens, 8 responses each), one optimizer step.\n"
+        "Seconds an iteration by phase; useful tokens a second; peak of resident memory; ratio of tokens/s "
+        f"to TRL's.\nMedians of {options.rounds} alternating runs of {options.iterations} iterations after a "
+        "warm-up.\n\n"
+        f"| {' | '.join(titles)} |\n|{' --- |' * 2}{' ---: |' * (len(titles) - 2)}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--models", nargs="+", default=["5M", "30M"])
+    parser.add_argument("--only", default="", help="settings whose name contains this")
+    parser.add_argument("--rollout", default="hf", help="strop's rollout engine")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    lines = [head(options)]
+    print(lines[0], flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = comparisons(options, Path(folder))
+        write_inputs(comparison.setting for comparison in chosen)
+        for comparison in chosen:
+            rows = compare(comparison, options.rounds, options.threads)
+            print("\n".join(rows), flush=True)
+            lines += rows
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

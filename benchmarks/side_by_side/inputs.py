@@ -1,0 +1,64 @@
+"""Models and prompts on disk: random Qwen2-likes with a character tokenizer as large as their vocabulary."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rollout_hf import MODELS, build
+
+from side_by_side.setting import Setting
+
+from tiny_model import SPECIAL, build_tokenizer
+
+SHORTEST, LONGEST = 32, 64
+"""Tokens of a prompt, as in ``rollout_hf.py``."""
+_TEMPLATE = 2
+"""Of which the chat template makes so many."""
+_FIRST = 0x4E00  # from here on there are 20,992 characters in a row
+
+
+def characters(vocabulary: int) -> str:
+    """A character for every token that is not special."""
+    return "".join(chr(_FIRST + place) for place in range(vocabulary - len(SPECIAL)))
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """One token a character. strop wants a config.json beside it; Qwen2's would make it Qwen2's tokenizer."""
+    build_tokenizer(characters(vocabulary)).save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+def write_prompts(path: Path, *, vocabulary: int, count: int) -> Path:
+    """Conversations of one message, between ``SHORTEST`` and ``LONGEST`` tokens; returns ``path``."""
+    stream, alphabet = random.Random(0), characters(vocabulary)
+    rows = [
+        {
+            "data_source": "side_by_side",
+            "prompt": [
+                {
+                    "role": "user",
+                    "content": "".join(
+                        stream.choices(alphabet, k=stream.randint(SHORTEST, LONGEST) - _TEMPLATE)
+                    ),
+                }
+            ],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+        }
+        for _ in range(count)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def write_inputs(settings: Iterable[Setting]) -> None:
+    """Everything that the settings read."""
+    for setting in settings:
+        vocabulary = MODELS[setting.model]["vocab_size"]
+        if not setting.model_folder.exists():
+            build(setting.model).save_pretrained(setting.model_folder)
+            write_tokenizer(setting.tokenizer_folder, vocabulary)
+        write_prompts(setting.prompts, vocabulary=vocabulary, count=setting.prompts_in_all)
