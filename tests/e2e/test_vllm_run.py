@@ -7,6 +7,7 @@ import json
 import pytest
 
 from strop.errors import ModelError
+from strop.trainer.weight_sync import WeightSync
 
 import tiny_model
 from killing import SETTINGS, kill
@@ -86,16 +87,12 @@ def test_weights_that_do_not_arrive_end_the_run_by_name(inputs, tmp_path, monkey
 
 
 def test_an_update_without_a_transfer_is_noticed_at_the_next_generation(inputs, tmp_path, monkeypatch):
-    from strop.trainer.ppo import RayPPOTrainer
+    def forget(weights):
+        weights.rollout_version = weights.version
 
-    def forget(trainer):
-        trainer.rollout_version = trainer.policy_version
-
-    sync = RayPPOTrainer.sync_rollout
+    to_rollout = WeightSync.to_rollout
     monkeypatch.setattr(
-        RayPPOTrainer, "sync_rollout", lambda self: forget(self) if self.policy_version == 2 else sync(self)
+        WeightSync, "to_rollout", lambda self: forget(self) if self.version == 2 else to_rollout(self)
     )
-    with pytest.raises(
-        ModelError, match=r"has the weights of version 1 and is to generate with those of version 2"
-    ):
+    with pytest.raises(ModelError, match=r"weights of version 1 and is to generate with those of version 2"):
         train(overrides(inputs, tmp_path, *VLLM, "trainer.total_training_steps=6"))

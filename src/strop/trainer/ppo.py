@@ -41,6 +41,7 @@ from strop.trainer.seeds import permutation, sample_seeds
 from strop.trainer.shared_folder import require_shared_folder
 from strop.trainer.timing import PhaseTimer
 from strop.trainer.updates import PendingUpdates
+from strop.trainer.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +103,6 @@ class RayPPOTrainer:
         result.raise_errors()
         self.total_steps = loops.total_training_steps(self.config, len(self.train_loader))
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
-        self.policy_version = 0  # updates of the actor in this process
-        self.rollout_version: int | None = None  # of the weights that the rollout has; None: not known
-        self._syncs = 0
         self.timer = PhaseTimer()
         self.actor: Any = None  # worker groups: their methods are those of the workers
         self.rollout: Any = None  # the actor's own, unless the two are placed apart
@@ -149,6 +147,8 @@ class RayPPOTrainer:
         require_shared_folder(Path(self.config.trainer.default_local_dir), self.groups)
         for call in [group.init_model.start() for group in self.groups.values()]:
             call.get()
+        every = self.config.actor_rollout_ref.rollout.verify_weights_every
+        self.weights = WeightSync(self.actor, self.rollout, self.timer, verify_every=every)
 
     def _group(self, role: Role) -> Any:
         return self.worker_group_cls(
@@ -256,38 +256,10 @@ class RayPPOTrainer:
         request = DataProto(
             {**prompts.batch, "seeds": seeds},
             prompts.non_tensor_batch,
-            {**prompts.meta_info, "mode": mode, "weights_version": self.policy_version},
+            {**prompts.meta_info, "mode": mode, "weights_version": self.weights.version},
         )
-        self.sync_rollout()
+        self.weights.to_rollout()
         return self.rollout.generate_sequences(request)
-
-    def sync_rollout(self) -> None:
-        """Hand the actor's weights to a rollout that has a copy of them, if it lags behind."""
-        if self.rollout_version == self.policy_version:
-            return
-        version = self.policy_version
-        with self.timer.phase("sync_weights"):
-            if self.rollout is self.actor:
-                self.actor.sync_rollout(version)
-            else:  # bucket by bucket, through the driver
-                bucket = self.actor.weight_bucket(restart=True)
-                while bucket is not None:
-                    self.rollout.load_weights(bucket)
-                    bucket = self.actor.weight_bucket(restart=False)
-                self.rollout.load_weights(None, version)
-        every = self.config.actor_rollout_ref.rollout.verify_weights_every
-        if every and self._syncs % every == 0:
-            with self.timer.phase("verify_weights"):
-                expected = None if self.rollout is self.actor else self.actor.weight_checksums()
-                self.rollout.verify_rollout(version, expected)
-        self._syncs += 1
-        self.rollout_version = version
-
-    def release_rollout(self) -> None:
-        """The memory of a rollout beside the actor is the update's; it is synchronised before it is used."""
-        if self.rollout is self.actor:
-            self.actor.release_rollout()
-            self.rollout_version = None
 
     def start_scoring(self, batch: DataProto) -> PendingScores:
         """Have the samples scored, by rules and by the reward model, without waiting for it."""
@@ -402,7 +374,7 @@ class RayPPOTrainer:
         section = self.config.actor_rollout_ref.actor
         optional = [name for name in _ACTOR_OPTIONAL if name in batch]
         columns = batch.select(*_ACTOR_COLUMNS, *optional)
-        self.policy_version += 1
+        self.weights.policy_changes()
         with self.timer.phase("update_actor"):
             mini_batches = self._mini_batches(columns, section, "actor")
             update = self.actor.update_actor

@@ -6,6 +6,7 @@ step on the same requests.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -60,6 +61,7 @@ class VLLMRollout:
         self._tied = _tied_names(model)
         self._asleep = False
         require_supported(model.config, settings.device)
+        gc.collect()  # an engine that is dropped later would take down what all engines of a process share
         with keeping_process_state(), joined(settings.rank, settings.world_size):
             try:
                 self._llm = LLM(

@@ -1,0 +1,147 @@
+"""How fast does strop generate with vLLM, compared with vLLM's own offline `generate`, and with the hf rollout?
+
+    python benchmarks/rollout_vllm.py [--threads 2] [--rounds 5] [--models 5M 30M] [--bfloat16]
+
+The same engine, prompts, stop tokens and length limit; useful tokens per second, alternating in one run.
+    vLLM alone: `LLM.generate` on the prompts with n samples each, no seeds and no log-probs, which is
+        what a user of vLLM gets;
+    strop: what training gets, with a seed for every sample, every sampled token's log-prob, and the batch of
+        columns that comes out;
+    hf: strop's other rollout, on the trainer's own weights.
+And the transfer of weights to the engine, in seconds a sync: alone, and with the check of what it holds.
+Lengths as in rollout_hf.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strop.rollout.hf import HFRollout
+from strop.rollout.vllm.engine import VLLMRollout
+from strop.rollout.vllm.settings import VLLMSettings
+from strop.rollout.weights import checksums, require_equal_checksums
+
+from rollout_hf import MODELS, build, prompts_of, run_ours
+
+PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 8, 64, 128
+
+
+def engine_of(model: Any, folder: Path, dtype: torch.dtype) -> VLLMRollout:
+    model.save_pretrained(folder)
+    settings = VLLMSettings(
+        model_path=folder,
+        config_overrides={},
+        tokenizer_path=None,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        load_format="dummy",
+        max_model_len=PROMPT_TOKENS + TOKENS,
+        max_num_seqs=PROMPTS * SAMPLES,
+        max_num_batched_tokens=8192,
+        memory_share=0.3,
+        enforce_eager=True,
+        sleeps=False,
+        tensor_parallel=1,
+        rank=0,
+        world_size=1,
+        trust_remote_code=False,
+    )
+    rollout = VLLMRollout(model, settings, pad_token_id=0, eos_token_ids=[1])
+    rollout.update_weights(model.named_parameters())
+    return rollout
+
+
+def run_vllm_alone(rollout: VLLMRollout, prompts: Any, tokens: int, n: int, stops: list[int]) -> int:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        n=n, temperature=1.0, max_tokens=tokens, stop_token_ids=stops, ignore_eos=True, detokenize=False
+    )
+    ids = [
+        {"prompt_token_ids": row[mask.bool()].tolist()}
+        for row, mask in zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
+    ]
+    outputs = rollout._llm.generate(ids, params, use_tqdm=False)
+    return sum(len(sample.token_ids) for request in outputs for sample in request.outputs)
+
+
+def rates(rounds: int, runners: dict[str, Callable[[], int]]) -> dict[str, float]:
+    """Median tokens a second of each; they alternate, and a first round is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in runners}
+    for number in range(rounds + 1):
+        for name, runner in runners.items():
+            started = time.perf_counter()
+            tokens = runner()
+            if number:
+                found[name].append(tokens / (time.perf_counter() - started))
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def transfer_seconds(
+    rollout: VLLMRollout, model: Any, rounds: int, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Median seconds of a transfer, and of a check."""
+    transfers, checks = [], []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        rollout.update_weights(model.named_parameters())
+        sent = time.perf_counter()
+        require_equal_checksums(checksums(model.named_parameters(), dtype), rollout.checksums(), 0)
+        transfers.append(sent - started)
+        checks.append(time.perf_counter() - sent)
+    return statistics.median(transfers), statistics.median(checks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bfloat16", action="store_true")
+    parser.add_argument("--models", nargs="*", default=["5M", "30M"], choices=MODELS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    dtype = torch.bfloat16 if options.bfloat16 else torch.float32
+    autocast = torch.bfloat16 if options.bfloat16 else None
+    print(f"threads {options.threads}, {dtype}, medians of {options.rounds} rounds, useful tokens a second")
+    print(
+        f"{'model':6} {'lengths':>8} {'vLLM alone':>11} {'strop vllm':>11} {'ratio':>6} {'strop hf':>9} "
+        f"{'transfer':>9} {'check':>7}"
+    )
+    for name in options.models:
+        model = build(name)
+        vocabulary = model.config.vocab_size
+        prompts = prompts_of(PROMPTS, PROMPT_TOKENS, SAMPLES, vocabulary)
+        with tempfile.TemporaryDirectory() as folder:
+            rollout = engine_of(model, Path(folder), dtype)
+        hf: Any = HFRollout(model, pad_token_id=0, eos_token_ids=[1], autocast_dtype=autocast)
+        sync, check = transfer_seconds(rollout, model, options.rounds, dtype)
+        for kind in ("uneven", "limit"):
+            stops = list(range(2, 2 + vocabulary // 32)) if kind == "uneven" else []
+            found = rates(
+                options.rounds,
+                {
+                    "alone": lambda s=stops: run_vllm_alone(rollout, prompts, TOKENS, SAMPLES, s),
+                    "vllm": lambda s=stops: run_ours(rollout, prompts, TOKENS, SAMPLES, s),
+                    "hf": lambda s=stops: run_ours(hf, prompts, TOKENS, SAMPLES, s),
+                },
+            )
+            print(
+                f"{name:6} {kind:>8} {found['alone']:11.0f} {found['vllm']:11.0f} "
+                f"{found['vllm'] / found['alone']:6.2f} {found['hf']:9.0f} {sync:8.3f}s {check:6.3f}s",
+                flush=True,
+            )
+        del rollout  # before the next one is built
+
+
+if __name__ == "__main__":
+    main()
