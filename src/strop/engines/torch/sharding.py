@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import lru_cache
 
 import torch
@@ -85,7 +86,8 @@ def sequence_group(size: int) -> SequenceGroup:
 def _neighbours(world: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     """One group for all models of these processes."""
     del world  # part of the key: another default group needs other ones
-    return dist.new_subgroups(size)[0]
+    # A rank may write files while its neighbour waits for it; who hangs is for the controller to notice.
+    return dist.new_subgroups(size, timeout=timedelta(days=7))[0]
 
 
 @lru_cache(maxsize=8)
