@@ -1,4 +1,4 @@
-"""How fast does strop generate with vLLM, compared with vLLM's own offline `generate`, and with the hf rollout?
+"""How fast does strop generate with vLLM, compared with vLLM's own `generate` and with the hf rollout?
 
     python benchmarks/rollout_vllm.py [--threads 2] [--rounds 5] [--models 5M 30M] [--bfloat16]
 
@@ -111,36 +111,37 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     dtype = torch.bfloat16 if options.bfloat16 else torch.float32
-    autocast = torch.bfloat16 if options.bfloat16 else None
     print(f"threads {options.threads}, {dtype}, medians of {options.rounds} rounds, useful tokens a second")
     print(
         f"{'model':6} {'lengths':>8} {'vLLM alone':>11} {'strop vllm':>11} {'ratio':>6} {'strop hf':>9} "
         f"{'transfer':>9} {'check':>7}"
     )
     for name in options.models:
-        model = build(name)
-        vocabulary = model.config.vocab_size
-        prompts = prompts_of(PROMPTS, PROMPT_TOKENS, SAMPLES, vocabulary)
-        with tempfile.TemporaryDirectory() as folder:
-            rollout = engine_of(model, Path(folder), dtype)
-        hf: Any = HFRollout(model, pad_token_id=0, eos_token_ids=[1], autocast_dtype=autocast)
-        sync, check = transfer_seconds(rollout, model, options.rounds, dtype)
-        for kind in ("uneven", "limit"):
-            stops = list(range(2, 2 + vocabulary // 32)) if kind == "uneven" else []
-            found = rates(
-                options.rounds,
-                {
-                    "alone": lambda s=stops: run_vllm_alone(rollout, prompts, TOKENS, SAMPLES, s),
-                    "vllm": lambda s=stops: run_ours(rollout, prompts, TOKENS, SAMPLES, s),
-                    "hf": lambda s=stops: run_ours(hf, prompts, TOKENS, SAMPLES, s),
-                },
-            )
-            print(
-                f"{name:6} {kind:>8} {found['alone']:11.0f} {found['vllm']:11.0f} "
-                f"{found['vllm'] / found['alone']:6.2f} {found['hf']:9.0f} {sync:8.3f}s {check:6.3f}s",
-                flush=True,
-            )
-        del rollout  # before the next one is built
+        measure(name, options.rounds, dtype)
+
+
+def measure(name: str, rounds: int, dtype: torch.dtype) -> None:
+    """Print the lines of one model; its engine ends with this call."""
+    model = build(name)
+    vocabulary = model.config.vocab_size
+    prompts = prompts_of(PROMPTS, PROMPT_TOKENS, SAMPLES, vocabulary)
+    with tempfile.TemporaryDirectory() as folder:
+        rollout = engine_of(model, Path(folder), dtype)
+    autocast = None if dtype is torch.float32 else dtype
+    hf: Any = HFRollout(model, pad_token_id=0, eos_token_ids=[1], autocast_dtype=autocast)
+    sync, check = transfer_seconds(rollout, model, rounds, dtype)
+    for kind, stops in (("uneven", list(range(2, 2 + vocabulary // 32))), ("limit", [])):
+        runners = {
+            "alone": lambda s=stops: run_vllm_alone(rollout, prompts, TOKENS, SAMPLES, s),
+            "vllm": lambda s=stops: run_ours(rollout, prompts, TOKENS, SAMPLES, s),
+            "hf": lambda s=stops: run_ours(hf, prompts, TOKENS, SAMPLES, s),
+        }
+        found = rates(rounds, runners)
+        print(
+            f"{name:6} {kind:>8} {found['alone']:11.0f} {found['vllm']:11.0f} "
+            f"{found['vllm'] / found['alone']:6.2f} {found['hf']:9.0f} {sync:8.3f}s {check:6.3f}s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class WeightSync:
         self.version += 1
 
     def to_rollout(self) -> None:
-        """Hand the weights over if the rollout lags behind; ``ModelError`` names those that did not arrive."""
+        """Hand weights over if the rollout lags behind; ``ModelError`` names those that did not arrive."""
         if self.rollout_version == self.version:
             return
         with self._timer.phase("sync_weights"):

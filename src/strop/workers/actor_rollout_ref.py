@@ -114,8 +114,8 @@ class ActorRolloutRefWorker(Worker):
         version = prompts.meta_info.get("weights_version", self.rollout_version)
         if version != self.rollout_version:
             raise ModelError(
-                f"the rollout has the weights of version {self.rollout_version} and is to generate with those "
-                f"of version {version}: the actor was updated without sync_rollout or load_weights"
+                f"the rollout has the weights of version {self.rollout_version} and is to generate with "
+                f"those of version {version}: the actor was updated without sync_rollout or load_weights"
             )
         shared = self.role is not Role.Rollout and shares_weights(self)
         with self.engine.on_device() if shared else contextlib.nullcontext():
