@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from strop.errors import ConfigError
+from strop.models.prompts_once import first_with_prompt
 from strop.protocol import DataProto
 
 
@@ -24,6 +25,7 @@ class MicroBatching:
     def split(self, batch: DataProto, at_least: int = 1, *, packed: bool = False) -> list[Tensor]:
         """Row indices of each micro-batch. Rows of like length share one, so that little of it is padding.
 
+        Of those that are to be ``packed``, the samples of a prompt share one as far as they fit.
         ``max_tokens`` bounds what is left of a micro-batch after ``trim``, rows x columns, or its real tokens
         if they are to be ``packed``, and is strict: a single row above it is a ``ConfigError``. Fewer
         micro-batches than ``at_least`` are halved until there are so many; when there are not as many rows,
@@ -39,6 +41,8 @@ class MicroBatching:
     def _pieces(self, batch: DataProto, packed: bool) -> list[Tensor]:
         lengths_B = batch.batch["attention_mask"].sum(dim=1)
         order_B = torch.argsort(lengths_B, descending=True, stable=True)
+        if packed and "response_mask" in batch:
+            order_B = _prompts_together(order_B, first_with_prompt(batch.batch))
         if self.max_tokens is None:
             return list(order_B.split(self.rows or len(batch)))
         longest = int(lengths_B.max())
@@ -59,6 +63,14 @@ class MicroBatching:
             pieces[-1].append(row)
             first, end = wider
         return [torch.tensor(rows) for rows in pieces]
+
+
+def _prompts_together(order_B: Tensor, first_B: Tensor) -> Tensor:
+    """The rows in this order, each followed by the others with its prompt, which packed passes share."""
+    prompt_B = first_B[order_B]
+    places_B = torch.arange(len(order_B))
+    earliest_B = torch.full_like(places_B, len(places_B)).scatter_reduce(0, prompt_B, places_B, "amin")
+    return order_B[earliest_B[prompt_B].argsort(stable=True)]
 
 
 def trim(batch: DataProto) -> dict[str, Tensor]:

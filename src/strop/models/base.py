@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from strop.errors import ModelError
 from strop.models.packing import Packing, packed_attention, packed_hidden_states
 from strop.models.packing_checks import check_packable, check_packed_pass
+from strop.models.prompts_once import PromptsOnce
 from strop.models.ulysses import SequenceGroup, check_shareable
 
 
@@ -71,9 +72,17 @@ class RoleModel(nn.Module):
             )
         self.hugging_face_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
-    def packing(self, batch: Mapping[str, Tensor]) -> Packing | None:
-        """How this batch is packed; None for a padded pass."""
-        return Packing(batch["attention_mask"], self.sequence_group) if self.packed else None
+    def packing(self, batch: Mapping[str, Tensor], *, with_last: bool = False) -> Packing | None:
+        """How this batch is packed; None for a padded pass.
+
+        ``with_last``: the hidden state of a sequence's last token is of use, too.
+        """
+        if not self.packed:
+            return None
+        by_sequence = self.hugging_face_model.config._attn_implementation == "sdpa"
+        if by_sequence and self.sequence_group is None and "response_mask" in batch:
+            return PromptsOnce(batch, with_last=with_last)
+        return Packing(batch["attention_mask"], self.sequence_group)
 
     def hidden_states_at(
         self, batch: Mapping[str, Tensor], chosen_BL: Tensor, packing: Packing | None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from strop.errors import ModelError
 from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup, SharedRow
+
+if TYPE_CHECKING:
+    from strop.models.prompts_once import WholeSequences
 
 Runs = tuple[tuple[int, int], ...]
 """(S, K) of each run: so many neighbouring sequences of the same length."""
@@ -39,6 +42,7 @@ def _packed_attention(
     sequence_runs: Runs | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
+    whole_sequences: WholeSequences | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Query [1, Q, N, D], key and value [1, G, N, D] -> [1, N, Q, D]; each sequence sees itself alone.
@@ -50,16 +54,20 @@ def _packed_attention(
         raise ModelError(
             f"{type(module).__name__} does not hand the lengths of packed sequences to attention"
         )
+    states = [heads.transpose(1, 2)[0] for heads in (query, key, value)]
+    if whole_sequences is not None:
+        states = [whole_sequences.lay_out(tokens) for tokens in states]
     # split, not slices: each slice's backward pass would make a gradient of full size
     sizes = [sequences * length for sequences, length in sequence_runs]
-    parts = zip(*(heads.transpose(1, 2)[0].split(sizes) for heads in (query, key, value)), strict=True)
+    parts = zip(*(tokens.split(sizes) for tokens in states), strict=True)
     outputs = []
     for (sequences, length), tokens in zip(sequence_runs, parts, strict=True):
         heads = [part.unflatten(0, (sequences, length)).transpose(1, 2) for part in tokens]
         mask_KK = _window_mask(length, sliding_window, query.device)
         output, _ = sdpa_attention_forward(module, *heads, attention_mask=mask_KK, **options)
         outputs.append(output.flatten(0, 1))
-    return torch.cat(outputs)[None], None
+    output = torch.cat(outputs)
+    return (output if whole_sequences is None else whole_sequences.take_in(output))[None], None
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -39,7 +39,7 @@ class SequenceScorer(RoleModel):
         mask_BL = batch["attention_mask"].bool()
         positions_BL = torch.arange(mask_BL.shape[1], device=mask_BL.device).expand_as(mask_BL)
         last_B = torch.where(mask_BL, positions_BL, 0).amax(dim=1)
-        is_last_BL, packing = positions_BL == last_B[:, None], self.packing(batch)
+        is_last_BL, packing = positions_BL == last_B[:, None], self.packing(batch, with_last=True)
         if packing is not None:
             is_last_BL &= packing.own_BL
         hidden_nH = self.hidden_states_at(batch, is_last_BL, packing)

@@ -1,0 +1,168 @@
+"""Packed passes compute a prompt once for all of its samples, and give what padded passes give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.engines.micro_batches import MicroBatching
+from strop.models.policy import PolicyModel
+from strop.models.prompts_once import WholeSequences, first_with_prompt
+from strop.models.scorer import SequenceScorer, ValueModel
+from strop.protocol import DataProto
+
+FAMILIES = {
+    "Qwen2": {},
+    "Qwen2 with windows": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "Gemma2": {"sliding_window": 3, "query_pre_attn_scalar": 8},
+}
+ROLES = {
+    "actor": (PolicyModel, "ForCausalLM"),
+    "critic": (ValueModel, "ForSequenceClassification"),
+    "reward model": (SequenceScorer, "ForSequenceClassification"),
+}
+Groups = list[tuple[int, list[int]]]
+"""(tokens of the prompt, tokens of each of its responses)."""
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), min_size=1, max_size=4)), min_size=1, max_size=3
+)
+
+
+def _model(family: str, head: str):
+    config = getattr(transformers, f"{family.split()[0]}Config")(
+        vocab_size=19,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.08,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+        num_labels=1,
+        **FAMILIES[family],
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, family.split()[0] + head)(config)
+    model.config._attn_implementation = "sdpa"
+    return model
+
+
+def _batch(groups: Groups, order: int = 0) -> dict[str, torch.Tensor]:
+    """Samples of these prompts, in a random order."""
+    generator = torch.Generator().manual_seed(order)
+    prompt_width = max(prompt for prompt, _ in groups)
+    response_width = max(max(responses) for _, responses in groups)
+    rows = []
+    for prompt, responses in groups:
+        prompt_ids = torch.zeros(prompt_width, dtype=torch.long)
+        prompt_ids[prompt_width - prompt :] = torch.randint(3, 19, (prompt,), generator=generator)
+        for response in responses:
+            ids = torch.randint(3, 19, (response_width,), generator=generator)
+            rows.append(torch.cat([prompt_ids, ids * (torch.arange(response_width) < response)]))
+    ids = torch.stack(rows)[torch.randperm(len(rows), generator=generator)]
+    mask = (ids > 0).long()
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+        "responses": ids[:, prompt_width:],
+        "response_mask": mask[:, prompt_width:].float(),
+    }
+
+
+def _gradient(role, batch):
+    """Outputs, and the gradient of a random combination of them."""
+    role.zero_grad(set_to_none=True)
+    outputs = role(batch)
+    generator = torch.Generator().manual_seed(4)
+    sum((torch.randn(out.shape, generator=generator) * out).sum() for out in outputs.values()).backward()
+    return outputs, torch.cat([w.grad.flatten() for w in role.parameters() if w.grad is not None]).double()
+
+
+def _assert_same(packed, padded, batch):
+    found, gradient = _gradient(packed, batch)
+    expected, expected_gradient = _gradient(padded, batch)
+    for name, output in found.items():
+        torch.testing.assert_close(output, expected[name], atol=1e-5, rtol=1e-5)
+    assert (gradient - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "checkpointing"])
+def policies(request):
+    packed, padded = PolicyModel(_model("Qwen2", "ForCausalLM"), packed=True), None
+    padded = PolicyModel(_model("Qwen2", "ForCausalLM"))
+    if request.param:
+        packed.train().enable_gradient_checkpointing()
+    return packed, padded
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(groups=GROUPS, order=st.integers(0, 99))
+def test_samples_that_share_prompts_have_the_gradient_of_padded_passes(policies, groups, order):
+    _assert_same(*policies, _batch(groups, order))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("role", ROLES)
+def test_every_role_shares_prompts_in_every_family(role, family):
+    wrapper, head = ROLES[role]
+    packed, padded = wrapper(_model(family, head), packed=True), wrapper(_model(family, head))
+    _assert_same(packed, padded, _batch([(7, [6, 1, 5, 6]), (1, [1]), (4, [2, 3])]))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_prompt_is_computed_once_and_a_last_token_only_where_it_is_read(role):
+    wrapper, head = ROLES[role]
+    packed = wrapper(_model("Qwen2", head), packed=True)
+    computed = []
+    embeddings = packed.hugging_face_model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda module, args, output: computed.append(args[0].numel()))
+    groups = [(7, [6, 1, 5, 6]), (1, [1]), (4, [2, 3])]
+    with torch.no_grad():
+        packed(_batch(groups))
+    prompts, responses = 7 + 1 + 4, [6, 1, 5, 6, 1, 2, 3]
+    assert computed == [prompts + sum(responses) - (len(responses) if role != "reward model" else 0)]
+
+
+def test_prompts_that_differ_in_a_token_or_in_their_padding_are_not_shared():
+    prompts = torch.tensor([[5, 7], [5, 7], [5, 8], [0, 7], [0, 7]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 1], [0, 1]])
+    batch = {
+        "input_ids": torch.cat([prompts, torch.full((5, 1), 3)], dim=1),
+        "attention_mask": torch.cat([mask, torch.ones(5, 1, dtype=torch.long)], dim=1),
+        "response_mask": torch.ones(5, 1),
+    }
+    assert first_with_prompt(batch).tolist() == [0, 0, 2, 3, 4]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(groups=GROUPS, order=st.integers(0, 99), rows=st.integers(1, 5))
+def test_packed_micro_batches_keep_the_samples_of_a_prompt_together(groups, order, rows):
+    batch = _batch(groups, order)
+    pieces = MicroBatching(rows=rows).split(DataProto(batch), packed=True)
+    in_order = torch.cat(pieces)
+    assert sorted(in_order.tolist()) == list(range(len(batch["input_ids"])))
+    prompts = first_with_prompt(batch)[in_order]
+    changes = int((prompts[1:] != prompts[:-1]).sum())
+    assert changes == len(prompts.unique()) - 1
+    lengths = batch["attention_mask"].sum(dim=1)
+    assert lengths[in_order[0]] == lengths.max()
+
+
+def test_sequences_of_like_length_are_laid_out_in_one_run():
+    lengths = torch.tensor([10, 3, 8, 9, 1, 0])
+    mask = torch.arange(10) < lengths[:, None]
+    places = mask.flatten().cumsum(0).view_as(mask) - 1
+    whole = WholeSequences(mask, mask, places)
+    assert whole.runs == ((3, 10), (1, 3), (1, 1))
+    tokens = torch.arange(int(lengths.sum()), dtype=torch.float32)[:, None, None]
+    assert torch.equal(whole.take_in(whole.lay_out(tokens)), tokens)
+    laid = whole.lay_out(tokens)[:, 0, 0]
+    assert laid[:10].tolist() == list(range(10))
+    assert laid[10:19].tolist() == list(range(21, 30))  # the fourth, the second longest
