@@ -34,6 +34,7 @@ bench: .venv/dev benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/ready  ## t
 	$(BIN)/python benchmarks/against_trl.py --out benchmarks/results/against_trl_$(TODAY).md
 	$(BIN)/python benchmarks/rollout_hf.py
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/driver.py
 
 docs: .venv/dev  ## write the generated pages anew

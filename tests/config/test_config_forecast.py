@@ -98,7 +98,7 @@ def test_the_parts_of_a_run_in_float32(model):
     assert memory.phases["generation: KV cache"] == 12 * 30 * 2 * 2 * 8 * 4
     # 8 sequences at once; 68 bytes for each token, layer and hidden unit
     assert memory.phases["critic update: activations"] == 8 * 30 * 2 * 16 * 68
-    logits = 8 * 30 * 50 * 4 * 4
+    logits = 8 * 30 * 50 * 4 * 3
     assert memory.phases["actor update: activations, logits"] == 8 * 30 * 2 * 16 * 68 + logits
     assert memory.peak == 36 * parameters + max(memory.phases.values())
 
@@ -116,14 +116,14 @@ def test_options_that_save_memory(model):
     assert memory.phases["generation: KV cache"] == 2 * 30 * 2 * 2 * 8 * 2
     # 100 tokens: the inputs of 2 layers in 2 bytes, and one layer's activations at 34 bytes
     activations = 100 * 16 * 2 * 2 + 100 * 16 * 34
-    assert memory.phases["actor update: activations, logits"] == activations + 100 * 50 * 4 * 4
+    assert memory.phases["actor update: activations, logits"] == activations + 100 * 50 * 4 * 3
 
 
 def test_ranks_that_share_sequences_have_a_part_of_the_activations(model):
     memory = forecast_of(model[0], "trainer.n_gpus_per_node=2", "critic.ulysses_sequence_parallel_size=2")
     assert memory.phases["critic update: activations"] == 8 * 30 // 2 * 2 * 16 * 68
     actors = min(8, 12 // 2)  # sequences of the actor's rank, which shares none
-    assert memory.phases["actor update: activations, logits"] == actors * 30 * (2 * 16 * 68 + 50 * 4 * 4)
+    assert memory.phases["actor update: activations, logits"] == actors * 30 * (2 * 16 * 68 + 50 * 4 * 3)
 
 
 def test_a_reward_model_counts_and_an_unknown_model_leaves_the_peak_open(model):

@@ -4,7 +4,8 @@ Shapes: N packed tokens, n tokens of one chunk, H hidden, V vocabulary.
 
 For a batch of 64k tokens and a vocabulary of 150k, logits in float32 take 39 GB. So the language-model head
 is applied to a chunk of hidden states at a time, and where a gradient is needed the chunk is computed again
-in the backward pass: only tensors of [n, V] ever exist.
+in the backward pass: only tensors of [n, V] ever exist. A head that is a matrix needs less still
+(``strop.algorithms.output_layer``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from strop.algorithms.output_layer import OutputLayer, log_probs_and_entropy
 
 Project = Callable[[Tensor], Tensor]
 
@@ -45,13 +48,14 @@ def token_log_probs(
     Args:
         hidden_NH: the last hidden state before each token.
         project: makes the logits [n, V] of a chunk [n, H]: the language-model head with everything that
-            follows it, such as soft-capping. Called twice for a chunk when there is a gradient and more than
-            one chunk.
+            follows it, such as soft-capping. An ``OutputLayer`` is computed in blocks of the vocabulary,
+            unless there is a ``ref``. Any other function is called twice for a chunk when there is a gradient
+            and more than one chunk.
         ids_N: int64 token ids in [0, V).
         temperature: divides the logits, of the reference too.
         with_entropy: also return the entropies, with their gradient.
-        chunk_size: tokens projected at once; a handful of [chunk_size, V] float32 tensors live at the same
-            time.
+        chunk_size: tokens that a function projects at once; a handful of [chunk_size, V] float32 tensors
+            live at the same time.
         ref: hidden states [N, H'] and the projection of the reference model; adds the full KL to it, with the
             gradient to the policy only.
 
@@ -59,6 +63,9 @@ def token_log_probs(
         ValueError: the numbers of tokens differ, or temperature or chunk_size is not above 0.
     """
     _check_arguments(hidden_NH, ids_N, temperature, chunk_size, ref)
+    if isinstance(project, OutputLayer) and ref is None:
+        log_probs_N, entropy_N = log_probs_and_entropy(hidden_NH, project, ids_N, temperature=temperature)
+        return TokenLogProbs(log_probs_N, entropy_N if with_entropy else None, None)
     ref_project = ref[1] if ref is not None else None
 
     def score(hidden_nH: Tensor, ids_n: Tensor, ref_hidden_nH: Tensor | None) -> TokenLogProbs:

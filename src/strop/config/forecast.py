@@ -22,9 +22,9 @@ _TRAINED = 4 * _FLOAT32
 """Weight, gradient and two moments."""
 _ACTIVATION_BYTES = {2: 34, 4: 68}
 """By the bytes of a number: activation bytes for each token, layer and hidden unit."""
-_LOGIT_TOKENS = 256
-"""Tokens whose logits exist at once; a handful of float32 tensors of that size live together."""
-_LOGIT_COPIES = 4
+_LOGITS_AT_ONCE = 1 << 25
+"""Logits in one block of the vocabulary on a GPU; on a CPU there are fewer."""
+_LOGIT_COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -113,5 +113,5 @@ def _activations(
 def _logits(facts: ModelFacts | None, update: UpdatePlan, length: int) -> int | None:
     if facts is None:
         return None
-    tokens = min(_tokens_at_once(update, length), _LOGIT_TOKENS)
-    return tokens * facts.vocabulary * _FLOAT32 * _LOGIT_COPIES
+    logits = min(_tokens_at_once(update, length) * facts.vocabulary, _LOGITS_AT_ONCE)
+    return logits * _FLOAT32 * _LOGIT_COPIES

@@ -9,37 +9,49 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import PretrainedConfig, PreTrainedModel
 
 from strop.algorithms.logprobs import token_log_probs
+from strop.algorithms.output_layer import OutputLayer
 from strop.errors import ModelError
 from strop.models.base import ResponseTokens, RoleModel
 from strop.models.packing import portable_attention
 
 Projection = Callable[[Tensor], Tensor]
-_CHUNK = 256  # tokens whose logits exist at once: at 49k words 1.0 GB at the peak, against 1.65 GB for 1024
+_CHUNK = 256  # tokens whose logits exist at once where the head is not but a matrix
 
 
-def logit_projection(config: PretrainedConfig, head: Projection) -> Projection:
+class LogitProjection:
     """The map from hidden states [..., H] to logits [..., V], with the model family's scaling or soft cap."""
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
-    multiplier = getattr(config, "logit_scale", None)  # Cohere
-    divisor = getattr(config, "logits_scaling", None)  # Granite
 
-    def project(hidden: Tensor) -> Tensor:
-        logits = head(hidden)
-        if multiplier is not None:
-            logits = logits * multiplier
-        if divisor is not None:
-            logits = logits / divisor
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+    def __init__(self, config: PretrainedConfig, head: Projection) -> None:
+        self._head = head
+        self._soft_cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
+        multiplier = getattr(config, "logit_scale", None)  # Cohere
+        divisor = getattr(config, "logits_scaling", None)  # Granite
+        self._scale = (1.0 if multiplier is None else multiplier) / (1.0 if divisor is None else divisor)
 
-    return project
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states, through the head as the model would call it."""
+        logits = self._head(hidden)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap
+
+    def of_now(self) -> Projection:
+        """The same with the head's weights of now, as an ``OutputLayer`` if the head is but a matrix.
+
+        Of a sharded model these are the whole weights, during a forward pass.
+        """
+        head = self._head
+        if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+            return self
+        if isinstance(head.weight, DTensor):
+            return self
+        return OutputLayer(head.weight, head.bias, self._scale, self._soft_cap)
 
 
 @torch.no_grad()
@@ -55,7 +67,7 @@ def check_projection(model: PreTrainedModel, project: Projection) -> None:
     if not torch.allclose(own, ours, atol=1e-3, rtol=1e-3):
         raise ModelError(
             f"{type(model).__name__} changes its logits after the output layer (largest difference "
-            f"{(own - ours).abs().max():.3g}); teach strop.models.policy.logit_projection about this family"
+            f"{(own - ours).abs().max():.3g}); teach strop.models.policy.LogitProjection about this family"
         )
 
 
@@ -68,7 +80,7 @@ class PolicyModel(RoleModel):
         head = language_model.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(language_model).__name__} has no output embeddings to project with")
-        self._project = logit_projection(language_model.config, head)
+        self._project = LogitProjection(language_model.config, head)
         self._reference_head: dict[str, Tensor] | None = None
         if not head.weight.is_meta:
             check_projection(language_model, self._project)
@@ -99,7 +111,7 @@ class PolicyModel(RoleModel):
             weights = {name: weight.to(dtype) for name, weight in whole.items()}
             return functional_call(head, weights, hidden.to(dtype))
 
-        return logit_projection(self.hugging_face_model.config, frozen)
+        return LogitProjection(self.hugging_face_model.config, frozen)
 
     def forward(
         self,
@@ -124,7 +136,7 @@ class PolicyModel(RoleModel):
             reference = (batch["ref_hidden"][tokens.kept_BT], self._reference_projection())
         found = token_log_probs(
             hidden_NH,
-            self._project,
+            self._project.of_now(),
             batch["responses"][tokens.kept_BT],
             temperature=temperature,
             with_entropy=with_entropy,

@@ -1,0 +1,273 @@
+"""Log-probs and entropies of hidden states through an output layer, a block of the vocabulary at a time.
+
+Shapes: N tokens, H hidden, V vocabulary, v words of one block.
+
+No tensor of [N, V] exists, unless it is small. The forward pass keeps a running maximum, the sum of
+exponentials and the sum of logits weighted by them, and leaves two numbers a token. The backward pass
+computes the logits a second time, and writes each block's part of the weight's gradient once, into the one
+tensor that becomes the gradient: memory does not grow with N x V, and on a CPU a block stays in the cache
+from one operation to the next.
+
+Liger's and Apple's fused losses (Cut Cross-Entropy) do the same for cross entropies alone. Neither gives
+entropies with their gradient, so on a GPU too it is this that runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+_BLOCK_ON_CPU, _BLOCK = 1 << 20, 1 << 25
+"""Logits in one block: few enough for a CPU's cache, many enough to keep a GPU busy."""
+_NARROWEST = 64
+_KEPT = 1 << 24
+"""Up to so many logits are kept for the backward pass: 64 MiB are cheaper than a second product."""
+_LOWEST = torch.finfo(torch.float32).min
+_VANISHES = -1000.0
+"""exp of it is 0, and 0 times it is 0, which 0 times the -inf of a forbidden word is not."""
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """What makes logits of hidden states: cap(scale x (hidden weight^T + bias)), cap(x) = c tanh(x / c)."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., H]."""
+        logits = functional.linear(hidden, self.weight_VH, self.bias_V)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+
+
+def log_probs_and_entropy(
+    hidden_NH: Tensor, layer: OutputLayer, ids_N: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """float32 log p(id) [N] and -sum_V p log p [N] of p = softmax(layer(hidden) / temperature).
+
+    Under autocast the products are in its dtype, as a linear layer's would be; all else is float32. The
+    gradients of both reach hidden states, weight and bias; where the entropy has none, its part is not
+    computed.
+    """
+    device = hidden_NH.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
+    return _OutputLayerFunction.apply(
+        hidden_NH, layer.weight_VH, layer.bias_V, ids_N, layer.scale, layer.soft_cap, temperature, dtype
+    )
+
+
+class _OutputLayerFunction(torch.autograd.Function):
+    """See ``log_probs_and_entropy``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_N: Tensor, *options: Any
+    ) -> tuple[Tensor, Tensor]:
+        scale, soft_cap, temperature, dtype = options
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.hidden_dtype = options, hidden_NH.dtype
+        n_logits = len(ids_N) * len(weight_VH)
+        keeps = any(ctx.needs_input_grad) and n_logits <= _KEPT
+        ctx.kept = torch.empty(n_logits, device=hidden_NH.device) if keeps else None
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            hidden_NH = hidden_NH.to(dtype)
+            layer = OutputLayer(weight_VH, bias_V, scale, soft_cap)
+            known = _measure(_Blocks(hidden_NH, layer, temperature, ctx.kept), ids_N)
+        ctx.save_for_backward(
+            hidden_NH, weight_VH, bias_V, ids_N, known.highest_N, known.log_sum_N, known.entropy_N
+        )
+        return known.log_prob_N, known.entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, log_prob_gradient_N: Tensor | None, entropy_gradient_N: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, ids_N, *known = ctx.saved_tensors
+        scale, soft_cap, temperature, _ = ctx.options
+        if log_prob_gradient_N is None:
+            log_prob_gradient_N = torch.zeros(ids_N.shape, device=ids_N.device)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            layer = OutputLayer(weight_VH, bias_V, scale, soft_cap)
+            hidden, weight, bias = _differentiate(
+                _Blocks(hidden_NH, layer, temperature, ctx.kept),
+                _Upstream(ids_N, *known, log_prob_gradient_N, entropy_gradient_N),
+                logits_are_kept=ctx.kept is not None,
+                wanted=ctx.needs_input_grad,
+            )
+        ctx.kept = None
+        return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, *(None,) * 5
+
+
+class _Blocks:
+    """Logits divided by the temperature, float32, of all N tokens for one block of words after another."""
+
+    def __init__(
+        self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: Tensor | None
+    ) -> None:
+        """``hidden_NH`` has the dtype of the products; ``kept`` has room for all logits [N x V].
+
+        Without ``kept``, a block's logits are gone when the next block's are computed.
+        """
+        self.hidden_NH, self.layer, self.temperature = hidden_NH, layer, temperature
+        n_tokens, vocabulary = len(hidden_NH), len(layer.weight_VH)
+        size = _BLOCK_ON_CPU if hidden_NH.device.type == "cpu" else _BLOCK
+        width = min(max(size // max(n_tokens, 1), _NARROWEST), vocabulary)
+        self.words = [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
+        self._kept = kept
+        numbers = (0, 1, 2) if kept is None else (1, 2)
+        self._rooms = {n: torch.empty(n_tokens * width, device=hidden_NH.device) for n in numbers}
+
+    def logits_room(self, words: slice) -> Tensor:
+        """Where the logits [N, v] of a block are, or come to be."""
+        if self._kept is None:
+            return self.room(0, words)
+        return _matrix(self._kept, words.start, words, len(self.hidden_NH))
+
+    def room(self, number: int, words: slice) -> Tensor:
+        """Room [N, v] for the time of one block: 1 and 2 are for anything."""
+        return _matrix(self._rooms[number], 0, words, len(self.hidden_NH))
+
+    def weight(self, words: slice) -> Tensor:
+        """The block's rows [v, H], in the dtype of the products."""
+        return self.layer.weight_VH[words].to(self.hidden_NH.dtype)
+
+    def logits(self, words: slice) -> Tensor:
+        """Compute the logits [N, v] of a block."""
+        layer, logits_Nv, weight_Hv = self.layer, self.logits_room(words), self.weight(words).t()
+        if self.hidden_NH.dtype == torch.float32:
+            torch.mm(self.hidden_NH, weight_Hv, out=logits_Nv)
+        else:
+            logits_Nv.copy_(self.hidden_NH @ weight_Hv)
+        if layer.bias_V is not None:
+            logits_Nv += layer.bias_V[words]
+        if layer.scale != 1.0:
+            logits_Nv *= layer.scale
+        if layer.soft_cap is not None:
+            logits_Nv.div_(layer.soft_cap).tanh_().mul_(layer.soft_cap)
+        if self.temperature != 1.0:
+            logits_Nv /= self.temperature
+        return logits_Nv
+
+    def through_layer(self, gradient_Nv: Tensor, logits_Nv: Tensor) -> Tensor:
+        """From the gradient of these logits to that of hidden weight^T + bias; in place."""
+        layer = self.layer
+        if layer.soft_cap is not None:  # d c tanh(x/c) = 1 - tanh(x/c)^2
+            capped_Nv = logits_Nv * (self.temperature / layer.soft_cap)
+            gradient_Nv *= 1 - capped_Nv.square_()
+        if layer.scale != self.temperature:
+            gradient_Nv *= layer.scale / self.temperature
+        return gradient_Nv
+
+
+def _matrix(memory: Tensor, first_word: int, words: slice, n_tokens: int) -> Tensor:
+    width = words.stop - words.start
+    return memory[n_tokens * first_word : n_tokens * (first_word + width)].view(n_tokens, width)
+
+
+class _Known(NamedTuple):
+    """Of every token, float32."""
+
+    log_prob_N: Tensor
+    highest_N: Tensor
+    """The highest logit; kept apart from the next, in which it would drown the digits that matter."""
+    log_sum_N: Tensor
+    """log sum_V exp(logit - highest)"""
+    entropy_N: Tensor
+
+
+def _measure(blocks: _Blocks, ids_N: Tensor) -> _Known:
+    """One pass over the vocabulary. The sums are of exp(logit - highest), with the highest logit so far."""
+    highest_N = torch.full(ids_N.shape, _LOWEST, device=ids_N.device)
+    picked_N, sum_N, weighted_N = (torch.zeros_like(highest_N) for _ in range(3))
+    for words in blocks.words:
+        logits_Nv = blocks.logits(words)
+        inside_N, places_N1 = _places(ids_N, words)
+        picked_N = torch.where(inside_N, logits_Nv.gather(1, places_N1)[:, 0], picked_N)
+        before_N, highest_N = highest_N, torch.maximum(highest_N, logits_Nv.amax(dim=1))
+        below_Nv = torch.sub(logits_Nv, highest_N[:, None], out=blocks.room(1, words))
+        exp_Nv = torch.exp(below_Nv, out=blocks.room(2, words))
+        if blocks.layer.bias_V is not None:  # which may forbid words
+            below_Nv.clamp_(min=_VANISHES)
+        # with a new highest logit, the sums so far are of other exponentials, of other differences
+        down_N = (before_N - highest_N).clamp_(min=_VANISHES)
+        weighted_N = (weighted_N + down_N * sum_N) * down_N.exp() + below_Nv.mul_(exp_Nv).sum(dim=1)
+        sum_N = sum_N * down_N.exp() + exp_Nv.sum(dim=1)
+    log_sum_N = sum_N.log()
+    log_prob_N = picked_N - highest_N - log_sum_N
+    return _Known(log_prob_N, highest_N, log_sum_N, log_sum_N - weighted_N / sum_N)
+
+
+class _Upstream(NamedTuple):
+    """What the gradient of the logits is made of, for every token."""
+
+    ids_N: Tensor
+    highest_N: Tensor
+    log_sum_N: Tensor
+    entropy_N: Tensor
+    log_prob_gradient_N: Tensor
+    entropy_gradient_N: Tensor | None
+
+
+def _differentiate(
+    blocks: _Blocks, upstream: _Upstream, *, logits_are_kept: bool, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of hidden states (float32), weight and bias, as far as they are ``wanted``."""
+    hidden_NH, layer = blocks.hidden_NH, blocks.layer
+    hidden_gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if wanted[0] else None
+    weight_gradient_VH = torch.empty_like(layer.weight_VH) if wanted[1] else None
+    bias_gradient_V = torch.empty_like(layer.bias_V) if wanted[2] and layer.bias_V is not None else None
+    for words in blocks.words:
+        logits_Nv = blocks.logits_room(words) if logits_are_kept else blocks.logits(words)
+        gradient_Nv = _logit_gradient(blocks, words, logits_Nv, upstream)
+        gradient_Nv = blocks.through_layer(gradient_Nv, logits_Nv)
+        if bias_gradient_V is not None:
+            bias_gradient_V[words] = gradient_Nv.sum(dim=0)
+        gradient_Nv = gradient_Nv.to(hidden_NH.dtype)
+        if weight_gradient_VH is not None:
+            _product(gradient_Nv.t(), hidden_NH, weight_gradient_VH[words])
+        if hidden_gradient_NH is not None:
+            if hidden_NH.dtype == torch.float32:
+                hidden_gradient_NH.addmm_(gradient_Nv, blocks.weight(words))
+            else:
+                hidden_gradient_NH += gradient_Nv @ blocks.weight(words)
+    return hidden_gradient_NH, weight_gradient_VH, bias_gradient_V
+
+
+def _logit_gradient(blocks: _Blocks, words: slice, logits_Nv: Tensor, upstream: _Upstream) -> Tensor:
+    """With g of the log-prob and e of the entropy H: g (1[id] - p) - e p (log p + H), as [N, v]."""
+    ids_N, highest_N, log_sum_N, entropy_N, g_N, e_N = upstream
+    log_p_Nv = torch.sub(logits_Nv, highest_N[:, None], out=blocks.room(1, words))
+    log_p_Nv -= log_sum_N[:, None]
+    p_Nv = torch.exp(log_p_Nv, out=blocks.room(2, words))
+    if e_N is None:
+        gradient_Nv = p_Nv.mul_(-g_N[:, None])
+    else:
+        if blocks.layer.bias_V is not None:
+            log_p_Nv.clamp_(min=_VANISHES)
+        constant_N = g_N + e_N * entropy_N
+        gradient_Nv = log_p_Nv.mul_(-e_N[:, None]).sub_(constant_N[:, None]).mul_(p_Nv)
+    inside_N, places_N1 = _places(ids_N, words)
+    return gradient_Nv.scatter_add_(1, places_N1, torch.where(inside_N, g_N, 0.0)[:, None])
+
+
+def _places(ids_N: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """Whether each id is in the block, and its column [N, 1] there; column 0 for one that is not."""
+    inside_N = (ids_N >= words.start) & (ids_N < words.stop)
+    return inside_N, torch.where(inside_N, ids_N - words.start, 0)[:, None]
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a @ b)

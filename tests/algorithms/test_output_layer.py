@@ -1,0 +1,239 @@
+"""Log-probs and entropies in blocks of the vocabulary, against logits that exist as a whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from strop.algorithms import output_layer
+from strop.algorithms.logprobs import token_log_probs
+from strop.algorithms.output_layer import OutputLayer, log_probs_and_entropy
+
+FACTOR = st.floats(0.5, 2.0)
+
+
+def whole(hidden, layer, ids, temperature):
+    """The formula, with all logits."""
+    logits = functional.linear(hidden, layer.weight_VH, layer.bias_V) * layer.scale
+    if layer.soft_cap is not None:
+        logits = layer.soft_cap * torch.tanh(logits / layer.soft_cap)
+    log_p = torch.log_softmax(logits / temperature, -1)
+    entropy = torch.special.entr(log_p.exp()).sum(-1)
+    return log_p.gather(1, ids[:, None])[:, 0], entropy
+
+
+def distance(found, expected):
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def small_blocks(patch, words, n_tokens, keeps):
+    patch.setattr(output_layer, "_BLOCK_ON_CPU", words * n_tokens)
+    patch.setattr(output_layer, "_NARROWEST", 1)
+    patch.setattr(output_layer, "_KEPT", 1 << 24 if keeps else 0)
+
+
+def leaves(n_tokens, hidden, vocabulary, *, with_bias, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    tensors = [draw(n_tokens, hidden), draw(vocabulary, hidden) * 2 / hidden**0.5]
+    if with_bias:
+        tensors.append(draw(vocabulary))
+    return [tensor.requires_grad_() for tensor in tensors], generator
+
+
+def run(function, tensors, ids, upstream, *, dtype=torch.float32, scale=1.0, soft_cap=None, temperature=1.0):
+    """Log-probs, entropies, and the gradients of a weighted sum of both."""
+    inputs = [tensor.to(dtype) for tensor in tensors]
+    layer = OutputLayer(inputs[1], inputs[2] if len(inputs) > 2 else None, scale, soft_cap)
+    log_probs, entropy = function(inputs[0], layer, ids, temperature)
+    total = (log_probs * upstream[0] + entropy * upstream[1]).sum()
+    return [log_probs, entropy, *torch.autograd.grad(total, tensors)]
+
+
+def blockwise(hidden, layer, ids, temperature):
+    return log_probs_and_entropy(hidden, layer, ids, temperature=temperature)
+
+
+SIZES = {
+    "n_tokens": st.integers(8, 40),  # of one or two numbers, what is left may be what cancels out
+    "hidden": st.integers(8, 24),
+    "vocabulary": st.integers(8, 300),
+    "words": st.integers(1, 300),
+    "keeps": st.booleans(),
+    "with_bias": st.booleans(),
+    "seed": st.integers(0, 1000),
+}
+
+
+@settings(deadline=None, max_examples=60)
+@given(**SIZES, temperature=FACTOR)
+def test_values_and_gradients_are_those_of_whole_logits(
+    n_tokens, hidden, vocabulary, words, keeps, with_bias, seed, temperature
+):
+    tensors, generator = leaves(n_tokens, hidden, vocabulary, with_bias=with_bias, seed=seed)
+    ids = torch.randint(vocabulary, (n_tokens,), generator=generator)
+    upstream = torch.randn(2, n_tokens, generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        small_blocks(patch, words, n_tokens, keeps)
+        found = run(blockwise, tensors, ids, upstream, temperature=temperature)
+    exact = run(whole, tensors, ids, upstream, dtype=torch.float64, temperature=temperature)
+    for ours, truth in zip(found, exact, strict=True):
+        assert ours.dtype == torch.float32
+        assert distance(ours, truth) < 1e-6
+
+
+@settings(deadline=None, max_examples=60)
+@given(**SIZES, scale=FACTOR, soft_cap=st.floats(2.0, 8.0), temperature=FACTOR)
+def test_scaled_and_capped_logits_lose_no_more_digits_than_whole_ones(
+    n_tokens, hidden, vocabulary, words, keeps, with_bias, seed, scale, soft_cap, temperature
+):
+    tensors, generator = leaves(n_tokens, hidden, vocabulary, with_bias=with_bias, seed=seed)
+    ids = torch.randint(vocabulary, (n_tokens,), generator=generator)
+    upstream = torch.randn(2, n_tokens, generator=generator)
+    layer = {"scale": scale, "soft_cap": soft_cap, "temperature": temperature}
+    with pytest.MonkeyPatch.context() as patch:
+        small_blocks(patch, words, n_tokens, keeps)
+        found = run(blockwise, tensors, ids, upstream, **layer)
+    exact = run(whole, tensors, ids, upstream, dtype=torch.float64, **layer)
+    usual = run(whole, tensors, ids, upstream, **layer)
+    for ours, truth, theirs in zip(found, exact, usual, strict=True):
+        assert distance(ours, truth) < 1e-6 + 5 * distance(theirs, truth)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(("n_tokens", "hidden", "vocabulary"), [(1, 1, 1), (1, 1, 2), (1, 8, 3), (3, 1, 50)])
+def test_the_smallest_shapes(monkeypatch, n_tokens, hidden, vocabulary, keeps):
+    small_blocks(monkeypatch, 2, n_tokens, keeps)
+    tensors, _ = leaves(n_tokens, hidden, vocabulary, with_bias=True)
+    ids = torch.arange(n_tokens) % vocabulary
+    found = log_probs_and_entropy(tensors[0], OutputLayer(*tensors[1:]), ids, temperature=0.9)
+    expected = whole(tensors[0], OutputLayer(*tensors[1:]), ids, 0.9)
+    ours, theirs = (torch.autograd.grad(sum(figures).sum(), tensors) for figures in (found, expected))
+    for mine, other in zip([*found, *ours], [*expected, *theirs], strict=True):
+        assert_close(mine, other, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_either_output_alone_has_its_own_gradient(monkeypatch, used):
+    small_blocks(monkeypatch, 30, 9, keeps=False)
+    tensors, _ = leaves(9, 5, 100, with_bias=True)
+    ids, layer = torch.arange(9) * 11, OutputLayer(tensors[1], tensors[2])
+    found = log_probs_and_entropy(tensors[0], layer, ids, temperature=0.8)[used]
+    expected = whole(tensors[0], layer, ids, 0.8)[used]
+    for ours, theirs in zip(
+        torch.autograd.grad(found.sum(), tensors), torch.autograd.grad(expected.sum(), tensors), strict=True
+    ):
+        assert distance(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("trained", [(0,), (1,), (2,), (0, 2)])
+def test_what_is_frozen_gets_no_gradient(trained):
+    tensors, _ = leaves(6, 5, 50, with_bias=True)
+    for number, tensor in enumerate(tensors):
+        tensor.requires_grad_(number in trained)
+    layer, ids = OutputLayer(tensors[1], tensors[2]), torch.arange(6)
+    sum(log_probs_and_entropy(tensors[0], layer, ids, temperature=1.0)).sum().backward()
+    found = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    sum(whole(tensors[0], layer, ids, 1.0)).sum().backward()
+    for number, tensor in enumerate(tensors):
+        assert (found[number] is None) == (number not in trained)
+        if number in trained:
+            assert distance(found[number], tensor.grad) < 1e-6
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_forbidden_words_have_probability_0_and_break_nothing(monkeypatch, keeps):
+    small_blocks(monkeypatch, 10, 8, keeps)
+    tensors, _ = leaves(8, 4, 40, with_bias=True)
+    with torch.no_grad():
+        tensors[2][:25] = -math.inf  # two blocks are forbidden as a whole, the first among them
+    allowed = [tensors[0], tensors[1][25:], tensors[2][25:]]
+    ids = torch.arange(8) + 26
+    found = log_probs_and_entropy(tensors[0], OutputLayer(*tensors[1:]), ids, temperature=0.5)
+    expected = whole(allowed[0], OutputLayer(*allowed[1:]), ids - 25, 0.5)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    ours, theirs = (torch.autograd.grad(sum(figures).sum(), tensors) for figures in (found, expected))
+    assert distance(ours[0], theirs[0]) < 1e-6
+    assert distance(ours[1], theirs[1]) < 1e-6
+    assert torch.equal(ours[1][:25], torch.zeros(25, 4))
+    assert ours[2].isfinite().all()
+
+
+def test_no_tokens_give_empty_figures_and_a_gradient_of_zero():
+    weight = torch.randn(7, 3, requires_grad=True)
+    found = token_log_probs(
+        torch.zeros(0, 3), OutputLayer(weight), torch.zeros(0, dtype=torch.int64), temperature=1.0
+    )
+    assert (len(found.log_probs_N), len(found.entropy_N)) == (0, 0)
+    (found.log_probs_N.sum() + found.entropy_N.sum()).backward()
+    assert torch.equal(weight.grad, torch.zeros(7, 3))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_rounds_the_products_and_nothing_else(monkeypatch, autocast):
+    small_blocks(monkeypatch, 64, 20, keeps=False)
+    tensors, _ = leaves(20, 32, 200, with_bias=False)
+    ids = torch.arange(20) * 7
+    kind = torch.float32 if autocast else torch.bfloat16
+    inputs = [tensor.detach().to(kind).requires_grad_() for tensor in tensors]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = log_probs_and_entropy(inputs[0], OutputLayer(inputs[1]), ids, temperature=0.9)
+        logits = functional.linear(*inputs)
+    assert logits.dtype == torch.bfloat16
+    log_p = torch.log_softmax(logits.float() / 0.9, -1)
+    expected = log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
+    assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
+    ours, theirs = (torch.autograd.grad(sum(figures).sum(), inputs) for figures in (found, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == kind
+        assert distance(mine, other) < 1e-2
+    exact = whole(tensors[0].double(), OutputLayer(tensors[1].double()), ids, 0.9)
+    for mine, truth in zip(ours, torch.autograd.grad(sum(exact).sum(), tensors), strict=True):
+        assert distance(mine, truth) < 2e-2
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(part, torch.Tensor):
+                self.elements = max(self.elements, part.numel())
+        return result
+
+
+def test_nothing_larger_than_a_block_or_the_gradients_is_made(monkeypatch):
+    n_tokens, hidden, vocabulary = 256, 8, 40_000
+    monkeypatch.setattr(output_layer, "_KEPT", 0)
+    tensors, _ = leaves(n_tokens, hidden, vocabulary, with_bias=False)
+    with Largest() as largest:
+        found = log_probs_and_entropy(
+            tensors[0], OutputLayer(tensors[1]), torch.arange(n_tokens), temperature=0.9
+        )
+        sum(found).sum().backward()
+    assert (
+        largest.elements <= max(output_layer._BLOCK_ON_CPU, vocabulary * hidden) < n_tokens * vocabulary / 8
+    )
+
+
+def test_the_layer_itself_gives_the_logits():
+    hidden, weight, bias = torch.randn(2, 3, 4), torch.randn(7, 4), torch.randn(7)
+    expected = 5 * torch.tanh(0.5 * (hidden @ weight.T + bias) / 5)
+    assert_close(OutputLayer(weight, bias, 0.5, 5.0)(hidden), expected)
+    assert torch.equal(OutputLayer(weight)(hidden), functional.linear(hidden, weight))
