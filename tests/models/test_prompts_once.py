@@ -166,3 +166,23 @@ def test_sequences_of_like_length_are_laid_out_in_one_run():
     laid = whole.lay_out(tokens)[:, 0, 0]
     assert laid[:10].tolist() == list(range(10))
     assert laid[10:19].tolist() == list(range(21, 30))  # the fourth, the second longest
+
+
+def test_short_sequences_attend_in_float32_under_bfloat16_autocast(monkeypatch):
+    """torch's bfloat16 kernel is slower for them on a CPU; the gradient is nearer to float32 then."""
+    seen = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, *args, **kwargs):
+        seen.append((query.dtype, torch.is_autocast_enabled("cpu")))
+        return attend(query, *args, **kwargs)
+
+    packed = PolicyModel(_model("Qwen2", "ForCausalLM"), packed=True)
+    batch = _batch([(7, [6, 1, 5, 6]), (4, [2, 3])])
+    _, expected = _gradient(packed, batch)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs, gradient = _gradient(packed, batch)
+    assert set(seen) == {(torch.float32, False)}
+    assert outputs["log_prob"].dtype == torch.float32
+    assert (gradient - expected).norm() <= 2e-2 * expected.norm()
