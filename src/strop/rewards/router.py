@@ -18,6 +18,9 @@ _BUILT_IN = {
     "openai/gsm8k": "strop.rewards.score.gsm8k:compute_score",
     "lighteval/MATH": "strop.rewards.score.math:compute_score",
     "DigitalLearningGmbH/MATH-lighteval": "strop.rewards.score.math:compute_score",
+    "Rowan/hellaswag": "strop.rewards.score.choice:compute_score",
+    "openai/openai_humaneval": "strop.rewards.score.code:compute_score",
+    "google-research-datasets/mbpp": "strop.rewards.score.code:compute_score",
     "strop/arithmetic": "strop.rewards.score.exact:compute_score",
 }
 _registered: dict[str, ScoreFunction | str] = {}

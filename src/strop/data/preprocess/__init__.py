@@ -1,7 +1,8 @@
 """``strop prepare``: public data sets -> parquet files that strop trains on. No torch here.
 
-Every file has the columns ``data_source`` (str, chooses the scorer), ``prompt`` (list of chat messages),
-``ability`` (str), ``reward_model`` {style, ground_truth} and ``extra_info`` {split, index, ...}.
+Files for ``strop train`` have the columns ``data_source`` (str, chooses the scorer), ``prompt`` (list of chat
+messages), ``ability`` (str), ``reward_model`` {style, ground_truth} and ``extra_info`` {split, index, ...},
+with the same types in every data set.
 
 A data set is one module with one function, ``(source, **options) -> {split: Split}``; :data:`DATASETS`
 names it.
@@ -13,6 +14,7 @@ import importlib
 import inspect
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +31,12 @@ logger = logging.getLogger("strop.data")
 
 DATASETS = {
     "arithmetic": "strop.data.preprocess.arithmetic:splits",
+    "full_hh_rlhf": "strop.data.preprocess.full_hh_rlhf:splits",
     "gsm8k": "strop.data.preprocess.gsm8k:splits",
+    "hellaswag": "strop.data.preprocess.hellaswag:splits",
+    "humaneval": "strop.data.preprocess.humaneval:splits",
     "math": "strop.data.preprocess.math:splits",
+    "mbpp": "strop.data.preprocess.mbpp:splits",
 }
 
 _REASONS_SHOWN = 5
@@ -97,8 +103,15 @@ def _report(path: Path, split: str, rejected: list[dict[str, Any]], total: int) 
         path.unlink(missing_ok=True)
         return
     atomic_write_text(path, "".join(json.dumps(entry) + "\n" for entry in rejected))
-    shown = "; ".join(f"row {entry['row']}: {entry['reason']}" for entry in rejected[:_REASONS_SHOWN])
+    reasons = Counter(entry["reason"] for entry in rejected)
+    first_rows = {entry["reason"]: entry["row"] for entry in reversed(rejected)}
+    shown = [
+        f"{count} times, first in row {first_rows[reason]}: {reason}"
+        for reason, count in reasons.most_common(_REASONS_SHOWN)
+    ]
+    if len(reasons) > _REASONS_SHOWN:
+        shown.append(f"and {len(reasons) - _REASONS_SHOWN} other reasons")
     logger.warning(
         "split %s: %d of %d records cannot be used and are left out (all of them in %s). %s",
-        split, len(rejected), total, path, shown,
+        split, len(rejected), total, path, "; ".join(shown),
     )  # fmt: skip

@@ -20,9 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`datasets`; default: the data set's own hub name",
     )
     parser.add_argument("--out", required=True, help="folder for <split>.parquet")
-    add = parser.add_argument_group("gsm8k, math").add_argument
-    add("--instruction", default=_GIVEN_ONLY, help="the sentence after every question")
+    add = parser.add_argument_group("all but arithmetic").add_argument
     add("--cache-dir", default=_GIVEN_ONLY, help="where URLs are downloaded to (default: ~/.cache/strop)")
+    add = parser.add_argument_group("gsm8k, math, hellaswag, humaneval, mbpp").add_argument
+    add("--instruction", default=_GIVEN_ONLY, help="the sentence that says how to answer")
+    add = parser.add_argument_group("full_hh_rlhf").add_argument
+    add("--split-kind", default=_GIVEN_ONLY, help="what the files are for: sft, rm or rl (rl)")
     add = parser.add_argument_group("arithmetic").add_argument
     add("--min-operand", type=int, default=_GIVEN_ONLY, help="smallest operand (0)")
     add("--max-operand", type=int, default=_GIVEN_ONLY, help="largest operand (9)")
@@ -35,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 _OPTIONS = (
     "instruction",
     "cache_dir",
+    "split_kind",
     "min_operand",
     "max_operand",
     "held_out",

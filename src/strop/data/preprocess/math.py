@@ -11,6 +11,7 @@ from strop.errors import DataError
 from strop.latex import closing_brace
 
 DATA_SOURCE = "lighteval/MATH"
+_HUB_NAME = "DigitalLearningGmbH/MATH-lighteval"  # the same data; lighteval/MATH is no longer on the hub
 INSTRUCTION = r"Reason step by step and put the final answer in \boxed{}."
 
 
@@ -34,7 +35,7 @@ def splits(
             type=record.get("type"),
         )
 
-    records = read_source(source or DATA_SOURCE, cache_dir=cache_dir)
+    records = read_source(source or _HUB_NAME, cache_dir=cache_dir)
     return {split: Split(found, convert) for split, found in records.items()}
 
 

@@ -30,53 +30,66 @@ _SPLIT_NAMES = {
     "val": "validation",
     "dev": "validation",
 }
-# train.jsonl, train-00000-of-00002.parquet, train_0.jsonl; not train_socratic.jsonl, which is another data
-# set.
+# train.jsonl, train-00000-of-00002.parquet, train_0.jsonl, and between dots harmless-base.test.jsonl; not
+# train_socratic.jsonl, which is another data set.
 _SPLIT_FILE = re.compile(r"(train|test|validation|valid|val|dev)([-_.]\d.*)?", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def read_source(
-    source: str | Path, *, hub_config: str | None = None, cache_dir: str | Path | None = None
+    source: str | Path,
+    *,
+    hub_config: str | None = None,
+    cache_dir: str | Path | None = None,
+    unnamed_split: str | None = None,
 ) -> Splits:
     """``{split: records}`` of a file, a folder, an fsspec URL or a hub name.
 
     In a folder, the files named after a split are read (``train.jsonl``, ``test-00000-of-00001.parquet``);
     several files of one split are joined in the order of their names. ``hub_config`` is the configuration's
-    name on the hub. Raises :class:`DataError`.
+    name on the hub. When no file is named after a split, all are ``unnamed_split``; without it, that is an
+    error. Raises :class:`DataError`.
     """
     path = local_path(source, cache_dir)
     if path.is_dir():
-        return _read_files(str(source), sorted(path.iterdir()))
+        return _read_files(str(source), sorted(path.iterdir()), unnamed_split)
     if path.is_file():
-        return _read_files(str(source), [path])
+        return _read_files(str(source), [path], unnamed_split)
     name = str(source)
     if not is_url(name) and _HUB_NAME.fullmatch(name) and not name.startswith("."):
         return _read_hub(name, hub_config)
     raise DataError(f"source {name}: no such file or folder (and it does not look like a hub name)")
 
 
-def _read_files(source: str, paths: list[Path]) -> Splits:
+def _read_files(source: str, paths: list[Path], unnamed_split: str | None) -> Splits:
+    stems = {path: stem for path in paths if (stem := _stem_of(path)) is not None}
+    named = {path: split for path, stem in stems.items() if (split := _split_of(stem)) is not None}
+    if not named and unnamed_split is not None:
+        named = dict.fromkeys(stems, unnamed_split)
     splits: dict[str, list[dict[str, Any]]] = {}
-    for path in paths:
-        split = _split_of(path)
-        if split is not None:
-            reader = _read_parquet if path.name.endswith(".parquet") else _read_jsonl
-            splits.setdefault(split, []).extend(reader(path))
+    for path, split in named.items():
+        reader = _read_parquet if path.name.endswith(".parquet") else _read_jsonl
+        splits.setdefault(split, []).extend(reader(path))
     if not splits:
         found = ", ".join(path.name for path in paths[:10]) or "nothing"
-        raise DataError(
-            f"source {source}: found {found}; expected files named train, test or validation, "
-            f"ending in {', '.join(_SUFFIXES)}"
-        )
+        names = "files" if unnamed_split is not None else "files named train, test or validation,"
+        raise DataError(f"source {source}: found {found}; expected {names} ending in {', '.join(_SUFFIXES)}")
     return splits
 
 
-def _split_of(path: Path) -> str | None:
+def _stem_of(path: Path) -> str | None:
+    """The name of a data file without its suffix; None for any other file, and for our lists of rejects."""
     for suffix in _SUFFIXES:
         if path.name.endswith(suffix):
-            match = _SPLIT_FILE.fullmatch(path.name[: -len(suffix)])
-            return _SPLIT_NAMES[match[1].lower()] if match else None
+            stem = path.name.removesuffix(suffix)
+            return None if stem.endswith(".rejected") else stem
+    return None
+
+
+def _split_of(stem: str) -> str | None:
+    for part in (stem, *stem.split(".")):
+        if match := _SPLIT_FILE.fullmatch(part):
+            return _SPLIT_NAMES[match[1].lower()]
     return None
 
 

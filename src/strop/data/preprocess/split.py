@@ -20,19 +20,23 @@ class Split:
 def make_row(
     *,
     data_source: str,
-    prompt: str,
+    prompt: str | list[dict[str, str]],
     ability: str,
     ground_truth: str,
     split: str,
     index: int,
+    style: str = "rule",
     **extra_info: Any,
 ) -> dict[str, Any]:
-    """A row with one user message and a rule reward."""
+    """A row for ``strop train``; a ``prompt`` that is a text becomes one user message.
+
+    The ground truth is a string in every data set, so that their files join.
+    """
     return {
         "data_source": data_source,
-        "prompt": [{"role": "user", "content": prompt}],
+        "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
         "ability": ability,
-        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "reward_model": {"style": style, "ground_truth": ground_truth},
         "extra_info": {"split": split, "index": index, **extra_info},
     }
 

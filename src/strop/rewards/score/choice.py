@@ -1,0 +1,92 @@
+"""Multiple choice (HellaSwag): the label of the choice that the response ends with."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+Method = Literal["strict", "flexible"]
+
+_OPEN = r"(?:\\boxed\{|\\text\{|[\s(\[{*_\"'$])*"
+_CLOSE = r"[)\]}*_\"'$.,:;!\s]*"
+# What may follow a label: "Answer: A man" starts with a word.
+_END = r"(?=\s*(?:$|\n|[)\]}*_\"'$.,:;!]))"
+# "answer: ", "The answer is ", "**Answer**: "
+_MARK = r"(?i:\banswer\b)[*_]*\s*(?:is\b\s*:?|:)"
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: str | int,
+    *,
+    method: Method = "strict",
+    labels: str = "ABCD",
+    score: float = 1.0,
+) -> float:
+    """``score`` when the response chooses the label of the ground truth, else 0.
+
+    ``labels`` are the names of the choices, one character each, in order. The ground truth is one of them, or
+    (where digits are no labels) the number of the choice counted from 0: the ``label`` of HellaSwag.
+
+    Raises:
+        ValueError: an unknown ``method``, or a ground truth that names no choice.
+    """
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"method={method!r} is unknown (known: 'strict', 'flexible')")
+    expected = _expected_label(ground_truth, labels)
+    return score if extract_label(solution_str, labels=labels, method=method) == expected else 0.0
+
+
+def extract_label(text: str, *, labels: str = "ABCD", method: Method = "strict") -> str | None:
+    r"""The label that the response chooses, or None.
+
+    ``strict``: the label that follows the last "answer:" or "answer is" with one, or the whole response when
+    it is a label alone; brackets, quotes and asterisks around it do not matter. ``flexible`` also takes, in
+    this order, the last ``\boxed{}``, a label alone in the last line, and one at the start as in "C. ending".
+    The case of labels counts. Two of them ("C or D", "Answer: C, D") are no choice.
+    """
+    label = rf"{_OPEN}([{re.escape(labels)}])(?!\w)"
+    if marked := _last(_MARK + label, text):
+        return _only_label(marked, text, label)
+    if alone := _alone(label, text):
+        return alone
+    if method == "strict":
+        return None
+    if boxed := _last(r"(?=\\boxed\{)" + label, text):
+        return _only_label(boxed, text, label)
+    lines = text.strip().splitlines()
+    return (_alone(label, lines[-1]) or _leading(label, text)) if lines else None
+
+
+def _last(pattern: str, text: str) -> re.Match[str] | None:
+    return max(re.finditer(pattern, text), key=lambda found: found.start(), default=None)
+
+
+def _only_label(found: re.Match[str], text: str, label: str) -> str | None:
+    """The label found, unless a word or another label belongs to it."""
+    rest = text[found.end() :]
+    another = re.match(rf"{_CLOSE}(?:(?:or|and)\b|[/&|])?{label}", rest.partition("\n")[0])
+    return found[1] if re.match(_END, rest) and not another else None
+
+
+def _alone(label: str, text: str) -> str | None:
+    found = re.fullmatch(label + _CLOSE, text)
+    return found[1] if found else None
+
+
+def _leading(label: str, text: str) -> str | None:
+    """``C. ending``, ``(C) ending``, ``C: ending``; not "A man", which starts with a word."""
+    found = re.match(label + r"[*_]*[).:\]]", text)
+    return found[1] if found else None
+
+
+def _expected_label(ground_truth: str | int, labels: str) -> str:
+    text = str(ground_truth).strip()
+    if len(text) == 1 and text in labels:
+        return text
+    if text.isascii() and text.isdigit() and not set(labels) & set("0123456789") and int(text) < len(labels):
+        return labels[int(text)]
+    raise ValueError(
+        f"the ground truth {text[:80]!r} names no choice: expected one of {', '.join(labels)}, "
+        f"or a number below {len(labels)}"
+    )

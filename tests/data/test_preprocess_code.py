@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pyarrow.parquet as pq
+import pytest
+
+from strop.data.preprocess import prepare
+from strop.data.preprocess.mbpp import called_function
+from strop.errors import DataError
+
+
+def write(path, records):
+    path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
+    return path
+
+
+def rows_of(written):
+    return pq.read_table(written.path).to_pylist()
+
+
+def truth_of(row):
+    return json.loads(row["reward_model"]["ground_truth"])
+
+
+def passes(truth, answer) -> bool:
+    """Whether the format, followed by the letter, accepts a program; only the data sets' own are run."""
+    namespace: dict = {}
+    exec(truth["prefix"] + answer, namespace)
+    for test in truth["tests"]:
+        exec(test, namespace)
+    if "check" in namespace:
+        namespace["check"](namespace[truth["entry_point"]])
+    return callable(namespace[truth["entry_point"]])
+
+
+def mbpp(task, **changes):
+    return {
+        "task_id": task,
+        "text": "Write a function to add.",
+        "code": "def add(a, b):\r\n\treturn a + b",
+        "test_setup_code": "",
+        "test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
+    } | changes
+
+
+def test_a_humaneval_row_carries_its_tests(tmp_path):
+    record = {
+        "task_id": "HumanEval/0",
+        "prompt": 'def one():\n    """One."""\n',
+        "entry_point": "one",
+        "canonical_solution": "    return 1\n",
+        "test": "def check(candidate):\n    assert candidate() == 1\n",
+    }
+    source = write(tmp_path / "HumanEval.jsonl", [record, record | {"test": "assert one() == 1"}])
+    [row] = rows_of(prepare("humaneval", source, tmp_path / "out", instruction="Do!")["test"])
+    assert row["prompt"][0]["content"] == 'Do!\n\n```python\ndef one():\n    """One."""\n```'
+    assert row["data_source"] == "openai/openai_humaneval"
+    assert row["extra_info"]["task_id"] == "HumanEval/0"
+    assert truth_of(row) == {
+        "kind": "assert",
+        "prefix": record["prompt"],
+        "entry_point": "one",
+        "tests": [record["test"]],
+    }
+    assert "there is no function check" in (tmp_path / "out" / "test.rejected.jsonl").read_text()
+
+
+def test_an_mbpp_row_shows_one_test_and_carries_all(tmp_path):
+    records = [mbpp(1), mbpp(2, test_setup_code="x = Node(1)\r\ny = x")]
+    plain, with_setup = rows_of(prepare("mbpp", write(tmp_path / "train.jsonl", records), tmp_path)["train"])
+    assert plain["prompt"][0]["content"].endswith("like this one:\n\n```python\nassert add(1, 2) == 3\n```")
+    assert truth_of(plain) == {
+        "kind": "assert",
+        "prefix": "",
+        "entry_point": "add",
+        "tests": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
+    }
+    assert "```python\nx = Node(1)\ny = x\nassert add(1, 2) == 3\n```" in with_setup["prompt"][0]["content"]
+    assert truth_of(with_setup)["tests"][0] == "x = Node(1)\ny = x"
+
+
+def test_mbpp_in_one_file_is_divided_as_published(tmp_path):
+    source = write(tmp_path / "mbpp.jsonl", [mbpp(task) for task in (1, 10, 11, 510, 511, 600, 601, 974)])
+    written = prepare("mbpp", source, tmp_path / "out")
+    assert {
+        split: [row["extra_info"]["task_id"] for row in rows_of(made)] for split, made in written.items()
+    } == {
+        "prompt": ["1", "10"],
+        "test": ["11", "510"],
+        "validation": ["511", "600"],
+        "train": ["601", "974"],
+    }
+    with pytest.raises(DataError, match="field task_id: expected 1 to 974, found 975"):
+        prepare("mbpp", write(tmp_path / "mbpp.jsonl", [mbpp(975)]), tmp_path / "out")
+    with pytest.raises(DataError, match="field task_id: expected a number from 1, found 'x'"):
+        prepare("mbpp", write(tmp_path / "mbpp.jsonl", [mbpp("x")]), tmp_path / "out")
+
+
+def test_the_called_function_is_the_one_called():
+    code = "class Pair: pass\ndef helper(): pass\ndef longest(pairs): pass"
+    assert called_function(code, "assert set(longest([Pair()])) == {1}") == "longest"
+    with pytest.raises(DataError, match="calls no function of field code"):
+        called_function(code, "assert shortest([]) == 1")
+    with pytest.raises(DataError, match="not Python"):
+        called_function("def longest(", "assert longest([]) == 1")
+
+
+@pytest.mark.parametrize("tests", [None, [], "assert add(1, 2) == 3", [1]])
+def test_mbpp_without_tests_is_listed(tests, tmp_path):
+    source = write(tmp_path / "train.jsonl", [mbpp(1), mbpp(2, test_list=tests)])
+    assert prepare("mbpp", source, tmp_path)["train"].rows == 1
+    assert "field test_list: expected a list" in (tmp_path / "train.rejected.jsonl").read_text()
+
+
+def test_humaneval_whole(real_data, tmp_path):
+    written = prepare("humaneval", real_data / "humaneval", tmp_path)
+    assert {split: made.rows for split, made in written.items()} == {"test": 164}
+    assert list(tmp_path.glob("*rejected*")) == []
+    rows = rows_of(written["test"])
+    for row in rows[::4]:
+        truth, body = truth_of(row), row["extra_info"]["answer"]
+        assert passes(truth, body), row["extra_info"]["task_id"]
+        assert passes(truth, truth["prefix"] + body), row["extra_info"]["task_id"]
+
+
+def test_mbpp_whole(real_data, tmp_path):
+    written = prepare("mbpp", real_data / "mbpp", tmp_path)
+    assert {split: made.rows for split, made in written.items()} == {
+        "prompt": 10,
+        "test": 500,
+        "validation": 90,
+        "train": 374,
+    }
+    assert list(tmp_path.glob("*rejected*")) == []
+    rows = [row for made in written.values() for row in rows_of(made)]
+    assert Counter(len(truth_of(row)["tests"]) for row in rows) == {3: 972, 4: 2}
+    with_setup = [row for row in rows if len(truth_of(row)["tests"]) == 4]
+    for row in rows[:20] + with_setup:
+        assert passes(truth_of(row), row["extra_info"]["answer"]), row["extra_info"]["task_id"]

@@ -1,0 +1,137 @@
+"""The real text is offensive in places: tests on it compare numbers and flags, so no failure quotes it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections import Counter
+
+import pyarrow.parquet as pq
+import pytest
+
+from strop.data.preprocess import prepare
+from strop.data.preprocess.full_hh_rlhf import dialogue, read_pair
+from strop.errors import DataError
+
+PROMPT = "\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: How: are you?\nWell?"
+
+
+def transcripts(chosen=" Fine.", rejected=" Bad.", prompt=PROMPT, other=None):
+    return {
+        "chosen": f"{prompt}\n\nAssistant:{chosen}",
+        "rejected": f"{other or prompt}\n\nAssistant:{rejected}",
+    }
+
+
+MESSAGES = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "How: are you?\nWell?"},
+]
+
+
+def rows_for(kind, records, tmp_path):
+    source = tmp_path / "harmless-base.test.jsonl.gz"
+    source.write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode()))
+    written = prepare("full_hh_rlhf", source, tmp_path / kind, split_kind=kind)
+    return pq.read_table(written["test"].path).to_pylist()
+
+
+def test_each_kind_has_its_columns(tmp_path):
+    base = {"data_source": "Dahoas/full-hh-rlhf", "prompt": MESSAGES}
+    place = {"split": "test", "index": 0}
+    assert rows_for("sft", [transcripts()], tmp_path) == [base | {"extra_info": place, "response": "Fine."}]
+    assert rows_for("rm", [transcripts()], tmp_path) == [
+        base | {"extra_info": place, "chosen": "Fine.", "rejected": "Bad."}
+    ]
+    assert rows_for("rl", [transcripts()], tmp_path) == [
+        base
+        | {
+            "extra_info": place,
+            "ability": "alignment",
+            "reward_model": {"style": "model", "ground_truth": "Fine."},
+        }
+    ]
+
+
+def test_a_record_with_a_prompt_of_its_own_gives_the_same_pair():
+    own = {"prompt": f"{PROMPT}\n\nAssistant:", "response": " Fine.", "chosen": " Fine.", "rejected": " Bad."}
+    assert read_pair(own) == read_pair(transcripts()) == (MESSAGES, "Fine.", "Bad.")
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (transcripts(other="\n\nHuman: Bye"), "the prompts of chosen and rejected differ"),
+        (transcripts(chosen=" "), "the answer of chosen is empty"),
+        (transcripts(rejected=""), "the answer of rejected is empty"),
+        (transcripts(rejected="Fine. "), "the answers of chosen and rejected are the same"),
+        (transcripts(prompt="\n\nHuman: a\n\nHuman: b"), "the turns of the prompt do not alternate"),
+        (transcripts(prompt="\n\nAssistant: a\n\nHuman: b"), "the turns of the prompt do not alternate"),
+        (transcripts(prompt="\n\nHuman: a\n\nAssistant: b"), "does not end with a turn of the human"),
+        (transcripts(prompt="\n\nHuman: \n\nAssistant: b\n\nHuman: c"), "a turn of the prompt is empty"),
+        (transcripts(prompt="secret\n\nHuman: a"), "does not start with a turn of the human"),
+        (transcripts(prompt=" "), "does not start with a turn of the human"),
+        ({"chosen": "secret", "rejected": "secret"}, "the transcript of chosen has no turn of the assistant"),
+        ({"chosen": ["secret"], "rejected": ""}, "field chosen: expected text, found list"),
+        (["secret"], "field chosen: expected text, found NoneType"),
+    ],
+)
+def test_what_is_no_pair_is_refused_without_quoting_it(record, reason):
+    with pytest.raises(DataError, match=reason) as error:
+        read_pair(record)
+    assert "secret" not in str(error.value)
+
+
+def test_a_dialogue_may_be_one_turn():
+    assert dialogue("\n\nHuman: Hi") == [{"role": "user", "content": "Hi"}]
+
+
+def test_another_kind_is_refused(tmp_path):
+    with pytest.raises(DataError, match="split_kind='dpo': expected one of sft, rm, rl"):
+        prepare("full_hh_rlhf", tmp_path, tmp_path / "out", split_kind="dpo")
+
+
+@pytest.fixture
+def raw_pairs(real_data):
+    path = real_data / "hh_rlhf" / "harmless-base.test.jsonl.gz"
+    with gzip.open(path, "rt", encoding="utf-8", newline="\n") as lines:
+        return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("kind", ["sft", "rm", "rl"])
+def test_every_real_pair_is_used_or_counted_out(kind, real_data, raw_pairs, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "strop.data"):
+        written = prepare("full_hh_rlhf", real_data / "hh_rlhf", tmp_path, split_kind=kind)
+    assert {split: made.rows for split, made in written.items()} == {"test": 2299}
+    lines = (tmp_path / "test.rejected.jsonl").read_text().splitlines()
+    listed = [json.loads(line) for line in lines]
+    assert Counter(entry["reason"] for entry in listed) == {
+        "the prompts of chosen and rejected differ": 5,
+        "the answer of chosen is empty": 4,
+        "the turns of the prompt do not alternate": 4,
+    }
+    assert "5 times, first in row 1254: the prompts of chosen and rejected differ" in caplog.text
+    rows = pq.read_table(written["test"].path).to_pylist()
+    used = [row["extra_info"]["index"] for row in rows]
+    assert (
+        sorted(used + [entry["row"] for entry in listed]) == list(range(len(raw_pairs))) == list(range(2312))
+    )
+    damaged = [row["extra_info"]["index"] for row in rows if not tells_the_same(row, raw_pairs)]
+    assert damaged == []
+
+
+def tells_the_same(row, raw_pairs) -> bool:
+    """Whether turns and answers, put together again, are the transcripts (white space aside)."""
+    speakers = {"user": "Human", "assistant": "Assistant"}
+    turns = [f"{speakers[turn['role']]}: {turn['content']}" for turn in row["prompt"]]
+    answers = {"chosen": row.get("chosen") or row.get("response"), "rejected": row.get("rejected")}
+    if "reward_model" in row:
+        answers["chosen"] = row["reward_model"]["ground_truth"]
+    raw = raw_pairs[row["extra_info"]["index"]]
+    return answers["chosen"] is not None and all(
+        " ".join([*turns, f"Assistant: {answer}"]).split() == raw[name].split()
+        for name, answer in answers.items()
+        if answer is not None
+    )

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+
+from strop.rewards.router import Router, default_compute_score
+from strop.rewards.score.choice import compute_score, extract_label
+
+STRICT = [
+    ("Answer: C", "C"),
+    ("C", "C"),
+    (" (C).\n", "C"),
+    ("**C**", "C"),
+    ("The answer is C.", "C"),
+    ("the answer is: (C)", "C"),
+    ("**Answer:** C", "C"),
+    ("**Answer**: **C**", "C"),
+    ("Answer: \\boxed{C}", "C"),
+    ("Answer: $\\boxed{\\text{C}}$", "C"),
+    ('Answer: "C"', "C"),
+    ("Answer: C. melts", "C"),
+    ("Answer: A\nWait.\nAnswer: C", "C"),
+    ("Answer:\nC\nB would be odd", "C"),
+    ("Answer: C. That answer is certain.", "C"),
+]
+NO_STRICT = [
+    "",
+    "Answer:",
+    "melts.",
+    "c",
+    "Answer: c",
+    "Answer: E",
+    "Answer: 2",
+    "Answer: C or D",
+    "Answer: (C) or (D)",
+    "Answer: C, D",
+    "Answer: C/D",
+    "Answer: C and D.",
+    "Answer: A. Answer: C or D",
+    "Answer: A man sits",
+    "Answer: Canoe",
+    "A B C D",
+    "ABCD",
+    "A man sits in a canoe",
+    "I choose C",
+]
+
+
+@pytest.mark.parametrize(("text", "label"), STRICT)
+def test_a_marked_label_is_found(text, label):
+    assert extract_label(text) == label
+    assert extract_label(text, method="flexible") == label
+
+
+@pytest.mark.parametrize("text", NO_STRICT)
+def test_what_marks_no_label_or_several_is_no_choice(text):
+    assert extract_label(text) is None
+    assert extract_label(text, method="flexible") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        (r"so \boxed{B}, no: \boxed{C}", "C"),
+        ("I think so.\n\n(C)", "C"),
+        ("C. melts.", "C"),
+        ("(C) melts.\nThat is all.", "C"),
+        ("**C:** melts", "C"),
+        ("C melts", None),
+        (r"\boxed{C or D}", None),
+    ],
+)
+def test_flexible_looks_further(text, label):
+    assert extract_label(text) is None
+    assert extract_label(text, method="flexible") == label
+
+
+def test_the_ground_truth_is_a_label_or_counts_from_0():
+    for truth in ("C", " C ", "2", 2):
+        assert compute_score("Answer: C", truth, score=2.0) == 2.0
+        assert compute_score("Answer: B", truth, score=2.0) == 0.0
+    assert compute_score("Answer: 2", "2", labels="1234") == 1.0
+    assert compute_score("Answer: 3", "2", labels="1234") == 0.0
+    assert default_compute_score("Rowan/hellaswag", "Answer: C", "C") == 1.0
+    router = Router({"Rowan/hellaswag": {"method": "flexible"}})
+    flexible = router(
+        data_source="Rowan/hellaswag", solution_str="C. melts", ground_truth="C", extra_info=None
+    )
+    assert flexible == 1.0
+
+
+@pytest.mark.parametrize("truth", ["E", "4", "", None, "-1", "CD", "c"])
+def test_a_ground_truth_that_is_no_choice_is_an_error(truth):
+    with pytest.raises(ValueError, match="names no choice: expected one of A, B, C, D"):
+        compute_score("Answer: C", truth)
+
+
+def test_a_method_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match="'loose' is unknown"):
+        compute_score("Answer: C", "C", method="loose")
