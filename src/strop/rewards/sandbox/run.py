@@ -1,0 +1,179 @@
+"""Whether a program passes its tests: ``run_assert_tests`` and ``run_stdin_tests``."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from strop.errors import RewardError
+from strop.rewards.sandbox.limits import Limits
+from strop.rewards.sandbox.process import SandboxedProcess
+
+_WATCH_S = 0.02
+_VERDICT_BYTES = 1 << 16
+_LENGTH_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether all tests passed, and if not, why."""
+
+    passed: bool
+    reason: str = ""
+
+
+def run_assert_tests(
+    program: str,
+    tests: Sequence[str],
+    *,
+    entry_point: str = "",
+    prefix: str = "",
+    limits: Limits | None = None,
+) -> Verdict:
+    """Whether every one of ``tests``, Python with assertions, holds for ``program``.
+
+    The tests run in a sandbox of their own (:mod:`strop.rewards.sandbox.guest.judge`), in which ``prefix``
+    (trusted code, such as the prompt) is run first. What they call runs in the program's sandbox; arguments
+    and results cross as plain values. HumanEval's ``check(candidate)`` is called with ``entry_point``.
+
+    Raises:
+        ConfigError: bubblewrap is not installed.
+        RewardError: a sandbox cannot be started.
+    """
+    limits = limits or Limits()
+    deadline = time.monotonic() + limits.wall_s
+    with ExitStack() as pipes:
+        questions, answers, verdicts = (Pipe(pipes) for _ in range(3))
+        job = {"tests": list(tests), "entry_point": entry_point, "prefix": prefix, "verdict": verdicts.writer}
+        solution = SandboxedProcess(
+            "solution", {"program": program}, stdin=questions.reader, stdout=answers.writer, limits=limits
+        )
+        judge = None
+        try:
+            judge = SandboxedProcess(
+                "judge",
+                job,
+                stdin=answers.reader,
+                stdout=questions.writer,
+                limits=limits,
+                keep_open=(verdicts.writer,),
+            )
+            for pipe in (questions, answers):
+                pipe.close()
+            verdicts.close_writer()
+            content, reason = _read(verdicts.reader, deadline, [solution, judge], limit=_VERDICT_BYTES)
+        finally:
+            words = [process.close() for process in (solution, judge) if process is not None]
+    if reason:
+        return Verdict(False, reason)
+    verdict = json.loads(content) if content else {"status": "failed", "reason": "the tests ended early"}
+    if (not content and words[-1]) or verdict["status"] == "not started":
+        raise _no_sandbox(" ".join(words))
+    return Verdict(verdict["status"] == "passed", verdict.get("reason", ""))
+
+
+def run_stdin_tests(
+    program: str, inputs: Sequence[str], outputs: Sequence[str], *, limits: Limits | None = None
+) -> Verdict:
+    """Whether ``program`` writes ``outputs[i]`` when it reads ``inputs[i]``, for every i.
+
+    One sandbox runs all inputs, within one ``limits.wall_s``; the expected outputs stay out of it. White
+    space at the end of lines and of the text is not compared.
+
+    Raises as ``run_assert_tests`` does.
+    """
+    limits = limits or Limits()
+    deadline = time.monotonic() + limits.wall_s
+    with ExitStack() as pipes:
+        nothing, answers = Pipe(pipes), Pipe(pipes)
+        job = {"program": program, "inputs": list(inputs)}
+        process = SandboxedProcess(
+            "stdin_runs", job, stdin=nothing.reader, stdout=answers.writer, limits=limits
+        )
+        try:
+            answers.close_writer()
+            content, reason = _read(answers.reader, deadline, [process], limit=limits.output_bytes)
+        finally:
+            words = process.close()
+    messages = _messages(content)
+    if not reason and messages[:1] != ["hello"]:
+        raise _no_sandbox(words)
+    for number, expected in enumerate(outputs, 1):
+        message = messages[number] if number < len(messages) else {"failure": reason or "it ended early"}
+        if not isinstance(message, dict) or not isinstance(message.get("written"), str):
+            return Verdict(False, f"test {number}: {message}"[:1000])
+        if _lines(message["written"]) != _lines(expected):
+            return Verdict(False, f"test {number}: the output differs")
+    return Verdict(True)
+
+
+class Pipe:
+    """Two descriptors, closed at the latest with the stack that they are made for."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.reader, self.writer = os.pipe()
+        self._open = {self.reader, self.writer}
+        stack.callback(self.close)
+
+    def close_writer(self) -> None:
+        """Leave the writing to others, so that their end is seen."""
+        self._open.remove(self.writer)
+        os.close(self.writer)
+
+    def close(self) -> None:
+        """Close what is open."""
+        while self._open:
+            os.close(self._open.pop())
+
+
+def _read(
+    descriptor: int, deadline: float, processes: list[SandboxedProcess], *, limit: int
+) -> tuple[bytes, str]:
+    """All that is written until the end, and the reason for stopping before it, if there is one."""
+    content = bytearray()
+    while True:
+        if time.monotonic() > deadline:
+            return bytes(content), "it took too long"
+        if any(process.exceeds_memory() for process in processes):
+            return bytes(content), "it takes too much memory"
+        readable, _, _ = select.select([descriptor], [], [], _WATCH_S)
+        if not readable:
+            continue
+        chunk = os.read(descriptor, 1 << 16)
+        content += chunk
+        if not chunk:
+            return bytes(content), ""
+        if len(content) > limit:
+            return bytes(content), "it writes too much"
+
+
+def _messages(content: bytes) -> list[Any]:
+    """The messages of ``guest/channel.py`` up to the first that is none: a program can write there too."""
+    messages: list[Any] = []
+    while len(content) >= _LENGTH_BYTES:
+        end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "big")
+        try:
+            messages.append(json.loads(content[_LENGTH_BYTES:end]))
+        except (ValueError, RecursionError):
+            break
+        content = content[end:]
+    return messages
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _no_sandbox(words: str) -> RewardError:
+    return RewardError(
+        f"the sandbox for code cannot be started: {words or 'it ended without a word'}. It needs bubblewrap "
+        "with user namespaces: check `sysctl kernel.unprivileged_userns_clone user.max_user_namespaces` "
+        "kernel.apparmor_restrict_unprivileged_userns, and in a container allow them "
+        "(for Docker: --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
+    )

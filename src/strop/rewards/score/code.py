@@ -1,0 +1,96 @@
+"""Code: a program of the model passes its tests, in a sandbox (:mod:`strop.rewards.sandbox`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from strop.rewards.sandbox import Limits, Verdict, require_bubblewrap, run_assert_tests, run_stdin_tests
+
+_FENCED = re.compile(
+    r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: str | Mapping[str, Any],
+    *,
+    score: float = 1.0,
+    timeout_s: float = 6.0,
+    memory_mb: int = 512,
+) -> float:
+    """``score`` when the program in the response passes every test, else 0.
+
+    The program is the last block between ``` fences, or the whole response; ``prefix`` goes before it. The
+    ground truth is a JSON object with ``kind``, ``tests``, and perhaps ``prefix`` and ``entry_point``:
+
+    * ``assert``: ``tests`` is a list of Python sources, run in order in one namespace;
+    * ``stdin``: ``tests`` is a list of ``{"input": text, "output": text}``.
+
+    All tests together have ``timeout_s`` seconds.
+
+    Raises:
+        ConfigError: bubblewrap is not installed.
+        RewardError: no sandbox can be started.
+        ValueError: a ground truth that is no such object.
+    """
+    require_bubblewrap()
+    limits = Limits(wall_s=timeout_s, memory_mb=memory_mb)
+    if not solution_str.strip():
+        return 0.0
+    return score if judge(solution_str, ground_truth, limits=limits).passed else 0.0
+
+
+def judge(solution_str: str, ground_truth: str | Mapping[str, Any], *, limits: Limits) -> Verdict:
+    """Whether the response passes, with the reason if it does not."""
+    truth = _read_truth(ground_truth)
+    prefix = truth.get("prefix") or ""
+    program = with_prefix(prefix, extract_program(solution_str))
+    tests = truth["tests"]
+    if truth["kind"] == "stdin":
+        inputs, outputs = ([test[name] for test in tests] for name in ("input", "output"))
+        return run_stdin_tests(program, inputs, outputs, limits=limits)
+    return run_assert_tests(
+        program,
+        tests,
+        entry_point=truth.get("entry_point") or "",
+        prefix=prefix,
+        limits=limits,
+    )
+
+
+def extract_program(response: str) -> str:
+    """The last fenced block, or all of the response when there is none."""
+    blocks = _FENCED.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def with_prefix(prefix: str, program: str) -> str:
+    """The program behind the prompt's code, which it completes or repeats."""
+    return prefix + ("\n" if prefix and not prefix.endswith("\n") else "") + program
+
+
+def _read_truth(ground_truth: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The ground truth as a mapping with usable tests; ``ValueError`` says what is wrong with it."""
+    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    kinds = {"assert": _is_text, "stdin": _is_input_and_output}
+    if not isinstance(truth, Mapping) or truth.get("kind") not in kinds:
+        raise ValueError(f'the ground truth {str(truth)[:80]!r} has no "kind": expected "assert" or "stdin"')
+    tests = truth.get("tests")
+    if not isinstance(tests, list) or not tests or not all(map(kinds[truth["kind"]], tests)):
+        raise ValueError(
+            f"the ground truth has tests={str(tests)[:80]!r}: expected a list of Python sources for assert, "
+            'of {"input": text, "output": text} for stdin'
+        )
+    return truth
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_input_and_output(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_is_text(value.get(name)) for name in ("input", "output"))

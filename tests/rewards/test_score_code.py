@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import select
+import shutil
+import threading
+import time
+from typing import Any
+
+import pytest
+from rewards_support import SHARED_DATA, real_rows
+
+from strop.errors import ConfigError
+from strop.rewards.process import RewardProcess
+from strop.rewards.records import Sample
+from strop.rewards.router import Router, default_compute_score
+from strop.rewards.sandbox import Limits
+from strop.rewards.sandbox.process import _descendants
+from strop.rewards.score.code import compute_score, extract_program, judge
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt-get install bubblewrap"
+)
+
+PATIENT = Limits(wall_s=30.0)
+DOUBLE = {
+    "kind": "assert",
+    "tests": ["assert double(2) == 4", "assert double(3) == 6"],
+    "entry_point": "double",
+}
+
+
+def test_all_tests_must_pass():
+    assert compute_score("def double(x): return 2 * x", json.dumps(DOUBLE), timeout_s=30) == 1.0
+    assert compute_score("def double(x): return 2 * x", DOUBLE, score=0.5, timeout_s=30) == 0.5
+    assert compute_score("def double(x): return x + 2", DOUBLE, timeout_s=30) == 0.0
+    assert compute_score("I do not know.", DOUBLE, timeout_s=30) == 0.0
+    assert compute_score(" \n", DOUBLE) == 0.0
+
+
+def test_programs_of_standard_input_and_output():
+    truth = {"kind": "stdin", "tests": [{"input": "2\n", "output": "4\n"}, {"input": "3", "output": "6"}]}
+    assert (
+        compute_score("Like so:\n```python\nprint(int(input()) * 2)\n```", json.dumps(truth), timeout_s=30)
+        == 1.0
+    )
+    assert compute_score("print(int(input()) + 2)", json.dumps(truth), timeout_s=30) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("x = 1\n", "x = 1\n"),
+        ("Look:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```Python3\r\nx = 1\n```", "x = 1\n"),
+        ("```py\nx = 1\n```\nor better\n```python\nx = 2\n```", "x = 2\n"),
+        ("```python\nx = 1\n", "```python\nx = 1\n"),
+    ],
+)
+def test_the_last_fenced_block_is_the_program(response: str, program: str):
+    assert extract_program(response) == program
+
+
+def test_the_rest_of_a_function_or_all_of_it_may_follow_the_prefix():
+    prefix = 'import math\n\ndef area(r):\n    """The area of a circle."""\n'
+    tests = ["def check(candidate):\n    assert abs(candidate(2) - 12.56637) < 1e-4"]
+    truth = {"kind": "assert", "prefix": prefix, "entry_point": "area", "tests": tests}
+    assert judge("    return math.pi * r * r\n", truth, limits=PATIENT).passed
+    assert judge("```python\ndef area(r):\n    return math.pi * r ** 2\n```", truth, limits=PATIENT).passed
+    assert not judge("    return math.pi * r\n", truth, limits=PATIENT).passed
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        "7",
+        "not JSON",
+        {"tests": ["assert True"]},
+        {"kind": "shell", "tests": ["true"]},
+        {"kind": "assert", "tests": []},
+        {"kind": "assert", "tests": "assert f()"},
+        {"kind": "stdin", "tests": [{"input": "1"}]},
+    ],
+)
+def test_a_ground_truth_without_tests_is_an_error_of_the_data(truth: Any):
+    with pytest.raises(ValueError):
+        compute_score("x = 1", truth)
+
+
+def test_both_data_sources_are_known_and_take_options():
+    for source in ("openai/openai_humaneval", "google-research-datasets/mbpp"):
+        assert default_compute_score(source, "def double(x): return 2 * x", json.dumps(DOUBLE)) == 1.0
+        Router({source: {"timeout_s": 2.0}})
+        with pytest.raises(ConfigError, match="unexpected keyword"):
+            Router({source: {"timeout": 2.0}})
+
+
+def test_a_scoring_process_that_is_cut_off_takes_its_sandboxes_along():
+    sample = Sample("openai/openai_humaneval", "while True: pass", json.dumps(DOUBLE))
+    handles: list[int] = []
+    with RewardProcess(Router({sample.data_source: {"timeout_s": 99.0}}), timeout_s=6.0) as process:
+        process.start()
+        watching = threading.Thread(target=lambda: handles.extend(_handles_after(4.0)))
+        watching.start()
+        outcome = process.evaluate(sample)
+        watching.join()
+        assert outcome.status == "timeout"
+        assert len(handles) >= 5
+        for handle in handles:
+            assert select.select([handle], [], [], 10.0)[0], "a process outlived the scoring process"
+            os.close(handle)
+        assert process.evaluate(sample._replace(solution_str="def double(x): return 2 * x")).score == 1.0
+
+
+def _handles_after(seconds: float) -> list[int]:
+    """Of everything below this process that belongs to a scoring process."""
+    time.sleep(seconds)
+    return [os.pidfd_open(identity) for identity in _descendants(os.getpid())]
+
+
+def humaneval() -> list[tuple[str, str, dict[str, Any]]]:
+    """Name, canonical solution and ground truth."""
+    path = SHARED_DATA / "humaneval" / "HumanEval.jsonl.gz"
+    if not path.is_file():
+        pytest.skip(f"the real data is not here: {path}")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    return [
+        (
+            row["task_id"],
+            row["canonical_solution"],
+            {
+                "kind": "assert",
+                "prefix": row["prompt"],
+                "entry_point": row["entry_point"],
+                "tests": [row["test"]],
+            },
+        )
+        for row in rows
+    ]
+
+
+def mbpp() -> list[tuple[str, str, dict[str, Any]]]:
+    rows = real_rows("mbpp", "mbpp.jsonl")
+    return [(str(row["task_id"]), row["code"], _mbpp_truth(row)) for row in rows]
+
+
+def _mbpp_truth(row: dict[str, Any]) -> dict[str, Any]:
+    setup = [row["test_setup_code"]] if row["test_setup_code"] else []
+    entry_point = "sum" if row["code"].startswith("def sum(") else ""  # hides Python's own
+    return {"kind": "assert", "tests": setup + row["test_list"], "entry_point": entry_point}
+
+
+def failures(cases: list[tuple[str, str, dict[str, Any]]]) -> dict[str, str]:
+    verdicts = {name: judge(program, truth, limits=PATIENT) for name, program, truth in cases}
+    return {name: verdict.reason for name, verdict in verdicts.items() if not verdict.passed}
+
+
+def test_a_sample_of_the_canonical_solutions_passes():
+    by_name = {name: (name, program, truth) for name, program, truth in humaneval()}
+    special = [f"HumanEval/{number}" for number in (32, 38, 50)]  # their tests use helpers of the prompt
+    assert failures([by_name[name] for name in [*special, *list(by_name)[::20]]]) == {}
+    by_name = {name: (name, program, truth) for name, program, truth in mbpp()}
+    special = ["126", "367", "533", "601", "927"]  # a function called sum; classes; a type as an argument
+    assert failures([by_name[name] for name in [*special, *list(by_name)[::100]]]) == {}
+
+
+def test_a_solution_of_another_task_fails():
+    cases = humaneval()[:6]
+    programs = [program for _, program, _ in cases]
+    shifted = [
+        (name, program, truth)
+        for (name, _, truth), program in zip(cases, [*programs[1:], programs[0]], strict=True)
+    ]
+    assert len(failures(shifted)) == len(cases)
+
+
+@pytest.mark.slow
+def test_every_canonical_solution_passes():
+    cases = humaneval()
+    assert len(cases) == 164
+    assert failures(cases) == {}
+    cases = mbpp()
+    assert len(cases) == 974
+    assert failures(cases) == {}
