@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rollout_hf import MODELS, build
 
 from side_by_side.setting import Setting
 
+from rollout_hf import MODELS, build
 from tiny_model import SPECIAL, build_tokenizer
 
 SHORTEST, LONGEST = 32, 64

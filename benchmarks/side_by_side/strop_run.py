@@ -5,10 +5,11 @@ The whole program as ``strop train`` runs it, with settings for this size; more 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,12 @@ def overrides(setting: Setting, run: Path) -> list[str]:
     ]
 
 
-def plan_ends(setting: Setting) -> None:
-    """Make the hf rollout end its rows where ``setting`` plans it: the marks travel with the uniforms."""
+@contextlib.contextmanager
+def planned_ends(setting: Setting) -> Generator[None]:
+    """Inside, the hf rollout ends its rows where ``setting`` plans it: the marks travel with the uniforms."""
+    if setting.lengths == "limit":
+        yield
+        return
     draw, sample = hf.draw_uniforms, decoding.next_tokens
     iteration = -1
 
@@ -99,26 +104,28 @@ def plan_ends(setting: Setting) -> None:
 
     end_token = json.loads((setting.model_folder / "config.json").read_text())["eos_token_id"]
     hf.draw_uniforms, decoding.next_tokens = draw_with_ends, sample_with_ends
+    try:
+        yield
+    finally:
+        hf.draw_uniforms, decoding.next_tokens = draw, sample
 
 
 def record_lengths(trainer: RayPPOTrainer) -> list[list[int]]:
     """The lengths of all responses, a list for each iteration, filled while the trainer runs."""
-    generate, lengths = trainer.generate, []
+    step, lengths = trainer.step, []
 
-    def generate_and_count(prompts: Any) -> Any:
-        batch = generate(prompts)
+    def step_and_count(prompts: Any) -> Any:
+        batch, metrics = step(prompts)
         lengths.append(batch.batch["response_mask"].sum(1).int().tolist())
-        return batch
+        return batch, metrics
 
-    trainer.generate = generate_and_count
+    trainer.step = step_and_count
     return lengths
 
 
 def main() -> None:
     setting = Setting.read(sys.argv[1])
-    if setting.lengths == "uneven":
-        plan_ends(setting)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, planned_ends(setting):
         run = Path(folder) / "run"
         trainer = build_trainer(load_config([*overrides(setting, run), *sys.argv[3:]]))
         lengths = record_lengths(trainer)

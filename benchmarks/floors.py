@@ -1,0 +1,205 @@
+"""How far are strop's log-prob and update phases from the machine's limits?
+
+    python benchmarks/floors.py [--rounds 3] [--threads 2] [--models 5M 30M] [--out FILE.md]
+
+Two floors, measured in the same run, in turn. Plain torch: forward, or forward, backward, clipping and AdamW,
+over the packed real tokens of the same batch in micro-batches of as many rows (``plain_qwen2.py``, attention
+one sequence after another). And the matrix product: floating-point operations a second over those of a large
+one. A batch has 64 samples with planned lengths, of 8 prompts or of 64; strop computes a prompt once for its
+samples, the plain loop does not. Speed is plain seconds over strop's: 1 is as fast as plain torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import machine
+import torch
+from plain_qwen2 import PlainQwen2
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from strop.config.load import load_config
+from strop.protocol import DataProto
+from strop.trainer.build import build_trainer
+from strop.trainer.ppo import RayPPOTrainer
+
+from rollout_hf import build
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from side_by_side.inputs import write_inputs
+from side_by_side.setting import Setting
+from side_by_side.strop_run import overrides, planned_ends
+
+MICRO_BATCH = 8
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def peak(dtype: torch.dtype, size: int = 2048, rounds: int = 5) -> float:
+    """Floating-point operations a second of the best of some matrix products."""
+    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2 * size**3 / min(seconds(lambda: left @ right) for _ in range(rounds))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+class Plain:
+    """The loop that anybody would write first, without padding."""
+
+    def __init__(self, name: str, batch: DataProto, dtype: torch.dtype) -> None:
+        self.model = PlainQwen2(build(name))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
+        self.dtype = dtype
+        columns = batch.batch
+        self.tokens = columns["response_mask"].sum()
+        order = columns["attention_mask"].sum(1).argsort(descending=True)
+        self.pieces = [
+            {
+                name: columns[name][rows]
+                for name in ("input_ids", "attention_mask", "response_mask", "advantages")
+            }
+            for rows in order.split(MICRO_BATCH)
+        ]
+
+    def log_probs(self, piece: dict[str, Tensor]) -> Tensor:
+        """Of the response tokens, one after another."""
+        mask_BL = piece["attention_mask"].bool()
+        response_BT = piece["response_mask"].bool()
+        response_BL = torch.zeros_like(mask_BL)
+        response_BL[:, -response_BT.shape[1] :] = response_BT
+        with self._autocast():
+            hidden_NH = self.model(piece["input_ids"][mask_BL], mask_BL.sum(1).tolist())
+            before_n = response_BL[mask_BL].nonzero()[:, 0] - 1
+            logits_nV = self.model.logits(hidden_NH[before_n])
+        tokens_n = piece["input_ids"][response_BL]
+        return logits_nV.float().log_softmax(-1).gather(1, tokens_n[:, None])[:, 0]
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=self.dtype)
+
+    @torch.no_grad()
+    def infer(self) -> None:
+        for piece in self.pieces:
+            self.log_probs(piece)
+
+    def update(self) -> None:
+        for piece in self.pieces:
+            advantages_n = piece["advantages"][piece["response_mask"].bool()]
+            (-(advantages_n * self.log_probs(piece)).sum() / self.tokens).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class Strop:
+    """A worker of a whole trainer, after one iteration."""
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        self.trainer: RayPPOTrainer = build_trainer(load_config(overrides(setting, folder)))
+        self.trainer.init_workers()
+        with planned_ends(setting):
+            self.batch, _ = self.trainer.step(next(iter(self.trainer.train_loader)))
+
+    def infer(self) -> None:
+        names = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+        self.trainer.actor.compute_log_prob(self.batch.select(*names))
+
+    def update(self) -> None:
+        self.trainer.update_actor(self.batch).get()
+
+
+def compare(setting: Setting, rounds: int, folder: Path) -> list[str]:
+    """Rows of the table for both phases."""
+    strop = Strop(setting, folder / "run")
+    plain = Plain(setting.model, strop.batch, DTYPES[setting.precision])
+    limit, lines = peak(DTYPES[setting.precision]), []
+    for phase in ("infer", "update"):
+        found = {}
+        works = {"plain": getattr(plain, phase), "strop": getattr(strop, phase)}
+        operations = {name: flops(work) for name, work in works.items()}  # and a warm-up
+        for _ in range(rounds):
+            for name, work in works.items():
+                found.setdefault(name, []).append(seconds(work))
+        medians = {name: statistics.median(several) for name, several in found.items()}
+        shares = [operations[name] / medians[name] / limit for name in works]
+        cells = [
+            setting.model,
+            setting.precision,
+            setting.lengths,
+            str(setting.samples // setting.n),
+            {"infer": "log-probs", "update": "update"}[phase],
+            *(f"{medians[name]:.2f}" for name in works),
+            f"{medians['plain'] / medians['strop']:.2f}",
+            *(f"{share:.2f}" for share in shares),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    strop.trainer.shutdown()
+    return lines
+
+
+def flops(work: Callable[[], object]) -> float:
+    """Floating-point operations, of matrix products alone."""
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+TITLES = tuple(["model", "precision", "lengths", "prompts", "phase"]) + (
+    "plain s",
+    "strop s",
+    "speed",
+    "plain/peak",
+    "strop/peak",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--models", nargs="+", default=["5M", "30M"])
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    lines = [
+        "# Log-probs and updates against plain torch and the matrix product",
+        "",
+        machine.description("torch", "transformers", threads=options.threads),
+        "",
+        f"| {' | '.join(TITLES)} |\n|{' --- |' * 5}{' ---: |' * (len(TITLES) - 5)}",
+    ]
+    print("\n".join(lines), flush=True)
+    for model, precision, lengths, n in itertools.product(
+        options.models, DTYPES, ("limit", "uneven"), (8, 1)
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            limit = 64 if lengths == "limit" else 128
+            setting = Setting(model, "grpo", lengths, limit, precision, folder, n=n)
+            write_inputs([setting])
+            rows = compare(setting, options.rounds, Path(folder))
+            print("\n".join(rows), flush=True)
+            lines += rows
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
