@@ -71,7 +71,6 @@ def _outer(staged: dict[str, str]) -> list[str]:
     """The step as root: places that may be readable to root alone, shown to an id without rights."""
     identity = str(_FREE_IDS[secrets.randbelow(len(_FREE_IDS))])
     command = [require_bubblewrap(), "--die-with-parent"]
-    # CAP_KILL: its death may then end the process of another user that it becomes the parent of.
     for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_KILL"):
         command += ["--cap-add", capability]
     command += ["--bind", "/proc", "/proc", "--dev", "/dev", "--perms", "1777", "--dir", "/tmp"]
@@ -79,8 +78,11 @@ def _outer(staged: dict[str, str]) -> list[str]:
     command += ["--perms", "0755", "--dir", _STAGE]
     for place, source in staged.items():
         command += ["--ro-bind", source, place]
+    # bwrap keeps no rights for itself, and so its death would not end a process of another user. The shell
+    # keeps CAP_KILL, and stands between: it ends with bwrap, and what it started ends with the shell.
+    command += ["--", "/usr/bin/sh", "-c", '"$@"; exit $?', "sh"]
     setpriv = shutil.which("setpriv") or "setpriv"
-    return [*command, "--", setpriv, "--reuid", identity, "--regid", identity, "--clear-groups", "--"]
+    return [*command, setpriv, "--reuid", identity, "--regid", identity, "--clear-groups", "--"]
 
 
 def _inner(
