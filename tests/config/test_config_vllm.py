@@ -6,8 +6,10 @@ import importlib.util
 
 import pytest
 
-from strop.config.load import load_config
-from strop.config.rules import generation
+from strop.config.load import as_config, load_config, to_dict
+from strop.config.placement import processes_per_node
+from strop.config.rules import generation, learning
+from strop.config.settled import settled
 from strop.config.support import unsupported
 from strop.config.vllm import extra_sampling, rollout_dtype, tensor_parallel_size
 from strop.errors import ConfigError
@@ -77,3 +79,31 @@ def test_only_what_was_set_is_passed_to_vllm():
 def test_a_misspelt_sampling_parameter_is_an_error_with_the_right_name():
     with pytest.raises(ConfigError, match="presence_penalty"):
         load_config([*VLLM, f"{ROLLOUT}.presense_penalty=0.5"])
+
+
+def test_the_file_of_a_run_repeats_it():
+    config = load_config(list(VLLM))
+    again = as_config(to_dict(settled(config)))
+    for resolve in (rollout_dtype, tensor_parallel_size, processes_per_node):
+        assert resolve(again) == resolve(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("presence_penalty", "1.0"), ("min_tokens", "1"), ("min_p", "1.0"), ("stop", "[x]")]
+)
+def test_hf_refuses_what_only_vllm_samples(key, value):
+    errors, _ = unsupported(load_config([f"{ROLLOUT}.name=hf", f"{ROLLOUT}.{key}={value}"]))
+    assert any(f"{ROLLOUT}.{key}=" in line and "only vLLM" in line for line in errors)
+    assert not any("only vLLM" in line for line in unsupported(load_config([f"{ROLLOUT}.name=hf"]))[0])
+
+
+def test_keys_that_make_the_sampler_another_policy_are_pointed_out():
+    (line,) = findings(learning.sampling, f"{ROLLOUT}.min_p=0.3", f"{ROLLOUT}.stop=[x]")
+    assert line.startswith(f"{ROLLOUT}.min_p: the sampler is another distribution")
+    assert findings(learning.sampling, f"{ROLLOUT}.stop=[x]") == []
+
+
+def test_a_step_has_room_for_every_sequence():
+    options = (f"{ROLLOUT}.max_num_batched_tokens=256", f"{ROLLOUT}.max_num_seqs=512")
+    assert len(findings(generation.batches, *options)) == 1
+    assert findings(generation.batches) == []

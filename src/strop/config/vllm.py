@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from strop.config.placement import Placement, visible_gpus
 from strop.config.schema import Config
 from strop.config.schema.rollout import VLLMSamplingConfig
 from strop.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+NEUTRAL: dict[str, Any] = {
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "bad_words": [],
+    "stop": [],
+}
+"""The values of vLLM's sampling keys with which they do nothing; null for the others."""
+KEEPS_THE_POLICY = frozenset({"stop", "repetition_detection"})
+"""Those that end a response and leave its distribution as it is."""
 
 
 def rollout_dtype(config: Config) -> str:
@@ -39,12 +53,7 @@ def extra_sampling(config: Config) -> dict[str, object]:
     """The fields of vLLM's ``SamplingParams`` that the run sets beyond those of every generator."""
     rollout = config.actor_rollout_ref.rollout
     values = {name: getattr(rollout, name) for name in VLLMSamplingConfig.model_fields}
-    neutral = {"repetition_penalty": 1.0}
-    return {
-        name: value
-        for name, value in values.items()
-        if value not in (None, {}, []) and value != neutral.get(name, 0)
-    }
+    return {name: value for name, value in values.items() if value != NEUTRAL.get(name)}
 
 
 def _is_written(config: Config, key: str) -> bool:

@@ -1,7 +1,7 @@
 """What a rollout with weights of its own has to know of them: that all have come, and that they are right.
 
 A checksum is a sum over a weight's elements of their bits times an odd number drawn from the element's place,
-modulo 2^64: any one changed element changes it, and so does an exchange of two. A sum, so that shards of a
+modulo 2^64: any one changed element changes it, and practically any two. A sum, so that shards of a
 weight add up to the whole.
 """
 

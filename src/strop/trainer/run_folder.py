@@ -7,6 +7,7 @@ from pathlib import Path
 from strop.atomic import atomic_write_text
 from strop.config.load import to_yaml
 from strop.config.schema import Config
+from strop.config.settled import settled
 
 _RUN_FILES = (
     "config.yaml",
@@ -44,7 +45,7 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """The resolved configuration, in place of an earlier one only when it is whole."""
-        atomic_write_text(self.path / "config.yaml", to_yaml(config))
+        atomic_write_text(self.path / "config.yaml", to_yaml(settled(config)))
 
     def latest_checkpoint(self) -> tuple[str, int] | None:
         """What names the latest checkpoint, and when it was written; None when there is none."""

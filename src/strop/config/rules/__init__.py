@@ -17,6 +17,7 @@ ALL_RULES: tuple[Rule, ...] = (
     learning.kl_horizon,
     learning.dual_clip,
     generation.tensor_parallelism,
+    generation.batches,
     generation.precision,
     processes.worker_group,
     processes.placement,

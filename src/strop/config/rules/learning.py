@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from strop.config.names import ESTIMATOR_NEEDS, needs_critic
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config
+from strop.config.vllm import KEEPS_THE_POLICY, extra_sampling
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -88,6 +89,8 @@ def sampling(config: Config) -> Iterator[Finding]:
     narrowed = [
         f"{_ROLLOUT}.{key}" for key, on in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)) if on
     ]
+    if rollout.name == "vllm":
+        narrowed += [f"{_ROLLOUT}.{key}" for key in extra_sampling(config) if key not in KEEPS_THE_POLICY]
     if narrowed and rollout.do_sample:
         yield warning(
             f"{' and '.join(narrowed)}: the sampler is another distribution than the policy that is "

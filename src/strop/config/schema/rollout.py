@@ -63,8 +63,6 @@ class VLLMSamplingConfig(Section):
     """vLLM: texts that end a response; their tokens stay in it."""
     structured_outputs: dict[str, Any] | None
     """vLLM: keep to a grammar: one of json, regex, choice, grammar, as in its StructuredOutputsParams."""
-    thinking_token_budget: Count | None
-    """vLLM: most tokens of thinking, for models that it has a reasoning parser for."""
     repetition_detection: dict[str, Any] | None
     """vLLM: end a response that repeats itself, as in its RepetitionDetectionParams."""
     extra_args: dict[str, Any] | None
@@ -89,7 +87,7 @@ class RolloutConfig(VLLMSamplingConfig):
     dtype: RolloutDtype
     """Precision of vLLM's copy of the weights. Unwritten and auto: actor_rollout_ref.model.compute_dtype."""
     gpu_memory_utilization: Probability
-    """Share of the GPU's memory for vLLM's weights and KV cache; on a CPU of free memory, over all ranks."""
+    """Share of the GPU's memory for vLLM's weights and KV cache; on a CPU the KV cache's at most."""
     ignore_eos: bool
     """Go on to the full length after the end-of-sequence token."""
     enforce_eager: bool

@@ -67,7 +67,7 @@ def engine_arguments(settings: VLLMSettings, model: PreTrainedConfig) -> dict[st
         "load_format": settings.load_format,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
         "gpu_memory_utilization": settings.memory_share,
         "enforce_eager": settings.enforce_eager,
         "tensor_parallel_size": settings.tensor_parallel,
@@ -87,17 +87,18 @@ def engine_arguments(settings: VLLMSettings, model: PreTrainedConfig) -> dict[st
 
 
 def _cache_bytes(settings: VLLMSettings, model: PreTrainedConfig) -> int:
-    """On a CPU: room for ``max_num_seqs`` whole sequences, and no more than the share of what is free.
+    """On a CPU: room for ``max_num_seqs`` whole sequences, and no more than the share of the machine.
 
-    vLLM itself would take its share of the machine, however small the model, once for every rank.
+    vLLM itself would take its whole share, however small the model, once for every rank. Of what is free at
+    the moment nothing may depend: a resumed run has to batch as the first one did.
     """
     text = model.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     token_bytes = 2 * text.num_hidden_layers * heads * head_width(model) * settings.dtype.itemsize
     blocks = math.ceil(settings.max_model_len / _BLOCK) + 1
     wanted = settings.max_num_seqs * blocks * _BLOCK * token_bytes // settings.tensor_parallel
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(wanted, int(free * settings.memory_share / settings.world_size))
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(wanted, int(total * settings.memory_share / settings.world_size))
 
 
 def head_width(model: PreTrainedConfig) -> int:
