@@ -201,6 +201,7 @@ class RayPPOTrainer:
 
     def learn(self, samples: Samples) -> tuple[DataProto, dict[str, float]]:
         """Advantages, then the updates of critic and actor."""
+        self.weights.release()
         evaluation = self.start_evaluation(samples.batch)
         batch = self.finish_scoring(samples)  # while models in other processes look at the samples
         batch = self.finish_evaluation(batch, evaluation)
