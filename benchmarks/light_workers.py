@@ -11,6 +11,7 @@ from strop.config.schema import Config
 from strop.controller.dispatch import Dispatch, register
 from strop.controller.roles import Role
 from strop.protocol import DataProto
+from strop.rollout.base import Finished
 
 
 class LightWorker:
@@ -28,7 +29,7 @@ class LightPolicy(LightWorker):
     """In place of actor, rollout and reference."""
 
     @register(Dispatch.DATA_PARALLEL)
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
+    def generate_sequences(self, prompts: DataProto, finished: Finished | None = None) -> DataProto:
         """The columns of the ``hf`` rollout; responses of half to all of T tokens, their seed decides."""
         width, columns = self.response_width, prompts.batch
         shortest = width // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -76,6 +77,28 @@ def test_several_results_for_a_row_stay_together(group):
     result = group.samples(batch, 3)
     assert torch.equal(result.batch["input_ids"], batch.repeat(3).batch["input_ids"])
     assert result.batch["sample"].tolist() == [0, 1, 2] * 5
+
+
+def test_workers_report_rows_while_they_work_and_each_once(group, tmp_path):
+    if not isinstance(group, LocalWorkerGroup):
+        group.double(random_samples(5))  # news of one call is not taken for that of another
+    batch = random_samples(10)
+    batch.batch["input_ids"][:, 0] = torch.arange(10) + 100
+    told, last = [], threading.Event()
+
+    def report(row, first_id, rank):
+        told.append((row, first_id, rank))
+        if len(told) >= 3:  # in every group some rank has told of so many before its last
+            (tmp_path / "go.go").touch()
+        if len(told) == 10:
+            last.set()
+
+    result = group.tell(batch, report=report, go=tmp_path / "go")
+    assert torch.equal(result.batch["input_ids"], batch.batch["input_ids"])
+    assert last.wait(20)
+    assert sorted(row for row, *_ in told) == list(range(10))
+    assert all(first_id == row + 100 for row, first_id, _ in told)
+    assert len({rank for *_, rank in told}) == group.world_size // _copies(group)
 
 
 def test_padding_counts_nowhere_and_shared_rows_count_once_a_rank(group):

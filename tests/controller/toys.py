@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,15 @@ class ToyWorker:
         numbers = torch.arange(n).repeat(len(batch))
         rank = torch.full((len(repeated),), self.rank)
         return DataProto({**repeated.batch, "sample": numbers, "rank": rank}, repeated.non_tensor_batch)
+
+    @register(Dispatch.DATA_PARALLEL)
+    def tell(self, batch: DataProto, report: Callable[..., None], go: Path) -> DataProto:
+        """Reports each row with its id and the rank; the last one only when ``go`` exists."""
+        for row, ids in enumerate(batch.batch["input_ids"]):
+            if row == len(batch) - 1:
+                self.meet(go, go.with_suffix(".go"))
+            report(row, int(ids[0]), self.rank)
+        return batch.select("input_ids")
 
     @register(Dispatch.DATA_PARALLEL)
     def count(self, batch: DataProto) -> dict[str, float]:

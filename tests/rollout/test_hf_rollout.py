@@ -185,6 +185,27 @@ def test_every_token_a_stop_token_needs_one_forward_pass():
     assert not batch["truncated"].any()
 
 
+@pytest.mark.parametrize("micro_batch_size", [None, 7])
+def test_samples_are_told_of_when_they_leave_the_batch(micro_batch_size):
+    model = tiny_lm("llama")
+    params = SamplingParams(max_tokens=14, n=4, stop_token_ids=(7, 8, 9, 10))
+    steps, told = count_steps(model), {}
+    rollout = rollout_of(model, micro_batch_size=micro_batch_size)
+    steps.clear()
+
+    def finished(prompt, number, token_ids):
+        assert (prompt, number) not in told
+        told[prompt, number] = (token_ids, len(steps))
+
+    answers = rollout.generate(prompts_of(LENGTHS, n=4), params, finished).batch
+    assert len(told) > 5
+    for (prompt, number), (token_ids, _) in told.items():
+        row = prompt * 4 + number
+        assert token_ids == answers["responses"][row][answers["response_mask"][row].bool()].tolist()
+        assert not answers["truncated"][row]
+    assert min(when for _, when in told.values()) < len(steps)
+
+
 def test_ignore_eos_ignores_the_eos_and_no_other_stop_token():
     rollout = rollout_of(tiny_lm(), eos=tuple(range(30)))
     prompts = prompts_of(LENGTHS, n=4)

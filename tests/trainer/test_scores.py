@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from strop.errors import ModelError, RewardError
 from strop.models.loader import load_scorer
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
+from strop.rollout import decoding
 from strop.trainer.build import build_trainer
 from strop.trainer.scores import PendingScores
 
@@ -82,16 +84,46 @@ def test_samples_are_scored_while_the_models_look_at_them(make, tmp_path, monkey
     assert line["critic/score/max"] > 0
 
 
+def test_samples_are_scored_while_others_are_generated(make, tmp_path, monkeypatch):
+    """The scorer notes each response that it gets; generation goes on only when the first is noted."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (tmp_path / "reward.py").write_text(
+        "import pathlib, uuid\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    pathlib.Path({str(notes)!r}, uuid.uuid4().hex).touch()\n"
+        "    return float(len(solution_str))\n"
+    )
+    trainer = make(f"custom_reward_function.path={tmp_path / 'reward.py'}", "data.max_response_length=40")
+    early, plain = [], decoding._report
+
+    def report(*arguments):
+        plain(*arguments)
+        deadline = time.monotonic() + 60
+        while not early and not any(notes.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        early.append(len(list(notes.iterdir())))
+
+    monkeypatch.setattr(decoding, "_report", report)
+    trainer.fit()
+    assert 0 < early[0] < 16
+    assert len(list(notes.iterdir())) == 16  # each once
+    (line,) = metrics(tmp_path / "run")
+    (rows,) = [pq.read_table(path).to_pylist() for path in (tmp_path / "run" / "rollouts").iterdir()]
+    assert line["reward/errors"] == 0
+    assert [row["score"] for row in rows] == [float(len(row["response"])) for row in rows]
+
+
 def test_validation_samples_are_scored_while_the_next_are_generated(make, tmp_path, monkeypatch):
     option, go = waiting_scorer(tmp_path)
     trainer = make(option, "reward_model.timeout_s=120", "data.val_batch_size=2", "trainer.val_only=true")
     plain, calls = trainer.rollout.worker.generate_sequences, []
 
-    def generate_sequences(prompts):
+    def generate_sequences(prompts, finished):
         calls.append(len(prompts))
         if len(calls) == 2:
             go.touch()
-        return plain(prompts)
+        return plain(prompts, finished)
 
     monkeypatch.setattr(trainer.rollout.worker, "generate_sequences", generate_sequences)
     trainer.fit()
@@ -130,13 +162,13 @@ class Deferred(LocalWorkerGroup):
         plain = super().__getattr__(name)
 
         class Call:
-            def __init__(self, *args):
+            def __init__(self, *args, **kwargs):
                 Deferred.notes.append(f"start {name}")
-                self.args = args
+                self.args, self.kwargs = args, kwargs
 
             def get(self):
                 Deferred.notes.append(f"get {name}")
-                return plain(*self.args)
+                return plain(*self.args, **self.kwargs)
 
         return GroupMethod(Call)
 
@@ -185,11 +217,15 @@ def test_a_function_of_ones_own_runs_in_the_programs_thread_and_sees_the_models_
             return DataProto({"rm_scores": torch.zeros(2)})
 
     batch = DataProto({"response_mask": torch.ones(2, 3)})
-    scores = PendingScores(batch, own, Group if with_model else None)
+    scores = PendingScores(DataProto(), 1, own, Group if with_model else None)
+    assert scores.finished is None
+    scores.complete(batch)
     assert seen == {}
     assert scores.get().batch["token_level_scores"].sum() == 6
     assert seen["thread"] is threading.main_thread()
     assert ("rm_scores" in seen["columns"]) == with_model
     manager = OwnManager(tokenizer=None, num_examine=0)
-    assert PendingScores(batch, manager, None).get().batch["token_level_scores"].sum() == 6
+    scores = PendingScores(DataProto(), 1, manager, None)
+    scores.complete(batch)
+    assert scores.get().batch["token_level_scores"].sum() == 6
     assert manager.thread is threading.main_thread()

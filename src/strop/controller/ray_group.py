@@ -15,6 +15,7 @@ from strop.controller import ray_cluster, ray_processes
 from strop.controller.dispatch import Dispatch, require_dispatch
 from strop.controller.ray_handles import Columns, Layout, RemoteColumns, RemoteTensor, RemoteValue
 from strop.controller.ray_processes import Call
+from strop.controller.ray_reports import Reporter, listen
 from strop.controller.ray_wire import Packed, pack, unpack
 from strop.controller.resource_pool import ResourcePool
 from strop.controller.shards import Shards, shard
@@ -106,6 +107,9 @@ class RayWorkerGroup:
         self, method: str, dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Running:
         self._processes.require_alive()
+        functions = {name: value for name, value in kwargs.items() if callable(value)}
+        reporters = {name: Reporter() for name in functions}
+        kwargs |= reporters
         ranks = [0] if dispatch is Dispatch.RANK_ZERO else range(self.world_size)
         shards, answers = None, [0]
         if dispatch is Dispatch.DATA_PARALLEL:
@@ -122,6 +126,11 @@ class RayWorkerGroup:
         for rank, (message, references) in zip(ranks, messages, strict=True):
             host = self._processes.hosts[rank]
             infos[rank], objects[rank] = host.call.remote(self.name, method, message, *references)
+        if shards is not None:
+            hosts = {rank: self._processes.hosts[rank] for rank in answers}
+            rows = {rank: own.tolist() for rank, own in zip(answers, shards.rows, strict=True)}
+            for name, function in functions.items():
+                listen(function, reporters[name].key, hosts, rows)
         return Running(
             call=self._processes.begin(self.name, method, infos),
             objects=objects,

@@ -1,7 +1,8 @@
 """The process that holds workers: a Ray actor. Roles of one pool share it, and with it its device.
 
-Besides the calls to its workers, which run one after another in one thread, it answers in a second thread:
-it is asked there whether it is alive and, when a call takes too long, where that thread stands.
+Besides the calls to its workers, which run one after another in one thread, it answers in further threads:
+it is asked there whether it is alive, what there is to report and, when a call takes too long, where that
+thread stands.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import ray
 
 from strop.controller.arrays import to_array
 from strop.controller.dispatch import data_parallel_places
+from strop.controller.ray_reports import Reports
 from strop.controller.ray_wire import Packed, pack, unpack
 from strop.protocol import DataProto
 
@@ -39,6 +41,7 @@ class WorkerHost:
         faulthandler.enable()
         self._workers: dict[str, Any] = {}
         self._calls_thread = threading.get_ident()
+        self._reports = Reports()
 
     def prepare(self, module_path: list[str], folder: str, threads: int, gpu: bool) -> dict[str, Any]:
         """Become like the driver: its import path, folder and number of threads; tells where this is."""
@@ -110,7 +113,10 @@ class WorkerHost:
         object of its own, so that reading one does not fetch another.
         """
         args, kwargs = unpack(packed, objects)
-        result = getattr(self._workers[name], method)(*args, **kwargs)
+        try:
+            result = getattr(self._workers[name], method)(*args, **self._reports.connect(kwargs))
+        finally:
+            self._reports.end(kwargs)
         if isinstance(result, DataProto):
             columns = {column: (to_array(tensor), tensor.dtype) for column, tensor in result.batch.items()}
             shapes = {column: (tensor.shape[1:], tensor.dtype) for column, tensor in result.batch.items()}
@@ -130,6 +136,11 @@ class WorkerHost:
         threading.Event().wait()
 
     @ray.method(concurrency_group=_WATCH)
+    def news(self, key: str) -> tuple[list[tuple[Any, ...]], bool]:
+        """See ``Reports.fetch``."""
+        return self._reports.fetch(key)
+
+    @ray.method(concurrency_group=_WATCH)
     def stack(self) -> str:
         """Where the thread stands that runs the calls."""
         frame = sys._current_frames().get(self._calls_thread)
@@ -138,5 +149,5 @@ class WorkerHost:
         return "".join(traceback.format_list(stack[own + 1 :])) or "(it runs no call)"
 
 
-_ACTOR: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {_WATCH: 3}}
+_ACTOR: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {_WATCH: 4}}
 RemoteHost: Any = ray.remote(**_ACTOR)(WorkerHost)

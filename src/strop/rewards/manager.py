@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from strop.algorithms.registry import asked_for, resolve
@@ -20,11 +18,12 @@ from strop.protocol import DataProto
 from strop.rewards.custom import load_custom_reward, require_score_signature
 from strop.rewards.error_budget import ErrorBudget
 from strop.rewards.examine import describe_sample
+from strop.rewards.pending import Fields, PendingRewards, real_tokens
 from strop.rewards.process import RewardProcess
-from strop.rewards.records import REWARD_MODEL, RULE, Outcome, Sample, ScoreFunction
-from strop.rewards.reward_output import RewardOutput, at_last_token, rule_parts, score_metrics
+from strop.rewards.records import Outcome, Sample, ScoreFunction
+from strop.rewards.reward_output import RewardOutput
 from strop.rewards.router import Router, unknown_source
-from strop.rewards.scoring import ScoringJob, name_sample
+from strop.rewards.scoring import ScoringJob
 
 if TYPE_CHECKING:
     from strop.config.schema import Config
@@ -105,46 +104,18 @@ class RewardManager:
         Of ``with_model`` batches the reward model's scores are handed in then. Batches are scored in the
         order in which they were begun. ``RewardError`` for a data source without a scorer.
         """
-        fields = self._fields(batch)
-        has_rule = self._rows_with_rule(batch, [source for source, *_ in fields], has_model=with_model)
-        job = ScoringJob(
-            self._process, self._budget, n_rows=len(batch), n_scored=sum(has_rule), after=self._last_job
-        )
-        self._last_job = job
-        token_ids = _real_tokens(batch.batch["responses"], batch.batch["response_mask"])
-        for row in range(len(batch)):
-            make = functools.partial(self._sample, fields[row], token_ids[row])
-            if has_rule[row]:
-                job.add(row, make)
-            else:
-                job.samples[row] = make()
-        job.end()
-        return PendingRewards(self, batch, job, has_rule)
+        pending = self.expect(batch, with_model=with_model)
+        pending.complete(batch)
+        return pending
 
-    def output(
-        self, batch: DataProto, job: ScoringJob, has_rule: Sequence[bool], model_B: Tensor | None
-    ) -> RewardOutput:
-        """Waits for the job; see ``__call__``."""
-        outcomes = job.outcomes()
-        samples = [sample for sample in job.samples if sample is not None]
-        parts = rule_parts(outcomes, error_score=self.error_score)
-        if model_B is not None:
-            model_B = model_B.detach().float().cpu().reshape(len(samples))
-            self._require_finite_model_scores(samples, model_B)
-            if batch.meta_info.get("mode") == "validate":  # by rules alone, where there is one
-                model_B = model_B.masked_fill(torch.tensor(has_rule), math.nan)
-            parts[REWARD_MODEL] = model_B
-        summed = [parts[name].nan_to_num() for name in (RULE, REWARD_MODEL) if name in parts]
-        scores_B = torch.stack(summed).sum(dim=0) if summed else torch.zeros(len(samples))
-
-        self._examine(batch, samples, scores_B, parts, outcomes)
-        return RewardOutput(
-            token_level_scores=at_last_token(scores_B, batch.batch["response_mask"]),
-            parts=parts,
-            metrics=score_metrics(outcomes, parts),
-            responses=[sample.solution_str for sample in samples],
-            errors=["" if outcome is None else outcome.error for outcome in outcomes],
+    def expect(self, prompts: DataProto, *, n: int = 1, with_model: bool = False) -> PendingRewards:
+        """As ``begin``, before there is a batch: for ``n`` adjacent rows a prompt, that are still to come."""
+        fields = [fields for fields in self._fields(prompts) for _ in range(n)]
+        has_rule = [rule for rule in self._rules(prompts, has_model=with_model) for _ in range(n)]
+        self._last_job = ScoringJob(
+            self._process, self._budget, n_rows=len(fields), n_scored=sum(has_rule), after=self._last_job
         )
+        return PendingRewards(self, self._last_job, fields, has_rule)
 
     def validate_sources(self, sources: Iterable[str], *, has_reward_model: bool = False) -> None:
         """At start-up: ``RewardError`` for the first data source that nothing can score."""
@@ -165,15 +136,14 @@ class RewardManager:
             self._last_job.wait()
         self._process.close()
 
-    def _fields(self, batch: DataProto) -> list[tuple[str, Any, Any]]:
-        """Of every row: data source, ground truth, extra info."""
-        columns = batch.non_tensor_batch
+    def _fields(self, prompts: DataProto) -> list[Fields]:
+        columns = prompts.non_tensor_batch
         if self.reward_fn_key not in columns:
             raise RewardError(
                 f"the data has no column {self.reward_fn_key!r} (data.reward_fn_key), which says how a row "
                 f"is scored; it has {sorted(columns)}"
             )
-        nothing = np.full(len(batch), None, dtype=object)
+        nothing = np.full(len(prompts), None, dtype=object)
         return [
             (str(source), (target or {}).get("ground_truth"), extra)
             for source, target, extra in zip(
@@ -184,29 +154,25 @@ class RewardManager:
             )
         ]
 
-    def _sample(self, fields: tuple[str, Any, Any], token_ids: list[int]) -> Sample:
-        source, ground_truth, extra = fields
-        response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Sample(source, response, ground_truth, extra)
-
-    def _rows_with_rule(self, batch: DataProto, sources: list[str], *, has_model: bool) -> list[bool]:
-        """Which samples a function scores. All are looked at before the first is scored."""
+    def _rules(self, prompts: DataProto, *, has_model: bool) -> list[bool]:
+        """Which rows a function scores. All are looked at before the first is scored."""
+        sources = [source for source, *_ in self._fields(prompts)]
         self.validate_sources(sources, has_reward_model=has_model)
         if not has_model:
             return [True] * len(sources)
-        targets = batch.non_tensor_batch.get("reward_model", [None] * len(sources))
+        targets = prompts.non_tensor_batch.get("reward_model", [None] * len(sources))
         return [
             (target or {}).get("style") != "model" and (self._sources is None or source in self._sources)
             for source, target in zip(sources, targets, strict=True)
         ]
 
-    def _require_finite_model_scores(self, samples: list[Sample], scores_B: Tensor) -> None:
-        for row in (~torch.isfinite(scores_B)).nonzero().flatten().tolist():
-            raise RewardError(
-                f"the reward model gave {scores_B[row].item()} for {name_sample(row, samples[row])}"
-            )
+    def sample(self, fields: Fields, token_ids: list[int]) -> Sample:
+        """What a scorer is told of a response."""
+        source, ground_truth, extra = fields
+        response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Sample(source, response, ground_truth, extra)
 
-    def _examine(
+    def examine(
         self,
         batch: DataProto,
         samples: list[Sample],
@@ -238,29 +204,7 @@ class RewardManager:
             return "(not in the batch)"
         prompts = batch.batch["prompts"][row : row + 1]
         mask = batch.batch["attention_mask"][row : row + 1, : prompts.shape[1]]
-        return self.tokenizer.decode(_real_tokens(prompts, mask)[0], skip_special_tokens=False)
-
-
-class PendingRewards:
-    """The rewards of a batch, on their way."""
-
-    def __init__(
-        self, manager: RewardManager, batch: DataProto, job: ScoringJob, has_rule: Sequence[bool]
-    ) -> None:
-        self._manager, self._batch, self._job, self._has_rule = manager, batch, job, has_rule
-
-    def get(self, model_scores: Tensor | None = None) -> RewardOutput:
-        """Wait for them; ``model_scores`` [B] of the reward model are added. Raises as the manager does."""
-        return self._manager.output(self._batch, self._job, self._has_rule, model_scores)
-
-    def cancel(self) -> None:
-        """Nobody will ask for them."""
-        self._job.cancel()
-
-
-def _real_tokens(ids_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
-    rows = zip(ids_BT.cpu(), mask_BT.cpu().bool(), strict=True)
-    return [ids_T[mask_T].tolist() for ids_T, mask_T in rows]
+        return self.tokenizer.decode(real_tokens(prompts, mask)[0], skip_special_tokens=False)
 
 
 def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -81,11 +81,21 @@ class SamplingParams:
         )
 
 
+Finished = Callable[[int, int, list[int]], None]
+"""Told of a sample before the others are finished: row of its prompt, its number among the prompt's samples,
+and its token ids with the stop token."""
+
+
 class RolloutEngine(Protocol):
     """Generates responses. A new back-end is one new class with these methods and a line in ``ROLLOUTS``."""
 
-    def generate(self, prompts: DataProto, params: SamplingParams) -> DataProto:
-        """``params.n`` rows for every prompt, adjacent; columns as in ``strop.rollout.request``."""
+    def generate(
+        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
+    ) -> DataProto:
+        """``params.n`` rows for every prompt, adjacent; columns as in ``strop.rollout.request``.
+
+        ``finished`` is told of as many samples as are known early; of none twice.
+        """
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:

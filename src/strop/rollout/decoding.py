@@ -5,7 +5,7 @@ Shapes: B prompts, P prompt columns, R rows (samples), T tokens at most, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +43,12 @@ def decode(
     params: SamplingParams,
     stop_ids_S: Tensor,
     cache_dtype: torch.dtype,
+    finished: Callable[[int, list[int]], None] | None = None,
 ) -> Samples:
-    """Continue every row until a stop id or ``params.max_tokens``; model in eval mode, without gradient."""
+    """Continue every row until a stop id or ``params.max_tokens``; model in eval mode, without gradient.
+
+    ``finished`` is told of rows that leave the batch while others stay in it, with their tokens.
+    """
     cache, logits_RV = _prefill(model, windows, prompts, params.max_tokens, cache_dtype)
     total, device = len(logits_RV), logits_RV.device
     tokens_TR = torch.zeros(params.max_tokens, total, dtype=torch.long, device=device)
@@ -68,6 +72,8 @@ def decode(
                     break
                 if active <= _COMPACT_BELOW * len(rows_R):
                     keep = active_R.nonzero()[:, 0]
+                    if finished is not None:
+                        _report(finished, rows_R[~active_R], tokens_TR[: step + 1], stop_ids_S)
                     rows_R, tokens_R = rows_R[keep], tokens_R[keep]
                     positions_R1, active_R = positions_R1[keep], active_R[keep]
             if step + 1 == params.max_tokens:
@@ -134,6 +140,16 @@ def _last_logits(
         use_cache=True,
         logits_to_keep=1,
     ).logits[:, -1]
+
+
+def _report(
+    finished: Callable[[int, list[int]], None], rows_R: Tensor, tokens_TR: Tensor, stop_ids_S: Tensor
+) -> None:
+    tokens_RT = tokens_TR.index_select(1, rows_R).T
+    ends_R = (tokens_RT[..., None] == stop_ids_S).any(-1).int().argmax(1) + 1
+    rows = zip(rows_R.tolist(), ends_R.tolist(), tokens_RT.tolist(), strict=True)
+    for row, end, token_ids in rows:
+        finished(row, token_ids[:end])
 
 
 def _samples(tokens_TR: Tensor, log_probs_TR: Tensor, stop_ids_S: Tensor) -> Samples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from strop.errors import ModelError
 from strop.protocol import DataProto
 from strop.rollout.attention import attention_windows
-from strop.rollout.base import SamplingParams
+from strop.rollout.base import Finished, SamplingParams
 from strop.rollout.decoding import Prompts, decode
 from strop.rollout.packed_linear import packed_linears
 from strop.rollout.request import PROMPT_COLUMNS, Samples, answer, seeds_of
@@ -70,8 +70,10 @@ class HFRollout:
         """Nothing to do: the weights are the trainer's."""
 
     @torch.no_grad()
-    def generate(self, prompts: DataProto, params: SamplingParams) -> DataProto:
-        """Sample ``params.n`` responses for every row of ``prompts``.
+    def generate(
+        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
+    ) -> DataProto:
+        """Sample ``params.n`` responses for every row of ``prompts``; see ``RolloutEngine.generate``.
 
         ``prompts`` has input_ids, attention_mask and position_ids [B, P], left-padded, and, unless greedy,
         seeds [B, n]. A sample's random numbers depend on its seed alone.
@@ -104,6 +106,7 @@ class HFRollout:
                         params,
                         stop_ids_S,
                         self.autocast_dtype or self.model.dtype,
+                        None if finished is None else _from_row(rows.start, params.n, finished),
                     )
                 )
         samples = Samples(*(torch.cat(column) for column in zip(*map(_columns, parts), strict=True)))
@@ -113,6 +116,11 @@ class HFRollout:
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.model.device.type, dtype=self.autocast_dtype)
+
+
+def _from_row(start: int, n: int, finished: Finished) -> Callable[[int, list[int]], None]:
+    """Tells ``finished`` of the rows of a part that starts at row ``start``, ``n`` to a prompt."""
+    return lambda row, token_ids: finished(*divmod(start + row, n), token_ids)
 
 
 def _columns(samples: Samples) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strop.protocol import DataProto
-from strop.rollout.base import SamplingParams
+from strop.rollout.base import Finished, SamplingParams
 from strop.rollout.hf import HFRollout
 from strop.rollout.weights import WeightLedger, checksums
 
@@ -35,10 +35,12 @@ class HFReplica:
         self.update_weights(weights)
         self._rollout = HFRollout(model, **options)
 
-    def generate(self, prompts: DataProto, params: SamplingParams) -> DataProto:
+    def generate(
+        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
+    ) -> DataProto:
         """See ``RolloutEngine.generate``; ``ModelError`` before all weights have come."""
         self._ledger.require_complete()
-        return self._rollout.generate(prompts, params)
+        return self._rollout.generate(prompts, params, finished)
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:

@@ -29,6 +29,7 @@ from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role
 from strop.controller.worker_group import Future
 from strop.protocol import DataProto
+from strop.rollout.base import Finished
 from strop.trainer import loops
 from strop.trainer.metrics import (
     batch_metrics,
@@ -58,12 +59,6 @@ class Samples(NamedTuple):
     scores: PendingScores
     greedy_scores: PendingScores | None = None
     """Of the greedy response to each prompt, for ReMax."""
-
-    def cancel(self) -> None:
-        """Nobody will ask for the scores."""
-        self.scores.cancel()
-        if self.greedy_scores is not None:
-            self.greedy_scores.cancel()
 
 
 class RayPPOTrainer:
@@ -185,19 +180,14 @@ class RayPPOTrainer:
     def step(self, prompts: DataProto) -> tuple[DataProto, dict[str, float]]:
         """One iteration of PPO on a batch of prompts: the finished samples, and the metrics."""
         samples = self.collect(prompts)
-        try:
+        with samples.scores.cancelled_on_error():
             return self.learn(samples)
-        except BaseException:
-            samples.cancel()
-            raise
 
     def collect(self, prompts: DataProto) -> Samples:
         """Generate responses with the present policy; their scores are on the way."""
-        batch = self.generate(prompts)
-        scores = self.start_scoring(batch)
-        if "baseline_scores" not in self._estimator_needs:
-            return Samples(batch, scores)
-        return Samples(batch, scores, self.start_scoring(self.generate_greedy(prompts)))
+        batch, scores = self.generate(prompts)
+        greedy = self.generate_greedy(prompts) if "baseline_scores" in self._estimator_needs else None
+        return Samples(batch, scores, greedy)
 
     def learn(self, samples: Samples) -> tuple[DataProto, dict[str, float]]:
         """Advantages, then the updates of critic and actor."""
@@ -234,16 +224,15 @@ class RayPPOTrainer:
     # ---------------------------------------------------------------------------------------- parts of
     # collect
 
-    def generate(self, prompts: DataProto) -> DataProto:
-        """``rollout.n`` responses to each prompt, with the sampler's log-probs."""
-        with self.timer.phase("gen"):
-            return self.generate_with(*self._drawn(prompts), mode="train")
+    def generate(self, prompts: DataProto) -> tuple[DataProto, PendingScores]:
+        """``rollout.n`` responses to each prompt, with the sampler's log-probs, and their scores."""
+        prompts, seeds = self._drawn(prompts)
+        return self._generate_and_score(prompts, seeds, mode="train", phase="gen")
 
-    def generate_greedy(self, prompts: DataProto) -> DataProto:
-        """The likeliest response to each prompt, whose score is ReMax's baseline."""
-        with self.timer.phase("gen_greedy"):
-            prompts, seeds = self._drawn(prompts)
-            return self.generate_with(prompts, seeds[:, :1], mode="greedy")
+    def generate_greedy(self, prompts: DataProto) -> PendingScores:
+        """The scores of the likeliest response to each prompt: ReMax's baseline."""
+        prompts, seeds = self._drawn(prompts)
+        return self._generate_and_score(prompts, seeds[:, :1], mode="greedy", phase="gen_greedy")[1]
 
     def _drawn(self, prompts: DataProto) -> tuple[DataProto, Tensor]:
         """The prompts with their ``uid``, and the seed [prompts, n] of each sample of this iteration."""
@@ -252,7 +241,20 @@ class RayPPOTrainer:
         seeds = sample_seeds(self.config.trainer.seed, "rollout", iteration, len(prompts), n)
         return prompts.union(DataProto.from_dict(non_tensors={"uid": uids})), seeds
 
-    def generate_with(self, prompts: DataProto, seeds: Tensor, *, mode: str) -> DataProto:
+    def _generate_and_score(
+        self, prompts: DataProto, seeds: Tensor, *, mode: str, phase: str
+    ) -> tuple[DataProto, PendingScores]:
+        scores = PendingScores(prompts, seeds.shape[1], self.reward_fn, self.reward_model)
+        with scores.cancelled_on_error():
+            with self.timer.phase(phase):
+                batch = self.generate_with(prompts, seeds, mode=mode, finished=scores.finished)
+            with self.timer.phase("reward"):
+                scores.complete(batch)
+        return batch, scores
+
+    def generate_with(
+        self, prompts: DataProto, seeds: Tensor, *, mode: str, finished: Finished | None = None
+    ) -> DataProto:
         """Responses of the rollout; ``mode``: ``train``, ``greedy`` or ``validate`` (``val_kwargs``)."""
         request = DataProto(
             {**prompts.batch, "seeds": seeds},
@@ -260,12 +262,7 @@ class RayPPOTrainer:
             {**prompts.meta_info, "mode": mode, "weights_version": self.weights.version},
         )
         self.weights.to_rollout()
-        return self.rollout.generate_sequences(request)
-
-    def start_scoring(self, batch: DataProto) -> PendingScores:
-        """Have the samples scored, by rules and by the reward model, without waiting for it."""
-        with self.timer.phase("reward"):
-            return PendingScores(batch, self.reward_fn, self.reward_model)
+        return self.rollout.generate_sequences(request, finished=finished)
 
     # ------------------------------------------------------------------------------------------ parts of
     # learn

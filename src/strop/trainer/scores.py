@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from strop.controller.worker_group import Future
 from strop.errors import TrainingError
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
+from strop.rewards.pending import PendingRewards
+from strop.rollout.base import Finished
 
 
 class PendingScores:
-    """The scores of a batch, which are computed while the caller does something else.
+    """The scores of samples, computed while these are generated and while models look at them.
 
-    The reward model works in its own processes, where it has some; rules in a thread that feeds theirs. A
-    user's own function of the whole batch is called when the scores are asked for: it need not bear threads.
+    Rules have a thread that feeds their process from the first finished sample on; the reward model works in
+    its own processes, where it has some. A user's own function of the whole batch is called when the scores
+    are asked for: it need not bear threads.
     """
 
-    def __init__(self, batch: DataProto, reward_fn: Callable[[DataProto], Any], reward_model: Any) -> None:
-        """``reward_model`` is a worker group, or None."""
-        self._batch, self._reward_fn = batch, reward_fn
-        self._rules = None
+    def __init__(
+        self, prompts: DataProto, n: int, reward_fn: Callable[[DataProto], Any], reward_model: Any
+    ) -> None:
+        """For ``n`` samples of each prompt; ``reward_model`` is a worker group, or None."""
+        self._n, self._reward_fn, self._reward_model = n, reward_fn, reward_model
+        self._batch = DataProto()
+        self._model: Future | None = None
+        self._rules: PendingRewards | None = None
         if isinstance(reward_fn, RewardManager) and type(reward_fn).__call__ is RewardManager.__call__:
-            self._rules = reward_fn.begin(batch, with_model=reward_model is not None)
-        self._model = None if reward_model is None else reward_model.compute_rm_score.start(batch)
+            self._rules = reward_fn.expect(prompts, n=n, with_model=reward_model is not None)
+
+    @property
+    def finished(self) -> Finished | None:
+        """What the rollout is to tell of samples that are finished; None: they are only scored together."""
+        if (rules := self._rules) is None:
+            return None
+        return lambda prompt, number, token_ids: rules.add(prompt * self._n + number, token_ids)
+
+    def complete(self, batch: DataProto) -> None:
+        """All samples are."""
+        self._batch = batch
+        if self._rules is not None:
+            self._rules.complete(batch)
+        if self._reward_model is not None:
+            self._model = self._reward_model.compute_rm_score.start(batch)
 
     def get(self) -> DataProto:
         """Wait for them: the batch with the columns of ``attach_scores``, and ``rm_scores`` [B]."""
@@ -37,10 +60,15 @@ class PendingScores:
             return attach_scores(batch, self._reward_fn(batch))
         return attach_scores(batch, self._rules.get(batch.batch.get("rm_scores")))
 
-    def cancel(self) -> None:
-        """Nobody will ask for them."""
-        if self._rules is not None:
-            self._rules.cancel()
+    @contextlib.contextmanager
+    def cancelled_on_error(self) -> Generator[None]:
+        """After an error inside nobody will ask for them."""
+        try:
+            yield
+        except BaseException:
+            if self._rules is not None:
+                self._rules.cancel()
+            raise
 
 
 def attach_scores(batch: DataProto, output: Any) -> DataProto:

@@ -32,8 +32,10 @@ def validate(trainer: RayPPOTrainer) -> tuple[dict[str, float], DataProto]:
         uids = [f"val-{number}-{row}" for row in range(len(prompts))]
         prompts = prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
         seeds = sample_seeds(seed, "validation", number, len(prompts), n)
-        batch = trainer.generate_with(prompts, seeds, mode="validate")
-        previous, waiting = waiting, PendingScores(batch, trainer.val_reward_fn, reward_model)
+        scores = PendingScores(prompts, n, trainer.val_reward_fn, reward_model)
+        with scores.cancelled_on_error():
+            scores.complete(trainer.generate_with(prompts, seeds, mode="validate", finished=scores.finished))
+        previous, waiting = waiting, scores
         if previous is not None:  # scored while this batch was generated
             scored.append(previous.get())
     if waiting is not None:

@@ -19,7 +19,7 @@ from strop.models.deferred import WeightSource, defer_causal_lm
 from strop.models.loader import load_causal_lm
 from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
-from strop.rollout.base import RolloutEngine, SamplingParams
+from strop.rollout.base import Finished, RolloutEngine, SamplingParams
 from strop.rollout.weights import checksums, require_equal_checksums
 from strop.workers.base import Worker
 from strop.workers.losses import Recorder, actor_objective
@@ -105,8 +105,11 @@ class ActorRolloutRefWorker(Worker):
         return engine, policy
 
     @register(Dispatch.DATA_PARALLEL)
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Responses to each prompt; ``meta_info["mode"]`` is ``train``, ``greedy`` or ``validate``."""
+    def generate_sequences(self, prompts: DataProto, finished: Finished | None = None) -> DataProto:
+        """Responses to each prompt; ``meta_info["mode"]`` is ``train``, ``greedy`` or ``validate``.
+
+        ``finished`` is told of samples on the way.
+        """
         mode = prompts.meta_info["mode"]
         params = SamplingParams.from_config(self.section.rollout, validate=mode == "validate")
         if mode == "greedy":
@@ -119,7 +122,7 @@ class ActorRolloutRefWorker(Worker):
             )
         shared = self.role is not Role.Rollout and shares_weights(self)
         with self.engine.on_device() if shared else contextlib.nullcontext():
-            return self.rollout.generate(prompts, params)
+            return self.rollout.generate(prompts, params, finished)
 
     @register(Dispatch.ONE_TO_ALL)
     def sync_rollout(self, version: int) -> None:

@@ -6,9 +6,10 @@ step on the same requests.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from strop.errors import ModelError, TrainingError
 from strop.protocol import DataProto
-from strop.rollout.base import SamplingParams
+from strop.rollout.base import Finished, SamplingParams
 from strop.rollout.request import Samples, answer, seeds_of
 from strop.rollout.vllm.held import add_up, held_checksums
 from strop.rollout.vllm.ranks import joined
@@ -73,7 +74,9 @@ class VLLMRollout:
         self._worker: Any = self._llm.llm_engine.model_executor.driver_worker.worker
 
     @torch.no_grad()
-    def generate(self, prompts: DataProto, params: SamplingParams) -> DataProto:
+    def generate(
+        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
+    ) -> DataProto:
         """See ``RolloutEngine.generate``; ``ModelError`` before all weights have come."""
         self._ledger.require_complete()
         seeds = seeds_of(prompts, params)
@@ -81,13 +84,37 @@ class VLLMRollout:
         ids_B = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"])
         rows = [ids for ids in ids_B for _ in range(params.n)]
         requests, own = self._of_group(list(zip(rows, seeds or [None] * len(rows), strict=True)))
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": ids} for ids, _ in requests],
-            [self._sampling(params, stop_ids, seed) for _, seed in requests],
-            use_tqdm=False,
-        )
+        with self._reporting(range(len(requests))[own], params.n, finished):
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": ids} for ids, _ in requests],
+                [self._sampling(params, stop_ids, seed) for _, seed in requests],
+                use_tqdm=False,
+            )
         samples = _samples(outputs[own], params.max_tokens)
         return answer(prompts, params, samples, pad_token_id=self.pad_token_id)
+
+    @contextlib.contextmanager
+    def _reporting(self, own: range, n: int, finished: Finished | None) -> Generator[None]:
+        """Inside, ``finished`` is told of each of the ``own`` requests when the engine's step ends it."""
+        if finished is None:
+            yield
+            return
+        engine = self._llm.llm_engine
+        plain, first = engine.step, self._llm.request_counter.counter + own.start
+
+        def step() -> list[Any]:
+            outputs: list[Any] = plain()
+            for output in outputs:
+                row = int(output.request_id) - first
+                if output.finished and 0 <= row < len(own):
+                    finished(*divmod(row, n), list(output.outputs[0].token_ids))
+            return outputs
+
+        engine.step = step
+        try:
+            yield
+        finally:
+            del engine.step
 
     def _of_group(self, requests: list[_Request]) -> tuple[list[_Request], slice]:
         """The requests of all ranks that run one engine, each of which gives it all; where its own are."""

@@ -1,0 +1,103 @@
+"""The rewards of a batch that is being scored, or even generated. B samples, T padded response tokens."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from strop.errors import RewardError
+from strop.protocol import DataProto
+from strop.rewards.records import REWARD_MODEL, RULE, Sample
+from strop.rewards.reward_output import RewardOutput, at_last_token, rule_parts, score_metrics
+from strop.rewards.scoring import ScoringJob, name_sample
+
+if TYPE_CHECKING:
+    from strop.rewards.manager import RewardManager
+
+Fields = tuple[str, Any, Any]
+"""What the data say of a row: data source, ground truth, extra info."""
+
+
+class PendingRewards:
+    """Takes the samples of a batch as they are finished, then the batch itself, and gives its rewards."""
+
+    def __init__(
+        self, manager: RewardManager, job: ScoringJob, fields: Sequence[Fields], has_rule: Sequence[bool]
+    ) -> None:
+        """``fields`` and ``has_rule`` (whether a function scores it) of all B rows."""
+        self._manager, self._job, self._fields, self._has_rule = manager, job, fields, has_rule
+        self._token_ids: list[list[int] | None] = [None] * len(fields)
+        self._adding = threading.Lock()
+        self._batch = DataProto()
+
+    def add(self, row: int, token_ids: list[int]) -> None:
+        """A response of the batch to come is finished: these are its tokens. From any thread."""
+        with self._adding:
+            if self._token_ids[row] is not None:
+                return
+            self._token_ids[row] = token_ids
+            make = functools.partial(self._manager.sample, self._fields[row], token_ids)
+            if self._has_rule[row]:
+                self._job.add(row, make)
+            else:
+                self._job.samples[row] = make()
+
+    def complete(self, batch: DataProto) -> None:
+        """The whole batch, with ``responses`` and ``response_mask`` [B, T]; the rest of it is added.
+
+        Raises ``RewardError`` when a sample was added with other tokens than it has here.
+        """
+        for row, token_ids in enumerate(real_tokens(batch.batch["responses"], batch.batch["response_mask"])):
+            self.add(row, token_ids)
+            if self._token_ids[row] != token_ids:
+                self.cancel()
+                raise RewardError(
+                    f"sample {row} was scored with other tokens than were generated: "
+                    f"{self._token_ids[row]}, not {token_ids}"
+                )
+        self._batch = batch
+        self._job.end()
+
+    def cancel(self) -> None:
+        """Nobody will ask for them."""
+        self._job.cancel()
+
+    def get(self, model_scores: Tensor | None = None) -> RewardOutput:
+        """Wait for them; ``model_scores`` [B] of the reward model are added. Raises as the manager does."""
+        outcomes = self._job.outcomes()
+        samples = [sample for sample in self._job.samples if sample is not None]
+        parts = rule_parts(outcomes, error_score=self._manager.error_score)
+        if model_scores is not None:
+            parts[REWARD_MODEL] = self._model_part(samples, model_scores)
+        summed = [parts[name].nan_to_num() for name in (RULE, REWARD_MODEL) if name in parts]
+        scores_B = torch.stack(summed).sum(dim=0) if summed else torch.zeros(len(samples))
+        self._manager.examine(self._batch, samples, scores_B, parts, outcomes)
+        return RewardOutput(
+            token_level_scores=at_last_token(scores_B, self._batch.batch["response_mask"]),
+            parts=parts,
+            metrics=score_metrics(outcomes, parts),
+            responses=[sample.solution_str for sample in samples],
+            errors=["" if outcome is None else outcome.error for outcome in outcomes],
+        )
+
+    def _model_part(self, samples: Sequence[Sample], scores: Tensor) -> Tensor:
+        scores_B = scores.detach().float().cpu().reshape(len(samples))
+        for row in (~torch.isfinite(scores_B)).nonzero().flatten().tolist():
+            raise RewardError(
+                f"the reward model gave {scores_B[row].item()} for {name_sample(row, samples[row])}"
+            )
+        if self._batch.meta_info.get("mode") == "validate":  # by rules alone, where there is one
+            scores_B = scores_B.masked_fill(torch.tensor(self._has_rule), math.nan)
+        return scores_B
+
+
+def real_tokens(ids_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
+    """The token ids of each row where the mask is 1."""
+    rows = zip(ids_BT.cpu(), mask_BT.cpu().bool(), strict=True)
+    return [ids_T[mask_T].tolist() for ids_T, mask_T in rows]

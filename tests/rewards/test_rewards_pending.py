@@ -1,0 +1,107 @@
+"""Samples that are scored before their batch is there. One id a character, 0 pads, 1 ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rewards_support import none_within
+
+from strop.errors import RewardError
+from strop.protocol import DataProto
+from strop.rewards.manager import RewardManager
+
+
+@pytest.fixture
+def manager(tokenizer: Any, tmp_path: Path, running: Any) -> Iterator[RewardManager]:
+    """Scores a response by its length, and notes it."""
+    log = str(tmp_path / "log")
+
+    def score(solution_str: str, ground_truth: Any, **rest: Any) -> float:
+        with open(log, "a") as file:
+            file.write(f"{solution_str}/{ground_truth} ")
+        return 1.0 / 0 if solution_str == "bad" else float(len(solution_str))
+
+    manager = RewardManager(tokenizer, 0, score, timeout_s=60.0)
+    yield manager
+    manager.close()
+
+
+@pytest.fixture
+def batch(tokenizer: Any) -> DataProto:
+    """Two samples of each of two prompts."""
+    rows = [[*tokenizer(text)["input_ids"], 1] for text in ("a", "bb", "ccc", "dddd")]
+    ids = torch.tensor([row + [0] * (6 - len(row)) for row in rows])
+    return prompts().repeat(2).union(DataProto({"responses": ids, "response_mask": (ids > 0).float()}))
+
+
+def prompts() -> DataProto:
+    columns = {"data_source": ["own"] * 2, "reward_model": [{"ground_truth": truth} for truth in "xy"]}
+    return DataProto.from_dict(non_tensors=columns)
+
+
+def tokens(batch: DataProto, row: int) -> list[int]:
+    return batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
+
+
+def test_samples_are_scored_as_they_come_and_stand_in_the_order_of_the_batch(
+    manager: RewardManager, batch: DataProto, tmp_path: Path
+):
+    pending = manager.expect(prompts(), n=2)
+    for row in (3, 1):
+        pending.add(row, tokens(batch, row))
+    log = tmp_path / "log"
+    assert none_within(lambda: [] if log.exists() and log.read_text() == "dddd/y bb/x " else [1], 20.0)
+    pending.complete(batch)
+    pending.add(0, tokens(batch, 0))  # news that comes late
+    output = pending.get()
+    assert output.parts["rule"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert output.responses == ["a", "bb", "ccc", "dddd"]
+    assert log.read_text() == "dddd/y bb/x a/x ccc/y "
+    whole = manager(batch)
+    assert torch.equal(whole.token_level_scores, output.token_level_scores)
+    assert whole.metrics == output.metrics
+
+
+def test_a_failed_sample_is_named_by_its_row_of_the_batch(
+    manager: RewardManager, batch: DataProto, tokenizer: Any, caplog: pytest.LogCaptureFixture
+):
+    bad = [*tokenizer("bad")["input_ids"], 1]
+    batch.batch["responses"][2, :] = torch.tensor([*bad, 0, 0])
+    pending = manager.expect(prompts(), n=2)
+    pending.add(2, bad)
+    pending.complete(batch)
+    output = pending.get()
+    assert [bool(error) for error in output.errors] == [False, False, True, False]
+    assert "sample 2 (data_source='own', response='bad')" in caplog.text
+
+
+def test_other_tokens_than_those_of_the_batch_are_an_error(manager: RewardManager, batch: DataProto):
+    pending = manager.expect(prompts(), n=2)
+    pending.add(1, tokens(batch, 1)[:-1])
+    with pytest.raises(RewardError, match="sample 1 was scored with other tokens than were generated"):
+        pending.complete(batch)
+
+
+def test_batches_that_overlap_are_scored_one_after_the_other(manager: RewardManager, batch: DataProto):
+    first, second = manager.expect(prompts(), n=2), manager.begin(batch)
+    first.add(3, tokens(batch, 3))
+    first.complete(batch)
+    for pending in (second, first):
+        assert pending.get().parts["rule"].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_what_was_given_up_holds_nothing_up(manager: RewardManager, batch: DataProto):
+    given_up = manager.expect(prompts(), n=2)
+    given_up.add(0, tokens(batch, 0))
+    given_up.cancel()
+    assert manager(batch).parts["rule"].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_closing_gives_up_what_was_never_completed(manager: RewardManager, batch: DataProto):
+    pendings = [manager.expect(prompts(), n=2) for _ in range(3)]
+    pendings[0].add(0, tokens(batch, 0))
+    manager.close()
