@@ -1,0 +1,75 @@
+"""When the rollout gets weights, when they are checked, and when its memory is the update's."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from strop.trainer.timing import PhaseTimer
+from strop.trainer.weight_sync import WeightSync
+from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
+
+from runs import make_inputs, overrides, train
+
+WATCHED = ("sync_rollout", "verify_rollout", "generate_sequences", "release_rollout", "update_actor")
+
+
+class Group:
+    """Notes the calls it gets; hands out two buckets."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple]] = []
+        self._buckets = itertools.cycle(["first", "second", None])
+
+    def weight_bucket(self, restart):
+        return next(self._buckets)
+
+    def __getattr__(self, name):
+        return lambda *args: self.calls.append((name, args))
+
+
+@pytest.mark.parametrize(("every", "verified"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (0, [])])
+def test_the_first_transfer_and_every_so_many_are_verified(every, verified):
+    group = Group()
+    weights = WeightSync(group, group, PhaseTimer(), verify_every=every)
+    for _ in range(5):
+        weights.to_rollout()
+        weights.to_rollout()  # nothing new to hand over
+        weights.policy_changes()
+    assert [args for name, args in group.calls if name == "sync_rollout"] == [(n,) for n in range(5)]
+    assert [args[0] for name, args in group.calls if name == "verify_rollout"] == verified
+
+
+def test_a_rollout_apart_gets_buckets_and_then_their_version():
+    actor, rollout = Group(), Group()
+    weights = WeightSync(actor, rollout, PhaseTimer(), verify_every=0)
+    weights.policy_changes()
+    weights.to_rollout()
+    weights.release()  # its memory is nobody else's
+    assert rollout.calls == [
+        ("load_weights", ("first",)),
+        ("load_weights", ("second",)),
+        ("load_weights", (None, 1)),
+    ]
+
+
+def test_in_a_run_the_rollout_is_released_before_every_update(tmp_path, monkeypatch):
+    calls: list[str] = []
+
+    def noting(name, plain):
+        def noted(worker, *args, **kwargs):
+            calls.append(name)
+            return plain(worker, *args, **kwargs)
+
+        noted._strop_dispatch = plain._strop_dispatch
+        return noted
+
+    for name in WATCHED:
+        plain = getattr(ActorRolloutRefWorker, name)
+        monkeypatch.setattr(ActorRolloutRefWorker, name, noting(name, plain))
+    more = ("trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.val_before_train=false")
+    train(overrides(make_inputs(tmp_path), tmp_path / "run", *more))
+    iteration = ["sync_rollout", "generate_sequences", "release_rollout", "update_actor", "update_actor"]
+    first = [*iteration[:1], "verify_rollout", *iteration[1:]]
+    assert calls == [*first, *iteration]
