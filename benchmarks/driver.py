@@ -42,7 +42,7 @@ from strop.trainer.ppo import RayPPOTrainer
 from light_workers import LightCritic, LightPolicy
 
 ROLES = {Role.ActorRollout: LightPolicy, Role.RefPolicy: LightPolicy, Role.Critic: LightCritic}
-PARTS = ("__next__", "generate", "start_scoring", "start_evaluation", "finish_scoring", "finish_evaluation")
+PARTS = ("__next__", "generate", "start_evaluation", "finish_scoring", "finish_evaluation")
 PARTS += ("estimate_advantages", "batch_metrics", "update_critic", "update_actor", "get")
 MB = 1e6
 

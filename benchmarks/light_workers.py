@@ -49,6 +49,18 @@ class LightPolicy(LightWorker):
         }
         return DataProto(generated, prompts.non_tensor_batch, prompts.meta_info)
 
+    @register(Dispatch.ONE_TO_ALL)
+    def sync_rollout(self, version: int) -> None:
+        """There are no weights."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def verify_rollout(self, version: int, expected: dict[str, int] | None = None) -> None:
+        """There are none that could be wrong."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def release_rollout(self) -> None:
+        """There is nothing to release."""
+
     @register(Dispatch.DATA_PARALLEL)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """``old_log_probs`` and ``entropys`` [B, T]."""

@@ -12,14 +12,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
-from strop.algorithms.masked import masked_sum
 from strop.config.check import check
 from strop.config.load import as_config
 from strop.config.old_log_probs import why_old_log_probs_are_computed_apart
@@ -37,11 +36,11 @@ from strop.trainer.metrics import (
     policy_metrics,
     sampler_metrics,
 )
-from strop.trainer.scores import PendingScores, require_finite
-from strop.trainer.seeds import permutation, sample_seeds
+from strop.trainer.scores import PendingScores, Samples, require_finite
+from strop.trainer.seeds import sample_seeds
 from strop.trainer.shared_folder import require_shared_folder
 from strop.trainer.timing import PhaseTimer
-from strop.trainer.updates import PendingUpdates
+from strop.trainer.updates import PendingUpdates, mini_batches
 from strop.trainer.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -50,15 +49,6 @@ _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "re
 _ACTOR_COLUMNS = (*_MODEL_INPUTS, "advantages")
 _ACTOR_OPTIONAL = ("old_log_probs", "ref_log_prob", "ref_hidden", "rollout_is_weights")
 _CRITIC_COLUMNS = (*_MODEL_INPUTS, "values", "returns")
-
-
-class Samples(NamedTuple):
-    """Finished samples, whose scores are on the way."""
-
-    batch: DataProto
-    scores: PendingScores
-    greedy_scores: PendingScores | None = None
-    """Of the greedy response to each prompt, for ReMax."""
 
 
 class RayPPOTrainer:
@@ -268,17 +258,9 @@ class RayPPOTrainer:
     # learn
 
     def finish_scoring(self, samples: Samples) -> DataProto:
-        """``token_level_scores`` [B, T], and each named part of the score as ``reward/<part>`` [B]."""
+        """Wait for ``token_level_scores`` [B, T], ``reward/<part>`` [B] and, for ReMax, the baseline [B]."""
         with self.timer.phase("reward"):
-            batch = samples.scores.get()
-            if samples.greedy_scores is None:
-                return batch
-            greedy = samples.greedy_scores.get()
-        scores_B = masked_sum(greedy.batch["token_level_scores"], greedy.batch["response_mask"], dim=1)
-        n = self.config.actor_rollout_ref.rollout.n
-        metrics = {f"greedy_{name}": value for name, value in greedy.meta_info["reward_metrics"].items()}
-        baseline = DataProto({"baseline_scores": scores_B.repeat_interleave(n)})
-        return batch.union(DataProto(baseline.batch, {}, {"greedy_reward_metrics": metrics}))
+            return samples.scored()
 
     def start_evaluation(self, batch: DataProto) -> dict[str, Future]:
         """Ask the models what they say of the samples before the update; by the phase's name.
@@ -362,10 +344,8 @@ class RayPPOTrainer:
         """Start the critic's optimizer steps of this iteration."""
         section, columns = self.config.critic, batch.select(*_CRITIC_COLUMNS)
         with self.timer.phase("update_critic"):
-            mini_batches = self._mini_batches(columns, section, "critic")
-            return PendingUpdates(
-                self.critic.update_critic, mini_batches, loss_agg_mode=section.loss_agg_mode
-            )
+            parts = self._mini_batches(columns, section, "critic")
+            return PendingUpdates(self.critic.update_critic, parts, loss_agg_mode=section.loss_agg_mode)
 
     def update_actor(self, batch: DataProto) -> PendingUpdates:
         """Start the actor's optimizer steps of this iteration."""
@@ -374,32 +354,21 @@ class RayPPOTrainer:
         columns = batch.select(*_ACTOR_COLUMNS, *optional)
         self.weights.policy_changes()
         with self.timer.phase("update_actor"):
-            mini_batches = self._mini_batches(columns, section, "actor")
+            parts = self._mini_batches(columns, section, "actor")
             update = self.actor.update_actor
             if self.update_gives_old_log_probs:
                 update = self.actor.update_actor_on_policy
-            return PendingUpdates(update, mini_batches, loss_agg_mode=section.loss_agg_mode)
+            return PendingUpdates(update, parts, loss_agg_mode=section.loss_agg_mode)
 
     def _mini_batches(self, batch: DataProto, section: Any, name: str) -> Iterator[DataProto]:
-        """Which samples share an optimizer step is decided here, before anything is spread over ranks.
-
-        Each mini-batch carries the denominators of its losses: its real tokens and its sequences, over all
-        ranks.
-        """
-        size = section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        for epoch in range(section.ppo_epochs):
-            rows = batch
-            if section.shuffle and size < len(batch):  # one mini-batch has no order
-                order = permutation(self.config.trainer.seed, name, len(batch), self.global_step + 1, epoch)
-                rows = batch[order]
-            for mini_batch in rows.split(size):
-                mini_batch.meta_info |= {
-                    "n_tokens": float(mini_batch.batch["response_mask"].sum()),
-                    "n_seqs": float(len(mini_batch)),
-                    "iteration": self.global_step,
-                    "total_iterations": self.total_steps,
-                }
-                yield mini_batch
+        return mini_batches(
+            batch,
+            size=section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
+            epochs=section.ppo_epochs,
+            shuffle_seed=(self.config.trainer.seed, name) if section.shuffle else None,
+            iteration=self.global_step,
+            total_iterations=self.total_steps,
+        )
 
     def batch_metrics(self, batch: DataProto) -> dict[str, float]:
         """Everything that is known about the samples before the update."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from strop.algorithms.masked import masked_sum
 from strop.controller.worker_group import Future
 from strop.errors import TrainingError
 from strop.protocol import DataProto
@@ -69,6 +70,26 @@ class PendingScores:
             if self._rules is not None:
                 self._rules.cancel()
             raise
+
+
+class Samples(NamedTuple):
+    """Finished samples, whose scores are on the way."""
+
+    batch: DataProto
+    scores: PendingScores
+    greedy_scores: PendingScores | None = None
+    """Of the greedy response to each prompt, for ReMax."""
+
+    def scored(self) -> DataProto:
+        """Wait for the scores: the batch with them and, if there are greedy ones, the baseline [B]."""
+        batch = self.scores.get()
+        if self.greedy_scores is None:
+            return batch
+        greedy = self.greedy_scores.get()
+        scores_B = masked_sum(greedy.batch["token_level_scores"], greedy.batch["response_mask"], dim=1)
+        baseline_B = scores_B.repeat_interleave(len(batch) // len(greedy))
+        metrics = {f"greedy_{name}": value for name, value in greedy.meta_info["reward_metrics"].items()}
+        return batch.union(DataProto({"baseline_scores": baseline_B}, {}, {"greedy_reward_metrics": metrics}))
 
 
 def attach_scores(batch: DataProto, output: Any) -> DataProto:

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from strop.protocol import DataProto
 from strop.trainer.metrics import UpdateRecord, merge_updates
+from strop.trainer.seeds import permutation
+
+
+def mini_batches(
+    batch: DataProto,
+    *,
+    size: int,
+    epochs: int,
+    shuffle_seed: tuple[int, str] | None,
+    iteration: int,
+    total_iterations: int,
+) -> Iterator[DataProto]:
+    """Which samples share an optimizer step is decided here, before anything is spread over ranks.
+
+    Each mini-batch of ``size`` rows carries the denominators of its losses: its real tokens and its
+    sequences, over all ranks. ``shuffle_seed``: the run's seed and the name of what is updated, to draw a new
+    order every epoch. ``iteration`` counts from 0.
+    """
+    for epoch in range(epochs):
+        rows = batch
+        if shuffle_seed is not None and size < len(batch):  # one mini-batch has no order
+            rows = batch[permutation(*shuffle_seed, len(batch), iteration + 1, epoch)]
+        for mini_batch in rows.split(size):
+            mini_batch.meta_info |= {
+                "n_tokens": float(mini_batch.batch["response_mask"].sum()),
+                "n_seqs": float(len(mini_batch)),
+                "iteration": iteration,
+                "total_iterations": total_iterations,
+            }
+            yield mini_batch
 
 
 @dataclass(frozen=True)
