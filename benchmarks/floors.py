@@ -160,12 +160,9 @@ def flops(work: Callable[[], object]) -> float:
     return counter.get_total_flops()
 
 
-TITLES = tuple(["model", "precision", "lengths", "prompts", "phase"]) + (
-    "plain s",
-    "strop s",
-    "speed",
-    "plain/peak",
-    "strop/peak",
+TITLES = (
+    *("model", "precision", "lengths", "prompts", "phase"),
+    *("plain s", "strop s", "speed", "plain/peak", "strop/peak"),
 )
 
 
