@@ -153,3 +153,13 @@ def test_a_stale_page_is_noticed_and_written_anew(generator, tmp_path, monkeypat
     )
     (tmp_path / "config.md").write_text(text.replace("`30`", "`31`"))
     assert generator.main(["--check"]) == 1
+
+
+def test_the_report_says_where_the_old_log_probs_come_from(overrides):
+    one_step = [*overrides, "actor_rollout_ref.actor.ppo_mini_batch_size=1024"]
+    for options, source in (
+        (overrides, "from a pass before the update: several optimizer steps an iteration"),
+        (one_step, "from a pass before the update: the KL in the reward needs them"),
+        ([*one_step, "algorithm.kl_ctrl.kl_coef=0"], "from the update: it is one on-policy step"),
+    ):
+        assert row(shown(load_config(options)), "old log-probs  ") == source

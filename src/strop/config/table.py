@@ -148,8 +148,8 @@ def _add_update(table: Table, name: str, update: UpdatePlan) -> None:
 def _source_of_old_log_probs(config: Config) -> str:
     reason = why_old_log_probs_are_computed_apart(config)
     if reason is None:
-        return "from the update's own forward pass: an iteration is one on-policy step"
-    return f"from a forward pass before the update: {reason}"
+        return "from the update: it is one on-policy step"
+    return f"from a pass before the update: {reason}"
 
 
 def _micro_batches(part: UpdatePlan | ForwardPlan) -> str:
