@@ -158,7 +158,7 @@ def test_a_stale_page_is_noticed_and_written_anew(generator, tmp_path, monkeypat
 def test_the_report_says_where_the_old_log_probs_come_from(overrides):
     one_step = [*overrides, "actor_rollout_ref.actor.ppo_mini_batch_size=1024"]
     for options, source in (
-        (overrides, "from a pass before the update: several optimizer steps an iteration"),
+        (overrides, "from a pass before the update: several steps an iteration"),
         (one_step, "from a pass before the update: the KL in the reward needs them"),
         ([*one_step, "algorithm.kl_ctrl.kl_coef=0"], "from the update: it is one on-policy step"),
     ):

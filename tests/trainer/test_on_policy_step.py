@@ -96,8 +96,8 @@ def test_weights_metrics_and_samples_are_those_of_a_pass_before_the_update(
     [
         (("algorithm.kl_ctrl.kl_coef=0",), None),
         (KL_IN_LOSS, None),
-        ((f"{ACTOR}.ppo_epochs=2",), "several optimizer steps"),
-        ((f"{ACTOR}.ppo_mini_batch_size=4",), "several optimizer steps"),
+        ((f"{ACTOR}.ppo_epochs=2",), "several steps"),
+        ((f"{ACTOR}.ppo_mini_batch_size=4",), "several steps"),
         ((f"{ACTOR}.old_log_prob_from_update=false",), "old_log_prob_from_update=False"),
         (("algorithm.kl_ctrl.kl_coef=0.1",), "KL in the reward"),
         ((*KL_IN_LOSS[:2], f"{ACTOR}.kl_loss_type=full"), "full KL"),

@@ -20,7 +20,7 @@ def why_old_log_probs_are_computed_apart(config: Config) -> str | None:
     if not actor.old_log_prob_from_update:
         return "old_log_prob_from_update=False"
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.data.train_batch_size:
-        return "several optimizer steps an iteration"
+        return "several steps an iteration"
     if actor.rollout_is is not None:
         return "rollout_is weighs the loss by them"
     if uses_reference(config):
