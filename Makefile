@@ -33,6 +33,7 @@ format: .venv/dev  ## format and fix what can be fixed
 bench: .venv/dev benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/ready  ## tables of ratios; see benchmarks/
 	$(BIN)/python benchmarks/against_trl.py --out benchmarks/results/against_trl_$(TODAY).md
 	$(BIN)/python benchmarks/floors.py --out benchmarks/results/floors_$(TODAY).md
+	$(BIN)/python benchmarks/growth.py --out benchmarks/results/growth_$(TODAY)
 	$(BIN)/python benchmarks/rollout_hf.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/logprobs.py

@@ -43,6 +43,8 @@ class System:
     module: str
     precision: str | None = None
     """Instead of the setting's."""
+    options: tuple[str, ...] = ()
+    """Laid over what the module tells the system: ``key=value``."""
 
 
 STROP = System("strop", Path(sys.executable), "strop_run")
@@ -82,7 +84,7 @@ def run(system: System, setting: Setting, threads: int, folder: Path) -> dict:
     written, record = setting.write(folder / "setting.json"), folder / "record.json"
     paths = [HERE] if system.module != STROP.module else [HERE, HERE.parent / "examples"]
     process = subprocess.run(
-        [system.python, "-m", f"side_by_side.{system.module}", written, record],
+        [system.python, "-m", f"side_by_side.{system.module}", written, record, *system.options],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, paths)),

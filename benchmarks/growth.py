@@ -1,0 +1,149 @@
+"""How does an iteration grow with samples, response length, vocabulary and ranks?
+
+    python benchmarks/growth.py [--axes samples tokens vocabulary ranks] [--rounds 3] [--threads 2]
+        [--out benchmarks/results/growth_DATE]
+
+GRPO on the 5M model in float32: 64 samples of 64 tokens, a vocabulary of 4096, one process, and one of these
+at a time is another. Every run is a whole training run of its own (``side_by_side/strop_run.py``); old
+log-probs are computed apart, so that their phase shows. Response tokens a second by phase, medians over the
+rounds. Ranks are Ray processes of one thread each, also where there is one. ``--out`` writes a table and a
+picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from against_trl import STROP, run
+from side_by_side.inputs import write_inputs
+from side_by_side.record import PHASES
+from side_by_side.setting import WARM_UP, Setting
+
+from rollout_hf import MODELS
+
+AXES = {
+    "samples": (16, 64, 256, 1024),
+    "tokens": (32, 64, 128, 256, 512),
+    "vocabulary": (1024, 4096, 16384, 65536, 151936),
+    "ranks": (1, 2),
+}
+APART = "actor_rollout_ref.actor.old_log_prob_from_update=False"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One place on one axis."""
+
+    axis: str
+    value: int
+    setting: Setting
+    keys: tuple[str, ...] = (APART,)
+    threads: int = 1
+
+
+def point(axis: str, value: int, base: Setting, threads: int) -> Point:
+    """The base setting with one thing changed."""
+    if axis == "samples":
+        return Point(axis, value, replace(base, samples=value), threads=threads)
+    if axis == "tokens":
+        return Point(axis, value, replace(base, limit=value), threads=threads)
+    if axis == "vocabulary":
+        name = f"{base.model}-{value}-words"
+        MODELS[name] = {**MODELS[base.model], "vocab_size": value}
+        return Point(axis, value, replace(base, model=name), threads=threads)
+    keys = (APART, f"trainer.n_gpus_per_node={value}", "trainer.worker_group=ray")
+    return Point(axis, value, base, keys)
+
+
+def measure(place: Point, folder: Path) -> dict[str, float]:
+    """Response tokens a second by phase, in one run."""
+    system = replace(STROP, options=place.keys)
+    rows = run(system, place.setting, place.threads, folder)["iterations"][WARM_UP:]
+    tokens = sum(sum(row["lengths"]) for row in rows)
+    return {phase: tokens / sum(row[phase] for row in rows) for phase in (*PHASES, "iteration")}
+
+
+def table(found: Sequence[tuple[Point, dict[str, float]]]) -> str:
+    """As Markdown."""
+    phases = (*PHASES, "iteration")
+    lines = [f"| axis | value | {' | '.join(phases)} |", f"| --- |{' ---: |' * (1 + len(phases))}"]
+    for place, speeds in found:
+        cells = (f"{speeds[phase]:.0f}" for phase in phases)
+        lines.append(f"| {place.axis} | {place.value} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(found: Sequence[tuple[Point, dict[str, float]]], path: Path) -> None:
+    """A panel for each axis, a curve for each phase."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    axes = list(dict.fromkeys(place.axis for place, _ in found))
+    figure, panels = plt.subplots(
+        1, len(axes), figsize=(3.4 * len(axes), 3.4), layout="constrained", sharey=True, squeeze=False
+    )
+    for axis, panel in zip(axes, panels[0], strict=True):
+        own = [(place.value, speeds) for place, speeds in found if place.axis == axis]
+        for phase in (*PHASES, "iteration"):
+            panel.plot(
+                [value for value, _ in own],
+                [speeds[phase] for _, speeds in own],
+                "k--" if phase == "iteration" else "o-",
+                label=phase,
+            )
+        panel.set(xscale="log", yscale="log", title=axis)
+        panel.set_xticks([value for value, _ in own], [str(value) for value, _ in own], rotation=30)
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("response tokens a second")
+    panels[0][-1].legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--axes", nargs="+", default=list(AXES), choices=AXES)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, help="write FILE.md and FILE.png")
+    options = parser.parse_args()
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        base = Setting("5M", "grpo", "limit", 64, "float32", folder, iterations=1)
+        places = [point(axis, value, base, options.threads) for axis in options.axes for value in AXES[axis]]
+        write_inputs(place.setting for place in places)
+        runs = [[measure(place, Path(folder)) for place in places] for _ in range(options.rounds)]
+    for index, place in enumerate(places):
+        several = [speeds[index] for speeds in runs]
+        found.append(
+            (place, {phase: statistics.median(one[phase] for one in several) for phase in several[0]})
+        )
+    print(table(found))
+    if options.out:
+        where = machine.description("torch", "transformers", "ray", threads=options.threads)
+        name = options.out.name
+        title = "# Response tokens a second as things grow"
+        about = f"{where}\n{' '.join(__doc__.split(chr(10) * 2)[2].split())}"
+        options.out.with_name(f"{name}.md").write_text(
+            f"{title}\n\n{about}\n\n{table(found)}\n\n![]({name}.png)\n"
+        )
+        draw(found, options.out.with_name(f"{name}.png"))
+
+
+if __name__ == "__main__":
+    main()
