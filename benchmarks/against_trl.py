@@ -1,7 +1,7 @@
 """strop and TRL side by side: one iteration of GRPO and of PPO, on the same model, prompts and lengths.
 
     python benchmarks/against_trl.py [--rounds 3] [--iterations 3] [--threads 2] [--models 5M 30M]
-        [--only grpo] [--rollout hf] [--out benchmarks/results/against_trl_DATE.md]
+        [--only grpo] [--out benchmarks/results/against_trl_DATE.md]
 
 Every run is a process of its own, and the systems take turns. A figure is the median over the rounds of a
 run's median over its iterations, the first iteration left out. Useful tokens are those of responses, with the
@@ -19,7 +19,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import machine
@@ -41,13 +42,15 @@ class System:
     name: str
     python: Path
     module: str
-    precision: str | None = None
-    """Instead of the setting's."""
+    changes: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the setting that are others for it."""
     options: tuple[str, ...] = ()
     """Laid over what the module tells the system: ``key=value``."""
 
 
 STROP = System("strop", Path(sys.executable), "strop_run")
+VLLM = replace(STROP, name="strop, vLLM", changes={"rollout": "vllm"})
+BFLOAT16 = replace(STROP, name="strop, bfloat16", changes={"precision": "bfloat16"})
 GRPO = System("TRL", HERE / ".venv-trl/bin/python", "trl_grpo")
 PPO = System("TRL 1.12", HERE / ".venv-trl-ppo/bin/python", "trl_ppo")
 
@@ -64,23 +67,22 @@ class Comparison:
 def comparisons(options: argparse.Namespace, inputs: Path) -> list[Comparison]:
     """What the table has, in its order."""
     found = []
-    shared = {"inputs": str(inputs), "iterations": options.iterations, "rollout": options.rollout}
+    shared = {"inputs": str(inputs), "iterations": options.iterations}
     for model, lengths, precision in itertools.product(
         options.models, ("uneven", "limit"), ("float32", "bfloat16")
     ):
         limit = 128 if lengths == "uneven" else 64
         setting = Setting(model, "grpo", lengths, limit, precision, **shared)
-        found.append(Comparison(setting, (STROP, GRPO), GRPO.name))
-    lower = replace(STROP, name="strop, bfloat16", precision="bfloat16")
-    for model, kl_coef in itertools.product(options.models, (0.0, 0.05)):
-        setting = Setting(model, "ppo", "limit", 64, "float32", kl_coef=kl_coef, **shared)
-        found.append(Comparison(setting, (STROP, lower, PPO), PPO.name))
+        found.append(Comparison(setting, (STROP, VLLM, GRPO), GRPO.name))
+    for model, more in itertools.product(options.models, ({}, {"kl_coef": 0.05}, {"n": 1})):
+        setting = Setting(model, "ppo", "limit", 64, "float32", **more, **shared)
+        found.append(Comparison(setting, (STROP, BFLOAT16, PPO), PPO.name))
     return [comparison for comparison in found if options.only in comparison.setting.name]
 
 
 def run(system: System, setting: Setting, threads: int, folder: Path) -> dict:
     """One process; what it recorded. The planned lengths are checked."""
-    setting = replace(setting, precision=system.precision or setting.precision)
+    setting = replace(setting, **system.changes)
     written, record = setting.write(folder / "setting.json"), folder / "record.json"
     paths = [HERE] if system.module != STROP.module else [HERE, HERE.parent / "examples"]
     process = subprocess.run(
@@ -156,8 +158,8 @@ def head(options: argparse.Namespace) -> str:
     titles = ["setting", "system", *COLUMNS, "tokens/s", "MB", "ratio"]
     return (
         f"# One iteration of strop and of TRL\n\n{where} TRL {versions} for GRPO, 1.12.0 for PPO.\n"
-        f"strop's rollout engine: {options.rollout}. "
-        f"64 samples (8 prompts of {SHORTEST} to {LONGEST} tokens, 8 responses each), one optimizer step.\n"
+        "strop generates with its hf rollout where it does not say vLLM. "
+        f"64 samples of 8 prompts, or of 64 where n=1, of {SHORTEST} to {LONGEST} tokens; one optimizer step.\n"
         "Seconds an iteration by phase; useful tokens a second; peak of resident memory; ratio of tokens/s "
         f"to TRL's.\nMedians of {options.rounds} alternating runs of {options.iterations} iterations after a "
         "warm-up.\n\n"
@@ -174,7 +176,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--models", nargs="+", default=["5M", "30M"])
     parser.add_argument("--only", default="", help="settings whose name contains this")
-    parser.add_argument("--rollout", default="hf", help="strop's rollout engine")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     lines = [head(options)]

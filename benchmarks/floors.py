@@ -38,8 +38,9 @@ from rollout_hf import build
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from side_by_side.inputs import write_inputs
+from side_by_side.planned_ends import planned_ends
 from side_by_side.setting import Setting
-from side_by_side.strop_run import overrides, planned_ends
+from side_by_side.strop_run import overrides
 
 MICRO_BATCH = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

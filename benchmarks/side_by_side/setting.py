@@ -2,9 +2,9 @@
 
 Uneven lengths are planned, not sampled: a random model stops at random, and two systems with different
 random numbers would have other lengths. So row r of iteration i ends at ``planned_lengths(i)[r]`` in both, by
-hooks that cost nothing beside the model (``strop_run.planned_ends``, ``trl_grpo.plan_ends``): elsewhere the
-end token cannot be drawn, at the planned place nothing else can. Tokens are sampled from the model's logits
-as always. The driver compares the lengths that came back and fails when they differ.
+hooks that cost nothing beside the model (``planned_ends``, ``trl_grpo.plan_ends``): elsewhere the end token
+cannot be drawn, at the planned place nothing else can. Tokens are sampled from the model's logits as always.
+The driver compares the lengths that came back and fails when they differ.
 """
 
 from __future__ import annotations

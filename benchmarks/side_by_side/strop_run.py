@@ -5,23 +5,17 @@ The whole program as ``strop train`` runs it, with settings for this size; more 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from side_by_side.inputs import LONGEST
+from side_by_side.planned_ends import planned_ends
 from side_by_side.record import Record
 from side_by_side.setting import Setting
 from strop.config.load import load_config
-from strop.rollout import decoding, hf
-from strop.rollout.base import SamplingParams
 from strop.trainer.build import build_trainer
 from strop.trainer.ppo import RayPPOTrainer
 
@@ -30,7 +24,6 @@ _PHASES = {
     "log-probs": ("old_log_prob", "ref", "values"),
     "update": ("update_actor", "update_critic"),
 }
-_END = 2.0  # no uniform number is that large: it marks the step at which a row ends
 
 
 def overrides(setting: Setting, run: Path) -> list[str]:
@@ -48,6 +41,10 @@ def overrides(setting: Setting, run: Path) -> list[str]:
         f"actor_rollout_ref.model.compute_dtype={setting.precision}",
         "actor_rollout_ref.model.use_remove_padding=True",
         f"actor_rollout_ref.rollout.name={setting.rollout}",
+        f"actor_rollout_ref.rollout.max_num_seqs={setting.samples}",
+        "actor_rollout_ref.rollout.dtype=auto",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         f"actor_rollout_ref.rollout.n={setting.n}",
         f"actor_rollout_ref.rollout.ignore_eos={setting.lengths == 'limit'}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
@@ -71,43 +68,6 @@ def overrides(setting: Setting, run: Path) -> list[str]:
         "algorithm.lam=0.95",
         f"algorithm.kl_ctrl.kl_coef={setting.kl_coef}",
     ]
-
-
-@contextlib.contextmanager
-def planned_ends(setting: Setting) -> Generator[None]:
-    """Inside, the hf rollout ends its rows where ``setting`` plans it: the marks travel with the uniforms."""
-    if setting.lengths == "limit":
-        yield
-        return
-    draw, sample = hf.draw_uniforms, decoding.next_tokens
-    iteration = -1
-
-    def draw_with_ends(seeds: Iterable[int], tokens: int) -> Tensor:
-        nonlocal iteration
-        uniforms_RT = draw(seeds, tokens)
-        iteration += 1
-        lengths = setting.planned_lengths(iteration)
-        if lengths is not None and len(uniforms_RT) == len(lengths):
-            uniforms_RT[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = _END
-        else:  # the check that the rollout makes of itself at the start
-            iteration -= 1
-        return uniforms_RT
-
-    def sample_with_ends(
-        logits_RV: Tensor, uniforms_R: Tensor | None, params: SamplingParams
-    ) -> tuple[Tensor, Tensor]:
-        if uniforms_R is None:
-            return sample(logits_RV, uniforms_R, params)
-        logits_RV[:, end_token] = -torch.inf
-        tokens_R, log_probs_R = sample(logits_RV, uniforms_R, params)
-        return torch.where(uniforms_R == _END, end_token, tokens_R), log_probs_R
-
-    end_token = json.loads((setting.model_folder / "config.json").read_text())["eos_token_id"]
-    hf.draw_uniforms, decoding.next_tokens = draw_with_ends, sample_with_ends
-    try:
-        yield
-    finally:
-        hf.draw_uniforms, decoding.next_tokens = draw, sample
 
 
 def record_lengths(trainer: RayPPOTrainer) -> list[list[int]]:

@@ -1,0 +1,79 @@
+"""The hooks that make strop's rollouts end their responses where a ``Setting`` plans it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Generator, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from side_by_side.setting import Setting
+from strop.rollout import decoding, hf
+from strop.rollout.base import SamplingParams
+
+_END = 2.0  # no uniform number is that large: it marks the step at which a row ends
+
+
+def planned_ends(setting: Setting) -> contextlib.AbstractContextManager[None]:
+    """Inside, strop's rollout ends its rows where ``setting`` plans it."""
+    if setting.lengths == "limit":
+        return contextlib.nullcontext()
+    return _vllm_ends(setting) if setting.rollout == "vllm" else _hf_ends(setting)
+
+
+@contextlib.contextmanager
+def _hf_ends(setting: Setting) -> Generator[None]:
+    """The marks travel with the uniform numbers, so they stay with their rows when others are dropped."""
+    draw, sample = hf.draw_uniforms, decoding.next_tokens
+    iteration = -1
+
+    def draw_with_ends(seeds: Iterable[int], tokens: int) -> Tensor:
+        nonlocal iteration
+        uniforms_RT = draw(seeds, tokens)
+        iteration += 1
+        lengths = setting.planned_lengths(iteration)
+        if lengths is not None and len(uniforms_RT) == len(lengths):
+            uniforms_RT[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = _END
+        else:  # the check that the rollout makes of itself at the start
+            iteration -= 1
+        return uniforms_RT
+
+    def sample_with_ends(
+        logits_RV: Tensor, uniforms_R: Tensor | None, params: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        if uniforms_R is None:
+            return sample(logits_RV, uniforms_R, params)
+        logits_RV[:, end_token] = -torch.inf
+        tokens_R, log_probs_R = sample(logits_RV, uniforms_R, params)
+        return torch.where(uniforms_R == _END, end_token, tokens_R), log_probs_R
+
+    end_token = json.loads((setting.model_folder / "config.json").read_text())["eos_token_id"]
+    hf.draw_uniforms, decoding.next_tokens = draw_with_ends, sample_with_ends
+    try:
+        yield
+    finally:
+        hf.draw_uniforms, decoding.next_tokens = draw, sample
+
+
+@contextlib.contextmanager
+def _vllm_ends(setting: Setting) -> Generator[None]:
+    """Every sample is a request of its own, which gets a limit of its own and no stop token."""
+    from strop.rollout.vllm.engine import VLLMRollout
+
+    sampling, requests = VLLMRollout._sampling, iter(range(1 << 40))
+
+    def sampling_with_end(self: Any, params: SamplingParams, stop_ids: list[int], seed: int | None) -> Any:
+        iteration, row = divmod(next(requests), setting.samples)
+        lengths = setting.planned_lengths(iteration)
+        assert lengths is not None
+        return sampling(self, dataclasses.replace(params, max_tokens=lengths[row]), [], seed)
+
+    VLLMRollout._sampling = sampling_with_end
+    try:
+        yield
+    finally:
+        VLLMRollout._sampling = sampling
