@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from strop.engines.micro_batches import MicroBatching
 from strop.models.policy import PolicyModel
-from strop.models.prompts_once import WholeSequences, first_with_prompt
+from strop.models.prompts_once import first_with_prompt
 from strop.models.scorer import SequenceScorer, ValueModel
 from strop.protocol import DataProto
 
@@ -155,17 +155,29 @@ def test_packed_micro_batches_keep_the_samples_of_a_prompt_together(groups, orde
     assert lengths[in_order[0]] == lengths.max()
 
 
-def test_sequences_of_like_length_are_laid_out_in_one_run():
-    lengths = torch.tensor([10, 3, 8, 9, 1, 0])
-    mask = torch.arange(10) < lengths[:, None]
-    places = mask.flatten().cumsum(0).view_as(mask) - 1
-    whole = WholeSequences(mask, mask, places)
-    assert whole.runs == ((3, 10), (1, 3), (1, 1))
-    tokens = torch.arange(int(lengths.sum()), dtype=torch.float32)[:, None, None]
-    assert torch.equal(whole.take_in(whole.lay_out(tokens)), tokens)
-    laid = whole.lay_out(tokens)[:, 0, 0]
-    assert laid[:10].tolist() == list(range(10))
-    assert laid[10:19].tolist() == list(range(21, 30))  # the fourth, the second longest
+def _calls(monkeypatch, groups: Groups) -> list[tuple[int, int, int]]:
+    """(sequences, queries, keys) of each call of attention in the first layer."""
+    packed, seen = PolicyModel(_model("Qwen2", "ForCausalLM"), packed=True), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, key, *args, **kwargs):
+        seen.append((len(query), query.shape[2], key.shape[2]))
+        return attend(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    with torch.no_grad():
+        packed(_batch(groups))
+    return seen[: len(seen) // 2]
+
+
+def test_a_shared_prompt_attends_once_and_responses_of_like_length_together(monkeypatch):
+    # without their last tokens the responses have 10, 9, 8, 2 and 0
+    calls = _calls(monkeypatch, [(7, [11, 10, 9, 3, 1])])
+    assert calls == [(1, 7, 7), (3, 10, 17), (1, 2, 9)]
+
+
+def test_sequences_that_share_nothing_attend_as_wholes_those_of_like_length_together(monkeypatch):
+    assert _calls(monkeypatch, [(7, [4]), (6, [3]), (2, [2])]) == [(2, 10, 10), (1, 3, 3)]
 
 
 def test_short_sequences_attend_in_float32_under_bfloat16_autocast(monkeypatch):

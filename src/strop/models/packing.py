@@ -53,26 +53,36 @@ def _packed_attention(
     One call of transformers' own ``sdpa`` for each run, so that grouped heads, scaling and whatever else a
     family passes in ``options`` mean what they mean in its padded pass.
     """
+    if whole_sequences is not None and position_bias is None:
+        return whole_sequences.attend(module, query, key, value, sliding_window, **options), None
     if sequence_runs is None or position_bias is not None:
         raise ModelError(
             f"{type(module).__name__} does not hand the lengths of packed sequences to attention"
         )
-    states = [heads.transpose(1, 2)[0] for heads in (query, key, value)]
-    if whole_sequences is not None:
-        states = [whole_sequences.lay_out(tokens) for tokens in states]
     # split, not slices: each slice's backward pass would make a gradient of full size
     sizes = [sequences * length for sequences, length in sequence_runs]
-    parts = zip(*(tokens.split(sizes) for tokens in states), strict=True)
+    parts = zip(*(heads.transpose(1, 2)[0].split(sizes) for heads in (query, key, value)), strict=True)
     outputs = []
     for (sequences, length), tokens in zip(sequence_runs, parts, strict=True):
         heads = [part.unflatten(0, (sequences, length)).transpose(1, 2) for part in tokens]
         mask_KK = _window_mask(length, sliding_window, query.device)
-        with _in_float32(query.device, length) as cast:
-            heads = [part.float() if cast else part for part in heads]
-            output, _ = sdpa_attention_forward(module, *heads, attention_mask=mask_KK, **options)
-        outputs.append(output.to(value.dtype).flatten(0, 1))
-    output = torch.cat(outputs)
-    return (output if whole_sequences is None else whole_sequences.take_in(output))[None], None
+        outputs.append(attend(module, *heads, mask_KK, **options).flatten(0, 1))
+    return torch.cat(outputs)[None], None
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> Tensor:
+    """The ``sdpa`` of transformers: query [S, Q, T, D], key and value [S, G, K, D] -> [S, T, Q, D].
+
+    ``mask`` [1, 1, T, K] is of what each query sees; None: the keys up to its own.
+    """
+    heads = [query, key, value]
+    with _in_float32(query.device, key.shape[2]) as cast:
+        if cast:
+            heads = [states.float() for states in heads]
+        output, _ = sdpa_attention_forward(module, *heads, attention_mask=mask, **options)
+    return output.to(value.dtype)
 
 
 @contextmanager
