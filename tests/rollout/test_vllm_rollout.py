@@ -6,9 +6,10 @@ import random
 
 import pytest
 import torch
+import transformers
 
 from strop.config.schema.rollout import RolloutConfig, VLLMSamplingConfig
-from strop.errors import DataError, ModelError
+from strop.errors import ConfigError, DataError, ModelError
 from strop.rollout.base import SamplingParams
 from strop.rollout.weights import Place, checksum, checksums, require_equal_checksums
 
@@ -293,3 +294,44 @@ def test_checksums_see_every_change_and_add_up_over_shards():
     assert rows % 2**64 == columns % 2**64 == whole
     signed = torch.tensor([0.0, -0.0, 1e-45])
     assert checksum(signed) == checksum(torch.zeros(3)) == 0
+
+
+def test_a_checkpoint_that_fuses_what_vllm_fuses_is_read_back_whole(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.Phi3Config(
+        vocab_size=61, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, pad_token_id=PAD, eos_token_id=EOS,
+        initializer_range=0.4,
+    )  # fmt: skip
+    model = transformers.Phi3ForCausalLM(config).eval()
+    rollout = rollout_of(model, tmp_path)
+    assert rollout.checksums() == checksums(model.named_parameters(), torch.float32)
+
+
+def test_weights_that_cannot_be_read_back_are_told_once_and_not_called_wrong(tmp_path, caplog):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=61, n_positions=64, n_embd=64, n_layer=2, n_head=2, eos_token_id=EOS, bos_token_id=2
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    rollout = rollout_of(model, tmp_path)
+    held = rollout.checksums()
+    require_equal_checksums(checksums(model.named_parameters(), torch.float32), held, 0)
+    rollout.checksums()
+    (line,) = [record.getMessage() for record in caplog.records if "not verified" in record.getMessage()]
+    assert line.startswith("8 of 28 weights cannot be read back")
+    held["transformer.wte.weight"] += 1
+    with pytest.raises(ModelError, match=r"transformer\.wte\.weight"):
+        require_equal_checksums(checksums(model.named_parameters(), torch.float32), held, 0)
+
+
+def test_a_response_that_repeats_itself_ends_where_vllm_sees_it(model, tmp_path):
+    detection = {"max_pattern_size": 1, "min_pattern_size": 1, "min_count": 2}
+    rollout = rollout_of(
+        model, tmp_path, sampling={"repetition_detection": detection, "allowed_token_ids": [4]}
+    )
+    batch = rollout.generate(prompts_of(LENGTHS), SamplingParams(max_tokens=20)).batch
+    assert (batch["response_mask"].sum(1) < 20).all()
+    assert not batch["truncated"].any()
+    with pytest.raises(ConfigError, match="repetition_detection has no wrong; it has max_pattern_size"):
+        rollout_of(model, tmp_path, sampling={"repetition_detection": {"wrong": 1}})

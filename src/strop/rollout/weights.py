@@ -7,7 +7,7 @@ weight add up to the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from strop.errors import ModelError
 _CHUNK = 1 << 20
 """Elements at a time: the temporaries are 8 bytes an element."""
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: 2^64 over the golden ratio
+UNREADABLE = -2
+"""In the place of a checksum: of a weight that the engine holds in a form that cannot be read."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -60,7 +62,7 @@ def checksums(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict
 
 def require_equal_checksums(expected: Mapping[str, int], held: Mapping[str, int], version: int) -> None:
     """Raises ``ModelError`` that names what the rollout holds otherwise than the trainer, or not at all."""
-    wrong = [name for name in expected if held.get(name) != expected[name]]
+    wrong = [name for name in expected if held.get(name) not in (expected[name], UNREADABLE)]
     if not wrong:
         return
     absent = [name for name in wrong if name not in held]
@@ -83,6 +85,11 @@ class WeightLedger:
         """Whether a whole update has come."""
         self.open = False
         """Whether an update has begun and not ended."""
+
+    @property
+    def names(self) -> Set[str]:
+        """Of all weights."""
+        return self._shapes.keys()
 
     def begin(self) -> None:
         """Expect every weight anew."""

@@ -9,23 +9,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from vllm import LLM, RequestOutput
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.distributed import get_tp_group
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from strop.errors import ModelError, TrainingError
+from strop.errors import ConfigError, ModelError, TrainingError
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, SamplingParams
 from strop.rollout.request import Samples, answer, seeds_of
-from strop.rollout.vllm.held import add_up, held_checksums
+from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
 from strop.rollout.vllm.ranks import joined
 from strop.rollout.vllm.settings import (
     VLLMSettings,
@@ -34,7 +36,9 @@ from strop.rollout.vllm.settings import (
     keeping_process_state,
 )
 from strop.rollout.vllm.transfer import IN_PROCESS
-from strop.rollout.weights import WeightLedger
+from strop.rollout.weights import UNREADABLE, WeightLedger
+
+logger = logging.getLogger(__name__)
 
 _Request = tuple[list[int], int | None]
 """The ids of a prompt, and the seed of one sample of it."""
@@ -60,8 +64,15 @@ class VLLMRollout:
         self._settings = settings
         self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
         self._tied = _tied_names(model)
+        # transformers' Conv1D keeps [in, out] and vLLM [out, in]: a checksum is of places.
+        self._transposed = {
+            f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)
+        }
+        self._name = type(model).__name__
+        self._told = False
         self._asleep = False
         require_supported(model.config, settings.device)
+        self._options = sampling_options(settings.sampling)
         gc.collect()  # an engine that is dropped later would take down what all engines of a process share
         with keeping_process_state(), joined(settings.rank, settings.world_size):
             try:
@@ -79,6 +90,7 @@ class VLLMRollout:
     ) -> DataProto:
         """See ``RolloutEngine.generate``; ``ModelError`` before all weights have come."""
         self._ledger.require_complete()
+        self._forget_prompts()  # of older weights; or of calls that a resumed run does not make
         seeds = seeds_of(prompts, params)
         stop_ids = [*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)]
         ids_B = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"])
@@ -127,7 +139,7 @@ class VLLMRollout:
         return list(itertools.chain(*of_ranks)), slice(start, start + len(requests))
 
     def _sampling(self, params: SamplingParams, stop_ids: list[int], seed: int | None) -> VLLMSamplingParams:
-        options: dict[str, Any] = dict(self._settings.sampling)
+        options = dict(self._options)
         if not params.greedy:
             options |= {"top_k": max(params.top_k, 0), "top_p": params.top_p}
         return VLLMSamplingParams(
@@ -145,10 +157,15 @@ class VLLMRollout:
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
-        """See ``RolloutEngine.update_weights``; cached prompts, which the old ones made, are dropped."""
+        """See ``RolloutEngine.update_weights``; what is cached of prompts is dropped by ``generate``."""
         if not self._ledger.open:
             self._begin()
-        self._worker.update_weights({"weights": self._counted(weights)})
+        try:
+            self._worker.update_weights({"weights": self._counted(weights)})
+        except ModelError:
+            raise
+        except (KeyError, ValueError, RuntimeError, AssertionError) as error:
+            raise ModelError(f"weight transfer: vLLM's {self._name} does not load them: {error}") from error
         if not last:
             return
         self._ledger.end()
@@ -156,10 +173,10 @@ class VLLMRollout:
         if self._asleep:
             self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
+
+    def _forget_prompts(self) -> None:
         if not self._llm.reset_prefix_cache():
-            raise TrainingError(
-                "vLLM kept its prefix cache after an update of the weights: requests are running"
-            )
+            raise TrainingError("vLLM keeps its prefix cache: requests of an earlier call are still running")
 
     def _begin(self) -> None:
         if self._asleep:
@@ -182,8 +199,20 @@ class VLLMRollout:
         found = add_up(parts)
         for name, original in self._tied.items():
             if found.pop(name, found[original]) != found[original]:
-                del found[original]
+                found[original] = UNEQUAL
+        self._tell_of_unreadable(found)
         return found
+
+    def _tell_of_unreadable(self, found: dict[str, int]) -> None:
+        unread = sorted(self._ledger.names - found.keys() | self._transposed)
+        for name in unread:
+            found[name] = UNREADABLE
+        if unread and not self._told:
+            self._told = True
+            logger.warning(
+                "%d of %d weights cannot be read back from vLLM's %s and are not verified: %s",
+                len(unread), len(self._ledger.names), self._name, ", ".join(unread[:3]),
+            )  # fmt: skip
 
     def release(self) -> None:
         """See ``RolloutEngine.release``: weights and KV cache are given up, where vLLM can (on a GPU)."""
@@ -201,6 +230,24 @@ def require_supported(model: PreTrainedConfig, device: torch.device) -> None:
             f"rollout.name=vllm: on a CPU vLLM's attention takes heads of {', '.join(map(str, known))} "
             f"dimensions, and this model's have {width}; set actor_rollout_ref.rollout.name=hf"
         )
+
+
+def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """More of vLLM's ``SamplingParams``, in its classes; ``ConfigError`` when one of those refuses."""
+    classes = {
+        "structured_outputs": StructuredOutputsParams,
+        "repetition_detection": RepetitionDetectionParams,
+    }
+    made = dict(options)
+    for name in classes.keys() & made.keys():
+        key, fields = f"actor_rollout_ref.rollout.{name}", classes[name].__annotations__
+        if unknown := options[name].keys() - fields:
+            raise ConfigError(f"{key} has no {', '.join(sorted(unknown))}; it has {', '.join(fields)}")
+        try:
+            made[name] = classes[name](**options[name])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key}={options[name]}: {error}") from error
+    return made
 
 
 def _tied_names(model: PreTrainedModel) -> dict[str, str]:
@@ -222,7 +269,7 @@ def _samples(outputs: Sequence[RequestOutput], max_tokens: int) -> Samples:
     for row, request in enumerate(outputs):
         (sample,) = request.outputs
         length = len(sample.token_ids)
-        if sample.finish_reason not in ("stop", "length") or length == 0:
+        if sample.finish_reason not in ("stop", "length", "repetition") or length == 0:
             raise TrainingError(
                 f"vLLM gave up on sample {row} after {length} tokens: {sample.finish_reason!r}"
             )

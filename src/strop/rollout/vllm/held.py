@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class Held:
     place: Place = field(default_factory=Place)
     counts: bool = True
     """False where another rank holds the same and counts it."""
+    again: bool = False
+    """Held a second time, in another form."""
 
 
 @torch.no_grad()
@@ -49,10 +51,12 @@ def held_checksums(model: nn.Module) -> dict[str, int]:
     ``UNEQUAL`` where a weight is held twice (an output layer as it came and packed) and the two differ.
     """
     found: dict[str, int] = {}
+    again: dict[str, int] = {}
     for held in _held(model):
         value = checksum(held.tensor, held.place) if held.counts else 0
-        found[held.name] = value if found.get(held.name, value) == value else UNEQUAL
-    return found
+        kept = again if held.again else found
+        kept[held.name] = (kept.get(held.name, 0) + value) % (1 << 64)
+    return found | {name: UNEQUAL for name, value in again.items() if found[name] != value}
 
 
 def add_up(parts: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -87,28 +91,51 @@ def _linear(layer: Any, names: list[str]) -> Iterator[Held]:
         if bias is not None:
             yield Held(f"{names[0]}.bias", bias, counts=layer.tp_rank == 0)
         return
-    start = 0
-    for name, (size, row, counts) in zip(names, _row_shards(layer, len(weight)), strict=True):
-        yield Held(f"{name}.weight", weight[start : start + size], Place(row=row), counts)
+    shards = _row_shards(layer, len(weight))
+    fused_already = len(names) == 1 and len(shards) > 1  # the checkpoint has one weight for all of them
+    if not fused_already and len(names) != len(shards):
+        return  # not a layout that is known here: not read, and so named as not verified
+    start = before = 0
+    for number, shard in enumerate(shards):
+        name = names[0] if fused_already else names[number]
+        place = Place(row=shard.first + before)
+        rows = slice(start, start + shard.rows)
+        yield Held(f"{name}.weight", weight[rows], place, shard.counts)
         if bias is not None:
-            yield Held(f"{name}.bias", bias[start : start + size], Place(row=row), counts)
-        start += size
+            yield Held(f"{name}.bias", bias[rows], place, shard.counts)
+        start += shard.rows
+        before += shard.whole if fused_already else 0
 
 
-def _row_shards(layer: Any, rows: int) -> list[tuple[int, int, bool]]:
-    """(rows here, first row in the whole, whether they count) of each of a layer's fused weights."""
-    rank = layer.tp_rank
+class _RowShard(NamedTuple):
+    """The part of one of a layer's fused weights that is on this rank."""
+
+    rows: int
+    first: int
+    """In the whole weight."""
+    whole: int
+    """Rows of the whole weight."""
+    counts: bool = True
+
+
+def _row_shards(layer: Any, rows: int) -> list[_RowShard]:
+    rank, ranks = layer.tp_rank, layer.tp_size
     if isinstance(layer, QKVParallelLinear):
+        group, counts = rank // layer.num_kv_head_replicas, rank % layer.num_kv_head_replicas == 0
+        groups = ranks // layer.num_kv_head_replicas
         query = layer.num_heads * layer.head_size
         key, value = layer.num_kv_heads * layer.head_size, layer.num_kv_heads * layer.v_head_size
-        group, counts = rank // layer.num_kv_head_replicas, rank % layer.num_kv_head_replicas == 0
-        return [(query, rank * query, True), (key, group * key, counts), (value, group * value, counts)]
+        return [
+            _RowShard(query, rank * query, ranks * query),
+            _RowShard(key, group * key, groups * key, counts),
+            _RowShard(value, group * value, groups * value, counts),
+        ]
     if isinstance(layer, MergedColumnParallelLinear):
-        sizes = [size // layer.tp_size for size in layer.output_sizes]
-        return [(size, rank * size, True) for size in sizes]
+        sizes = [size // ranks for size in layer.output_sizes]
+        return [_RowShard(size, rank * size, ranks * size) for size in sizes]
     if isinstance(layer, ColumnParallelLinear):
-        return [(rows, rank * rows, True)]
-    return [(rows, 0, rank == 0)]
+        return [_RowShard(rows, rank * rows, ranks * rows)]
+    return [_RowShard(rows, 0, rows, rank == 0)]
 
 
 def _embedding(layer: Any, path: str) -> Iterator[Held]:
@@ -116,7 +143,9 @@ def _embedding(layer: Any, path: str) -> Iterator[Held]:
     rows, place = shard.num_org_elements, Place(row=shard.org_vocab_start_index)
     yield Held(f"{path}.weight", layer.weight[:rows], place)
     if hasattr(layer, "cpu_linear"):  # its packed form is what makes the logits
-        yield Held(f"{path}.weight", _through_identity(layer, layer.weight.shape[1])[:rows], place)
+        yield Held(
+            f"{path}.weight", _through_identity(layer, layer.weight.shape[1])[:rows], place, again=True
+        )
 
 
 def _weight_of(layer: Any) -> Tensor:
