@@ -159,7 +159,8 @@ def head(options: argparse.Namespace) -> str:
     return (
         f"# One iteration of strop and of TRL\n\n{where} TRL {versions} for GRPO, 1.12.0 for PPO.\n"
         "strop generates with its hf rollout where it does not say vLLM. "
-        f"64 samples of 8 prompts, or of 64 where n=1, of {SHORTEST} to {LONGEST} tokens; one optimizer step.\n"
+        f"64 samples of 8 prompts, or of 64 where n=1, of {SHORTEST} to {LONGEST} tokens; "
+        "one optimizer step.\n"
         "Seconds an iteration by phase; useful tokens a second; peak of resident memory; ratio of tokens/s "
         f"to TRL's.\nMedians of {options.rounds} alternating runs of {options.iterations} iterations after a "
         "warm-up.\n\n"
