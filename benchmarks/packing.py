@@ -17,13 +17,14 @@ import statistics
 import time
 
 import torch
-from rollout_hf import MODELS, build
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from strop.engines.micro_batches import MicroBatching, trim
 from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
+
+from rollout_hf import MODELS, build
 
 
 def samples(rows: int, shortest: int, vocabulary: int, spread: str) -> DataProto:
