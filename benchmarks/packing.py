@@ -4,9 +4,9 @@
 
 CPU seconds of one thread for the policy's gradient on sequences whose lengths are spread 1:8, evenly or
 geometrically (as many between 1 and 2 as between 4 and 8), packed and padded in turn, and the ratio of the
-medians. Padded in the order in which rows come, as most trainers do it, and sorted by length, as strop's
-engine cuts its micro-batches; all rows at once, and 8 at a time. The last column is columns over real tokens
-when all rows stand together.
+medians. One sample of each prompt, or 8, whose prompt packed passes compute once. Padded in the order in
+which rows come, as most trainers do it, and sorted by length, as strop's engine cuts its micro-batches; all
+rows at once, and 8 at a time. The last column is columns over real tokens when all rows stand together.
 """
 
 from __future__ import annotations
@@ -27,16 +27,32 @@ from strop.protocol import DataProto
 from rollout_hf import MODELS, build
 
 
-def samples(rows: int, shortest: int, vocabulary: int, spread: str) -> DataProto:
-    """Prompts and responses of equal lengths, from ``shortest`` to 8 times that in all."""
-    places = torch.linspace(0, 1, rows)
-    half = (shortest / 2 * (8**places if spread == "geometric" else 1 + 7 * places)).round().long()
-    half = half[torch.randperm(rows, generator=torch.Generator().manual_seed(0))][:, None]
-    width = int(half.max())
+def spread_lengths(count: int, shortest: float, spread: str, generator: torch.Generator) -> Tensor:
+    """[count, 1], from ``shortest`` to 8 times that, in a random order."""
+    places = torch.linspace(0, 1, count)
+    lengths = (shortest * (8**places if spread == "geometric" else 1 + 7 * places)).round().long()
+    return lengths[torch.randperm(count, generator=generator)][:, None]
+
+
+def samples(rows: int, n: int, shortest: int, vocabulary: int, spread: str) -> DataProto:
+    """``n`` responses to each prompt; both are from half of ``shortest`` to 8 times that."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = spread_lengths(rows // n, shortest / 2, spread, generator).repeat_interleave(n, dim=0)
+    # one response of each prompt is as long as its prompt: then sequences are spread 1:8, too
+    responses = prompts if n == 1 else spread_lengths(rows, shortest / 2, spread, generator)
+    width = int(prompts.max())
     columns = torch.arange(width)
-    prompt_mask, response_mask = columns >= width - half, columns < half
+    prompt_mask, response_mask = columns >= width - prompts, columns < responses
     mask = torch.cat([prompt_mask, response_mask], dim=1).long()
-    ids = torch.randint(1, vocabulary, mask.shape, generator=torch.Generator().manual_seed(1)) * mask
+    prompt_ids = torch.randint(1, vocabulary, (rows // n, width), generator=generator)
+    ids = torch.cat(
+        [
+            prompt_ids.repeat_interleave(n, dim=0),
+            torch.randint(1, vocabulary, (rows, width), generator=generator),
+        ],
+        dim=1,
+    )
+    ids *= mask
     return DataProto(
         {
             "input_ids": ids,
@@ -61,10 +77,11 @@ def compare(model: PreTrainedModel, batch: DataProto, at_once: int, rounds: int)
     """The median of CPU seconds of each way."""
     packed, padded = PolicyModel(model, packed=True), PolicyModel(model)
     by_length = MicroBatching(rows=at_once).split(batch)
+    by_prompt = MicroBatching(rows=at_once).split(batch, packed=True)
     ways = {
         "padded": (padded, list(torch.arange(len(batch)).split(at_once))),
         "sorted": (padded, by_length),
-        "packed": (packed, by_length),
+        "packed": (packed, by_prompt),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
@@ -82,16 +99,18 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, default=32)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("model spread    rows   padded   sorted   packed  padded/ sorted/packed  columns/tokens")
+    print("model spread    n rows   padded   sorted   packed  padded/ sorted/packed  columns/tokens")
     for name in args.models:
         model = build(name)
-        for spread, at_once in itertools.product(("even", "geometric"), (args.rows, 8)):
-            batch = samples(args.rows, args.shortest, model.config.vocab_size, spread)
+        for spread, n, at_once in itertools.product(("even", "geometric"), (1, 8), (args.rows, 8)):
+            batch = samples(args.rows, n, args.shortest, model.config.vocab_size, spread)
             medians = compare(model, batch, at_once, args.rounds)
             figures = " ".join(f"{found:8.2f}" for found in medians.values())
             ratios = " ".join(f"{medians[way] / medians['packed']:7.2f}" for way in ("padded", "sorted"))
             mask = batch.batch["attention_mask"]
-            print(f"{name:>5} {spread:9} {at_once:4} {figures}  {ratios} {mask.numel() / mask.sum():20.2f}")
+            print(
+                f"{name:>5} {spread:9} {n} {at_once:4} {figures}  {ratios} {mask.numel() / mask.sum():20.2f}"
+            )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from rewards_support import children
 
 from strop.errors import ConfigError, RewardError
 from strop.rewards.process_tree import MARKER, marked_processes
@@ -54,9 +55,10 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch):
     """Afterwards no process of the test's sandboxes is there, and no control group."""
     marker = uuid.uuid4().hex
     monkeypatch.setenv(MARKER, marker)
+    before = children()  # other tests of this process may have left theirs
     yield
     assert marked_processes(marker) == []
-    assert _descendants(os.getpid()) == []
+    assert children() - before == set()
     own = f"strop-sandbox-{os.getpid()}-*"
     assert [str(found) for parent in cgroups._parents() for found in parent.glob(own)] == []
 

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import pytest
-from rewards_support import SHARED_DATA, real_rows
+from rewards_support import SHARED_DATA, children, real_rows
 
 from strop.errors import ConfigError
 from strop.rewards.process import RewardProcess
@@ -101,9 +101,11 @@ def test_both_data_sources_are_known_and_take_options():
 def test_a_scoring_process_that_is_cut_off_takes_its_sandboxes_along():
     sample = Sample("openai/openai_humaneval", "while True: pass", json.dumps(DOUBLE))
     handles: list[int] = []
+    before = children()
     with RewardProcess(Router({sample.data_source: {"timeout_s": 99.0}}), timeout_s=6.0) as process:
         process.start()
-        watching = threading.Thread(target=lambda: handles.extend(_handles_after(4.0)))
+        (scoring,) = children() - before
+        watching = threading.Thread(target=lambda: handles.extend(_handles_after(4.0, scoring)))
         watching.start()
         outcome = process.evaluate(sample)
         watching.join()
@@ -115,10 +117,10 @@ def test_a_scoring_process_that_is_cut_off_takes_its_sandboxes_along():
         assert process.evaluate(sample._replace(solution_str="def double(x): return 2 * x")).score == 1.0
 
 
-def _handles_after(seconds: float) -> list[int]:
-    """Of everything below this process that belongs to a scoring process."""
+def _handles_after(seconds: float, scoring: int) -> list[int]:
+    """Of a scoring process and everything below it."""
     time.sleep(seconds)
-    return [os.pidfd_open(identity) for identity in _descendants(os.getpid())]
+    return [os.pidfd_open(identity) for identity in [scoring, *_descendants(scoring)]]
 
 
 def humaneval() -> list[tuple[str, str, dict[str, Any]]]:
