@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from strop.config.micro_batches import MicroBatchSize, resolve_micro_batch, sequence_parallel_size
-from strop.config.names import needs_critic
 from strop.config.nearest import divisors, nearest_in_words
 from strop.config.placement import Placement
-from strop.config.roles import uses_reference
+from strop.config.roles import uses_critic, uses_reference
 from strop.config.schema import Config
 from strop.errors import ConfigError
 
@@ -94,7 +93,7 @@ class BatchPlan:
                 return None
 
         data, n = config.data, config.actor_rollout_ref.rollout.n
-        with_critic = needs_critic(config.algorithm.adv_estimator)
+        with_critic = uses_critic(config)
         samples = data.train_batch_size * n
         ranks = Placement.from_config(config).ranks_of_pass
         actor = attempt(lambda: _plan_update(config, "actor", ranks))
@@ -130,7 +129,7 @@ def forward_passes(config: Config) -> list[str]:
     """The forward passes that this run makes over its samples, by their names in `MICRO_BATCHES`."""
     optional = {
         "ref": uses_reference(config),
-        "values": needs_critic(config.algorithm.adv_estimator),
+        "values": uses_critic(config),
         "reward_model": config.reward_model.enable,
     }
     return ["log_prob", *(name for name, present in optional.items() if present)]

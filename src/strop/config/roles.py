@@ -8,7 +8,14 @@ from strop.config.schema import Config
 
 def uses_reference(config: Config) -> bool:
     """Whether a KL term is on, in the loss or in the reward: only then is the reference model loaded."""
+    if config.trainer.val_only:
+        return False
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.kl_ctrl.kl_coef > 0
+
+
+def uses_critic(config: Config) -> bool:
+    """Whether there are updates, and the estimator of their advantages needs values."""
+    return needs_critic(config.algorithm.adv_estimator) and not config.trainer.val_only
 
 
 def policy_roles(config: Config) -> list[str]:
@@ -20,7 +27,7 @@ def roles_of(config: Config) -> list[str]:
     """The names of the roles of this run."""
     optional = {
         "RefPolicy": uses_reference(config),
-        "Critic": needs_critic(config.algorithm.adv_estimator),
+        "Critic": uses_critic(config),
         "RewardModel": config.reward_model.enable,
     }
     return [*policy_roles(config), *(role for role, present in optional.items() if present)]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from strop.config.model_facts import read_model_facts
-from strop.config.names import needs_critic
 from strop.config.paths import expand, is_url
+from strop.config.roles import uses_critic
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config
 
@@ -16,6 +16,8 @@ from strop.config.schema import Config
 def data_files(config: Config) -> Iterator[Finding]:
     """Parquet files exist."""
     for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
+        if key == "train_files" and config.trainer.val_only:
+            continue
         if not files:
             yield error(f"data.{key}: found an empty list, expected at least one parquet file")
         for file in files:
@@ -27,7 +29,7 @@ def models(config: Config) -> Iterator[Finding]:
     """Model folders exist and hold a model; a name without a folder is left to the hub."""
     policy = config.actor_rollout_ref.model.path
     paths = {"actor_rollout_ref.model.path": policy}
-    if needs_critic(config.algorithm.adv_estimator) and config.critic.model.path != policy:
+    if uses_critic(config) and config.critic.model.path != policy:
         paths["critic.model.path"] = config.critic.model.path
     if config.reward_model.enable:
         paths["reward_model.model.path"] = config.reward_model.model.path

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 from strop.config.micro_batches import MICRO_BATCHES, sequence_parallel_size
 from strop.config.model_facts import read_model_facts
-from strop.config.names import needs_critic
 from strop.config.nearest import divisors, nearest_in_words
 from strop.config.placement import Placement, runs_on_ray
-from strop.config.roles import roles_of, uses_reference
+from strop.config.roles import roles_of, uses_critic, uses_reference
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config
 from strop.errors import ConfigError
@@ -40,11 +39,11 @@ def placement(config: Config) -> Iterator[Finding]:
         return
     used = {placed.roles[role] for role in present}
     for pool in placed.pools:
-        if pool not in used:
+        if pool not in used and not trainer.val_only:  # which takes the pools of a training run as they are
             where = ", ".join(f"{role}: {placed.roles[role]}" for role in present)
             yield error(f"trainer.resource_pools.{pool}: no role of this run is placed there ({where})")
     for role in trainer.placement:
-        if role not in present and role in placed.roles:
+        if role not in present and role in placed.roles and not trainer.val_only:
             yield warning(f"no effect: trainer.placement.{role}: this run has no such role")
 
 
@@ -106,7 +105,7 @@ def shared_sequences(config: Config) -> Iterator[Finding]:
         "actor": (True, packs_policy, policy.path),
         "ref": (uses_reference(config), packs_policy, policy.path),
         "critic": (
-            needs_critic(config.algorithm.adv_estimator),
+            uses_critic(config),
             ("critic.model.use_remove_padding", critic.use_remove_padding),
             critic.path,
         ),
