@@ -98,7 +98,7 @@ def test_the_tables_of_names_mirror_the_registries():
         ("algorithm.adv_estimator=xyz", "algorithm.adv_estimator=xyz: unknown; (known: gae"),
         ("actor_rollout_ref.actor.policy_loss=pg", "actor_rollout_ref.actor.policy_loss=pg: unknown; "),
         ("reward_model.reward_manager=naiv", "did you mean naive?"),
-        ("reward_model.reward_manager=prime", "not in this version; set reward_model.reward_manager=naive"),
+        ("reward_model.reward_manager=primes", "did you mean prime? (known: naive, prime; "),
         (
             "algorithm.adv_estimator=no_such_package.mine:fn",
             "there is no module no_such_package; is its folder on PYTHONPATH?",
@@ -348,7 +348,7 @@ NOT_HONOURED = {
     "actor_rollout_ref.rollout.stop": "[x]",
     "actor_rollout_ref.actor.strategy": "megatron",
     "critic.strategy": "megatron",
-    "reward_model.reward_manager": "prime",
+    "reward_model.num_workers": "4",
     "actor_rollout_ref.rollout.response_length": "7",
     "actor_rollout_ref.rollout.prompt_length": "7",
     "actor_rollout_ref.rollout.enforce_eager": "False",

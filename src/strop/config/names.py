@@ -16,7 +16,7 @@ ESTIMATOR_NEEDS: dict[str, frozenset[str]] = {
 """Estimator -> what it needs besides rewards: a critic's values, groups by prompt, greedy answers' scores."""
 
 POLICY_LOSSES = ("ppo", "gspo", "cispo")
-REWARD_MANAGERS = ("naive",)
+REWARD_MANAGERS = ("naive", "prime")
 
 LOGGER_PACKAGES: dict[str, str | None] = {
     "console": None,

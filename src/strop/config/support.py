@@ -116,11 +116,11 @@ LIMITS: tuple[Limit, ...] = (
         reason="not in this version; set it to fsdp",
     ),
     Limit(
-        keys=("reward_model.reward_manager",),
-        when="if prime",
-        applies=lambda config, value: value == "prime",
-        level="error",
-        reason="not in this version; set reward_model.reward_manager=naive or the import path of your own",
+        keys=("reward_model.num_workers",),
+        when="unless null, without reward_model.reward_manager=prime",
+        applies=lambda config, value: value is not None and config.reward_model.reward_manager != "prime",
+        level="warning",
+        reason="only the prime reward manager has several processes",
     ),
     Limit(
         keys=(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from strop.rewards.records import Sample
 
@@ -16,8 +17,20 @@ class Cancelled(Exception):
     """Nobody waits for the outcomes any more."""
 
 
+class Samples(Protocol):
+    """What a scoring process takes its samples from: a :class:`Feed`, or a share of one."""
+
+    def take(self, *, wait: bool) -> Sample | None:
+        """The next sample; None when there is none now, or, with ``wait``, when there will be none."""
+        ...
+
+    def require_wanted(self) -> None:
+        """Raise ``Cancelled`` when nobody waits for the outcomes any more."""
+        ...
+
+
 class Feed:
-    """A queue of samples whose end is known, for one taker."""
+    """A queue of samples whose end is known; they come out in the order in which they were put in."""
 
     def __init__(self) -> None:
         self._items: deque[Maker] = deque()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
@@ -19,6 +20,7 @@ from strop.rewards.custom import load_custom_reward, require_score_signature
 from strop.rewards.error_budget import ErrorBudget
 from strop.rewards.examine import describe_sample
 from strop.rewards.pending import Fields, PendingRewards, real_tokens
+from strop.rewards.pool import RewardPool, default_num_workers
 from strop.rewards.process import RewardProcess
 from strop.rewards.records import Outcome, Sample, ScoreFunction
 from strop.rewards.reward_output import RewardOutput
@@ -34,7 +36,9 @@ _KEY = "reward_model.reward_manager"
 
 
 class RewardManager:
-    """Scores one sample after another, each under a deadline, in a process that can be killed.
+    """Scores samples in processes that can be killed, each sample under a deadline.
+
+    One process takes one sample after another; with ``num_workers`` above 1, as many samples are under way.
 
     ``compute_score`` is called with the keywords ``data_source``, ``solution_str``, ``ground_truth`` and
     ``extra_info``, and returns a number, or a dict with a number under "score" and further named numbers.
@@ -62,6 +66,7 @@ class RewardManager:
         timeout_s: float = 10.0,
         error_score: float = 0.0,
         max_error_rate: float = 0.1,
+        num_workers: int = 1,
         scorer_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         printer: Callable[[str], None] | None = None,
     ) -> None:
@@ -81,7 +86,11 @@ class RewardManager:
         else:
             require_score_signature(compute_score, "compute_score")
         self._budget = ErrorBudget(max_error_rate)
-        self._process = RewardProcess(compute_score, timeout_s=timeout_s)
+        self._process: RewardProcess | RewardPool = (
+            RewardProcess(compute_score, timeout_s=timeout_s)
+            if num_workers == 1
+            else RewardPool(compute_score, num_workers=num_workers, timeout_s=timeout_s)
+        )
         self._last_job: ScoringJob | None = None
 
     def __call__(self, batch: DataProto) -> RewardOutput:
@@ -208,8 +217,9 @@ class RewardManager:
 
 
 def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
-    """The reward manager that ``reward_model.reward_manager`` names: ``naive``, or a class by import path.
+    """The reward manager that ``reward_model.reward_manager`` names.
 
+    ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class.
     It is made with ``tokenizer``, ``num_examine``, ``compute_score`` (from ``custom_reward_function``, or
     None), ``reward_fn_key``, the entries of ``reward_kwargs`` and, as far as it takes them, ``timeout_s``,
     ``error_score`` and ``max_error_rate``.
@@ -219,7 +229,9 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
             that cannot be used.
     """
     section = config.reward_model
-    build = resolve(section.reward_manager, {"naive": RewardManager}, _KEY)
+    workers = section.num_workers or default_num_workers()
+    built_in = {"naive": RewardManager, "prime": functools.partial(RewardManager, num_workers=workers)}
+    build = resolve(section.reward_manager, built_in, _KEY)
     custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
     limits = {
         "timeout_s": section.timeout_s,

@@ -19,7 +19,7 @@ import cloudpickle
 
 from strop.errors import ConfigError, RewardError
 from strop.rewards import wire
-from strop.rewards.feed import Feed
+from strop.rewards.feed import Feed, Samples
 from strop.rewards.output import OutputReader
 from strop.rewards.process_tree import MARKER, describe_exit, kill_tree
 from strop.rewards.records import Outcome, Sample, ScoreFunction, Setup
@@ -35,7 +35,7 @@ class RewardProcess:
     or takes the process down gives an :class:`Outcome` that says so; the next one finds a process again.
     No process outlives ``close``, the object, or the program, however that ends.
 
-    Not for several threads at once: a pool holds one of these for each.
+    Not for several threads at once: a ``RewardPool`` holds one of these for each.
 
     Raises:
         ConfigError: the function cannot be pickled.
@@ -76,7 +76,7 @@ class RewardProcess:
         (outcome,) = self.evaluate_all(Feed.of([sample]))
         return outcome
 
-    def evaluate_all(self, samples: Feed) -> Generator[Outcome]:
+    def evaluate_all(self, samples: Samples) -> Generator[Outcome]:
         """The outcome of each sample, in order; each has ``timeout_s`` seconds from the end of the last one.
 
         As many samples as fit into the pipe are sent ahead, so that the process never waits for the next
@@ -96,7 +96,7 @@ class RewardProcess:
                 self._drop()
             raise
 
-    def _converse(self, waiting: deque[bytes | Outcome], samples: Feed) -> Iterator[Outcome]:
+    def _converse(self, waiting: deque[bytes | Outcome], samples: Samples) -> Iterator[Outcome]:
         """Have one process answer until nothing is waiting or the process is lost."""
         child = self._running()
         lane = wire.Lane(child.requests, child.answers)
@@ -122,7 +122,7 @@ class RewardProcess:
         child.output.allow_more()
         return time.monotonic() + self.timeout_s
 
-    def _receive(self, child: _Child, lane: wire.Lane, deadline: float, samples: Feed) -> Outcome | None:
+    def _receive(self, child: _Child, lane: wire.Lane, deadline: float, samples: Samples) -> Outcome | None:
         """The next outcome; None when there is none yet, but room for more samples."""
 
         def is_alive() -> bool:

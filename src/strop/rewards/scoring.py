@@ -6,28 +6,32 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from collections.abc import Mapping
 
 from strop.errors import RewardError
 from strop.rewards.error_budget import ErrorBudget
 from strop.rewards.feed import Feed, Maker
+from strop.rewards.pool import RewardPool
 from strop.rewards.process import RewardProcess
 from strop.rewards.records import Outcome, Sample
 
 logger = logging.getLogger(__name__)
 
 _SHOWN_CHARACTERS = 200
+_TELL_EVERY_S = 10.0
 
 
 class ScoringJob:
     """The samples of one batch of B rows, scored in a thread of their own in the order in which they come.
 
-    One job after another has the process: ``after`` is the one before. ``outcomes`` waits for the end.
+    One job after another has the process (or the pool of them): ``after`` is the one before. ``outcomes``
+    waits for the end.
     """
 
     def __init__(
         self,
-        process: RewardProcess,
+        process: RewardProcess | RewardPool,
         budget: ErrorBudget,
         *,
         n_rows: int,
@@ -38,7 +42,9 @@ class ScoringJob:
         self.samples: list[Sample | None] = [None] * n_rows
         """By row; None for those that were not added."""
         self._process, self._budget, self._n_scored = process, budget, n_scored
-        self._feed, self._rows = Feed(), []
+        self._feed = Feed()
+        self._rows: list[int] = []  # in the order of the feed
+        self._n_done = 0
         self._outcomes: list[Outcome | None] = [None] * n_rows
         self._failure: BaseException | None = None
         self._after = after
@@ -47,13 +53,13 @@ class ScoringJob:
         self._thread.start()
 
     def add(self, row: int, make: Maker) -> None:
-        """Score a row too; ``make`` is called in the thread."""
+        """Score a row too; ``make`` is called in another thread. Not for several threads at once."""
 
         def sample() -> Sample:
-            self._rows.append(row)
             made = self.samples[row] = make()
             return made
 
+        self._rows.append(row)
         self._feed.add(sample)
 
     def end(self) -> None:
@@ -73,14 +79,29 @@ class ScoringJob:
     def outcomes(self) -> list[Outcome | None]:
         """What became of every sample, by row; None for rows that were not added.
 
+        A long wait is logged, with how far the job has come.
+
         Raises:
             RewardError: a score (or a part of it) that is NaN or infinite, naming the sample; or more failed
                 samples than the budget bears, with the first traceback.
         """
-        self.wait()
+        self._wait_and_tell()
         if self._failure is not None:
             raise self._failure
         return self._outcomes
+
+    def _wait_and_tell(self) -> None:
+        """Lines of the log and no progress bar: during a run the terminal has the table of the run."""
+        started = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(_TELL_EVERY_S)
+            if self._thread.is_alive():
+                logger.info(
+                    "scoring: %d of %d samples are done; waited for %.0f s",
+                    self._n_done,
+                    self._n_scored,
+                    time.monotonic() - started,
+                )
 
     def _run(self) -> None:
         if self._after is not None:
@@ -98,9 +119,11 @@ class ScoringJob:
         with contextlib.closing(self._process.evaluate_all(self._feed)) as outcomes:
             for number, outcome in enumerate(outcomes):
                 row = self._rows[number]
-                name = name_sample(row, self.samples[row]) if not outcome.is_finite or outcome.error else ""
+                sample = self.samples[row]
+                name = name_sample(row, sample) if sample and (outcome.error or not outcome.is_finite) else ""
                 _require_finite(outcome, name)
                 self._outcomes[row] = outcome
+                self._n_done = number + 1
                 if outcome.error:
                     failed += 1
                     if failed == 1:

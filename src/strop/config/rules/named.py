@@ -25,9 +25,7 @@ def pluggable_names(config: Config) -> Iterator[Finding]:
     yield from _known("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATOR_NEEDS)
     policy_loss = config.actor_rollout_ref.actor.policy_loss
     yield from _known("actor_rollout_ref.actor.policy_loss", policy_loss, POLICY_LOSSES)
-    manager = config.reward_model.reward_manager
-    if manager != "prime":  # known, and not in this version: see support.py
-        yield from _known("reward_model.reward_manager", manager, REWARD_MANAGERS)
+    yield from _known("reward_model.reward_manager", config.reward_model.reward_manager, REWARD_MANAGERS)
 
 
 def trackers(config: Config) -> Iterator[Finding]:

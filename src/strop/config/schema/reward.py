@@ -49,7 +49,9 @@ class RewardModelConfig(Section):
     max_length: PositiveInt | None
     """With input_tokenizer: longest sequence in the reward model's own tokens, its end is kept; null: any."""
     reward_manager: str
-    """naive, or the import path of your own."""
+    """naive (one process), prime (num_workers processes at once), or the import path of your own."""
+    num_workers: PositiveInt | None
+    """Processes that prime scores with, on the driver's machine; null: as many as its cores, at most 16."""
     reward_kwargs: dict[str, Any]
     """Further keyword arguments of the reward manager."""
     timeout_s: PositiveFloat
