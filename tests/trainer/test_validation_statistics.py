@@ -1,0 +1,145 @@
+"""Statistics of n samples a prompt, against enumeration of all draws and values worked out by hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from strop.rewards.answers import answer_extractor
+from strop.trainer.sample_statistics import (
+    bootstrap_intervals,
+    expected_best,
+    expected_majority,
+    expected_worst,
+    sample_counts,
+)
+
+
+def draws(n, k):
+    return list(combinations(range(n), k))
+
+
+def winner(scores, answers, drawn):
+    """The expected score of the vote among ``drawn``: counted, as one would by hand."""
+    by_answer = defaultdict(list)
+    for sample, answer in enumerate(answers):
+        by_answer[answer].append(scores[sample])
+    cast = [answers[sample] for sample in drawn if answers[sample] is not None]
+    if not cast:
+        return float(np.mean(by_answer[None]))
+    most = max(cast.count(answer) for answer in cast)
+    winners = {answer for answer in cast if cast.count(answer) == most}
+    return float(np.mean([np.mean(by_answer[answer]) for answer in winners]))
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_best_worst_and_majority_are_means_over_all_draws(k):
+    rng = np.random.default_rng(k)
+    scores = np.concatenate([rng.normal(size=(4, 6)), rng.integers(0, 2, size=(4, 6))])
+    answers = rng.choice(np.array(["4", "5", "six", None], dtype=object), size=(8, 6))
+    answers[0], answers[1] = None, "4"
+    best, worst = expected_best(scores, k), expected_worst(scores, k)
+    majority = expected_majority(scores, answers.tolist(), k)
+    for row in range(8):
+        drawn = [scores[row][list(rows)] for rows in draws(6, k)]
+        assert best[row] == pytest.approx(np.mean([values.max() for values in drawn]), abs=1e-12)
+        assert worst[row] == pytest.approx(np.mean([values.min() for values in drawn]), abs=1e-12)
+        voted = [winner(scores[row], answers[row].tolist(), rows) for rows in draws(6, k)]
+        assert majority[row] == pytest.approx(np.mean(voted), abs=1e-12)
+
+
+def test_best_of_right_and_wrong_answers_is_pass_at_k():
+    """c of 5 right: pass@2 = 1 - C(5-c, 2)/C(5, 2), so 0, 4/10, 7/10, 9/10, 1, 1."""
+    scores = np.tril(np.ones((6, 5)), -1)
+    assert expected_best(scores, 2) == pytest.approx([0.0, 0.4, 0.7, 0.9, 1.0, 1.0])
+    assert expected_worst(scores, 2) == pytest.approx([0.0, 0.0, 0.1, 0.3, 0.6, 1.0])
+
+
+def test_majority_by_hand():
+    scores = np.array([[1, 1, 0, 0, 0, 0]], dtype=float)
+    assert expected_majority(scores, [["7", "7", "1", "2", "3", "4"]], 6) == [1.0]  # two against one each
+    assert expected_majority(scores, [["7", "7", "1", "1", "2", "3"]], 6) == [0.5]  # a tie
+    assert expected_majority(scores, [["7", "7", None, None, None, None]], 6) == [1.0]  # silence is no vote
+    assert expected_majority(scores, [["7", "7", "1", "2", "3", "4"]], 1) == pytest.approx([1 / 3])
+    # Of two drawn: C(2,2) = 1 pair agrees on 7, 8 of 15 pairs tie 7 with a wrong one: (1 + 8/2) / 15.
+    assert expected_majority(scores, [["7", "7", "1", "2", "3", "4"]], 2) == pytest.approx([5 / 15])
+
+
+def test_many_samples_stay_exact():
+    """Of 256 samples, a third right: with two answers maj@129 is the share of draws with 65 or more right."""
+    from math import comb
+
+    n, right, k = 256, 86, 129
+    scores = np.zeros((1, n))
+    scores[0, :right] = 1
+    answers = [["right"] * right + ["wrong"] * (n - right)]
+    exact = sum(comb(right, j) * comb(n - right, k - j) for j in range(65, right + 1)) / comb(n, k)
+    assert expected_majority(scores, answers, k)[0] == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("n", "counts"), [(1, []), (2, [2]), (3, [2, 3]), (6, [2, 4, 6]), (8, [2, 4, 8]), (9, [2, 4, 8, 9])]
+)
+def test_the_k_that_are_looked_at(n, counts):
+    assert sample_counts(n) == counts
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_more_than_there_are_cannot_be_drawn(k):
+    with pytest.raises(ValueError, match="expected 1 to 3"):
+        expected_best(np.zeros((2, 3)), k)
+    with pytest.raises(ValueError, match="expected 1 to 3"):
+        expected_majority(np.zeros((2, 3)), [[None] * 3] * 2, k)
+
+
+def test_an_interval_is_that_of_the_normal_approximation_for_many_prompts():
+    rng = np.random.default_rng(5)
+    values = np.stack([rng.normal(2.0, 3.0, size=900), rng.integers(0, 2, size=900)])
+    intervals = bootstrap_intervals(values, seed=1, resamples=4000)
+    for values_P, (low, high) in zip(values, intervals, strict=True):
+        half = 1.96 * values_P.std() / 30
+        assert low == pytest.approx(values_P.mean() - half, abs=0.1 * half)
+        assert high == pytest.approx(values_P.mean() + half, abs=0.1 * half)
+
+
+def test_an_interval_of_three_prompts_is_that_of_all_27_resamples():
+    """Means of 0, 0, 3 drawn thrice: 0, 1, 2, 3 in 8, 12, 6 and 1 of 27: the 2.5 % points are 0 and 3."""
+    assert bootstrap_intervals(np.array([[0.0, 0.0, 3.0]]), seed=1).tolist() == [[0.0, 3.0]]
+    assert bootstrap_intervals(np.array([[2.0]]), seed=1).tolist() == [[2.0, 2.0]]
+
+
+def test_intervals_are_the_same_every_time_and_do_not_depend_on_the_pieces(monkeypatch):
+    values = np.random.default_rng(0).normal(size=(2, 50))
+    whole = bootstrap_intervals(values, seed=3)
+    assert (whole == bootstrap_intervals(values, seed=3)).all()
+    assert (whole != bootstrap_intervals(values, seed=4)).any()
+    monkeypatch.setattr("strop.trainer.sample_statistics._INDICES_AT_ONCE", 700)
+    assert (whole == bootstrap_intervals(values, seed=3)).all()
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "responses"),
+    [
+        ("openai/gsm8k", {}, {"so #### 1,200": "1200", "#### $1200.": "1200", "it is 1200": None}),
+        ("openai/gsm8k", {"method": "flexible"}, {"it is 1,200 in all": "1200", "none": None}),
+        (
+            "lighteval/MATH",
+            {},
+            {r"\boxed{0.5}": r"\frac{1}{2}", r"\boxed{\dfrac12}": r"\frac{1}{2}", "5": None},
+        ),
+        ("Rowan/hellaswag", {}, {"The answer is (B).": "B", "B": "B", "A or B": None}),
+        ("Rowan/hellaswag", {"labels": "1234"}, {"Answer: 3": "3", "Answer: B": None}),
+        ("strop/arithmetic", {}, {" 7 ": "7", " ": None}),
+    ],
+)
+def test_answers_that_the_scorer_counts_as_one_are_one_vote(source, options, responses):
+    extract = answer_extractor(source, options)
+    assert {response: extract(response) for response in responses} == responses
+
+
+def test_sources_that_compare_no_answers_have_no_vote():
+    assert answer_extractor("openai/openai_humaneval") is None
+    assert answer_extractor("someone/elses") is None
