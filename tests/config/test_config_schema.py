@@ -14,6 +14,7 @@ FREE = (
     "actor_rollout_ref.model.override_config",
     "critic.model.override_config",
     "reward_model.reward_kwargs",
+    "reward_model.parts",
     "trainer.placement",
     "trainer.resource_pools",
 )

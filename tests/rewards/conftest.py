@@ -1,17 +1,21 @@
-"""A tokenizer of characters, scorers that misbehave on request, and a look at what still runs."""
+"""A tokenizer of characters, batches, managers, scorers that misbehave on request, and what still runs."""
 
 from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rewards_support import none_within
+import torch
+from rewards_support import WIDTH, none_within
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
+
+from strop.protocol import DataProto
+from strop.rewards.manager import RewardManager
 
 CHARACTERS = "0123456789+=-#% abcdefghijklmnopqrstuvwxyz"
 
@@ -56,3 +60,56 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[int]]
 
     yield look
     assert none_within(look, 5.0), "processes were left behind"
+
+
+@pytest.fixture
+def make(tokenizer: Any, running: Callable[[], list[int]]) -> Iterator[Callable[..., RewardManager]]:
+    """Makes managers, and closes them."""
+    made = []
+
+    def build(compute_score: Any = None, num_examine: int = 0, **options: Any) -> RewardManager:
+        made.append(RewardManager(tokenizer, num_examine, compute_score, **options))
+        return made[-1]
+
+    yield build
+    for manager in made:
+        manager.close()
+
+
+@pytest.fixture
+def batch_of(tokenizer: Any) -> Callable[..., DataProto]:
+    """A batch of finished responses (with the end token) and their ground truths."""
+
+    def build(
+        responses: Sequence[str],
+        truths: Sequence[Any],
+        data_source: str | Sequence[str] = "strop/arithmetic",
+        style: str | Sequence[str] = "rule",
+        **tensors: torch.Tensor,
+    ) -> DataProto:
+        rows = len(responses)
+        ids = torch.zeros(rows, WIDTH, dtype=torch.long)
+        mask = torch.zeros(rows, WIDTH)
+        for row, response in enumerate(responses):
+            tokens = [*tokenizer(response)["input_ids"], 1]
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            mask[row, : len(tokens)] = 1
+        sources = [data_source] * rows if isinstance(data_source, str) else list(data_source)
+        styles = [style] * rows if isinstance(style, str) else list(style)
+        prompts = torch.tensor([[0, *tokenizer("1+2=")["input_ids"]]] * rows)
+        return DataProto.from_dict(
+            {
+                "prompts": prompts,
+                "responses": ids,
+                "response_mask": mask,
+                "attention_mask": torch.cat([(prompts > 0).long(), mask.long()], dim=1),
+                **tensors,
+            },
+            {
+                "data_source": sources,
+                "reward_model": [{"style": styles[row], "ground_truth": truths[row]} for row in range(rows)],
+                "extra_info": [{"index": 100 + row} for row in range(rows)],
+            },
+        )
+
+    return build

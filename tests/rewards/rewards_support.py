@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+WIDTH = 24
+"""Response tokens of the batches here."""
 SHARED_DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
 
 

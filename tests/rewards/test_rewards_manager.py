@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from rewards_support import WIDTH
 
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
@@ -18,60 +19,6 @@ from strop.rewards.reward_output import at_last_token
 from strop.rewards.scoring import name_sample
 
 Make = Callable[..., RewardManager]
-WIDTH = 24
-
-
-@pytest.fixture
-def make(tokenizer: Any, running: Callable[[], list[int]]) -> Iterator[Make]:
-    """Makes managers, and closes them."""
-    made = []
-
-    def build(compute_score: Any = None, num_examine: int = 0, **options: Any) -> RewardManager:
-        made.append(RewardManager(tokenizer, num_examine, compute_score, **options))
-        return made[-1]
-
-    yield build
-    for manager in made:
-        manager.close()
-
-
-@pytest.fixture
-def batch_of(tokenizer: Any) -> Callable[..., DataProto]:
-    """A batch of finished responses (with the end token) and their ground truths."""
-
-    def build(
-        responses: Sequence[str],
-        truths: Sequence[Any],
-        data_source: str | Sequence[str] = "strop/arithmetic",
-        style: str | Sequence[str] = "rule",
-        **tensors: torch.Tensor,
-    ) -> DataProto:
-        rows = len(responses)
-        ids = torch.zeros(rows, WIDTH, dtype=torch.long)
-        mask = torch.zeros(rows, WIDTH)
-        for row, response in enumerate(responses):
-            tokens = [*tokenizer(response)["input_ids"], 1]
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            mask[row, : len(tokens)] = 1
-        sources = [data_source] * rows if isinstance(data_source, str) else list(data_source)
-        styles = [style] * rows if isinstance(style, str) else list(style)
-        prompts = torch.tensor([[0, *tokenizer("1+2=")["input_ids"]]] * rows)
-        return DataProto.from_dict(
-            {
-                "prompts": prompts,
-                "responses": ids,
-                "response_mask": mask,
-                "attention_mask": torch.cat([(prompts > 0).long(), mask.long()], dim=1),
-                **tensors,
-            },
-            {
-                "data_source": sources,
-                "reward_model": [{"style": styles[row], "ground_truth": truths[row]} for row in range(rows)],
-                "extra_info": [{"index": 100 + row} for row in range(rows)],
-            },
-        )
-
-    return build
 
 
 def test_the_score_stands_at_the_last_response_token(make: Make, batch_of: Callable[..., DataProto]):
@@ -88,6 +35,8 @@ def test_the_score_stands_at_the_last_response_token(make: Make, batch_of: Calla
         "reward/errors": 0.0,
         "reward/timeouts": 0.0,
         "reward/rule/mean": pytest.approx(2 / 3),
+        "reward/score/strop/arithmetic/mean": pytest.approx(2 / 3),
+        "reward/added/strop/arithmetic/rule": pytest.approx(2 / 3),
     }
     assert output.responses == ["3", "12", "345 "]
     assert output.errors == ["", "", ""]
@@ -292,6 +241,8 @@ def test_failed_samples_are_counted_told_and_given_the_error_score(
         "reward/timeouts": 1.0,
         "reward/rule/mean": 0.25,
         "reward/accuracy/mean": 1.0,
+        "reward/score/strop/arithmetic/mean": 0.25,
+        "reward/added/strop/arithmetic/rule": 0.25,
     }
     assert "ValueError: no verdict" in output.errors[1]
     assert "longer than 1 s" in output.errors[2]

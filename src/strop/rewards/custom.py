@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from strop.errors import ConfigError
-from strop.rewards.records import Sample
+from strop.rewards.records import KEYWORDS
 
 KEY = "custom_reward_function"
 
@@ -50,9 +50,12 @@ def load_custom_reward(path: str | None, name: str = "compute_score") -> CustomR
     return None if path is None else CustomReward(path, name)
 
 
-def require_score_signature(function: Any, where: str) -> None:
-    """``ConfigError`` unless ``function`` can be called with the four keywords of a reward function."""
-    wanted = ", ".join(Sample._fields)
+def require_score_signature(function: Any, where: str, **options: Any) -> None:
+    """``ConfigError`` unless ``function`` can be called with the four keywords of a reward function, and
+    ``options``.
+    """
+    keywords = dict.fromkeys(KEYWORDS) | options
+    wanted = ", ".join(keywords)
     if not callable(function):
         raise ConfigError(f"{where} is {function!r:.80}: expected a function compute_score({wanted})")
     if inspect.iscoroutinefunction(function):
@@ -62,7 +65,7 @@ def require_score_signature(function: Any, where: str) -> None:
     except (TypeError, ValueError):  # written in C, without a signature: the first call will tell
         return
     try:
-        signature.bind(**dict.fromkeys(Sample._fields))
+        signature.bind(**keywords)
     except TypeError as error:
         raise ConfigError(
             f"{where} has the parameters {signature} ({error}): it is called with the keywords {wanted}; "

@@ -16,9 +16,11 @@ from torch import Tensor
 from strop.algorithms.registry import asked_for, resolve
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
+from strop.rewards.composition import Composition, part_scorers
 from strop.rewards.custom import load_custom_reward, require_score_signature
 from strop.rewards.error_budget import ErrorBudget
 from strop.rewards.examine import describe_sample
+from strop.rewards.part_scorers import PartScorers
 from strop.rewards.pending import Fields, PendingRewards, real_tokens
 from strop.rewards.pool import RewardPool, default_num_workers
 from strop.rewards.process import RewardProcess
@@ -26,6 +28,7 @@ from strop.rewards.records import Outcome, Sample, ScoreFunction
 from strop.rewards.reward_output import RewardOutput
 from strop.rewards.router import Router, unknown_source
 from strop.rewards.scoring import ScoringJob
+from strop.score_parts import KEY, REWARD_MODEL, RULE, read_parts
 
 if TYPE_CHECKING:
     from strop.config.schema import Config
@@ -33,6 +36,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _KEY = "reward_model.reward_manager"
+_SECTION_KEYS = (
+    "timeout_s",
+    "error_score",
+    "max_error_rate",
+    "parts",
+    "non_stop_penalty",
+    "penalty_reward_value",
+    "min_response_length",
+)
+_OFF_UNLESS_SET = ("parts", "non_stop_penalty", "min_response_length")
 
 
 class RewardManager:
@@ -47,13 +60,18 @@ class RewardManager:
     A batch with ``rm_scores`` [B] adds the reward model's score. It stands alone for samples that ask for it
     (``reward_model.style`` is "model") and, without ``compute_score``, for data sources without a scorer.
 
+    ``parts`` gives these two, and further scorers, a weight for each data source
+    (:func:`strop.score_parts.read_parts`; :class:`strop.rewards.composition.Composition` for the order of
+    things, and for ``non_stop_penalty``, ``penalty_reward_value`` and ``min_response_length``).
+
     A sample whose scorer raises, takes longer than ``timeout_s`` seconds or ends its process scores
     ``error_score``. Beyond ``max_error_rate`` of them (:mod:`strop.rewards.error_budget`) scoring stops.
 
     ``num_examine`` samples of each data source in every batch go to ``printer`` (default: the log) as text.
 
     Raises:
-        ConfigError: ``compute_score`` cannot be called as above or cannot be sent to the process.
+        ConfigError: ``compute_score`` cannot be called as above or cannot be sent to the process, or
+            ``parts`` is wrong.
     """
 
     def __init__(
@@ -68,6 +86,10 @@ class RewardManager:
         max_error_rate: float = 0.1,
         num_workers: int = 1,
         scorer_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        parts: Mapping[str, Any] | None = None,
+        non_stop_penalty: bool = False,
+        penalty_reward_value: float = -10.0,
+        min_response_length: int = 0,
         printer: Callable[[str], None] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -85,6 +107,15 @@ class RewardManager:
             )
         else:
             require_score_signature(compute_score, "compute_score")
+        self.composition = Composition(
+            parts=read_parts(parts),
+            non_stop_penalty=non_stop_penalty,
+            penalty_reward_value=penalty_reward_value,
+            min_response_length=min_response_length,
+        )
+        if scorers := part_scorers(self.composition.parts):
+            compute_score = PartScorers(compute_score, scorers)
+        self._names_parts = bool(scorers)
         self._budget = ErrorBudget(max_error_rate)
         self._process: RewardProcess | RewardPool = (
             RewardProcess(compute_score, timeout_s=timeout_s)
@@ -120,19 +151,32 @@ class RewardManager:
     def expect(self, prompts: DataProto, *, n: int = 1, with_model: bool = False) -> PendingRewards:
         """As ``begin``, before there is a batch: for ``n`` adjacent rows a prompt, that are still to come."""
         fields = [fields for fields in self._fields(prompts) for _ in range(n)]
-        has_rule = [rule for rule in self._rules(prompts, has_model=with_model) for _ in range(n)]
+        asked = [parts for parts in self._asked(prompts, has_model=with_model) for _ in range(n)]
         self._last_job = ScoringJob(
-            self._process, self._budget, n_rows=len(fields), n_scored=sum(has_rule), after=self._last_job
+            self._process,
+            self._budget,
+            n_rows=len(fields),
+            n_scored=sum(map(bool, asked)),
+            after=self._last_job,
         )
-        return PendingRewards(self, self._last_job, fields, has_rule)
+        return PendingRewards(self, self._last_job, fields, asked)
 
     def validate_sources(self, sources: Iterable[str], *, has_reward_model: bool = False) -> None:
         """At start-up: ``RewardError`` for the first data source that nothing can score."""
-        if self._sources is None or has_reward_model:
-            return
+        parts = self.composition.parts
         for source in sorted(set(sources)):
-            if source not in self._sources:
-                raise unknown_source(source, self._sources)
+            has_rule = self._has_scorer(source)
+            if has_reward_model and parts[REWARD_MODEL].weight(source) != 0:
+                continue
+            if parts[RULE].weight(source) != 0 and not has_rule:
+                raise unknown_source(source, self._sources or [])
+            if not self.composition.asked(source, has_rule=has_rule):
+                raise RewardError(
+                    f"data_source {source!r}: nothing scores it, every part of {KEY} has the weight 0 for it"
+                )
+
+    def _has_scorer(self, source: str) -> bool:
+        return self._sources is None or source in self._sources
 
     def start(self) -> None:
         """Start the scoring process now instead of with the first batch; ``RewardError`` when it cannot."""
@@ -163,23 +207,22 @@ class RewardManager:
             )
         ]
 
-    def _rules(self, prompts: DataProto, *, has_model: bool) -> list[bool]:
-        """Which rows a function scores. All are looked at before the first is scored."""
+    def _asked(self, prompts: DataProto, *, has_model: bool) -> list[tuple[str, ...]]:
+        """The parts of each row that functions give. All are looked at before the first is scored."""
         sources = [source for source, *_ in self._fields(prompts)]
         self.validate_sources(sources, has_reward_model=has_model)
-        if not has_model:
-            return [True] * len(sources)
         targets = prompts.non_tensor_batch.get("reward_model", [None] * len(sources))
+        by_model = [has_model and (target or {}).get("style") == "model" for target in targets]
         return [
-            (target or {}).get("style") != "model" and (self._sources is None or source in self._sources)
-            for source, target in zip(sources, targets, strict=True)
+            self.composition.asked(source, has_rule=not model_alone and self._has_scorer(source))
+            for source, model_alone in zip(sources, by_model, strict=True)
         ]
 
-    def sample(self, fields: Fields, token_ids: list[int]) -> Sample:
+    def sample(self, fields: Fields, token_ids: list[int], asked: tuple[str, ...]) -> Sample:
         """What a scorer is told of a response."""
         source, ground_truth, extra = fields
         response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Sample(source, response, ground_truth, extra)
+        return Sample(source, response, ground_truth, extra, asked if self._names_parts else None)
 
     def examine(
         self,
@@ -221,8 +264,8 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
 
     ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class.
     It is made with ``tokenizer``, ``num_examine``, ``compute_score`` (from ``custom_reward_function``, or
-    None), ``reward_fn_key``, the entries of ``reward_kwargs`` and, as far as it takes them, ``timeout_s``,
-    ``error_score`` and ``max_error_rate``.
+    None), ``reward_fn_key``, the entries of ``reward_kwargs`` and, as far as it takes them, the keys of
+    ``_SECTION_KEYS``; one that it does not take must not say that something is on.
 
     Raises:
         ConfigError: an unknown name, an argument that the class does not take, or a custom reward function
@@ -233,17 +276,14 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
     built_in = {"naive": RewardManager, "prime": functools.partial(RewardManager, num_workers=workers)}
     build = resolve(section.reward_manager, built_in, _KEY)
     custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
-    limits = {
-        "timeout_s": section.timeout_s,
-        "error_score": section.error_score,
-        "max_error_rate": section.max_error_rate,
-    }
+    own = {name: getattr(section, name) for name in _SECTION_KEYS}
+    _require_honoured(build, own, section.reward_manager)
     arguments = {
         "tokenizer": tokenizer,
         "num_examine": num_examine,
         "compute_score": custom,
         "reward_fn_key": config.data.reward_fn_key,
-        **asked_for(build, limits),
+        **asked_for(build, own),
         **reward_kwargs,
     }
     try:
@@ -254,3 +294,11 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
             f"its parameters are {inspect.signature(build)}"
         ) from None
     return build(**arguments)
+
+
+def _require_honoured(build: Callable[..., Any], settings: Mapping[str, Any], name: str) -> None:
+    """``ConfigError`` when a manager of the user's own does not take what the configuration turns on."""
+    taken = asked_for(build, settings)
+    if ignored := [key for key in _OFF_UNLESS_SET if settings[key] and key not in taken]:
+        keys = ", ".join(f"reward_model.{key}" for key in ignored)
+        raise ConfigError(f"{_KEY}={name!r} does not take {keys}: leave these out, or take them as arguments")

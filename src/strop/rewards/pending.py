@@ -13,25 +13,28 @@ from torch import Tensor
 
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.records import REWARD_MODEL, RULE, Sample
+from strop.rewards.records import Sample
 from strop.rewards.reward_output import RewardOutput, at_last_token, rule_parts, score_metrics
 from strop.rewards.scoring import ScoringJob, name_sample
+from strop.score_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE
 
 if TYPE_CHECKING:
     from strop.rewards.manager import RewardManager
 
 Fields = tuple[str, Any, Any]
 """What the data say of a row: data source, ground truth, extra info."""
+Parts = tuple[str, ...]
 
 
 class PendingRewards:
     """Takes the samples of a batch as they are finished, then the batch itself, and gives its rewards."""
 
     def __init__(
-        self, manager: RewardManager, job: ScoringJob, fields: Sequence[Fields], has_rule: Sequence[bool]
+        self, manager: RewardManager, job: ScoringJob, fields: Sequence[Fields], asked: Sequence[Parts]
     ) -> None:
-        """``fields`` and ``has_rule`` (whether a function scores it) of all B rows."""
-        self._manager, self._job, self._fields, self._has_rule = manager, job, fields, has_rule
+        """``fields`` and ``asked`` (the parts that functions give) of all B rows."""
+        self._manager, self._job, self._fields, self._asked = manager, job, fields, asked
+        self._has_rule = [RULE in parts for parts in asked]
         self._token_ids: list[list[int] | None] = [None] * len(fields)
         self._adding = threading.Lock()
         self._batch = DataProto()
@@ -42,8 +45,9 @@ class PendingRewards:
             if self._token_ids[row] is not None:
                 return
             self._token_ids[row] = token_ids
-            make = functools.partial(self._manager.sample, self._fields[row], token_ids)
-            if self._has_rule[row]:
+            asked = self._asked[row]
+            make = functools.partial(self._manager.sample, self._fields[row], token_ids, asked)
+            if asked:
                 self._job.add(row, make)
             else:
                 self._job.samples[row] = make()
@@ -72,19 +76,44 @@ class PendingRewards:
         """Wait for them; ``model_scores`` [B] of the reward model are added. Raises as the manager does."""
         outcomes = self._job.outcomes()
         samples = [sample for sample in self._job.samples if sample is not None]
-        parts = rule_parts(outcomes, error_score=self._manager.error_score)
+        parts = rule_parts(outcomes, self._has_rule, error_score=self._manager.error_score)
         if model_scores is not None:
             parts[REWARD_MODEL] = self._model_part(samples, model_scores)
-        summed = [parts[name].nan_to_num() for name in (RULE, REWARD_MODEL) if name in parts]
-        scores_B = torch.stack(summed).sum(dim=0) if summed else torch.zeros(len(samples))
+        sources = [sample.data_source for sample in samples]
+        failed_B = torch.tensor([outcome is not None and bool(outcome.error) for outcome in outcomes])
+        added = self._manager.composition.contributions(
+            parts, sources, failed_B=failed_B, validating=self._validating
+        )
+        scores_B = sum(added.values(), torch.zeros(len(samples)))
+        if (penalty_B := self._penalty(scores_B)) is not None:
+            parts[NON_STOP_PENALTY] = penalty_B
+            added[NON_STOP_PENALTY] = penalty_B.nan_to_num()
+            scores_B = scores_B + added[NON_STOP_PENALTY]
         self._manager.examine(self._batch, samples, scores_B, parts, outcomes)
         return RewardOutput(
             token_level_scores=at_last_token(scores_B, self._batch.batch["response_mask"]),
             parts=parts,
-            metrics=score_metrics(outcomes, parts),
+            metrics=score_metrics(outcomes, sources, parts, added),
             responses=[sample.solution_str for sample in samples],
             errors=["" if outcome is None else outcome.error for outcome in outcomes],
         )
+
+    @property
+    def _validating(self) -> bool:
+        return self._batch.meta_info.get("mode") == "validate"
+
+    def _penalty(self, scores_B: Tensor) -> Tensor | None:
+        """As ``Composition.penalty``; none in validation."""
+        composition, columns = self._manager.composition, self._batch.batch
+        if not composition.non_stop_penalty or self._validating:
+            return None
+        if "truncated" not in columns:
+            raise RewardError(
+                "reward_model.non_stop_penalty: the batch has no column 'truncated' [B], which tells whether "
+                f"a response ended by its stop token; it has {sorted(columns)}"
+            )
+        lengths_B = columns["response_mask"].sum(dim=1).cpu()
+        return composition.penalty(scores_B, columns["truncated"].cpu(), lengths_B)
 
     def _model_part(self, samples: Sequence[Sample], scores: Tensor) -> Tensor:
         scores_B = scores.detach().float().cpu().reshape(len(samples))
@@ -92,7 +121,7 @@ class PendingRewards:
             raise RewardError(
                 f"the reward model gave {scores_B[row].item()} for {name_sample(row, samples[row])}"
             )
-        if self._batch.meta_info.get("mode") == "validate":  # by rules alone, where there is one
+        if self._validating:  # by rules alone, where there is one
             scores_B = scores_B.masked_fill(torch.tensor(self._has_rule), math.nan)
         return scores_B
 

@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from strop.score_parts import RESERVED
+
 Status = Literal["scored", "raised", "timeout", "crashed"]
 
 ScoreFunction = Callable[..., Any]
-"""Called with the fields of ``Sample`` as keywords; returns a number, or a dict with one under "score"."""
+"""Called with ``KEYWORDS``; returns a number, or a dict with one under "score"."""
 
-RULE = "rule"
-REWARD_MODEL = "reward_model"
-RESERVED_PARTS = (RULE, REWARD_MODEL)
+KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Of a reward function."""
 
 
 class Setup(NamedTuple):
@@ -34,6 +35,15 @@ class Sample(NamedTuple):
     """The response alone, decoded, without special tokens."""
     ground_truth: Any = None
     extra_info: Any = None
+    parts: tuple[str, ...] | None = None
+    """Which parts of its score are asked for, of a function that gives several."""
+
+    def keywords(self) -> dict[str, Any]:
+        """What the function is called with."""
+        fields = self._asdict()
+        if self.parts is None:
+            del fields["parts"]
+        return fields
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ def call_scorer(function: ScoreFunction, sample: Sample) -> Outcome:
 
     Raises ``TypeError`` or ``ValueError`` when what it returned is not a score.
     """
-    return outcome_of(function(**sample._asdict()))
+    return outcome_of(function(**sample.keywords()))
 
 
 def outcome_of(result: Any) -> Outcome:
@@ -68,7 +78,7 @@ def outcome_of(result: Any) -> Outcome:
     if "score" not in result:
         raise ValueError(f"the returned dict has no key 'score'; it has {sorted(map(str, result))}")
     parts = {str(name): _number(value, f"part {name!r}") for name, value in result.items() if name != "score"}
-    if taken := [name for name in RESERVED_PARTS if name in parts]:
+    if taken := [name for name in RESERVED if name in parts]:
         raise ValueError(f"the returned dict names a part {taken[0]!r}, which is taken; choose another name")
     return Outcome("scored", _number(result["score"], "the score"), parts)
 

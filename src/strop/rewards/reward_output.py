@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.rewards.records import RULE, Outcome
+from strop.rewards.records import Outcome
+from strop.score_parts import RULE
 
 
 @dataclass(frozen=True)
@@ -19,28 +20,31 @@ class RewardOutput:
     token_level_scores: Tensor
     """float32 [B, T]: the sample's score at its last response token, 0 elsewhere."""
     parts: dict[str, Tensor]
-    """float32 [B] by name: ``rule``, ``reward_model`` (the score is their sum), and what a scorer named
-    besides. NaN where a part does not apply to a sample."""
+    """float32 [B] by name: ``rule``, ``reward_model``, those of ``reward_model.parts``, and what a scorer
+    named besides. NaN where a part does not apply to a sample."""
     metrics: dict[str, float]
-    """``reward/error_rate``, ``reward/errors``, ``reward/timeouts`` and ``reward/<part>/mean``, the mean over
-    the samples that have the part."""
+    """Those of :func:`score_metrics`."""
     responses: list[str]
     """The decoded responses [B]."""
     errors: list[str]
     """Why a sample could not be scored [B]; "" for one that could."""
 
 
-def rule_parts(outcomes: Sequence[Outcome | None], *, error_score: float) -> dict[str, Tensor]:
-    """``rule`` and the scorers' own parts [B], NaN for samples without; empty when no sample has an outcome.
+def rule_parts(
+    outcomes: Sequence[Outcome | None], has_rule: Sequence[bool], *, error_score: float
+) -> dict[str, Tensor]:
+    """``rule`` and the scorers' other parts [B], NaN for samples without; empty when no sample has an
+    outcome.
 
-    A sample that could not be scored has ``error_score`` and no parts of its own.
+    A sample that could not be scored has a ``rule`` of ``error_score`` and no other parts.
     """
     columns: dict[str, list[float]] = {}
     for row, outcome in enumerate(outcomes):
         if outcome is None:
             continue
-        rule = error_score if outcome.error else outcome.score
-        for name, value in {RULE: rule, **outcome.parts}.items():
+        rule = {RULE: outcome.score} if has_rule[row] else {}
+        named = {RULE: error_score} if outcome.error else {**rule, **outcome.parts}
+        for name, value in named.items():
             columns.setdefault(name, [math.nan] * len(outcomes))[row] = value
     return {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
 
@@ -53,8 +57,19 @@ def at_last_token(scores_B: Tensor, mask_BT: Tensor) -> Tensor:
     return scores_BT.scatter_(1, last_B[:, None], scores_B.float().to(mask_BT.device)[:, None])
 
 
-def score_metrics(outcomes: Sequence[Outcome | None], parts: Mapping[str, Tensor]) -> dict[str, float]:
-    """The metrics of :class:`RewardOutput`; rates are over the samples that a function was asked to score."""
+def score_metrics(
+    outcomes: Sequence[Outcome | None],
+    sources: Sequence[str],
+    parts: Mapping[str, Tensor],
+    contributions: Mapping[str, Tensor],
+) -> dict[str, float]:
+    """What a batch scored, by part and by data source.
+
+    ``reward/error_rate``, ``/errors``, ``/timeouts``: of the samples that a function was asked to score;
+    ``reward/<part>/mean``: over the samples that have the part, before its weight;
+    ``reward/score/<source>/mean``: over the samples of a data source; and, over all samples of the batch,
+    ``reward/added/<source>/<part>``: what a part of a source adds to the mean score. These sum to it.
+    """
     asked = [outcome for outcome in outcomes if outcome is not None]
     errors = sum(bool(outcome.error) for outcome in asked)
     return {
@@ -62,4 +77,16 @@ def score_metrics(outcomes: Sequence[Outcome | None], parts: Mapping[str, Tensor
         "reward/errors": float(errors),
         "reward/timeouts": float(sum(outcome.status == "timeout" for outcome in asked)),
         **{f"reward/{name}/mean": values.nanmean().item() for name, values in parts.items()},
+        **_by_source(sources, contributions),
     }
+
+
+def _by_source(sources: Sequence[str], contributions: Mapping[str, Tensor]) -> dict[str, float]:
+    metrics = {}
+    for source in sorted(set(sources)):
+        of_source_B = torch.tensor([other == source for other in sources])
+        added = {name: values_B[of_source_B].sum().item() for name, values_B in contributions.items()}
+        metrics[f"reward/score/{source}/mean"] = sum(added.values()) / int(of_source_B.sum())
+        for name, total in added.items():
+            metrics[f"reward/added/{source}/{name}"] = total / len(sources)
+    return metrics

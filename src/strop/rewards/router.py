@@ -10,18 +10,19 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from strop.errors import ConfigError, RewardError, StropError
+from strop.errors import ConfigError, RewardError
 from strop.rewards.custom import require_score_signature
+from strop.rewards.part_scorers import BuiltInScorer
 from strop.rewards.records import ScoreFunction
 
 _BUILT_IN = {
-    "openai/gsm8k": "strop.rewards.score.gsm8k:compute_score",
-    "lighteval/MATH": "strop.rewards.score.math:compute_score",
-    "DigitalLearningGmbH/MATH-lighteval": "strop.rewards.score.math:compute_score",
-    "Rowan/hellaswag": "strop.rewards.score.choice:compute_score",
-    "openai/openai_humaneval": "strop.rewards.score.code:compute_score",
-    "google-research-datasets/mbpp": "strop.rewards.score.code:compute_score",
-    "strop/arithmetic": "strop.rewards.score.exact:compute_score",
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "Rowan/hellaswag": "choice",
+    "openai/openai_humaneval": "code",
+    "google-research-datasets/mbpp": "code",
+    "strop/arithmetic": "exact",
 }
 _registered: dict[str, ScoreFunction | str] = {}
 
@@ -58,41 +59,37 @@ class Router:
 
     def __init__(self, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._registered = dict(_registered)
-        self._options = {source: dict(given) for source, given in (options or {}).items()}
-        for source, given in self._options.items():
-            self._try_options(source, given)
+        options = options or {}
+        for source in options:
+            if source in self._registered or source not in _BUILT_IN:
+                raise ConfigError(
+                    f"scorer_kwargs: {source!r} is no data source with a built-in scorer "
+                    f"(known: {', '.join(sorted(_BUILT_IN))})"
+                )
+        self._built_in = {
+            source: BuiltInScorer(name, options.get(source, {}), where=f"scorer_kwargs for {source!r}")
+            for source, name in _BUILT_IN.items()
+        }
 
     def __call__(self, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
+        scorer: ScoreFunction
         if data_source in self._registered:
-            return _load(self._registered[data_source])(
-                data_source=data_source,
-                solution_str=solution_str,
-                ground_truth=ground_truth,
-                extra_info=extra_info,
-            )
-        if data_source not in _BUILT_IN:
+            scorer = _load(self._registered[data_source])
+        elif data_source in self._built_in:
+            scorer = self._built_in[data_source]
+        else:
             raise unknown_source(data_source, self.sources)
-        scorer = _load(_BUILT_IN[data_source])
-        return scorer(solution_str, ground_truth, **self._options.get(data_source, {}))
+        return scorer(
+            data_source=data_source,
+            solution_str=solution_str,
+            ground_truth=ground_truth,
+            extra_info=extra_info,
+        )
 
     @property
     def sources(self) -> list[str]:
         """The data sources that have a scorer."""
         return sorted({*_BUILT_IN, *self._registered})
-
-    def _try_options(self, source: str, given: Mapping[str, Any]) -> None:
-        """Score nothing once, so that wrong options show before the first sample does."""
-        if source in self._registered or source not in _BUILT_IN:
-            raise ConfigError(
-                f"scorer_kwargs: {source!r} is no data source with a built-in scorer "
-                f"(known: {', '.join(sorted(_BUILT_IN))})"
-            )
-        try:
-            _load(_BUILT_IN[source])("", "0", **given)
-        except StropError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"scorer_kwargs for {source!r}: {error}") from error
 
 
 def unknown_source(data_source: str, known: Iterable[str]) -> RewardError:

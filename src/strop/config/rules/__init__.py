@@ -8,6 +8,7 @@ from strop.config.rules.finding import Rule
 ALL_RULES: tuple[Rule, ...] = (
     named.pluggable_names,
     named.trackers,
+    named.reward_parts,
     learning.groups,
     learning.kl,
     learning.sampling,

@@ -14,8 +14,10 @@ from strop.config.names import (
     REWARD_MANAGERS,
     is_import_path,
 )
-from strop.config.rules.finding import Finding, error
+from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config
+from strop.errors import ConfigError
+from strop.score_parts import SCORERS, read_parts
 
 _NOT_IN_A_WANDB_PROJECT = re.compile(r"[/\\#?%:]")
 
@@ -44,6 +46,25 @@ def trackers(config: Config) -> Iterator[Finding]:
             yield error(f"trainer.{key}: found an empty name")
     if "wandb" in trainer.logger and _NOT_IN_A_WANDB_PROJECT.search(trainer.project_name):
         yield error(f"trainer.project_name={trainer.project_name}: wandb allows none of / \\ # ? % : in it")
+
+
+def reward_parts(config: Config) -> Iterator[Finding]:
+    """Parts of the score have weights and known scorers; what is set has an effect."""
+    rewards = config.reward_model
+    try:
+        parts = read_parts(rewards.parts)
+    except ConfigError as problem:
+        for line in problem.problems:
+            yield error(line)
+        return
+    for name, part in parts.items():
+        if part.scorer is not None:
+            yield from _known(f"reward_model.parts.{name}.scorer", part.scorer, SCORERS)
+    if "reward_model" in rewards.parts and not rewards.enable:
+        yield warning("reward_model.parts.reward_model has no effect: reward_model.enable=False")
+    for key in ("penalty_reward_value", "min_response_length"):
+        if f"reward_model.{key}" in (config.written or ()) and not rewards.non_stop_penalty:
+            yield warning(f"reward_model.{key} has no effect: reward_model.non_stop_penalty=False")
 
 
 def _known(key: str, name: str, known: Collection[str]) -> Iterator[Finding]:

@@ -60,6 +60,14 @@ class RewardModelConfig(Section):
     """Score of a sample whose reward function failed or was cut off."""
     max_error_rate: Fraction
     """Share of such samples in a batch above which the run stops."""
+    parts: dict[str, Any]
+    """What a score is made of: name of a part -> weight, or {weight, scorer, kwargs}; see docs/rewards.md."""
+    non_stop_penalty: bool
+    """Give a response that did not end by its stop token the score penalty_reward_value."""
+    penalty_reward_value: Number
+    """That score."""
+    min_response_length: Count
+    """With non_stop_penalty: a response that stopped before this many tokens gets that score, too."""
     num_examine: Count
     """Training samples per data source to print with their score, each iteration."""
     val_num_examine: Count
