@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from strop.config.keys import Key, all_keys
 from strop.config.support import status_in_words
-from strop.config.user_file import DEFAULTS_FILE
+from strop.config.trees import PPO
 
 PAGE = Path(__file__).with_name("config.md")
 
@@ -51,7 +51,7 @@ names the key; or *error*, and when.
 
 def page() -> str:
     """The whole page."""
-    defaults = OmegaConf.to_container(OmegaConf.load(DEFAULTS_FILE), resolve=False)
+    defaults = OmegaConf.to_container(OmegaConf.load(PPO.defaults_file), resolve=False)
     keys = all_keys()
     lines = [INTRODUCTION]
     for section in (key for key in keys.values() if key.is_section):

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from strop.config.check import check
 from strop.config.load import as_config, load_config
 from strop.config.support import status_in_words
-from strop.config.user_file import DEFAULTS_FILE
+from strop.config.trees import PPO
 
 DOCUMENT = Path(__file__).resolve().parents[2] / ".." / "shared" / "reference" / "config_explanation.rst"
 
@@ -36,7 +36,7 @@ def leaves(mapping, prefix=""):
 
 
 def test_every_key_of_the_document_exists_with_the_same_default(reference):
-    ours = dict(leaves(OmegaConf.to_container(OmegaConf.load(DEFAULTS_FILE), resolve=False)))
+    ours = dict(leaves(OmegaConf.to_container(OmegaConf.load(PPO.defaults_file), resolve=False)))
     theirs = dict(leaves(OmegaConf.to_container(OmegaConf.create(reference), resolve=False)))
     assert len(theirs) == 95
     assert {path: ours.get(path, "missing") for path in theirs} == theirs

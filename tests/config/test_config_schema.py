@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from strop.config.keys import all_keys, leaf_paths, nearest, unknown_key, value_at
 from strop.config.load import load_config, to_dict
 from strop.config.schema import Config
-from strop.config.user_file import DEFAULTS_FILE
+from strop.config.trees import PPO
 from strop.errors import ConfigError
 
 FREE = (
@@ -30,7 +30,7 @@ def paths_in(mapping, prefix=""):
 
 
 def test_schema_and_yaml_hold_exactly_the_same_keys():
-    in_yaml = list(paths_in(OmegaConf.to_container(OmegaConf.load(DEFAULTS_FILE), resolve=False)))
+    in_yaml = list(paths_in(OmegaConf.to_container(OmegaConf.load(PPO.defaults_file), resolve=False)))
     assert sorted(in_yaml) == sorted(leaf_paths())
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import Expected, Section
 
 _PLAIN_NAMES = {
@@ -39,9 +39,9 @@ class Key:
 
 
 @cache
-def all_keys() -> dict[str, Key]:
-    """Every key of the tree by its full path, in the order of the schema."""
-    return {key.path: key for key in _walk(Config, "")}
+def all_keys(schema: type[RootConfig] = Config) -> dict[str, Key]:
+    """Every key of a tree by its full path, in the order of the schema."""
+    return {key.path: key for key in _walk(schema, "")}
 
 
 def leaf_paths() -> list[str]:
@@ -49,12 +49,12 @@ def leaf_paths() -> list[str]:
     return [key.path for key in all_keys().values() if not key.is_section]
 
 
-def value_at(config: Config, path: str) -> Any:
+def value_at(config: RootConfig, path: str) -> Any:
     """The value of the key `path`, for example "trainer.total_epochs"."""
     return operator.attrgetter(path)(config)
 
 
-def nearest(path: str) -> str | None:
+def nearest(path: str, schema: type[RootConfig] = Config) -> str | None:
     """The known key most like `path`, if any is like it: by its last word first, then by the whole path."""
 
     def likeness(known: str) -> float:
@@ -64,20 +64,20 @@ def nearest(path: str) -> str | None:
         whole = difflib.SequenceMatcher(None, path, known).ratio()
         return 0.6 * word + 0.4 * whole
 
-    best = max(all_keys(), key=likeness)
+    best = max(all_keys(schema), key=likeness)
     return best if likeness(best) > _CLOSE_ENOUGH else None
 
 
-def unknown_key(path: str) -> str:
+def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
     """The line that reports a key which does not exist."""
-    guess = nearest(path)
+    guess, keys = nearest(path, schema), all_keys(schema)
     if guess:
         return f"{path}: unknown key; did you mean {guess}?"
-    sections = {key.path for key in all_keys().values() if key.is_section}
+    sections = {key.path for key in keys.values() if key.is_section}
     section = path.rpartition(".")[0]
     while section and section not in sections:
         section = section.rpartition(".")[0]
-    siblings = [_last_word(known) for known in all_keys() if known.rpartition(".")[0] == section]
+    siblings = [_last_word(known) for known in keys if known.rpartition(".")[0] == section]
     return f"{path}: unknown key; the keys of {section or 'the configuration'} are {', '.join(siblings)}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,12 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from strop.config import deprecated
 from strop.config.keys import all_keys, unknown_key
 from strop.config.overrides import apply_override, split_overrides
 from strop.config.resolve import resolve, written_paths
-from strop.config.schema import Config
-from strop.config.user_file import DEFAULTS_FILE, compose_file, locate
+from strop.config.schema import Config, RootConfig
+from strop.config.trees import PPO, Root, Tree
+from strop.config.user_file import compose_file, locate
 from strop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,9 +26,21 @@ if TYPE_CHECKING:
 def load_config(
     overrides: Sequence[str] = (), *, config_name: str | None = None, config_path: str | Path | None = None
 ) -> Config:
+    """The configuration of reinforcement learning; see `load_tree`."""
+    return load_tree(PPO, overrides, config_name=config_name, config_path=config_path)
+
+
+def load_tree(
+    tree: Tree[Root],
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str | None = None,
+    config_path: str | Path | None = None,
+) -> Root:
     """The defaults, the user's YAML file over them, and Hydra overrides over both.
 
     Args:
+        tree: the kind of run that is configured.
         overrides: `key=value`, `+key=value`, `++key=value`, `~key`, or `group=choice` for a config group in
             the user's folder.
         config_name: the user's file, with or without ".yaml".
@@ -39,10 +50,10 @@ def load_config(
     Raises:
         ConfigError: one line for each unknown key, wrong value, dead interpolation and unreadable override.
     """
-    file = locate(config_path, config_name)
+    file = locate(config_path, config_name, tree.name)
     groups, settings, problems = split_overrides(overrides, file.parent if file else None)
-    layer = compose_file(file, groups) if file else OmegaConf.create({})
-    return _build(layer, settings, problems)
+    layer = compose_file(file, groups, tree.name) if file else OmegaConf.create({})
+    return _build(tree, layer, settings, problems)
 
 
 def as_config(config: Config | DictConfig | Mapping[str, Any]) -> Config:
@@ -58,37 +69,37 @@ def as_config(config: Config | DictConfig | Mapping[str, Any]) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(f"configuration: {str(error).splitlines()[0]}") from error
     OmegaConf.set_struct(layer, False)
-    return _build(layer, [], [])
+    return _build(PPO, layer, [], [])
 
 
-def to_dict(config: Config) -> dict[str, Any]:
+def to_dict(config: RootConfig) -> dict[str, Any]:
     """`config` as plain nested dicts and lists."""
     return config.model_dump()
 
 
-def to_yaml(config: Config) -> str:
-    """`config` as YAML, which `load_config(config_path=file)` reads back to an equal one."""
+def to_yaml(config: RootConfig) -> str:
+    """`config` as YAML, which `load_tree(..., config_path=file)` reads back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=10_000)
 
 
-def _build(layer: DictConfig, settings: list[Override], problems: list[str]) -> Config:
+def _build(kind: Tree[Root], layer: DictConfig, settings: list[Override], problems: list[str]) -> Root:
     """Lay `layer` and `settings` over the defaults, resolve, validate; `problems` are known already."""
     written = written_paths(cast(dict[Any, Any], OmegaConf.to_container(layer, resolve=False)))
-    tree = cast(DictConfig, OmegaConf.merge(_defaults(), layer))  # a copy
+    tree = cast(DictConfig, OmegaConf.merge(kind.defaults(), layer))  # a copy
     OmegaConf.set_readonly(tree, False)
     for override in settings:
-        problem = apply_override(tree, override)
+        problem = apply_override(tree, override, kind.schema)
         if problem:
             problems.append(problem)
         written |= written_paths({override.key_or_group: override.value()})
-    deprecated.settle(tree, written)
+    kind.settle(tree, written)
 
     by_path: dict[str, str] = {}
     plain = resolve(tree, by_path)
     try:
-        config = Config.model_validate(plain)
+        config = kind.schema.model_validate(plain)
     except ValidationError as error:
-        for path, line in _readable(error, plain):
+        for path, line in _readable(error, plain, kind.schema):
             by_path.setdefault(path, line)
         raise ConfigError(*problems, *by_path.values()) from None
     if problems or by_path:
@@ -97,20 +108,17 @@ def _build(layer: DictConfig, settings: list[Override], problems: list[str]) -> 
     return config
 
 
-@cache
-def _defaults() -> DictConfig:
-    return cast(DictConfig, OmegaConf.load(DEFAULTS_FILE))
-
-
-def _readable(error: ValidationError, plain: dict[Any, Any]) -> list[tuple[str, str]]:
+def _readable(
+    error: ValidationError, plain: dict[Any, Any], schema: type[RootConfig]
+) -> list[tuple[str, str]]:
     """Path and line for each of pydantic's errors; several about one key (members of a union) become one."""
-    keys = all_keys()
+    keys = all_keys(schema)
     lines: dict[str, str] = {}
     for item in error.errors(include_url=False):
         words = [str(word) for word in item["loc"]]
         path = ".".join(words)
         if item["type"] in ("extra_forbidden", "invalid_key"):
-            lines.setdefault(path, unknown_key(path))
+            lines.setdefault(path, unknown_key(path, schema))
             continue
         while path not in keys:  # below a key: an element of a list, or a member of a union
             words.pop()

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from strop.config.keys import nearest
+from strop.config.schema import RootConfig
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -43,7 +44,7 @@ def split_overrides(
     return groups, settings, problems
 
 
-def apply_override(tree: DictConfig, override: Override) -> str | None:
+def apply_override(tree: DictConfig, override: Override, schema: type[RootConfig]) -> str | None:
     """Apply one setting to `tree`, in place; the line that says what is wrong with it, if anything is.
 
     `key=value`, `+key=value` and `++key=value` all set the key; the schema reports later those that do not
@@ -57,7 +58,7 @@ def apply_override(tree: DictConfig, override: Override) -> str | None:
         section, _, name = key.rpartition(".")
         parent = OmegaConf.select(tree, section) if section else tree
         if not isinstance(parent, DictConfig) or name not in parent:
-            guess = nearest(key)
+            guess = nearest(key, schema)
             hint = f"; did you mean ~{guess}?" if guess and guess != key else ""
             return f"{override.input_line}: no value to remove{hint}"
         if value is not None and value != parent[name]:

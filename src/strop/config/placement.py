@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.config.roles import policy_roles
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
 
 GLOBAL_POOL = "global_pool"
@@ -78,7 +78,7 @@ def runs_on_ray(config: Config) -> bool:
     return kind == "ray" or (kind == "auto" and Placement.from_config(config).processes > 1)
 
 
-def processes_per_node(config: Config) -> int:
+def processes_per_node(config: RootConfig) -> int:
     """``trainer.n_gpus_per_node``; where nobody wrote it, no more than the GPUs here, and 1 without any."""
     trainer, written = config.trainer, config.written
     if written is None or "trainer.n_gpus_per_node" in written or trainer.nnodes > 1:

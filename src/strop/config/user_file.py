@@ -17,22 +17,19 @@ from yaml import YAMLError
 
 from strop.errors import ConfigError
 
-DEFAULT_NAME = "ppo_trainer"
-DEFAULTS_FILE = Path(__file__).with_name(f"{DEFAULT_NAME}.yaml")
 
-
-def locate(config_path: str | Path | None, config_name: str | None) -> Path | None:
-    """The user's file; None when only the shipped defaults are meant.
+def locate(config_path: str | Path | None, config_name: str | None, default_name: str) -> Path | None:
+    """The user's file; None when only the shipped defaults, called `default_name`, are meant.
 
     Raises:
         ConfigError: there is no such file.
     """
-    name = (config_name or DEFAULT_NAME).removesuffix(".yaml")
+    name = (config_name or default_name).removesuffix(".yaml")
     if config_path is None:
-        if name == DEFAULT_NAME:
+        if name == default_name:
             return None
         raise ConfigError(
-            f"--config-name {config_name}: strop ships only {DEFAULT_NAME}; "
+            f"--config-name {config_name}: strop ships only {default_name} for this command; "
             "for a file of your own, give its folder with --config-path"
         )
     path = Path(config_path).expanduser().resolve()
@@ -47,7 +44,7 @@ def locate(config_path: str | Path | None, config_name: str | None) -> Path | No
     return file
 
 
-def compose_file(file: Path, group_overrides: Sequence[str] = ()) -> DictConfig:
+def compose_file(file: Path, group_overrides: Sequence[str], default_name: str) -> DictConfig:
     """`file` and the config groups that it or `group_overrides` choose, without the shipped defaults.
 
     Raises:
@@ -58,7 +55,7 @@ def compose_file(file: Path, group_overrides: Sequence[str] = ()) -> DictConfig:
 
     try:
         with (
-            _own_hydra(file.parent),
+            _own_hydra(file.parent, default_name),
             initialize_config_dir(str(file.parent), version_base="1.3"),
             warnings.catch_warnings(),
         ):
@@ -73,7 +70,7 @@ def compose_file(file: Path, group_overrides: Sequence[str] = ()) -> DictConfig:
 
 
 @contextmanager
-def _own_hydra(folder: Path) -> Generator[None, None, None]:
+def _own_hydra(folder: Path, default_name: str) -> Generator[None, None, None]:
     """Hydra's global state for one composition, then put back: the caller may be a Hydra application.
 
     The shipped defaults lie beneath every file. To a `defaults:` list that names them they are therefore an
@@ -86,8 +83,8 @@ def _own_hydra(folder: Path) -> Generator[None, None, None]:
     outer, store = GlobalHydra.instance().hydra, ConfigStore.instance()
     stored = dict(store.repo)
     GlobalHydra.instance().clear()
-    if not (folder / f"{DEFAULT_NAME}.yaml").is_file():
-        store.store(name=DEFAULT_NAME, node={})
+    if not (folder / f"{default_name}.yaml").is_file():
+        store.store(name=default_name, node={})
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.config.schema.trainer import TrainerConfig
+from strop.config.schema.run import RunConfig
 from strop.controller.dispatch import require_dispatch
 from strop.controller.resource_pool import ResourcePool
 from strop.controller.worker_group import GroupMethod
@@ -34,7 +34,7 @@ class LocalWorkerGroup:
         init_kwargs: Mapping[str, Any],
         resource_pool: ResourcePool | None = None,
         name: str = "",
-        settings: TrainerConfig | None = None,
+        settings: RunConfig | None = None,
     ) -> None:
         self.name = name or worker_cls.__name__
         self.worker = worker_cls(**init_kwargs)

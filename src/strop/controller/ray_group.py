@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 import ray
 
-from strop.config.schema.trainer import TrainerConfig
+from strop.config.schema.run import RunConfig
 from strop.controller import ray_cluster, ray_processes
 from strop.controller.dispatch import Dispatch, require_dispatch
 from strop.controller.ray_handles import Columns, Layout, RemoteColumns, RemoteTensor, RemoteValue
@@ -51,7 +51,7 @@ class RayWorkerGroup:
         init_kwargs: Mapping[str, Any],
         resource_pool: ResourcePool,
         name: str = "",
-        settings: TrainerConfig | None = None,
+        settings: RunConfig | None = None,
     ) -> None:
         self.name = name or worker_cls.__name__
         self.worker_cls = worker_cls

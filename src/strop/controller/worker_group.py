@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.config.schema.trainer import TrainerConfig
+from strop.config.schema.run import RunConfig
 from strop.controller.resource_pool import ResourcePool
 
 
@@ -45,7 +45,7 @@ class WorkerGroup(Protocol):
         init_kwargs: Mapping[str, Any],
         resource_pool: ResourcePool | None = None,
         name: str = "",
-        settings: TrainerConfig | None = None,
+        settings: RunConfig | None = None,
     ) -> None: ...
 
     @property

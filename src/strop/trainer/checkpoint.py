@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from strop.config.schema import Config
+from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError, StropError, WorkerError
 from strop.trainer.checkpoint_folder import building_folder, latest_step, publish, saved_steps
 from strop.trainer.manifest import seal, verify
@@ -63,7 +63,7 @@ class Checkpoints:
             self._uploader = Uploader(checkpoints, max_to_keep=max_to_keep)
 
     @classmethod
-    def of(cls, config: Config) -> Checkpoints:
+    def of(cls, config: RootConfig) -> Checkpoints:
         """The checkpoints of the run that ``config`` describes.
 
         ``trainer.default_hdfs_dir`` counts only where the user wrote it: its default is a local path.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from strop.atomic import atomic_write_text
 from strop.config.load import to_yaml
-from strop.config.schema import Config
+from strop.config.schema import RootConfig
 from strop.config.settled import settled
 
 _RUN_FILES = (
@@ -43,7 +43,7 @@ class RunFolder:
         """The trained actor as a Hugging Face folder, when no checkpoints are kept."""
         return self.path / "final_model"
 
-    def write_config(self, config: Config) -> None:
+    def write_config(self, config: RootConfig) -> None:
         """The resolved configuration, in place of an earlier one only when it is whole."""
         atomic_write_text(self.path / "config.yaml", to_yaml(settled(config)))
 

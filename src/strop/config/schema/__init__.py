@@ -1,7 +1,7 @@
-"""The typed configuration tree, one module for each owner; `Config` is its root."""
+"""The typed configuration trees, one module for each owner; `Config` is the root of the largest."""
 
 from __future__ import annotations
 
-from strop.config.schema.root import Config
+from strop.config.schema.root import Config, RootConfig
 
-__all__ = ["Config"]
+__all__ = ["Config", "RootConfig"]

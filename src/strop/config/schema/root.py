@@ -1,4 +1,4 @@
-"""The root of the configuration tree."""
+"""The roots of the configuration trees: what they share, and that of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from strop.config.schema.base import Section
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.data import DataConfig
 from strop.config.schema.reward import CustomRewardFunctionConfig, RewardModelConfig
+from strop.config.schema.rows import RowsConfig
+from strop.config.schema.run import RunConfig
 from strop.config.schema.trainer import TrainerConfig
 
 
-class Config(Section):
-    """Everything that a run is told, read by attribute: config.trainer.total_epochs."""
+class RootConfig(Section):
+    """Everything that a run of any kind is told, read by attribute: config.trainer.total_epochs."""
 
-    data: DataConfig
-    actor_rollout_ref: ActorRolloutRefConfig
-    critic: CriticConfig
-    reward_model: RewardModelConfig
-    custom_reward_function: CustomRewardFunctionConfig
-    algorithm: AlgorithmConfig
-    trainer: TrainerConfig
+    data: RowsConfig
+    trainer: RunConfig
 
     _written: frozenset[str] | None = PrivateAttr(default=None)
 
@@ -39,6 +36,18 @@ class Config(Section):
 
     def __eq__(self, other: object) -> bool:
         """Equal values; who wrote them does not matter."""
-        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+        return type(other) is type(self) and self.model_dump() == other.model_dump()
 
     __hash__ = None
+
+
+class Config(RootConfig):
+    """Everything that a run of reinforcement learning is told."""
+
+    data: DataConfig
+    actor_rollout_ref: ActorRolloutRefConfig
+    critic: CriticConfig
+    reward_model: RewardModelConfig
+    custom_reward_function: CustomRewardFunctionConfig
+    algorithm: AlgorithmConfig
+    trainer: TrainerConfig
