@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
 from strop.rollout import decoding
 from strop.trainer.build import build_trainer
-from strop.trainer.scores import PendingScores
+from strop.trainer.scores import PendingScores, Samples
 
 import tiny_model
 from runs import make_inputs, metrics, overrides
@@ -144,6 +145,24 @@ def test_a_failure_elsewhere_does_not_wait_for_scores(make, tmp_path, monkeypatc
         trainer.fit()
     trainer.reward_fn.close()  # waits for the thread that feeds the scorer
     assert time.monotonic() - started < 30
+
+
+def test_a_failure_elsewhere_gives_up_greedy_scores_too():
+    given_up = []
+
+    class Scores:
+        @contextlib.contextmanager
+        def cancelled_on_error(self):
+            try:
+                yield
+            except ModelError:
+                given_up.append(self)
+                raise
+
+    samples = Samples(DataProto(), Scores(), Scores())
+    with pytest.raises(ModelError), samples.cancelled_on_error():
+        raise ModelError("no values today")
+    assert sorted(map(id, given_up)) == sorted(map(id, (samples.scores, samples.greedy_scores)))
 
 
 def test_a_failure_of_the_scorer_stops_the_step(make, tmp_path):

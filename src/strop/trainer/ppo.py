@@ -41,6 +41,7 @@ from strop.trainer.seeds import sample_seeds
 from strop.trainer.shared_folder import require_shared_folder
 from strop.trainer.timing import PhaseTimer
 from strop.trainer.updates import PendingUpdates, mini_batches
+from strop.trainer.validation import needs_reward_model
 from strop.trainer.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -82,11 +83,12 @@ class RayPPOTrainer:
         self.train_loader, self.val_loader = loops.build_loaders(
             self.config, tokenizer, train_dataset, val_dataset
         )
-        result = check(self.config, train_rows=len(self.train_loader.dataset))
+        trains = not self.config.trainer.val_only
+        result = check(self.config, train_rows=len(self.train_loader.dataset) if trains else None)
         for line in result.warnings:
             logger.warning("warning: %s", line)
         result.raise_errors()
-        self.total_steps = loops.total_training_steps(self.config, len(self.train_loader))
+        self.total_steps = loops.total_training_steps(self.config, len(self.train_loader)) if trains else 0
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()
         self.actor: Any = None  # worker groups: their methods are those of the workers
@@ -109,7 +111,7 @@ class RayPPOTrainer:
             algorithm.kl_penalty == "full" or (actor.use_kl_loss and actor.kl_loss_type == "full")
         )
         self.is_one_step = why_old_log_probs_are_computed_apart(self.config) is None
-        self.use_critic = "values" in self._estimator_needs
+        self.use_critic = trains and "values" in self._estimator_needs
         self.use_reward_model = self.config.reward_model.enable
 
     # ------------------------------------------------------------------------------------------- building
@@ -127,7 +129,7 @@ class RayPPOTrainer:
             self.ref = self._group(Role.RefPolicy)
         if self.use_critic:
             self.critic = self._group(Role.Critic)
-        if self.use_reward_model:
+        if self.use_reward_model and (not self.config.trainer.val_only or needs_reward_model(self)):
             self.reward_model = self._group(Role.RewardModel)
         require_shared_folder(Path(self.config.trainer.default_local_dir), self.groups)
         for call in [group.init_model.start() for group in self.groups.values()]:
@@ -170,13 +172,14 @@ class RayPPOTrainer:
     def step(self, prompts: DataProto) -> tuple[DataProto, dict[str, float]]:
         """One iteration of PPO on a batch of prompts: the finished samples, and the metrics."""
         samples = self.collect(prompts)
-        with samples.scores.cancelled_on_error():
+        with samples.cancelled_on_error():
             return self.learn(samples)
 
     def collect(self, prompts: DataProto) -> Samples:
         """Generate responses with the present policy; their scores are on the way."""
         batch, scores = self.generate(prompts)
-        greedy = self.generate_greedy(prompts) if "baseline_scores" in self._estimator_needs else None
+        with scores.cancelled_on_error():
+            greedy = self.generate_greedy(prompts) if "baseline_scores" in self._estimator_needs else None
         return Samples(batch, scores, greedy)
 
     def learn(self, samples: Samples) -> tuple[DataProto, dict[str, float]]:

@@ -80,6 +80,15 @@ class Samples(NamedTuple):
     greedy_scores: PendingScores | None = None
     """Of the greedy response to each prompt, for ReMax."""
 
+    @contextlib.contextmanager
+    def cancelled_on_error(self) -> Generator[None]:
+        """After an error inside nobody will ask for their scores."""
+        with contextlib.ExitStack() as stack:
+            for scores in (self.scores, self.greedy_scores):
+                if scores is not None:
+                    stack.enter_context(scores.cancelled_on_error())
+            yield
+
     def scored(self) -> DataProto:
         """Wait for the scores: the batch with them and, if there are greedy ones, the baseline [B]."""
         batch = self.scores.get()
@@ -95,15 +104,17 @@ class Samples(NamedTuple):
 def attach_scores(batch: DataProto, output: Any) -> DataProto:
     """The batch with ``token_level_scores`` [B, T] and each named part of the score as ``reward/<part>`` [B].
 
-    ``output`` is a ``RewardOutput``, or plain token-level scores [B, T] from a user's own function. Raises
-    ``TrainingError`` when a score is not finite.
+    ``output`` is a ``RewardOutput``, which also says which samples could not be scored (``reward_failed`` [B],
+    bool), or plain token-level scores [B, T] from a user's own function. Raises ``TrainingError`` when a score
+    is not finite.
     """
     if isinstance(output, Tensor):
-        scores_BT, parts, metrics = output, {}, {}
+        scores_BT, parts, metrics, columns = output, {}, {}, {}
     else:
         scores_BT, parts, metrics = output.token_level_scores, output.parts, output.metrics
+        columns = {"reward_failed": torch.tensor([bool(error) for error in output.errors])}
     require_finite("reward scores", scores_BT)
-    columns = {"token_level_scores": scores_BT.float()}
+    columns["token_level_scores"] = scores_BT.float()
     columns |= {f"reward/{name}": values_B.float() for name, values_B in parts.items()}
     return batch.union(DataProto(columns, {}, {"reward_metrics": dict(metrics)}))
 
