@@ -37,7 +37,15 @@ def is_documented(name: str, documented: list[str]) -> bool:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("documented")
-    options = ["actor_rollout_ref.actor.use_kl_loss=True", "trainer.test_freq=1", "trainer.save_freq=1"]
+    several = [
+        f"actor_rollout_ref.rollout.val_kwargs.{name}" for name in ("n=4", "do_sample=True", "temperature=1")
+    ]
+    options = [
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+        *several,
+    ]
     train(overrides(make_inputs(folder), folder / "run", *options))
     return folder / "run"
 
@@ -46,6 +54,7 @@ def test_every_metric_of_a_run_has_a_line(run_dir, documented):
     logged = names_in_order(read_metrics(run_dir / "metrics.jsonl"))
     assert "critic/kl" in logged
     assert "critic/vf_explained_var" in logged
+    assert "val/strop/arithmetic/maj@4" in logged
     assert [name for name in logged if not is_documented(name, documented)] == []
 
 

@@ -14,14 +14,18 @@ import importlib
 import importlib.util
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from strop.errors import ConfigError, MissingExtraError
 from strop.tracking.jsonl import JsonlTracker
+
+if TYPE_CHECKING:
+    from strop.tracking.validation import ValidationReport
 
 TRACKERS = {
     "console": "strop.tracking.console:ConsoleTracker",
@@ -68,6 +72,15 @@ class Tracker(Protocol):
         ...
 
 
+@runtime_checkable
+class ValidationTracker(Protocol):
+    """What a tracker may have besides: it is told what a validation found, with samples to look at."""
+
+    def log_validation(self, step: int, report: ValidationReport) -> None:
+        """Show or record ``report``, of the policy after ``step`` iterations; ``log`` has its numbers."""
+        ...
+
+
 class Tracking:
     """The trackers of a run; ``log`` goes to all of them. A context manager."""
 
@@ -111,12 +124,13 @@ class Tracking:
         numbers = {name: _as_number(name, value) for name, value in metrics.items()}
         self._jsonl.log(step, numbers)
         for name, tracker in list(self._others.items()):
-            try:
-                tracker.log(step, numbers)
-            except Exception as error:  # noqa: BLE001 - a full disk or a lost network of a dashboard must not end a run
-                self._count_failure(name, step, error)
-            else:
-                self._failures[name] = 0
+            self._tell(name, step, partial(tracker.log, step, numbers))
+
+    def log_validation(self, step: int, report: ValidationReport) -> None:
+        """Hand what a validation found to the trackers that show it."""
+        for name, tracker in list(self._others.items()):
+            if isinstance(tracker, ValidationTracker):
+                self._tell(name, step, partial(tracker.log_validation, step, report))
 
     def close(self) -> None:
         """Close every tracker; a second call does nothing."""
@@ -132,6 +146,14 @@ class Tracking:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _tell(self, name: str, step: int, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - a full disk or a lost network of a dashboard must not end a run
+            self._count_failure(name, step, error)
+        else:
+            self._failures[name] = 0
 
     def _count_failure(self, name: str, step: int, error: Exception) -> None:
         self._failures[name] = self._failures.get(name, 0) + 1

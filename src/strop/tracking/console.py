@@ -29,15 +29,18 @@ from strop.tracking.headlines import (
     sparkline,
     validation_scores,
 )
+from strop.tracking.validation import report_table, shown_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from strop.tracking.base import RunInfo
+    from strop.tracking.validation import ValidationReport
 
 PLAIN_LINE_EVERY_S = 2.0
 STEPS_FOR_ETA = 50
 LIVE_REFRESHES_PER_S = 2
+PLAIN_WIDTH = 120
 
 
 class ConsoleTracker:
@@ -50,6 +53,12 @@ class ConsoleTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show ``step``."""
         self._display.log(step, metrics)
+
+    def log_validation(self, step: int, report: ValidationReport) -> None:
+        """Show what a validation found as tables, above what is redrawn."""
+        self._display.show(report_table(report, title=f"Validation at step {step}"))
+        if report.shown:
+            self._display.show(shown_table(report.shown, title=f"Samples of the validation at step {step}"))
 
     def close(self) -> None:
         """Leave the last state on the screen."""
@@ -109,6 +118,12 @@ class PlainLines:
             self._last_written = now
             self._write_held_back()
 
+    def show(self, what: RenderableType) -> None:
+        """Write something else, as wide as it needs to be: a file has no width."""
+        from rich.console import Console
+
+        Console(width=PLAIN_WIDTH).print(what)
+
     def close(self) -> None:
         """Write the line of the last step when it was held back: a run may end early."""
         self._write_held_back()
@@ -162,6 +177,10 @@ class LiveTable:
                     self._history.setdefault(headline.label, []).append(value)
             for source, score in validation_scores(metrics).items():
                 self._validation.setdefault(source, []).append(score)
+
+    def show(self, what: RenderableType) -> None:
+        """Write something above the display."""
+        self._live.console.print(what)
 
     def close(self) -> None:
         """Draw the last state and give the terminal back."""

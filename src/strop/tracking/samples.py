@@ -3,9 +3,9 @@ figures.
 
 Columns, each only when the batch has what it needs (docs/metrics.md lists them): ``uid``,
 ``data_source``, ``prompt``, ``response``, ``ground_truth``, ``truncated``, ``score``, ``reward/<part>``,
-``prompt_ids``, ``response_ids``, ``response_mask``, and the per-token columns of ``TOKEN_COLUMNS``. Lists
-have the sample's real length: no padding. Shapes: B samples, P padded prompt tokens, T padded response
-tokens.
+``reward_failed``, ``prompt_ids``, ``response_ids``, ``response_mask``, and the per-token columns of
+``TOKEN_COLUMNS``. Lists have the sample's real length: no padding. Shapes: B samples, P padded prompt
+tokens, T padded response tokens.
 """
 
 from __future__ import annotations
@@ -53,13 +53,17 @@ class Decoder(Protocol):
 def write_samples(
     path: Path, batch: DataProto, tokenizer: Decoder, parts: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the batch to ``path``, whole or not at all; its folder is made.
+    """Write the batch to ``path`` (``write_table``).
 
     ``parts`` are the named parts of the score, [B] each; a batch that carries them as ``reward/<part>``
     columns needs none. The prompt's text keeps its special tokens (what the model saw), the response's
     has none (what the reward saw).
     """
-    table = samples_table(batch, tokenizer, parts)
+    write_table(path, samples_table(batch, tokenizer, parts))
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write rows of samples to ``path``, whole or not at all; its folder is made."""
     texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
     with atomic_path(path, durable=False) as temporary:
         # Floats of different tokens rarely repeat: a dictionary of them, or statistics, would only cost time.
@@ -86,6 +90,8 @@ def samples_table(
         scores_BT = np.where(tensors["response_mask"] > 0, tensors["token_level_scores"], 0.0)
         columns["score"] = pa.array(scores_BT.sum(axis=1, dtype=np.float64).astype(np.float32))
     columns |= _parts(tensors, parts or {})
+    if "reward_failed" in tensors:
+        columns["reward_failed"] = pa.array(tensors["reward_failed"].astype(bool))
     columns["prompt_ids"], columns["response_ids"] = prompt_ids, response_ids
     columns["response_mask"] = _lists(tensors["response_mask"].astype(np.int8), response_real_BT)
     for name in TOKEN_COLUMNS:

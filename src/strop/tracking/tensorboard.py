@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 from torch.utils.tensorboard import SummaryWriter
 
+from strop.tracking.validation import SAMPLES_NAME
+
 if TYPE_CHECKING:
     from strop.tracking.base import RunInfo
+    from strop.tracking.validation import ShownSample, ValidationReport
 
 
 class TensorboardTracker:
@@ -19,8 +22,7 @@ class TensorboardTracker:
         # A new run in the same folder (start_step 0) hides everything before it, including a step 0.
         purge_step = run.start_step + 1 if run.start_step else 0
         self._writer = SummaryWriter(log_dir=str(run.run_dir / "tensorboard"), purge_step=purge_step)
-        text = json.dumps(run.config, indent=2, default=str)
-        self._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
+        self._writer.add_text("config", _verbatim(json.dumps(run.config, indent=2, default=str)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write all metrics of ``step`` to disk."""
@@ -28,6 +30,24 @@ class TensorboardTracker:
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()  # a killed run keeps what it logged
 
+    def log_validation(self, step: int, report: ValidationReport) -> None:
+        """Write the samples to look at as text."""
+        if report.shown:
+            self._writer.add_text(
+                SAMPLES_NAME, "\n\n".join(map(_as_markdown, report.shown)), global_step=step
+            )
+            self._writer.flush()
+
     def close(self) -> None:
         """Finish the event file."""
         self._writer.close()
+
+
+def _verbatim(text: str) -> str:
+    """As a block of code in Markdown."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _as_markdown(sample: ShownSample) -> str:
+    body = f"{sample.prompt}\n\n{sample.response}\n\ntruth: {sample.ground_truth}"
+    return f"**score {sample.score:g}** ({sample.data_source})\n\n{_verbatim(body)}"

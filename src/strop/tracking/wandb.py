@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
 
 import wandb
 
 from strop.atomic import atomic_write_text
 from strop.errors import ConfigError
+from strop.tracking.validation import SAMPLES_NAME, ShownSample
 
 if TYPE_CHECKING:
     from strop.tracking.base import RunInfo
+    from strop.tracking.validation import ValidationReport
 
 RUN_ID_FILE = "wandb_run_id.txt"
 
@@ -52,10 +55,17 @@ class WandbTracker:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send ``step``; wandb does the rest in its own process."""
         # Offline, every resume is a folder of its own whose counter would start at 0 again.
         self._run.log({"step": step, **metrics}, step=step if self._run.offline else None)
+
+    def log_validation(self, step: int, report: ValidationReport) -> None:
+        """Send the samples to look at as a table."""
+        if report.shown:
+            rows = [list(asdict(sample).values()) for sample in report.shown]
+            table = wandb.Table(columns=[field.name for field in fields(ShownSample)], data=rows)
+            self.log(step, {SAMPLES_NAME: table})
 
     def close(self) -> None:
         """Finish the upload; a run that ends by an exception is marked as failed."""

@@ -108,10 +108,10 @@ def _require_checkpoint(config: Config) -> None:
 
 def _require_scorers(trainer: RayPPOTrainer) -> None:
     """Every ``data_source`` of the prompts can be scored, or ``RewardError``; the scoring processes start."""
-    for reward_fn, loader in (
-        (trainer.reward_fn, trainer.train_loader),
-        (trainer.val_reward_fn, trainer.val_loader),
-    ):
+    used = [(trainer.val_reward_fn, trainer.val_loader)]
+    if not trainer.config.trainer.val_only:
+        used.insert(0, (trainer.reward_fn, trainer.train_loader))
+    for reward_fn, loader in used:
         if isinstance(reward_fn, RewardManager):
             sources = loader.dataset.data_sources()
             reward_fn.validate_sources(sources, has_reward_model=trainer.use_reward_model)

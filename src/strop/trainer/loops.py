@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.atomic import atomic_write_text
 from strop.config.load import to_dict
 from strop.config.schema import Config
 from strop.data.loader import PromptLoader, train_loader, validation_loader
 from strop.data.rl_dataset import create_rl_dataset
+from strop.data.subset import FirstOfEachSource
 from strop.errors import ConfigError, TrainingError
-from strop.protocol import DataProto
 from strop.tracking.base import Tracking
 from strop.tracking.curves import draw_curves
-from strop.tracking.samples import write_samples
+from strop.tracking.headlines import validation_scores
+from strop.tracking.samples import write_samples, write_table
 from strop.trainer.checkpoint import Checkpoints
 from strop.trainer.metrics import speed_metrics
 from strop.trainer.run_folder import RunFolder
@@ -26,29 +30,34 @@ if TYPE_CHECKING:
 
 def build_loaders(
     config: Config, tokenizer: Any, train_dataset: Any | None, val_dataset: Any | None
-) -> tuple[PromptLoader, PromptLoader]:
-    """The endless seeded loader of training prompts and the one-pass loader of validation prompts."""
+) -> tuple[PromptLoader | Any, PromptLoader]:
+    """The endless seeded loader of training prompts and the one-pass loader of validation prompts.
+
+    The first is None with ``trainer.val_only``, and the training files are left alone.
+    """
     data = config.data
     if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
         # The reward model writes the conversation anew with its own template, so it needs the messages.
         data = data.model_copy(update={"return_raw_chat": True})
-    if train_dataset is None:
-        train_dataset = create_rl_dataset(data.train_files, data, tokenizer)
+    pad_token_id, longest = tokenizer.pad_token_id, data.max_prompt_length
+    train = None
+    if not config.trainer.val_only:
+        if train_dataset is None:
+            train_dataset = create_rl_dataset(data.train_files, data, tokenizer)
+        train = train_loader(
+            train_dataset,
+            batch_size=data.train_batch_size,
+            seed=config.trainer.seed,
+            shuffle=data.shuffle,
+            pad_token_id=pad_token_id,
+            max_prompt_length=longest,
+        )
     if val_dataset is None:
         val_dataset = create_rl_dataset(data.val_files, data, tokenizer)
-    train = train_loader(
-        train_dataset,
-        batch_size=data.train_batch_size,
-        seed=config.trainer.seed,
-        shuffle=data.shuffle,
-        pad_token_id=tokenizer.pad_token_id,
-        max_prompt_length=data.max_prompt_length,
-    )
+    if data.val_max_samples is not None:
+        val_dataset = FirstOfEachSource(val_dataset, data.val_max_samples)
     validation = validation_loader(
-        val_dataset,
-        batch_size=data.val_batch_size,
-        pad_token_id=tokenizer.pad_token_id,
-        max_prompt_length=data.max_prompt_length,
+        val_dataset, batch_size=data.val_batch_size, pad_token_id=pad_token_id, max_prompt_length=longest
     )
     return train, validation
 
@@ -84,32 +93,36 @@ class Run:
         """Resume or begin: afterwards the folder holds the configuration and the trackers are open."""
         trainer, settings = self.trainer, self.settings
         checkpoint = self.checkpoints.find(settings.resume_mode)
-        if checkpoint is None:
+        goes_on = checkpoint is not None and checkpoint.resolve().parent == self.folder.path.resolve()
+        if not goes_on:  # another run's files would mix with what follows
             self.folder.archive_previous_run()
-            self.checkpoints.archive_remote()
-        else:
-            if checkpoint.resolve().parent != self.folder.path.resolve():
-                self.folder.archive_previous_run()  # another run's files would mix with what follows
+            if not settings.val_only:
                 self.checkpoints.archive_remote()
-            state = self.checkpoints.load(checkpoint, trainer.groups)
-            self.load_state_dict(state)
-            if trainer.global_step >= trainer.total_steps and not settings.val_only:
-                raise ConfigError(
-                    f"{checkpoint} is already at iteration {trainer.global_step} of {trainer.total_steps}: "
-                    "nothing is left to train. Raise trainer.total_epochs or trainer.total_training_steps, "
-                    "or start anew with trainer.resume_mode=disable"
-                )
-        self.folder.write_config(trainer.config)
+        if checkpoint is not None:
+            self.resume(checkpoint)
+        if not (goes_on and settings.val_only):  # a look at a run leaves its record as it is
+            self.folder.write_config(trainer.config)
         self.tracking = Tracking(
             settings.logger,
             run_dir=self.folder.path,
             project_name=settings.project_name,
             experiment_name=settings.experiment_name,
             config=to_dict(trainer.config),
-            total_steps=trainer.total_steps,
-            start_step=trainer.global_step,
+            total_steps=trainer.total_steps or trainer.global_step,
+            start_step=self.folder.last_logged_step() if settings.val_only else trainer.global_step,
         )
         self.started = time.perf_counter()
+
+    def resume(self, checkpoint: Path) -> None:
+        """Take up where it was saved; ``ConfigError`` when nothing is left to do."""
+        trainer = self.trainer
+        self.load_state_dict(self.checkpoints.load(checkpoint, trainer.groups))
+        if trainer.global_step >= trainer.total_steps and not self.settings.val_only:
+            raise ConfigError(
+                f"{checkpoint} is already at iteration {trainer.global_step} of {trainer.total_steps}: "
+                "nothing is left to train. Raise trainer.total_epochs or trainer.total_training_steps, "
+                "or start anew with trainer.resume_mode=disable"
+            )
 
     def iterate(self) -> None:
         """Train to the end, or only validate."""
@@ -144,7 +157,7 @@ class Run:
         step, last = trainer.global_step, trainer.global_step == trainer.total_steps
         if settings.log_rollouts:
             with trainer.timer.phase("log_rollouts"):
-                self.write_samples(self.folder.rollouts(step), batch)
+                self.write(write_samples, self.folder.rollouts(step), batch, trainer.tokenizer)
         if settings.test_freq > 0 and (last or step % settings.test_freq == 0):
             metrics |= self.validate()
         timing = trainer.timer.take()
@@ -159,20 +172,29 @@ class Run:
 
     def validate(self) -> dict[str, float]:
         """Scores by data source; the best mean so far is remembered."""
-        trainer = self.trainer
-        with trainer.timer.phase("testing"):
-            metrics, samples = validate(trainer)
-            self.write_samples(self.folder.validation(trainer.global_step), samples)
-        mean = sum(metrics.values()) / max(len(metrics), 1)
+        step, settings = self.trainer.global_step, self.settings
+        with self.trainer.timer.phase("testing"):
+            report, samples = validate(self.trainer, show=settings.log_val_generations)
+            self.write(write_table, self.folder.validation(step), samples)
+            self.write(
+                atomic_write_text,
+                self.folder.validation_report(step),
+                json.dumps(report.as_json(), indent=2) + "\n",
+            )
+        if settings.val_only or report.n > 1 or report.shown:
+            self.tracking.log_validation(step, report)
+        metrics = report.metrics()
+        means = validation_scores(metrics).values()
+        mean = sum(means) / max(len(means), 1)
         self.best_score = mean if self.best_score is None else max(mean, self.best_score)
         return {**metrics, "val/best_score": self.best_score}
 
-    def write_samples(self, path: Path, samples: DataProto) -> None:
-        """A parquet file of samples; ``TrainingError`` when the disk refuses it."""
+    def write(self, how: Callable[..., None], path: Path, *content: Any) -> None:
+        """``how(path, *content)``; ``TrainingError`` when the disk refuses it."""
         try:
-            write_samples(path, samples, self.trainer.tokenizer)
+            how(path, *content)
         except OSError as error:
-            raise TrainingError(f"the samples cannot be written to {path}: {error}") from error
+            raise TrainingError(f"{path} cannot be written: {error}") from error
 
     def seconds(self) -> float:
         """Wall-clock seconds of training since the run first began, over all resumes."""
@@ -193,7 +215,8 @@ class Run:
         """Take up where ``state_dict`` was called."""
         trainer = self.trainer
         trainer.global_step = state["global_step"]
-        trainer.train_loader.load_state_dict(state["loader"])
+        if not self.settings.val_only:
+            trainer.train_loader.load_state_dict(state["loader"])
         trainer.kl_controller.load_state_dict(state["kl_controller"])
         self.best_score = state["best_score"]
         self.seconds_before = state["seconds"]

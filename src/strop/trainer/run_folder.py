@@ -8,10 +8,11 @@ from strop.atomic import atomic_write_text
 from strop.config.load import to_yaml
 from strop.config.schema import RootConfig
 from strop.config.settled import settled
+from strop.tracking.jsonl import METRICS_FILE, read_metrics
 
 _RUN_FILES = (
     "config.yaml",
-    "metrics.jsonl",
+    METRICS_FILE,
     "curves.png",
     "rollouts",
     "validation",
@@ -37,6 +38,15 @@ class RunFolder:
     def validation(self, step: int) -> Path:
         """The validation samples after ``step`` iterations."""
         return self.path / "validation" / f"step_{step:06d}.parquet"
+
+    def validation_report(self, step: int) -> Path:
+        """What those samples say of each data source, with intervals."""
+        return self.path / "validation" / f"step_{step:06d}.json"
+
+    def last_logged_step(self) -> int:
+        """The last step in ``metrics.jsonl``; 0 when nothing is logged."""
+        path = self.path / METRICS_FILE
+        return max((line["step"] for line in read_metrics(path)), default=0) if path.exists() else 0
 
     @property
     def final_model(self) -> Path:

@@ -104,9 +104,9 @@ class Samples(NamedTuple):
 def attach_scores(batch: DataProto, output: Any) -> DataProto:
     """The batch with ``token_level_scores`` [B, T] and each named part of the score as ``reward/<part>`` [B].
 
-    ``output`` is a ``RewardOutput``, which also says which samples could not be scored (``reward_failed`` [B],
-    bool), or plain token-level scores [B, T] from a user's own function. Raises ``TrainingError`` when a score
-    is not finite.
+    ``output`` is a ``RewardOutput``, which also tells the samples that could not be scored (``reward_failed``
+    [B], bool), or plain token-level scores [B, T] from a user's own function. Raises ``TrainingError`` when a
+    score is not finite.
     """
     if isinstance(output, Tensor):
         scores_BT, parts, metrics, columns = output, {}, {}, {}

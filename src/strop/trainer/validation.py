@@ -2,55 +2,55 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+import pyarrow as pa
 import torch
 
-from strop.algorithms.masked import masked_sum
 from strop.errors import RewardError
 from strop.protocol import DataProto
+from strop.rewards.answers import Extractor, answer_extractor
 from strop.rewards.manager import RewardManager
+from strop.rollout.base import Finished
+from strop.tracking.samples import samples_table
+from strop.tracking.validation import ValidationReport
 from strop.trainer.scores import PendingScores
 from strop.trainer.seeds import sample_seeds
+from strop.trainer.validation_report import make_report
 
 if TYPE_CHECKING:
     from strop.trainer.ppo import RayPPOTrainer
 
+Progress = Callable[[int], None]
+"""Told how many samples have been generated so far; from any thread."""
 
-def validate(trainer: RayPPOTrainer) -> tuple[dict[str, float], DataProto]:
-    """``val/test_score/<data_source>``: the mean score of all responses of a source; and the samples
-    themselves.
+
+class Validation(NamedTuple):
+    """What came of it."""
+
+    report: ValidationReport
+    samples: pa.Table
+    """All of them, as they are written to disk (``strop.tracking.samples``)."""
+
+
+def validate(trainer: RayPPOTrainer, *, show: int = 0, progress: Progress | None = None) -> Validation:
+    """Answer and score every validation prompt; ``show`` of the samples are picked to look at.
 
     The random stream depends on the prompt's batch alone, so every validation of a run draws the same noise.
     """
     n, seed = trainer.config.actor_rollout_ref.rollout.val_kwargs.n, trainer.config.trainer.seed
-    reward_model = trainer.reward_model if _needs_reward_model(trainer) else None
-    scored, waiting = [], None
-    for number, prompts in enumerate(trainer.val_loader):
-        uids = [f"val-{number}-{row}" for row in range(len(prompts))]
-        prompts = prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
-        seeds = sample_seeds(seed, "validation", number, len(prompts), n)
-        scores = PendingScores(prompts, n, trainer.val_reward_fn, reward_model)
-        with scores.cancelled_on_error():
-            scores.complete(trainer.generate_with(prompts, seeds, mode="validate", finished=scores.finished))
-        previous, waiting = waiting, scores
-        if previous is not None:  # scored while this batch was generated
-            scored.append(previous.get())
-    if waiting is not None:
-        scored.append(waiting.get())
-    samples = DataProto.concat(_with_equal_columns(scored))
-    scores_B = masked_sum(samples.batch["token_level_scores"], samples.batch["response_mask"], dim=1).numpy()
-    sources_B = samples.non_tensor_batch["data_source"]
-    metrics = {
-        f"val/test_score/{source}": float(np.mean(scores_B[sources_B == source]))
-        for source in sorted(set(sources_B))
-    }
-    return metrics, samples
+    samples = samples_table(_scored_samples(trainer, n, seed, progress), trainer.tokenizer)
+
+    def extractor_of(source: str) -> Extractor | None:
+        return _extractor_of(trainer, source)
+
+    return Validation(make_report(samples, n=n, extractor_of=extractor_of, seed=seed, show=show), samples)
 
 
-def _needs_reward_model(trainer: RayPPOTrainer) -> bool:
+def needs_reward_model(trainer: RayPPOTrainer) -> bool:
     """Validation is by rules; only sources that no rule can score are scored by the reward model."""
     if not trainer.use_reward_model or not isinstance(trainer.val_reward_fn, RewardManager):
         return False
@@ -59,6 +59,48 @@ def _needs_reward_model(trainer: RayPPOTrainer) -> bool:
     except RewardError:
         return True
     return False
+
+
+def _scored_samples(trainer: RayPPOTrainer, n: int, seed: int, progress: Progress | None) -> DataProto:
+    reward_model = trainer.reward_model if needs_reward_model(trainer) else None
+    scored, waiting, done = [], None, 0
+    for number, prompts in enumerate(trainer.val_loader):
+        uids = [f"val-{number}-{row}" for row in range(len(prompts))]
+        prompts = prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
+        seeds = sample_seeds(seed, "validation", number, len(prompts), n)
+        scores = PendingScores(prompts, n, trainer.val_reward_fn, reward_model)
+        with scores.cancelled_on_error():
+            finished = scores.finished if progress is None else _counting(progress, done, scores.finished)
+            scores.complete(trainer.generate_with(prompts, seeds, mode="validate", finished=finished))
+        previous, waiting = waiting, scores
+        if previous is not None:  # scored while this batch was generated
+            scored.append(previous.get())
+        done += len(prompts) * n
+        if progress is not None:
+            progress(done)
+    if waiting is not None:
+        scored.append(waiting.get())
+    return DataProto.concat(_with_equal_columns(scored))
+
+
+def _counting(progress: Progress, done: int, finished: Finished | None) -> Finished:
+    """``finished`` of a batch that begins when ``done`` samples are there; tells ``progress``, too."""
+    told = itertools.count(done + 1)
+
+    def tell(prompt: int, number: int, token_ids: list[int]) -> None:
+        progress(next(told))
+        if finished is not None:
+            finished(prompt, number, token_ids)
+
+    return tell
+
+
+def _extractor_of(trainer: RayPPOTrainer, source: str) -> Extractor | None:
+    """How answers are found in responses; None where a function of the user's own scores them."""
+    config = trainer.config
+    if config.custom_reward_function.path is not None or not isinstance(trainer.val_reward_fn, RewardManager):
+        return None
+    return answer_extractor(source, config.reward_model.reward_kwargs.get("scorer_kwargs", {}).get(source))
 
 
 def _with_equal_columns(batches: list[DataProto]) -> list[DataProto]:

@@ -19,6 +19,8 @@ class DataConfig(RowsConfig):
     """Prompts an iteration; each is answered actor_rollout_ref.rollout.n times."""
     val_batch_size: PositiveInt
     """Prompts that validation generates at once; it never changes a result."""
+    val_max_samples: PositiveInt | None
+    """Validate on this many prompts of each data source, its first ones; null: on all."""
     return_raw_input_ids: bool
     """Also hand on the prompt's ids without the chat template, for a reward model with another template."""
     return_raw_chat: bool

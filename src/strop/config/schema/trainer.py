@@ -22,5 +22,7 @@ class TrainerConfig(RunConfig):
     """The pool of a role ({Critic: name}); Actor and Rollout, in place of ActorRollout, split those two."""
     critic_warmup: Count
     """Iterations at the start that update the critic only."""
+    log_val_generations: Count
+    """Validation samples that the trackers show, the same of every validation; all are in validation/."""
     log_rollouts: bool
     """Write every sample to rollouts/ in default_local_dir."""
