@@ -7,16 +7,19 @@ import select
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rewards_support import SHARED_DATA, children, real_rows
 
 from strop.errors import ConfigError
+from strop.rewards.manager import RewardManager
 from strop.rewards.process import RewardProcess
 from strop.rewards.records import Sample
 from strop.rewards.router import Router, default_compute_score
-from strop.rewards.sandbox import Limits
+from strop.rewards.sandbox import Limits, require_bubblewrap
 from strop.rewards.sandbox.process import _descendants
 from strop.rewards.score.code import compute_score, extract_program, judge
 
@@ -96,6 +99,44 @@ def test_both_data_sources_are_known_and_take_options():
         Router({source: {"timeout_s": 2.0}})
         with pytest.raises(ConfigError, match="unexpected keyword"):
             Router({source: {"timeout": 2.0}})
+
+
+def test_a_program_must_have_less_time_than_its_sample(tokenizer: Any):
+    source = "openai/openai_humaneval"
+
+    def make(timeout_s: float, **options: Any) -> RewardManager:
+        return RewardManager(tokenizer, 0, timeout_s=timeout_s, **options)
+
+    make(7.0).validate_sources([source, "openai/gsm8k"])
+    make(5.0).validate_sources(["openai/gsm8k"])
+    both = rf"'{source}': .*timeout_s=6, .*reward_model\.timeout_s=5, .* to 7 or more"
+    with pytest.raises(ConfigError, match=both):
+        make(5.0).validate_sources([source])
+    with pytest.raises(ConfigError, match=both):
+        make(5.0).validate_sources([source], has_reward_model=True)  # a rule is scored beside it
+    make(5.0, scorer_kwargs={source: {"timeout_s": 3.0}}).validate_sources([source])
+    with pytest.raises(ConfigError, match=r"timeout_s=9\.5, .*reward_model\.timeout_s=10, "):
+        make(10.0, scorer_kwargs={source: {"timeout_s": 9.5}}).validate_sources([source])
+    tests = {"scorer": "code", "kwargs": {"timeout_s": 20.0}}
+    with pytest.raises(ConfigError, match=r"reward_model\.parts\.tests\.kwargs: .*timeout_s=20, "):
+        make(10.0, parts={"tests": tests}).validate_sources(["openai/gsm8k"])
+
+
+@pytest.fixture
+def no_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    require_bubblewrap.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        yield
+    require_bubblewrap.cache_clear()
+
+
+@pytest.mark.usefixtures("no_bubblewrap")
+def test_without_bubblewrap_a_run_with_code_does_not_start(tokenizer: Any):
+    manager = RewardManager(tokenizer, 0)
+    manager.validate_sources(["openai/gsm8k"])
+    with pytest.raises(ConfigError, match=r"google-research-datasets/mbpp.*apt-get install bubblewrap"):
+        manager.validate_sources(["google-research-datasets/mbpp", "openai/gsm8k"])
 
 
 def test_a_scoring_process_that_is_cut_off_takes_its_sandboxes_along():

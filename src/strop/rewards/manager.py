@@ -20,7 +20,7 @@ from strop.rewards.composition import Composition, part_scorers
 from strop.rewards.custom import load_custom_reward, require_score_signature
 from strop.rewards.error_budget import ErrorBudget
 from strop.rewards.examine import describe_sample
-from strop.rewards.part_scorers import PartScorers
+from strop.rewards.part_scorers import BuiltInScorer, PartScorers
 from strop.rewards.pending import Fields, PendingRewards, real_tokens
 from strop.rewards.pool import RewardPool, default_num_workers
 from strop.rewards.process import RewardProcess
@@ -98,9 +98,11 @@ class RewardManager:
         self.error_score = error_score
         self.printer = printer or logger.info
         self._sources: list[str] | None = None  # None: every source has a scorer
+        self._router: Router | None = None
+        self._timeout_s = timeout_s
         if compute_score is None:
-            compute_score = router = Router(scorer_kwargs)
-            self._sources = router.sources
+            compute_score = self._router = Router(scorer_kwargs)
+            self._sources = self._router.sources
         elif scorer_kwargs:
             raise ConfigError(
                 "scorer_kwargs is for the built-in scorers: a reward function of your own is set"
@@ -115,7 +117,7 @@ class RewardManager:
         )
         if scorers := part_scorers(self.composition.parts):
             compute_score = PartScorers(compute_score, scorers)
-        self._names_parts = bool(scorers)
+        self._part_scorers = scorers
         self._budget = ErrorBudget(max_error_rate)
         self._process: RewardProcess | RewardPool = (
             RewardProcess(compute_score, timeout_s=timeout_s)
@@ -162,10 +164,16 @@ class RewardManager:
         return PendingRewards(self, self._last_job, fields, asked)
 
     def validate_sources(self, sources: Iterable[str], *, has_reward_model: bool = False) -> None:
-        """At start-up: ``RewardError`` for the first data source that nothing can score."""
+        """At start-up: whether all data sources can be scored.
+
+        Raises:
+            RewardError: nothing scores one of them.
+            ConfigError: its scorer cannot work here, as code without bubblewrap, or not before the deadline.
+        """
         parts = self.composition.parts
         for source in sorted(set(sources)):
             has_rule = self._has_scorer(source)
+            self._require_ready(source, self.composition.asked(source, has_rule=has_rule))
             if has_reward_model and parts[REWARD_MODEL].weight(source) != 0:
                 continue
             if parts[RULE].weight(source) != 0 and not has_rule:
@@ -174,6 +182,14 @@ class RewardManager:
                 raise RewardError(
                     f"data_source {source!r}: nothing scores it, every part of {KEY} has the weight 0 for it"
                 )
+
+    def _require_ready(self, source: str, asked: Iterable[str]) -> None:
+        for name in asked:
+            scorer = self._part_scorers.get(name)
+            if name == RULE and self._router is not None:
+                self._router.require_ready(source, self._timeout_s)
+            elif isinstance(scorer, BuiltInScorer):
+                scorer.require_ready(self._timeout_s)
 
     def _has_scorer(self, source: str) -> bool:
         return self._sources is None or source in self._sources
@@ -222,7 +238,7 @@ class RewardManager:
         """What a scorer is told of a response."""
         source, ground_truth, extra = fields
         response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Sample(source, response, ground_truth, extra, asked if self._names_parts else None)
+        return Sample(source, response, ground_truth, extra, asked if self._part_scorers else None)
 
     def examine(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from strop.errors import ConfigError, StropError
@@ -20,7 +21,7 @@ class BuiltInScorer:
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], *, where: str = "") -> None:
-        self._name, self._options = name, dict(options)
+        self._name, self._options, self._where = name, dict(options), where
         if not options:
             return
         try:  # score nothing once, so that wrong options show before the first sample does
@@ -31,8 +32,19 @@ class BuiltInScorer:
             raise ConfigError(f"{where}: {error}") from error
 
     def __call__(self, *, solution_str: str, ground_truth: Any, **_others: Any) -> Any:
-        module = importlib.import_module(f"strop.rewards.score.{self._name}")
-        return module.compute_score(solution_str, ground_truth, **self._options)
+        return self._module().compute_score(solution_str, ground_truth, **self._options)
+
+    def require_ready(self, deadline_s: float) -> None:
+        """At start-up: ``ConfigError`` when it cannot work here, or not before a sample's deadline."""
+        if self._name != "code":  # the others need nothing
+            return
+        try:
+            self._module().require_ready(deadline_s=deadline_s, **self._options)
+        except ConfigError as error:
+            raise ConfigError(f"{self._where}: {error}") from None
+
+    def _module(self) -> ModuleType:
+        return importlib.import_module(f"strop.rewards.score.{self._name}")
 
 
 class OwnScorer:

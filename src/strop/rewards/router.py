@@ -86,6 +86,11 @@ class Router:
             extra_info=extra_info,
         )
 
+    def require_ready(self, data_source: str, deadline_s: float) -> None:
+        """At start-up: ``ConfigError`` when the scorer of a source cannot work here, or not in that time."""
+        if data_source in self._built_in and data_source not in self._registered:
+            self._built_in[data_source].require_ready(deadline_s)
+
     @property
     def sources(self) -> list[str]:
         """The data sources that have a scorer."""

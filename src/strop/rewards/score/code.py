@@ -7,11 +7,32 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from strop.errors import ConfigError
 from strop.rewards.sandbox import Limits, Verdict, require_bubblewrap, run_assert_tests, run_stdin_tests
 
 _FENCED = re.compile(
     r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
+
+TIMEOUT_S = 6.0
+_START_AND_END_S = 1.0
+"""What a sandbox takes beside its time limit, at the most, when the machine is not overloaded."""
+
+
+def require_ready(*, deadline_s: float, timeout_s: float = TIMEOUT_S, **_options: float) -> None:
+    """At start-up, with the options of ``compute_score`` and the deadline of a sample.
+
+    Raises:
+        ConfigError: bubblewrap is not installed, or the deadline comes before a program's time is up.
+    """
+    require_bubblewrap()
+    if timeout_s + _START_AND_END_S > deadline_s:
+        raise ConfigError(
+            f"the tests of a program may take timeout_s={timeout_s:g}, but scoring a sample is cut off at "
+            f"reward_model.timeout_s={deadline_s:g}, which counts as an error; set reward_model.timeout_s to "
+            f"{timeout_s + _START_AND_END_S:g} or more, or timeout_s (of the data source in "
+            "reward_model.reward_kwargs.scorer_kwargs, of a part in its kwargs) to a second less than it"
+        )
 
 
 def compute_score(
@@ -19,7 +40,7 @@ def compute_score(
     ground_truth: str | Mapping[str, Any],
     *,
     score: float = 1.0,
-    timeout_s: float = 6.0,
+    timeout_s: float = TIMEOUT_S,
     memory_mb: int = 512,
 ) -> float:
     """``score`` when the program in the response passes every test, else 0.
