@@ -23,6 +23,8 @@ from strop.rewards.manager import RewardManager, load_reward_manager
 from strop.rewards.pool import RewardPool, default_num_workers
 from strop.rewards.records import Outcome, Sample
 
+from runs import hashes, make_inputs, metrics, overrides, train
+
 Running = Callable[[], list[int]]
 HANG = "while True: pass"
 ASLEEP = (
@@ -237,3 +239,32 @@ def test_prime_is_the_manager_of_several_processes(tokenizer: Any):
     assert len(os.sched_getaffinity(0)) >= default_num_workers() >= 1
     with pytest.raises(ConfigError, match=r"'primes' .*'prime'"):
         load_reward_manager(load_config(["reward_model.reward_manager=primes"]), tokenizer, 0)
+
+
+OFTEN_CRASHES = """
+import os, time, zlib
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    number = zlib.crc32(solution_str.encode())
+    if number % 5 == 0:
+        os._exit(3)
+    time.sleep(number % 7 / 100)  # they end in another order than they began
+    return {"score": number % 100 / 100, "length": len(solution_str)}
+"""
+
+
+def test_a_run_learns_the_same_from_many_processes_as_from_one(tmp_path: Path):
+    inputs = make_inputs(tmp_path / "inputs")
+    (tmp_path / "reward.py").write_text(OFTEN_CRASHES)
+    keys = [
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "reward_model.max_error_rate=1",
+        "reward_model.num_workers=3",
+        "trainer.test_freq=-1",
+    ]
+    found = {}
+    for name in ("naive", "prime"):
+        trainer = train(overrides(inputs, tmp_path / name, *keys, f"reward_model.reward_manager={name}"))
+        found[name] = hashes(trainer), metrics(tmp_path / name)
+    assert found["prime"] == found["naive"]
+    assert all(line["reward/errors"] > 0 for line in found["prime"][1] if "reward/errors" in line)
+    assert any("reward/errors" in line for line in found["prime"][1])
