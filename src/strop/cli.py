@@ -31,6 +31,10 @@ def _count_rows(files: str | list[str]) -> int | None:
     return count_rows(files)
 
 
+def _eval(arguments: argparse.Namespace) -> int:
+    return importlib.import_module("strop.trainer.cli_eval").run(arguments)
+
+
 def _prepare(arguments: argparse.Namespace) -> int:
     from strop.data.preprocess.cli_args import prepare_from_arguments
 
@@ -70,6 +74,11 @@ _COMMANDS: dict[str, tuple[str, str, Run]] = {
         "check a configuration without loading a model",
         "strop.trainer.main_ppo:add_config_arguments",
         _check,
+    ),
+    "eval": (
+        "answer the prompts of a data set with a model, and score the answers",
+        "strop.trainer.cli_eval:add_arguments",
+        _eval,
     ),
     "prepare": (
         "turn a data set into parquet files",

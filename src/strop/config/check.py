@@ -14,7 +14,7 @@ from strop.errors import ConfigError
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What `check` found; without errors there is a plan."""
+    """What `check` found; without errors there is a plan, unless the run only validates."""
 
     errors: list[str]
     warnings: list[str]
@@ -47,6 +47,8 @@ def check(config: Config, *, train_rows: int | None = None) -> CheckResult:
             f"{NEW_LIB}={model.external_lib} and the deprecated {OLD_LIBS}={model.external_libs} differ"
         )
     warnings += deprecation_lines(config)
+    if config.trainer.val_only:
+        return CheckResult(errors, warnings, None)
     try:
         plan = BatchPlan.from_config(config, train_rows=train_rows)
     except ConfigError as error:

@@ -16,6 +16,11 @@ class Bar:
         self._display = display
         self._task = display.add_task(description, total=total)
 
+    @property
+    def is_visible(self) -> bool:
+        """Whether anybody sees it."""
+        return not self._display.disable
+
     def advance(self, amount: int = 1) -> None:
         """Count ``amount`` more units as done."""
         self._display.advance(self._task, amount)

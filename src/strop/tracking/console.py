@@ -32,7 +32,7 @@ from strop.tracking.headlines import (
 from strop.tracking.validation import report_table, shown_table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from strop.tracking.base import RunInfo
     from strop.tracking.validation import ValidationReport
@@ -63,6 +63,13 @@ class ConsoleTracker:
     def close(self) -> None:
         """Leave the last state on the screen."""
         self._display.close()
+
+
+def plain_console() -> Console:
+    """Standard output, for tables: a file or a pipe has no width of its own."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
 class Pace:
@@ -119,10 +126,8 @@ class PlainLines:
             self._write_held_back()
 
     def show(self, what: RenderableType) -> None:
-        """Write something else, as wide as it needs to be: a file has no width."""
-        from rich.console import Console
-
-        Console(width=PLAIN_WIDTH).print(what)
+        """Write something else."""
+        plain_console().print(what)
 
     def close(self) -> None:
         """Write the line of the last step when it was held back: a run may end early."""

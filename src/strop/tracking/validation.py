@@ -89,15 +89,15 @@ class ValidationReport:
 
 
 def report_table(report: ValidationReport, *, title: str) -> Table:
-    """One row a data source."""
+    """One row a data source; below a statistic stands its interval."""
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("data source", overflow="fold")
     statistics = [f"{name}@{report.n}" for name in _COLUMNS[: 3 if report.n > 1 else 1]]
     for heading in ("prompts", "samples", *statistics, "tokens", "cut", "errors"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")
     for source, found in report.sources.items():
         table.add_row(
             source,
@@ -134,8 +134,7 @@ def shown_table(samples: Sequence[ShownSample], *, title: str) -> Table:
 def _with_interval(estimate: Estimate | None) -> str:
     if estimate is None:
         return "-"
-    value, low, high = (f"{number:.3f}" for number in estimate)
-    return f"{value} ({low} to {high})"
+    return f"{estimate.value:.3f}\n{estimate.low:.3f} to {estimate.high:.3f}"
 
 
 def _end(text: str, characters: int) -> str:

@@ -1,0 +1,133 @@
+"""``strop eval MODEL --data FILE``: from a command line to the configuration of a run that only validates."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from strop.config.load import load_config
+from strop.config.paths import expand, is_url
+from strop.config.schema import Config
+from strop.errors import ConfigError
+from strop.trainer.main_ppo import logger, require_valid
+
+RESULTS = "results.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, or the URL of one")
+    add(
+        "--data",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="parquet file of prompts, as strop prepare writes them; once for each file",
+    )
+    add("--n", type=int, default=1, help="answers to each prompt (1)")
+    add("--temperature", type=float, help="of the sampling; 0: the likeliest token (0 for --n 1, else 1)")
+    add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability (1)")
+    add("--max-prompt-length", type=int, default=1024, help="in tokens; a longer one is an error (1024)")
+    add("--max-response-length", type=int, default=512, help="tokens at which an answer is cut (512)")
+    add("--rollout", choices=("hf", "vllm"), default="hf", help="what generates (hf)")
+    add("--batch-size", type=int, default=64, help="prompts answered at once; it changes no result (64)")
+    add("--reward-model", metavar="PATH", help="scores the data sources that have no scorer of their own")
+    add("--custom-reward", metavar="PATH[:NAME]", help="a reward function of your own (compute_score)")
+    add("--limit", type=int, metavar="K", help="only the first K prompts of each data source")
+    add("--out", metavar="DIR", help="folder for samples.parquet and results.json (evaluations/MODEL)")
+    add("--show", type=int, default=3, metavar="K", help="samples shown at the end (3)")
+    add("overrides", nargs="*", metavar="key=value", help="further keys, as for strop train")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate the model and show the figures; returns 0.
+
+    Raises:
+        ConfigError: an argument is wrong, or ``--out`` holds an evaluation already.
+        DataError: the files cannot be used.
+        RewardError: nothing can score a data source, or too many samples could not be scored.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logger.setLevel(logging.INFO)
+    config = config_from(arguments)
+    out = Path(config.trainer.default_local_dir)
+    if (out / RESULTS).exists():
+        raise ConfigError(f"--out {out}: it holds an evaluation ({RESULTS}); name another folder")
+    require_valid(config)
+    from strop.tracking.console import plain_console
+    from strop.tracking.validation import report_table, shown_table
+    from strop.trainer.evaluation import evaluate  # torch and transformers: seconds
+
+    report = evaluate(config, out)
+    console = plain_console()
+    if report.shown:
+        console.print(shown_table(report.shown, title="Samples"))
+    console.print(report_table(report, title=f"Evaluation of {arguments.model}"))
+    console.print(f"samples and figures in {out}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def config_from(arguments: argparse.Namespace) -> Config:
+    """The configuration that the arguments ask for, with the user's own keys over it; ``ConfigError``."""
+    _require_model(arguments.model)
+    return load_config([*_settings(arguments), *arguments.overrides])
+
+
+def _settings(arguments: argparse.Namespace) -> Iterator[str]:
+    temperature = arguments.temperature
+    if temperature is None:
+        temperature = 0.0 if arguments.n == 1 else 1.0
+    out = arguments.out or Path("evaluations", Path(arguments.model.rstrip("/")).stem)
+    sampling = "actor_rollout_ref.rollout.val_kwargs"
+    yield f"actor_rollout_ref.model.path={_quoted(arguments.model)}"
+    yield f"actor_rollout_ref.rollout.name={arguments.rollout}"
+    yield f"{sampling}.n={arguments.n}"
+    yield f"{sampling}.do_sample={temperature > 0}"
+    yield f"{sampling}.temperature={temperature}"
+    yield f"{sampling}.top_p={arguments.top_p}"
+    yield f"data.val_files=[{','.join(map(_quoted, arguments.data))}]"
+    yield f"data.val_batch_size={arguments.batch_size}"
+    yield f"data.max_prompt_length={arguments.max_prompt_length}"
+    yield f"data.max_response_length={arguments.max_response_length}"
+    yield "data.filter_overlong_prompts=False"  # an evaluation without its longest prompts is another one
+    if arguments.limit is not None:
+        yield f"data.val_max_samples={arguments.limit}"
+    if arguments.reward_model is not None:
+        yield "reward_model.enable=True"
+        yield f"reward_model.model.path={_quoted(arguments.reward_model)}"
+    if arguments.custom_reward is not None:
+        path, _, name = arguments.custom_reward.partition(":")
+        yield f"custom_reward_function.path={_quoted(path)}"
+        yield f"custom_reward_function.name={name or 'compute_score'}"
+    yield "reward_model.val_num_examine=0"
+    yield f"trainer.log_val_generations={arguments.show}"
+    yield "trainer.val_only=True"
+    yield "trainer.resume_mode=disable"
+    yield "trainer.logger=[console]"
+    yield f"trainer.default_local_dir={_quoted(str(out))}"
+
+
+def _quoted(text: str) -> str:
+    """A value that Hydra takes as it stands."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _require_model(path: str) -> None:
+    """``ConfigError`` for what holds a model, but is none."""
+    folder = Path(expand(path))
+    if is_url(path) or (folder / "config.json").is_file():
+        return
+    if (folder / "actor").is_dir():
+        raise ConfigError(
+            f"{path} is a checkpoint of a run: make a model of it first, with "
+            f"`strop export {path} --out FOLDER`"
+        )
+    if checkpoints := sorted(folder.glob("global_step_*/actor")):
+        raise ConfigError(
+            f"{path} is the folder of a run: make a model of one of its checkpoints first, with "
+            f"`strop export {checkpoints[-1].parent} --out FOLDER`"
+        )
