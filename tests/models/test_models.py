@@ -175,6 +175,18 @@ def test_a_tokenizer_without_a_pad_token_pads_with_its_end_token(folder, tmp_pat
     assert load_tokenizer(tmp_path).pad_token_id == tokenizer.eos_token_id
 
 
+def test_a_tokenizer_of_ones_own_is_read_as_it_was_written(tmp_path):
+    own = tiny_model.build_tokenizer("ab ")  # AutoTokenizer reads it as a Qwen2Tokenizer, which loses spaces
+    own.save_pretrained(tmp_path)  # without a model, too
+    assert load_tokenizer(tmp_path).decode(own.encode("a b")) == "a b"
+    tiny_model.build_model(own, hidden=32).save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode("a b") == own.encode("a b")
+    assert loaded.decode(loaded.encode("a b")) == "a b"
+    assert (loaded.pad_token, loaded.eos_token) == (own.pad_token, own.eos_token)
+    assert loaded.chat_template == own.chat_template
+
+
 def test_every_declared_end_token_counts(folder):
     model, tokenizer = load_causal_lm(folder), load_tokenizer(folder)
     model.generation_config.eos_token_id = [1, 7]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
 import re
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
 
@@ -77,8 +79,12 @@ def locate(path: str | Path) -> dict[str, Any]:
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """A tokenizer that pads on the left; without a pad token the end token pads: masks come from lengths."""
+    alone = Path(path) / "tokenizer_config.json"
+    located = {"pretrained_model_name_or_path": str(path)} if alone.is_file() else locate(path)
+    # By its name AutoTokenizer would take the model type's class, and with it another pre-tokenizer.
+    kind = PreTrainedTokenizerFast if _is_only_its_file(Path(path)) else AutoTokenizer
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
+        tokenizer: Any = kind.from_pretrained(**located, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         if isinstance(error, ModelError):
             raise
@@ -89,6 +95,18 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             raise ModelError(f"the tokenizer in {path} has neither a pad token nor an end-of-sequence token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _is_only_its_file(folder: Path) -> bool:
+    """Whether a folder's tokenizer is what its ``tokenizer.json`` says, and no class of a model's."""
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    try:
+        named = json.loads(settings.read_text()).get("tokenizer_class")
+    except ValueError:  # whoever loads it says what is wrong
+        return False
+    return named in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def load_model_config(
