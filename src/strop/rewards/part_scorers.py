@@ -31,6 +31,15 @@ class BuiltInScorer:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{where}: {error}") from error
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In the process that scores: what the options need is loaded before a sample's time begins.
+
+        A scorer that loads for a second, in many processes on few cores, would else be cut off each time.
+        """
+        vars(self).update(state)
+        if self._options:
+            self(solution_str="", ground_truth="0")
+
     def __call__(self, *, solution_str: str, ground_truth: Any, **_others: Any) -> Any:
         return self._module().compute_score(solution_str, ground_truth, **self._options)
 

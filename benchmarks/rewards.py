@@ -1,0 +1,220 @@
+"""What do several scoring processes (reward_model.reward_manager=prime) save over one (naive)?
+
+    python benchmarks/rewards.py --data ../shared/data/math_test/test.jsonl [--workers 8] [--out FILE]
+
+Scores answers to MATH, half of them right, with one process and with several, in the way of a run (a batch of
+2,000 is there at once). The scorers are the real ones; the cases differ in what a sample costs:
+
+- text rule: the default for MATH, some microseconds;
+- math-verify: values are compared by sympy, milliseconds;
+- waiting: the text rule behind 20 ms of waiting, as for a judge on another machine;
+- faults: the text rule; 1% of the samples never end (half loop, half sleep) and 1% end the process.
+
+"ideal" is what the samples themselves take: their CPU seconds (measured here, without a process) on as many
+cores as there are workers, the waiting spread over the workers, and as many deadlines one after another as a
+worker must sit through. Every score is compared with that of the function itself, called in this process; in
+the faults case every sample without a fault must have its score, and those with one no score. At the end no
+process may be left. Wall-clock seconds, medians of the rounds, in which one and several alternate; faults
+have one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from machine import description
+
+from strop.rewards.error_budget import ErrorBudget
+from strop.rewards.part_scorers import BuiltInScorer
+from strop.rewards.pool import RewardPool
+from strop.rewards.process import RewardProcess
+from strop.rewards.records import Outcome, Sample
+from strop.rewards.scoring import ScoringJob
+
+WAIT_S = 0.02
+FAULTS = {0: "loop", 100: "sleep", 50: "exit", 150: "segfault"}
+"""Number of a sample modulo 200 -> what it does instead of being scored."""
+_TOKEN = "STROP_BENCHMARK"
+
+
+class Case(NamedTuple):
+    """What one row of the table measures."""
+
+    name: str
+    method: str = "hendrycks"
+    wait_s: float = 0.0
+    faults: bool = False
+
+    def scorer(self) -> BuiltInScorer:
+        """The function that judges an answer."""
+        return BuiltInScorer("math", {"method": self.method})
+
+
+CASES = (
+    Case("text rule"),
+    Case("math-verify", method="math-verify"),
+    Case("waiting 20 ms", wait_s=WAIT_S),
+    Case("1% hang, 1% crash", faults=True),
+)
+
+
+def score(*, scorer: BuiltInScorer, wait_s: float, extra_info: Any, **sample: Any) -> float:
+    """The scorer, behind what ``extra_info`` says."""
+    fault = extra_info
+    if fault == "loop":
+        while True:
+            pass
+    if fault == "sleep":
+        time.sleep(1e6)
+    if fault == "exit":
+        os._exit(3)
+    if fault == "segfault":
+        import ctypes
+
+        ctypes.string_at(0)
+    if wait_s:
+        time.sleep(wait_s)
+    return scorer(**sample)
+
+
+def answers(path: Path, count: int, *, faults: bool) -> list[Sample]:
+    """Worked solutions against their own answer and, every second one, against that of the next problem."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][: count + 1]
+    solutions = [row["solution"] for row in rows]
+    return [
+        Sample(
+            "lighteval/MATH",
+            solutions[number],
+            solutions[number + number % 2],
+            FAULTS.get(number % 200) if faults else None,
+        )
+        for number in range(count)
+    ]
+
+
+def in_this_process(samples: list[Sample], case: Case) -> tuple[list[float | None], float]:
+    """The scores (None for a fault), and the CPU seconds that they took."""
+    function = functools.partial(score, scorer=case.scorer(), wait_s=0.0)
+    function(**samples[1]._asdict() | {"extra_info": None})  # what is imported once
+    started = time.process_time()
+    scores = [None if sample.extra_info else function(**sample._asdict()) for sample in samples]
+    return scores, time.process_time() - started
+
+
+def timed(evaluator: RewardProcess | RewardPool, samples: list[Sample]) -> tuple[list[Outcome | None], float]:
+    """The outcomes, and the seconds from the batch to them."""
+    started = time.monotonic()
+    job = ScoringJob(evaluator, ErrorBudget(1.0), n_rows=len(samples), n_scored=len(samples))
+    for row, sample in enumerate(samples):
+        job.add(row, lambda sample=sample: sample)
+    job.end()
+    return job.outcomes(), time.monotonic() - started
+
+
+def wrong(outcomes: list[Outcome | None], expected: list[float | None]) -> int:
+    """How many samples have not what they must have."""
+    found = [outcome.score if outcome and not outcome.error else None for outcome in outcomes]
+    return sum(one != other for one, other in zip(found, expected, strict=True))
+
+
+def compare(case: Case, samples: list[Sample], *, workers: int, timeout_s: float, rounds: int) -> str:
+    """A row of the table."""
+    function = functools.partial(score, scorer=case.scorer(), wait_s=case.wait_s)
+    expected, cpu_s = in_this_process(samples, case)
+    makers: dict[str, Callable[[], RewardProcess | RewardPool]] = {
+        "naive": lambda: RewardProcess(function, timeout_s=timeout_s),
+        "prime": lambda: RewardPool(function, num_workers=workers, timeout_s=timeout_s),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in makers}
+    mistakes = dict.fromkeys(makers, 0)
+    for _ in range(rounds):
+        for name, make in makers.items():
+            evaluator = make()
+            evaluator.start()
+            if not case.faults:  # of a run only the first batch pays for imports
+                timed(evaluator, samples[: 4 * workers])
+            outcomes, elapsed = timed(evaluator, samples)
+            seconds[name].append(elapsed)
+            mistakes[name] += wrong(outcomes, expected)
+            evaluator.close()
+    naive, prime = (statistics.median(seconds[name]) for name in makers)
+    hangs = sum(sample.extra_info in ("loop", "sleep") for sample in samples)
+    ideal = (
+        cpu_s / min(workers, len(os.sched_getaffinity(0)))
+        + case.wait_s * len(samples) / workers
+        + timeout_s * math.ceil(hangs / workers)
+    )
+    cells = [
+        case.name,
+        f"{cpu_s:.2f}",
+        f"{naive:.2f}",
+        f"{prime:.2f}",
+        f"{naive / prime:.2f}",
+        f"{ideal:.2f}",
+        f"{prime / ideal:.2f}",
+        f"{mistakes['naive']} / {mistakes['prime']}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def left_behind(token: str) -> list[int]:
+    """Living processes that this one started, directly or not."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or it is another user's
+            if token.encode() in (entry / "environ").read_bytes() and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--timeout", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    token = os.environ[_TOKEN] = uuid.uuid4().hex
+    lines = [
+        "# Scoring processes: one and several",
+        "",
+        "`python benchmarks/rewards.py`, whose first lines say what is measured; other work was running on "
+        "the machine.",
+        "",
+        description("math-verify", threads=1),
+        f"{args.samples} answers to MATH, {args.workers} workers on {len(os.sched_getaffinity(0))} cores, "
+        f"a deadline of {args.timeout:g} s, medians of {args.rounds}",
+        "",
+        "| a sample | CPU s | s, naive | s, prime | naive / prime | s, ideal | prime / ideal | wrong |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for case in CASES:
+        if case.name in args.cases:
+            samples = answers(args.data, args.samples, faults=case.faults)
+            rounds = 1 if case.faults else args.rounds
+            lines.append(compare(case, samples, workers=args.workers, timeout_s=args.timeout, rounds=rounds))
+            print(lines[-1], file=sys.stderr, flush=True)
+    lines += ["", f"Processes left at the end: {len(left_behind(token))}.", ""]
+    text = "\n".join(lines)
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
