@@ -134,3 +134,29 @@ def test_a_reward_model_counts_and_an_unknown_model_leaves_the_peak_open(model):
     assert unknown.resident["reward model: weights"] is None
     assert unknown.peak is None
     assert forecast_of("/no/model").phases["generation: KV cache"] is None
+
+
+def test_ranks_share_the_weights(model):
+    folder, parameters = model
+    memory = forecast_of(folder, "trainer.n_gpus_per_node=4", "trainer.device=cpu")
+    assert memory.resident["actor: weights, gradients, AdamW"] == 16 * parameters // 4
+    assert memory.resident["reference: weights"] == parameters
+    hybrid = forecast_of(
+        folder, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2"
+    )
+    assert hybrid.resident["actor: weights, gradients, AdamW"] == 16 * parameters // 2
+
+
+def test_vllm_has_weights_and_a_cache_of_its_own(model):
+    folder, parameters = model
+    options = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.max_num_seqs=6")
+    memory = forecast_of(folder, *options, "trainer.device=cpu")
+    assert memory.resident["vLLM: weights"] == 4 * parameters
+    # 6 sequences of at most 30 tokens: two blocks of 128 each
+    cache = 6 * 256 * 2 * 2 * 8 * 4
+    assert memory.resident["vLLM: KV cache, at most"] == cache
+    assert "generation: KV cache" not in memory.phases
+    half = "actor_rollout_ref.model.compute_dtype=bfloat16"
+    asleep = forecast_of(folder, *options, half, "trainer.device=cuda")  # it gives its memory back
+    assert asleep.phases["generation: vLLM's weights, and KV cache at most"] == 2 * parameters + cache // 2
+    assert not any(name.startswith("vLLM") for name in asleep.resident)

@@ -3,7 +3,8 @@
 Weights, gradients and AdamW's two moments are float32. Activations follow Korthikanti et al.
 (arXiv:2205.05198, section 4): about 34 bytes x tokens x hidden size a layer in 16 bits with an attention
 kernel that keeps no score matrix, twice that in 32 bits; with checkpointing, the inputs of all layers and
-one layer's activations.
+one layer's activations. Ranks that shard a model share its weights evenly. Roles with pools of their own are
+counted as if they were in one.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from dataclasses import dataclass
 
 from strop.config.batch_plan import BatchPlan, UpdatePlan
 from strop.config.model_facts import ModelFacts, read_model_facts
+from strop.config.placement import Placement
 from strop.config.roles import uses_reference
 from strop.config.schema import Config
 from strop.config.schema.actor_rollout_ref import ActorModelConfig
 from strop.config.schema.critic import CriticModelConfig
+from strop.config.vllm import rollout_dtype, tensor_parallel_size
 
 _FLOAT32 = 4
 _TRAINED = 4 * _FLOAT32
@@ -25,6 +28,8 @@ _ACTIVATION_BYTES = {2: 34, 4: 68}
 _LOGITS_AT_ONCE = 1 << 25
 """Logits in one block of the vocabulary on a GPU; on a CPU there are fewer."""
 _LOGIT_COPIES = 3
+_CACHE_BLOCK = 128
+"""Tokens in a block of vLLM's KV cache; the last one of a sequence is not full."""
 
 
 @dataclass(frozen=True)
@@ -52,24 +57,54 @@ def forecast(config: Config, plan: BatchPlan) -> Forecast:
     policy = read_model_facts(actor.path)
     length = config.data.max_prompt_length + config.data.max_response_length
     activations = _activations(policy, plan.actor, length, actor)
-    resident = {"actor: weights, gradients, AdamW": _times(policy, _TRAINED)}
-    phases = {
-        "generation: KV cache": _kv_cache(config, policy, plan.samples // plan.ranks * length),
-        "actor update: activations, logits": _sum(activations, _logits(policy, plan.actor, length)),
-    }
+    policy_role = "ActorRollout" if config.actor_rollout_ref.hybrid_engine else "Actor"
+    shards = _shards(config, policy_role, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)
+    resident = {"actor: weights, gradients, AdamW": _times(policy, _TRAINED, shards)}
+    phases = {"actor update: activations, logits": _sum(activations, _logits(policy, plan.actor, length))}
+    if config.actor_rollout_ref.rollout.name == "vllm":
+        weights, cache = _vllm(config, policy, length)
+        if config.trainer.device == "cpu" or not config.actor_rollout_ref.rollout.free_cache_engine:
+            resident |= {"vLLM: weights": weights, "vLLM: KV cache, at most": cache}
+        else:
+            phases["generation: vLLM's weights, and KV cache at most"] = _sum(weights, cache)
+    else:
+        tokens = plan.samples // plan.ranks * length
+        phases["generation: KV cache"] = _kv_cache(config, policy, tokens)
     if uses_reference(config):
-        resident["reference: weights"] = _times(policy, _FLOAT32)
+        shards = _shards(config, "RefPolicy", -1)
+        resident["reference: weights"] = _times(policy, _FLOAT32, shards)
     if plan.critic is not None:
         critic = read_model_facts(config.critic.model.path)
-        resident["critic: weights, gradients, AdamW"] = _times(critic, _TRAINED)
+        shards = _shards(config, "Critic", config.critic.model.fsdp_config.fsdp_size)
+        resident["critic: weights, gradients, AdamW"] = _times(critic, _TRAINED, shards)
         phases["critic update: activations"] = _activations(critic, plan.critic, length, config.critic.model)
     if config.reward_model.enable:
-        resident["reward model: weights"] = _times(read_model_facts(config.reward_model.model.path), _FLOAT32)
+        scorer, shards = read_model_facts(config.reward_model.model.path), _shards(config, "RewardModel", -1)
+        resident["reward model: weights"] = _times(scorer, _FLOAT32, shards)
     return Forecast(resident, phases)
 
 
-def _times(facts: ModelFacts | None, bytes_each: int) -> int | None:
-    return None if facts is None else facts.parameters * bytes_each
+def _shards(config: Config, role: str, fsdp_size: int) -> int:
+    """Ranks over which one copy of a role's model is spread."""
+    ranks = Placement.from_config(config).ranks(role)
+    return min(fsdp_size, ranks) if fsdp_size > 0 else ranks
+
+
+def _vllm(config: Config, facts: ModelFacts | None, length: int) -> tuple[int | None, int | None]:
+    """One rank's part of a copy of the weights, and of a KV cache that holds ``max_num_seqs`` sequences.
+
+    On a GPU vLLM takes ``gpu_memory_utilization`` of the memory for both, whether it needs that or not.
+    """
+    if facts is None:
+        return None, None
+    size = 2 if rollout_dtype(config) in ("bfloat16", "float16") else 4  # auto, on an unknown device
+    ranks, blocks = tensor_parallel_size(config), -(-length // _CACHE_BLOCK) + 1
+    tokens = config.actor_rollout_ref.rollout.max_num_seqs * blocks * _CACHE_BLOCK
+    return _times(facts, size, ranks), tokens * 2 * facts.layers * facts.kv_width * size // ranks
+
+
+def _times(facts: ModelFacts | None, bytes_each: int, shards: int) -> int | None:
+    return None if facts is None else facts.parameters * bytes_each // shards
 
 
 def _sum(*parts: int | None) -> int | None:
