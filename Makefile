@@ -30,14 +30,16 @@ format: .venv/dev  ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/dev benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/ready  ## tables of ratios; see benchmarks/
+bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/ready  ## tables of ratios; see benchmarks/
 	$(BIN)/python benchmarks/against_trl.py --out benchmarks/results/against_trl_$(TODAY).md
 	$(BIN)/python benchmarks/floors.py --out benchmarks/results/floors_$(TODAY).md
 	$(BIN)/python benchmarks/growth.py --out benchmarks/results/growth_$(TODAY)
 	$(BIN)/python benchmarks/rollout_hf.py
+	$(BIN)/python benchmarks/rollout_vllm.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/driver.py
+	$(BIN)/python benchmarks/rewards.py
 
 docs: .venv/dev  ## write the generated pages anew
 	$(BIN)/python docs/generate_config_reference.py
