@@ -1,0 +1,105 @@
+"""Samples written anew for a reward model, against text and token ids written by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from strop.data.rewriting import Rewriter
+from strop.errors import DataError, ModelError
+from strop.protocol import DataProto
+
+import tiny_model
+
+READER = tiny_model.build_tokenizer()
+TEMPLATE = (
+    "{% for m in messages %}{{ 'Q' if m.role == 'user' else 'A' }}{{ m.content }}"
+    "{% if m.role == 'assistant' %}<end>{% endif %}.{% endfor %}"
+)
+
+
+def writer(template=TEMPLATE):
+    """A tokenizer with other ids than the reader's, and another template: it ends turns with a full stop."""
+    tokenizer = tiny_model.build_tokenizer("QA.=+0123456789 ")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def samples(*, prompts, responses, truncated):
+    """As a rollout returns them; the prompt's own ids are of no interest here."""
+    rows = [READER.encode(text, add_special_tokens=False) for text in responses]
+    rows = [row if cut else [*row, READER.eos_token_id] for row, cut in zip(rows, truncated, strict=True)]
+    width = max(map(len, rows)) + 1
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros(len(rows), width)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)], mask[index, : len(row)] = torch.tensor(row, dtype=torch.long), 1
+    column = np.empty(len(rows), dtype=object)
+    column[:] = prompts
+    tensors = {"responses": ids, "response_mask": mask, "truncated": torch.tensor(truncated)}
+    return DataProto(tensors, {"raw_prompt": column})
+
+
+def texts(rewriter, batch):
+    """What the reward model reads, row by row, decoded with its own tokenizer."""
+    columns = rewriter(batch).batch
+    return [
+        rewriter.writer.decode(ids[mask.bool()])
+        for ids, mask in zip(columns["input_ids"], columns["attention_mask"], strict=True)
+    ]
+
+
+DIALOGUE = [
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "1+2="},
+]
+BATCH = samples(
+    prompts=[DIALOGUE, [{"role": "user", "content": "7"}], "7+0="],
+    responses=["3", "1234", ""],
+    truncated=[False, True, False],
+)
+
+
+def test_the_conversation_is_told_by_the_other_template_and_an_unfinished_response_stays_open():
+    assert texts(Rewriter(READER, writer()), BATCH) == [
+        "Q1+1=.A2<end>.Q1+2=.A3<end>.",
+        "Q7.A1234",
+        "Q7+0=.A<end>.",
+    ]
+
+
+def test_ids_are_padded_on_the_left_and_positions_count_real_tokens():
+    columns = Rewriter(READER, writer())(BATCH).batch
+    vocabulary = {token: number for number, token in enumerate((*tiny_model.SPECIAL, *"QA.=+0123456789 "))}
+    assert columns["input_ids"][1].tolist() == [0] * 12 + [vocabulary[character] for character in "Q7.A1234"]
+    assert columns["attention_mask"][1].tolist() == [0] * 12 + [1] * 8
+    assert columns["position_ids"][1].tolist() == [0] * 12 + list(range(8))
+
+
+def test_of_a_conversation_that_is_too_long_the_end_is_kept():
+    assert texts(Rewriter(READER, writer(), max_length=4), BATCH) == ["A3<end>.", "1234", ".A<end>."]
+    assert texts(Rewriter(READER, writer(), max_length=8), BATCH)[1] == "Q7.A1234"
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_template_that_leaves_out_what_comes_before_an_answer_is_followed(truncated):
+    """As templates of reasoning models do, with all up to the end of the thoughts."""
+    template = "{% for m in messages %}{{ m.content.split('=')[-1] }}<end>{% endfor %}"
+    batch = samples(prompts=["7"], responses=["1+1=2"], truncated=[truncated])
+    assert texts(Rewriter(READER, writer(template)), batch) == ["7<end>2" + "<end>" * (not truncated)]
+
+
+def test_a_template_that_drops_the_end_of_a_response_is_followed_to_its_own_end():
+    template = "{% for m in messages %}{{ m.content.split('=')[0] }}<end>{% endfor %}"
+    batch = samples(prompts=["7"], responses=["1+1=2"], truncated=[True])
+    assert texts(Rewriter(READER, writer(template)), batch) == ["7<end>1+1<end>"]
+
+
+def test_what_is_missing_is_told_with_its_remedy():
+    with pytest.raises(ModelError, match=r"no chat template.*reward_model\.model\.input_tokenizer=null"):
+        Rewriter(READER, writer(template=None))
+    batch = DataProto(BATCH.batch)
+    with pytest.raises(DataError, match=r"samples have no raw_prompt.*data\.return_raw_chat"):
+        Rewriter(READER, writer())(batch)
