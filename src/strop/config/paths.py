@@ -14,3 +14,8 @@ def is_url(path: str | Path) -> bool:
 def expand(path: str) -> str:
     """`path` with a leading `~` spelled out; a URL, or a name such as Qwen/Qwen2.5-0.5B, stays as it is."""
     return path if is_url(path) else os.path.expanduser(path)
+
+
+def may_be_a_hub_name(path: str) -> bool:
+    """Whether `path` could name a model on a hub (owner/name); what is on this disk is looked at first."""
+    return not path.startswith(("/", "~", ".")) and path.count("/") <= 1 and not path.endswith(".gguf")

@@ -7,6 +7,7 @@ together is public. What can be checked before a model loads is checked here.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import roles_of
@@ -15,8 +16,9 @@ from strop.controller.local import LocalWorkerGroup
 from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role
 from strop.data.files import local_path
-from strop.errors import MissingExtraError, ModelError
-from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
+from strop.errors import MissingExtraError
+from strop.models.loader import import_external_lib, load_tokenizer
+from strop.models.vocabulary import require_same_vocabulary
 from strop.rewards.manager import RewardManager, load_reward_manager
 from strop.trainer.checkpoint import Checkpoints
 from strop.trainer.manifest import verify
@@ -36,7 +38,7 @@ def build_trainer(config: Config) -> RayPPOTrainer:
         local_path(config.data.tokenizer or model.path, config.data.cache_dir),
         trust_remote_code=model.trust_remote_code,
     )
-    _require_shared_vocabulary(config)
+    _require_shared_vocabulary(config, tokenizer)
     _require_checkpoint(config)
 
     role_worker_mapping = {
@@ -70,7 +72,12 @@ def build_trainer(config: Config) -> RayPPOTrainer:
 
 def worker_group_class(config: Config) -> type:
     """``LocalWorkerGroup`` or ``RayWorkerGroup``, as ``trainer.worker_group`` and the placement say."""
-    if not runs_on_ray(config):
+    return group_class(on_ray=runs_on_ray(config))
+
+
+def group_class(*, on_ray: bool) -> type:
+    """The kind of worker group; ``MissingExtraError`` when Ray is asked for and not installed."""
+    if not on_ray:
         return LocalWorkerGroup
     if importlib.util.find_spec("ray") is None:
         raise MissingExtraError("ray", "ray", "a run with several processes")
@@ -79,24 +86,16 @@ def worker_group_class(config: Config) -> type:
     return RayWorkerGroup
 
 
-def _require_shared_vocabulary(config: Config) -> None:
-    """``ModelError`` when a reward model without ``input_tokenizer`` has another vocabulary."""
+def _require_shared_vocabulary(config: Config, tokenizer: Any) -> None:
+    """``ModelError`` when a reward model without ``input_tokenizer`` has other tokens than the policy."""
     rewards = config.reward_model
     if not rewards.enable or rewards.model.input_tokenizer is not None:
         return
-
-    def vocabulary_size(path: str) -> int:
-        folder = local_path(path, config.data.cache_dir)
-        return load_model_config(folder, override_config={}).get_text_config().vocab_size
-
-    policy = vocabulary_size(config.actor_rollout_ref.model.path)
-    reward_model = vocabulary_size(rewards.model.path)
-    if policy != reward_model:
-        raise ModelError(
-            f"the vocabularies differ: policy {policy}, reward model {reward_model}. Set "
-            "reward_model.model.input_tokenizer to the policy's tokenizer, so that samples are decoded and "
-            "written anew for the reward model"
-        )
+    import_external_lib(rewards.model.external_lib)
+    models = config.actor_rollout_ref.model, rewards.model
+    policy, reward_model = (local_path(model.path, config.data.cache_dir) for model in models)
+    trusted = models[0].trust_remote_code, models[1].trust_remote_code
+    require_same_vocabulary(policy, reward_model, tokenizer, trusted=trusted)
 
 
 def _require_checkpoint(config: Config) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strop.config.rules import generation, inputs, learning, named, processes
+from strop.config.rules import generation, inputs, learning, named, processes, reward_models
 from strop.config.rules.finding import Rule
 
 ALL_RULES: tuple[Rule, ...] = (
@@ -32,4 +32,7 @@ ALL_RULES: tuple[Rule, ...] = (
     inputs.context_window,
     inputs.custom_reward,
     inputs.resume,
+    reward_models.input_tokenizer,
+    reward_models.shared_vocabulary,
+    reward_models.context_window,
 )

@@ -1,0 +1,86 @@
+"""What `strop check` says of a reward model that cannot read what the policy writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from strop.config.check import check
+from strop.config.load import load_config
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Findings about a policy of 100 tokens, made for 2048, and a reward model of that shape."""
+    (tmp_path / "train.parquet").touch()
+
+    def model(name, vocabulary, context):
+        (tmp_path / name).mkdir(exist_ok=True)
+        shape = {
+            "vocab_size": vocabulary, "max_position_embeddings": context, "hidden_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+        }  # fmt: skip
+        (tmp_path / name / "config.json").write_text(json.dumps(shape))
+        return tmp_path / name
+
+    def run(*overrides, vocabulary=100, context=2048):
+        result = check(
+            load_config(
+                [
+                    f"data.train_files={tmp_path}/train.parquet",
+                    f"data.val_files={tmp_path}/train.parquet",
+                    f"actor_rollout_ref.model.path={model('policy', 100, 2048)}",
+                    "actor_rollout_ref.rollout.name=hf",
+                    "trainer.logger=[console]",
+                    "reward_model.enable=true",
+                    f"reward_model.model.path={model('reward_model', vocabulary, context)}",
+                    *overrides,
+                ]
+            )
+        )
+        return result.errors, [line for line in result.warnings if not line.startswith("no effect")]
+
+    return run
+
+
+SHARED = "reward_model.model.input_tokenizer=null"
+
+
+def test_a_reward_model_that_fits_is_passed(report):
+    assert report() == report(SHARED) == ([], [])
+    assert report(vocabulary=99) == ([], [])  # samples are written anew
+
+
+def test_the_default_path_is_no_reward_model(report):
+    (line,) = report("reward_model.model.path=~/models/Anomy-RM-v0.1")[0]
+    assert line == "reward_model.model.path=~/models/Anomy-RM-v0.1: no such folder"
+
+
+def test_a_tokenizer_that_is_not_there(report):
+    (line,) = report("reward_model.model.input_tokenizer=/no/tokenizer")[0]
+    assert line == "reward_model.model.input_tokenizer=/no/tokenizer: no such folder"
+    off = report("reward_model.enable=false", "reward_model.model.input_tokenizer=/no/tokenizer")
+    assert off[0] == []
+    assert report("reward_model.model.input_tokenizer=owner/name")[0] == []
+    assert report("reward_model.model.input_tokenizer=hdfs://cluster/name")[0] == []
+
+
+def test_token_ids_of_another_vocabulary(report):
+    (line,) = report(SHARED, vocabulary=99)[0]
+    assert "the vocabularies differ: 100 tokens of " in line
+    assert "policy, 99 of " in line
+    assert report(SHARED, "reward_model.enable=false", vocabulary=99)[0] == []
+
+
+def test_sequences_longer_than_it_was_made_for(report):
+    lengths = "data.max_prompt_length=512", "data.max_response_length=512"
+    for overrides in ((SHARED,), ()):
+        (line,) = report(*overrides, *lengths, context=1000)[1]
+        assert line.startswith(
+            "data.max_prompt_length=512 + data.max_response_length=512 = 1024 tokens, more"
+        )
+        assert "than the 1000 that " in line
+    assert report(*lengths, "reward_model.max_length=1000", context=1000)[1] == []
+    (line,) = report(*lengths, "reward_model.max_length=1001", context=1000)[1]
+    assert line.startswith("reward_model.max_length=1001, more than the 1000 that ")
