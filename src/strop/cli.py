@@ -18,6 +18,14 @@ def _train(arguments: argparse.Namespace) -> int:
     return main_ppo.run(main_ppo.config_from(arguments))
 
 
+def _sft(arguments: argparse.Namespace) -> int:
+    return importlib.import_module("strop.trainer.main_supervised").run_sft(arguments)
+
+
+def _train_rm(arguments: argparse.Namespace) -> int:
+    return importlib.import_module("strop.trainer.main_supervised").run_train_rm(arguments)
+
+
 def _check(arguments: argparse.Namespace) -> int:
     from strop.config.table import show_check
     from strop.trainer.main_ppo import config_from
@@ -62,7 +70,9 @@ def _view(arguments: argparse.Namespace) -> int:
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a global_step_N folder, or the URL of one")
     parser.add_argument("--out", required=True, help="the Hugging Face folder to write; must not exist")
-    parser.add_argument("--role", default="actor", choices=("actor", "critic"), help="whose model (actor)")
+    parser.add_argument(
+        "--role", default="actor", choices=("actor", "critic", "reward_model"), help="whose model (actor)"
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the weights (as they were saved)"
     )
@@ -70,6 +80,12 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 _COMMANDS: dict[str, tuple[str, str, Run]] = {
     "train": ("train a model", "strop.trainer.main_ppo:add_config_arguments", _train),
+    "sft": ("fine-tune a model on responses", "strop.trainer.main_supervised:add_config_arguments", _sft),
+    "train-rm": (
+        "train a reward model on pairs of answers",
+        "strop.trainer.main_supervised:add_config_arguments",
+        _train_rm,
+    ),
     "check": (
         "check a configuration without loading a model",
         "strop.trainer.main_ppo:add_config_arguments",

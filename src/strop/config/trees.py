@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from strop.config import deprecated
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.supervised import RewardModellingConfig, SftConfig
 
 Root = TypeVar("Root", bound=RootConfig)
 
@@ -42,3 +43,5 @@ class Tree(Generic[Root]):
 
 
 PPO = Tree(Config, "ppo_trainer", deprecated.settle)
+SFT = Tree(SftConfig, "sft_trainer")
+REWARD_MODELLING = Tree(RewardModellingConfig, "rm_trainer")

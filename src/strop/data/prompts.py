@@ -77,6 +77,23 @@ def encode_prompts(
     return encoded
 
 
+def encode_responses(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of every response, the end token last: what a model that stops by itself generates.
+
+    Raises :class:`PromptError` for the first that is not a string.
+    """
+    for offset, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise PromptError(offset, f"expected a string, found {_describe(text)}")
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no end token to end a response with; "
+            "set tokenizer.eos_token"
+        )
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return [[*ids, tokenizer.eos_token_id] for ids in encoded]
+
+
 def encode_raw(prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of the text alone, messages joined by line ends: no chat template, no special tokens."""
     text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)

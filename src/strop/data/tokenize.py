@@ -1,4 +1,4 @@
-"""All prompts of a table -> token ids: in parallel when there are many, cached on disk.
+"""All prompts of a table, or all responses -> token ids: in parallel when there are many, cached on disk.
 
 Settings that only cut or filter (``max_prompt_length``, ``truncation``) are not part of the cache's key:
 the ids are stored whole.
@@ -14,7 +14,7 @@ import os
 import pickle
 import zipfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("strop.data")
 
+Encode = Callable[[list[Any], Any], list[list[int]]]
+"""(values of a column, tokenizer) -> their token ids; a function of a module, for other processes."""
 Chunk = Sequence[Sequence[int] | np.ndarray]  # token ids of consecutive prompts
 
 CHUNK_ROWS = 1_000
@@ -71,22 +73,23 @@ def tokenize_table(
     tokenizer: PreTrainedTokenizerBase,
     *,
     prompt_key: str = "prompt",
+    encode: Encode = encode_prompts,
     num_workers: int | None = None,
     cache_dir: str | Path | None = None,
 ) -> TokenizedPrompts:
     """Token ids of the column ``prompt_key``, taken from the cache below ``cache_dir`` (None: no cache).
 
-    ``num_workers`` processes (None: one per core) are used where they pay off: from 100,000 rows on, or
-    5,000 with a tokenizer written in Python. Raises :class:`DataError` naming file, row and field of the
-    first prompt that cannot be used.
+    ``encode`` makes them. ``num_workers`` processes (None: one per core) are used where they pay off: from
+    100,000 rows on, or 5,000 with a tokenizer written in Python. Raises :class:`DataError` naming file, row
+    and field of the first value that cannot be used.
     """
-    cache = _cache_path(table, tokenizer, prompt_key, cache_dir) if cache_dir is not None else None
+    cache = _cache_path(table, tokenizer, prompt_key, encode, cache_dir) if cache_dir is not None else None
     if cache is not None and (found := _load(cache, len(table))) is not None:
         return found
     workers = _cores() if num_workers is None else num_workers
-    with progress_bar("tokenizing prompts", len(table), show=len(table) >= MIN_ROWS_FOR_BAR) as bar:
+    with progress_bar(f"tokenizing {prompt_key}", len(table), show=len(table) >= MIN_ROWS_FOR_BAR) as bar:
         try:
-            chunks = _encode_all(table, tokenizer, prompt_key, workers, bar)
+            chunks = _encode_all(table, tokenizer, prompt_key, encode, workers, bar)
         except _ChunkError as error:
             raise table.error(error.row, prompt_key, error.reason) from error
     result = _flatten(chunks)
@@ -107,19 +110,24 @@ class _ChunkError(Exception):
 
 
 def _encode_all(
-    table: PromptTable, tokenizer: PreTrainedTokenizerBase, prompt_key: str, workers: int, bar: Bar
+    table: PromptTable,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_key: str,
+    encode: Encode,
+    workers: int,
+    bar: Bar,
 ) -> list[Chunk]:
     enough = MIN_ROWS_FOR_PROCESSES["fast" if tokenizer.is_fast else "slow"]
     if workers > 1 and len(table) >= enough:
         try:
-            return _encode_in_processes(table, tokenizer, prompt_key, workers, bar)
+            return _encode_in_processes(table, tokenizer, prompt_key, encode, workers, bar)
         except (BrokenProcessPool, pickle.PicklingError, AttributeError, TypeError) as error:
             # A script without `if __name__ == "__main__"` cannot spawn; a home-made tokenizer may not pickle.
             logger.warning("tokenizing in one process: worker processes failed (%s)", error)
     chunks: list[Chunk] = []
     for start, stop in _chunk_bounds(len(table)):
         try:
-            chunks.append(encode_prompts(table.values(prompt_key, start, stop), tokenizer))
+            chunks.append(encode(table.values(prompt_key, start, stop), tokenizer))
         except PromptError as error:
             raise _ChunkError(start + error.offset, error.reason) from error
         bar.advance(stop - start)
@@ -127,7 +135,12 @@ def _encode_all(
 
 
 def _encode_in_processes(
-    table: PromptTable, tokenizer: PreTrainedTokenizerBase, prompt_key: str, workers: int, bar: Bar
+    table: PromptTable,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_key: str,
+    encode: Encode,
+    workers: int,
+    bar: Bar,
 ) -> list[Chunk]:
     pickle.dumps(tokenizer)  # fails here and now, rather than in the pool's feeder thread
     # spawn: forking a process in which torch has started its threads can deadlock.
@@ -147,7 +160,7 @@ def _encode_in_processes(
         try:
             for start, stop in _chunk_bounds(len(table)):
                 rows = table.values(prompt_key, start, stop)
-                pending.append((start, stop, pool.submit(_encode_chunk, rows)))
+                pending.append((start, stop, pool.submit(_encode_chunk, rows, encode)))
                 if len(pending) > 4 * workers:  # enough to keep all busy, without all prompts in memory twice
                     collect_oldest()
             while pending:
@@ -166,11 +179,11 @@ def _start_worker(tokenizer: PreTrainedTokenizerBase) -> None:
     _worker_tokenizer = tokenizer
 
 
-def _encode_chunk(prompts: list[Any]) -> Chunk:
+def _encode_chunk(values: list[Any], encode: Encode = encode_prompts) -> Chunk:
     if _worker_tokenizer is None:
         raise RuntimeError("the worker process was not started by _start_worker")
     # Arrays cross the process boundary in a tenth of the time that lists of ints take.
-    return [np.asarray(ids, dtype=np.int32) for ids in encode_prompts(prompts, _worker_tokenizer)]
+    return [np.asarray(ids, dtype=np.int32) for ids in encode(values, _worker_tokenizer)]
 
 
 def _chunk_bounds(rows: int) -> Iterator[tuple[int, int]]:
@@ -211,11 +224,16 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _cache_path(
-    table: PromptTable, tokenizer: PreTrainedTokenizerBase, prompt_key: str, cache_dir: str | Path
+    table: PromptTable,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_key: str,
+    encode: Encode,
+    cache_dir: str | Path,
 ) -> Path:
     key = {
         "layout": 1,
         "prompt_key": prompt_key,
+        "encode": getattr(encode, "__name__", repr(encode)),
         "files": [content_digest(path) for path in table.paths],
         "tokenizer": tokenizer_fingerprint(tokenizer),
     }

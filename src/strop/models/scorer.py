@@ -13,6 +13,9 @@ from torch import Tensor
 
 from strop.models.base import ResponseTokens, RoleModel
 
+REWARD_MEAN, REWARD_STD = "strop_reward_mean", "strop_reward_std"
+"""Entries of a reward model's config.json: mean and standard deviation of its scores where it was trained."""
+
 
 class ValueModel(RoleModel):
     """V(s_t) before every response token."""
@@ -32,10 +35,19 @@ class ValueModel(RoleModel):
 
 
 class SequenceScorer(RoleModel):
-    """A reward model: one score for a whole sequence, read at its last real token."""
+    """A reward model: one score for a whole sequence, read at its last real token.
+
+    The head has no bias, and a preference says nothing about where 0 is. So a model whose configuration knows
+    the mean of its scores gives scores less that mean.
+    """
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``rm_scores`` [B] float32. The last token is found by the attention mask, never by the pad id."""
+        """``rm_scores`` [B] float32."""
+        mean = getattr(self.hugging_face_model.config, REWARD_MEAN, 0.0)
+        return {"rm_scores": self.uncentred_scores(batch) - mean}
+
+    def uncentred_scores(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """[B] float32, as the head gives them. The last token is found by the mask, never by the pad id."""
         mask_BL = batch["attention_mask"].bool()
         positions_BL = torch.arange(mask_BL.shape[1], device=mask_BL.device).expand_as(mask_BL)
         last_B = torch.where(mask_BL, positions_BL, 0).amax(dim=1)
@@ -45,4 +57,4 @@ class SequenceScorer(RoleModel):
         hidden_nH = self.hidden_states_at(batch, is_last_BL, packing)
         scores_n = self.hugging_face_model.get_submodule("score")(hidden_nH).squeeze(-1).float()
         scores_B = scores_n.new_zeros(len(mask_BL)).masked_scatter(is_last_BL.any(dim=1), scores_n)
-        return self.whole({"rm_scores": scores_B})
+        return self.whole({"scores": scores_B})["scores"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,7 +30,8 @@ from strop.trainer.upload import Uploader
 logger = logging.getLogger(__name__)
 
 _TRAINER = "trainer.pt"
-_TRAINED = ("actor", "critic")  # reference and reward model never change
+TRAINED = ("actor", "critic")
+"""The groups of reinforcement learning that have a state: reference and reward model never change."""
 
 
 class Checkpoints:
@@ -47,10 +48,13 @@ class Checkpoints:
         max_to_keep: int | None = None,
         background: bool = False,
         remote: str | None = None,
+        trained: Sequence[str] = TRAINED,
     ) -> None:
+        """``trained``: the groups whose state is saved, among those that ``save`` and ``load`` are given."""
         self.folder = folder.expanduser().absolute()  # workers have working directories of their own
         self.max_to_keep = max_to_keep
         self.background = background
+        self.trained = trained
         self._in_flight: tuple[int, list[Any]] | None = None
         self._uploader: Uploader | None = None
         if remote is not None:
@@ -63,7 +67,7 @@ class Checkpoints:
             self._uploader = Uploader(checkpoints, max_to_keep=max_to_keep)
 
     @classmethod
-    def of(cls, config: RootConfig) -> Checkpoints:
+    def of(cls, config: RootConfig, *, trained: Sequence[str] = TRAINED) -> Checkpoints:
         """The checkpoints of the run that ``config`` describes.
 
         ``trainer.default_hdfs_dir`` counts only where the user wrote it: its default is a local path.
@@ -75,6 +79,7 @@ class Checkpoints:
             max_to_keep=settings.max_ckpt_to_keep,
             background=settings.async_save,
             remote=settings.default_hdfs_dir if written else None,
+            trained=trained,
         )
 
     def __enter__(self) -> Self:
@@ -111,7 +116,7 @@ class Checkpoints:
         started: list[Any] = []
         with self._removed_on_failure(step, started):
             building.mkdir(parents=True)
-            for name in _TRAINED:
+            for name in self.trained:
                 if name not in groups:
                     continue
                 if self.background:
@@ -159,7 +164,7 @@ class Checkpoints:
         """Put the state back into worker groups and global random generators; returns the trainer's."""
         verify(checkpoint)
         checkpoint = checkpoint.absolute()
-        for name in _TRAINED:
+        for name in self.trained:
             if name in groups:
                 if not (checkpoint / name).is_dir():
                     raise CheckpointError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from strop.config.schema import Config
+from strop.config.trees import Root
 from strop.errors import WorkerError
 from strop.trainer.build import build_trainer
 from strop.trainer.run_folder import RunFolder
@@ -13,7 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 def train_with_restarts(config: Config) -> None:
-    """Train as ``config`` says, from the last checkpoint again after each failure of a worker.
+    """Reinforcement learning as ``config`` says; see ``with_restarts``."""
+    with_restarts(config, train_once)
+
+
+def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
+    """``train(config)``, from the last checkpoint again after each failure of a worker.
 
     An error that would come again (a wrong model, a bad row) is not tried again. Nothing survives into a
     restart but the run folder: models, data loaders and reward processes are built anew.
@@ -22,7 +29,7 @@ def train_with_restarts(config: Config) -> None:
     for restarts_left in range(config.trainer.max_restarts, -1, -1):
         before = folder.latest_checkpoint()
         try:
-            train_once(config)
+            train(config)
             return
         except WorkerError as error:
             if error.is_final or not restarts_left:
@@ -50,7 +57,7 @@ def train_once(config: Config) -> None:
         trainer.shutdown()
 
 
-def _with_resume(config: Config) -> Config:
+def _with_resume(config: Root) -> Root:
     changed = config.trainer.model_copy(update={"resume_mode": "auto"})
     resumed = config.model_copy(update={"trainer": changed})
     if config.written is not None:

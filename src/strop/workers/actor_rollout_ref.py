@@ -21,12 +21,12 @@ from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, RolloutEngine, SamplingParams
 from strop.rollout.weights import checksums, require_equal_checksums
-from strop.workers.base import Worker
 from strop.workers.losses import Recorder, actor_objective
+from strop.workers.role import RoleWorker
 from strop.workers.rollout import build_copy, build_shared, copy_dtype, shares_weights
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(RoleWorker):
     """Holds the trained policy and the rollout on its weights, or a frozen reference, or both."""
 
     shared_passes: ClassVar = {

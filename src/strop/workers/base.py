@@ -1,19 +1,17 @@
-"""What every worker has: its place among the ranks, its engine, and one way to take an optimizer step."""
+"""What every worker has: its rank, its engine, and one way to take an optimizer step."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Generic
 
 from torch import Tensor
 
-from strop.config.micro_batches import resolve_micro_batch, sequence_parallel_size
-from strop.config.schema import Config
+from strop.config.trees import Root
 from strop.controller.dispatch import Dispatch, register
 from strop.controller.roles import Role
 from strop.data.files import local_path
@@ -22,10 +20,9 @@ from strop.engines.fingerprint import weights_hash
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.schedule import learning_rate_factor
 from strop.engines.settings import OffloadSettings, OptimizerSettings, ShardingSettings
-from strop.errors import ConfigError
 from strop.models.base import RoleModel
 from strop.models.deferred import WeightSource
-from strop.models.loader import import_external_lib, load_tokenizer
+from strop.models.loader import import_external_lib
 from strop.protocol import DataProto
 from strop.workers.transfer import BUCKET_BYTES, weight_buckets
 
@@ -51,72 +48,49 @@ def offload_settings(fsdp: Any) -> OffloadSettings:
     )
 
 
-class Worker:
+class Worker(Generic[Root]):
     """One process of a role. Subclasses build their model in ``init_model`` and mark what groups may call."""
 
-    shared_passes: ClassVar[Mapping[str, str]] = {}
-    """Data-parallel methods whose rows several ranks may share -> their pass, a key of ``MICRO_BATCHES``."""
     engine: Engine
     tokenizer: Any
 
-    def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, config: Root, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
         self.config = config
         self.role = role
         self.rank = rank
         self.world_size = world_size
         self.device = pick_device(config.trainer.device)
         self._buckets: Iterator[list[tuple[str, Tensor]]] | None = None
-        is_critic = role is Role.Critic
-        self.strategy = config.critic.strategy if is_critic else config.actor_rollout_ref.actor.strategy
 
     def find_model(self, path: str, external_lib: str | list[str] | None) -> Path:
         """The local folder of a model, downloaded once; the packages it needs are imported."""
         import_external_lib(external_lib)
         return local_path(path, self.config.data.cache_dir)
 
-    def load_tokenizer(self, path: str) -> Any:
-        """The tokenizer that lies at a local path or URL."""
-        return load_tokenizer(
-            local_path(path, self.config.data.cache_dir),
-            trust_remote_code=self.config.actor_rollout_ref.model.trust_remote_code,
-        )
-
     @property
     def sharded(self) -> bool:
         """Whether this role's models are spread over several ranks."""
         return self.world_size > 1
 
-    def data_parallel_place(self, method: str) -> tuple[int, int]:
-        """Which part of the rows of a data-parallel ``method`` this rank gets, and how many parts there are.
-
-        Neighbouring ranks that share sequences get the same part.
-        """
-        size, name = 1, self.shared_passes.get(method)
-        if name is not None:
-            with suppress(ConfigError):  # a pass of another role: `check` has seen this role's own
-                size = sequence_parallel_size(self.config, name, self.world_size)
-        return self.rank // size, self.world_size // size
-
-    def build_engine(
+    def build_engine_on(
         self,
         module: RoleModel,
         *,
-        name: str,
+        strategy: str,
         compute_dtype: str,
         fsdp: Any,
+        sequence_parallel_size: int = 1,
         weights: WeightSource | None = None,
         checkpointing: bool = False,
         trained: Any | None = None,
     ) -> Engine:
         """The engine of ``module``; ``trained`` is the section with ``optim``, None for inference only.
 
-        ``name`` is one of its passes, a key of ``MICRO_BATCHES``;
         ``fsdp`` is the section ``fsdp_config``; ``weights`` are those of a module without any.
         """
         settings, sharding = None, None
         if self.sharded:
-            ranks = sequence_parallel_size(self.config, name, self.world_size)
-            sharding = replace(sharding_settings(fsdp), sequence_parallel_size=ranks)
+            sharding = replace(sharding_settings(fsdp), sequence_parallel_size=sequence_parallel_size)
         if trained is not None:
             optim = trained.optim
             settings = OptimizerSettings(
@@ -126,7 +100,7 @@ class Worker:
                 grad_clip=trained.grad_clip,
             )
         return build_engine(
-            self.strategy,
+            strategy,
             module,
             device=self.device,
             compute_dtype=compute_dtype,
@@ -136,11 +110,6 @@ class Worker:
             offload=offload_settings(fsdp),
             weights=weights,
         )
-
-    def micro_batching(self, name: str) -> MicroBatching:
-        """How the pass ``name`` (a key of ``MICRO_BATCHES``) is cut on this rank."""
-        size = resolve_micro_batch(self.config, name, self.world_size)
-        return MicroBatching(rows=size.rows, max_tokens=size.max_tokens)
 
     def train_on(
         self, mini_batch: DataProto, loss: Loss, section: Any, micro: MicroBatching, **options: Any

@@ -9,11 +9,11 @@ from strop.models.deferred import defer_scorer
 from strop.models.loader import load_scorer
 from strop.models.scorer import ValueModel
 from strop.protocol import DataProto
-from strop.workers.base import Worker
 from strop.workers.losses import critic_objective
+from strop.workers.role import RoleWorker
 
 
-class CriticWorker(Worker):
+class CriticWorker(RoleWorker):
     """Holds the value model, which may start from a language model or from a reward model."""
 
     shared_passes: ClassVar = {"compute_values": "values", "update_critic": "critic"}

@@ -13,10 +13,10 @@ from strop.models.deferred import defer_scorer
 from strop.models.loader import load_scorer
 from strop.models.scorer import SequenceScorer
 from strop.protocol import DataProto
-from strop.workers.base import Worker
+from strop.workers.role import RoleWorker
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(RoleWorker):
     """Scores with an ``AutoModelForSequenceClassification``.
 
     With ``reward_model.model.input_tokenizer`` set, samples are decoded with it and written anew with the

@@ -14,15 +14,17 @@ from strop.config.vllm import extra_sampling, rollout_dtype, tensor_parallel_siz
 from strop.engines.base import compute_dtype
 from strop.models.loader import end_token_ids
 from strop.rollout.base import RolloutEngine, build_rollout
-from strop.workers.base import Worker
+from strop.workers.role import RoleWorker
 
 
-def shares_weights(worker: Worker) -> bool:
+def shares_weights(worker: RoleWorker) -> bool:
     """Whether the rollout beside this worker's actor generates on the actor's very weights."""
     return worker.config.actor_rollout_ref.rollout.name == "hf" and not worker.sharded
 
 
-def build_shared(worker: Worker, model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> RolloutEngine:
+def build_shared(
+    worker: RoleWorker, model: PreTrainedModel, autocast_dtype: torch.dtype | None
+) -> RolloutEngine:
     """A rollout on ``model`` as it lies in memory."""
     rollout = worker.config.actor_rollout_ref.rollout
     return build_rollout(
@@ -35,7 +37,7 @@ def build_shared(worker: Worker, model: PreTrainedModel, autocast_dtype: torch.d
 
 
 def build_copy(
-    worker: Worker, model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
+    worker: RoleWorker, model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
 ) -> RolloutEngine:
     """A rollout with weights of its own; ``model`` is one without any, on the meta device."""
     rollout = worker.config.actor_rollout_ref.rollout
@@ -51,7 +53,7 @@ def build_copy(
     return build_rollout(rollout.name, own_weights=True, model=model, **options, **_token_ids(worker, model))
 
 
-def copy_dtype(worker: Worker) -> torch.dtype:
+def copy_dtype(worker: RoleWorker) -> torch.dtype:
     """Of the weights that a rollout with a copy computes with."""
     section = worker.config.actor_rollout_ref
     if section.rollout.name != "vllm":
@@ -60,14 +62,14 @@ def copy_dtype(worker: Worker) -> torch.dtype:
     return torch.float16 if name == "float16" else compute_dtype(name, worker.device)
 
 
-def _token_ids(worker: Worker, model: PreTrainedModel) -> dict[str, Any]:
+def _token_ids(worker: RoleWorker, model: PreTrainedModel) -> dict[str, Any]:
     return {
         "pad_token_id": worker.tokenizer.pad_token_id,
         "eos_token_ids": end_token_ids(model, worker.tokenizer),
     }
 
 
-def _vllm_settings(worker: Worker) -> Any:
+def _vllm_settings(worker: RoleWorker) -> Any:
     from strop.rollout.vllm.settings import VLLMSettings  # vllm takes 20 s to import
 
     config: Config = worker.config

@@ -10,15 +10,15 @@ from strop.config.model_facts import read_model_facts
 from strop.config.paths import expand, is_url
 from strop.config.roles import uses_critic
 from strop.config.rules.finding import Finding, error, warning
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 
 
-def data_files(config: Config) -> Iterator[Finding]:
+def data_files(config: RootConfig) -> Iterator[Finding]:
     """Parquet files exist."""
     for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
         if key == "train_files" and config.trainer.val_only:
             continue
-        if not files:
+        if not files and (key == "train_files" or isinstance(config, Config)):
             yield error(f"data.{key}: found an empty list, expected at least one parquet file")
         for file in files:
             if not is_url(file) and not Path(expand(file)).exists():
@@ -34,17 +34,22 @@ def models(config: Config) -> Iterator[Finding]:
     if config.reward_model.enable:
         paths["reward_model.model.path"] = config.reward_model.model.path
     for key, path in paths.items():
-        folder = Path(expand(path))
-        if is_url(path) or folder.is_file():
-            continue
-        if folder.is_dir():
-            if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
-                yield error(f"{key}={path}: the folder has no config.json, so it is not a Hugging Face model")
-        elif not _may_be_a_hub_name(path):
-            yield error(f"{key}={path}: no such folder")
+        yield from model_folder(key, path)
 
 
-def tokenizer(config: Config) -> Iterator[Finding]:
+def model_folder(key: str, path: str) -> Iterator[Finding]:
+    """The model that the key `key` names."""
+    folder = Path(expand(path))
+    if is_url(path) or folder.is_file():
+        return
+    if folder.is_dir():
+        if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
+            yield error(f"{key}={path}: the folder has no config.json, so it is not a Hugging Face model")
+    elif not _may_be_a_hub_name(path):
+        yield error(f"{key}={path}: no such folder")
+
+
+def tokenizer(config: RootConfig) -> Iterator[Finding]:
     """A tokenizer of its own exists."""
     path = config.data.tokenizer
     if path and not is_url(path) and not Path(expand(path)).exists() and not _may_be_a_hub_name(path):
@@ -84,7 +89,7 @@ def custom_reward(config: Config) -> Iterator[Finding]:
         yield error(f"custom_reward_function.name={name}: {path} does not define it; it defines {has}")
 
 
-def resume(config: Config) -> Iterator[Finding]:
+def resume(config: RootConfig) -> Iterator[Finding]:
     """A checkpoint that is named exists; of a remote one this is seen when it is fetched."""
     mode = config.trainer.resume_mode
     if mode not in ("auto", "disable") and not is_url(mode) and not Path(expand(mode)).is_dir():

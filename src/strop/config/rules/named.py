@@ -15,7 +15,7 @@ from strop.config.names import (
     is_import_path,
 )
 from strop.config.rules.finding import Finding, error, warning
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
 from strop.score_parts import SCORERS, read_parts
 
@@ -30,7 +30,7 @@ def pluggable_names(config: Config) -> Iterator[Finding]:
     yield from _known("reward_model.reward_manager", config.reward_model.reward_manager, REWARD_MANAGERS)
 
 
-def trackers(config: Config) -> Iterator[Finding]:
+def trackers(config: RootConfig) -> Iterator[Finding]:
     """Trackers exist, their packages are installed, and the run's names suit them."""
     trainer = config.trainer
     for name in trainer.logger:

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from strop.config.schema.actor import ActorConfig
 from strop.config.schema.base import PositiveInt, Section
 from strop.config.schema.rollout import RolloutConfig
-from strop.config.schema.shared import AttentionName, ComputeDtype, FrozenFsdpConfig
+from strop.config.schema.shared import FrozenFsdpConfig, ModelConfig
 
 
-class ActorModelConfig(Section):
+class ActorModelConfig(ModelConfig):
     """The model that is trained, and that the reference model is a frozen copy of."""
 
-    path: str
-    """Hugging Face model: folder, name, hdfs:// or any fsspec URL, or a GGUF file."""
-    external_lib: str | list[str] | None
-    """Package, or list of packages, to import first: they register models or tokenizers with transformers."""
     external_libs: str | list[str] | None
     """Deprecated name of external_lib."""
-    override_config: dict[str, Any]
-    """Values laid over the model's config.json, for example a dropout rate."""
-    enable_gradient_checkpointing: bool
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    use_remove_padding: bool
-    """Pack sequences without padding: the same numbers in less time."""
-    trust_remote_code: bool
-    """Run Python code that comes with the model."""
-    attn_implementation: AttentionName | None
-    """Attention kernel of transformers; null: its own choice."""
-    compute_dtype: ComputeDtype
-    """Precision of the passes; auto: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
 
 
 class RefConfig(Section):

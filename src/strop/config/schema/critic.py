@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from strop.config.schema.base import PositiveFloat, PositiveInt, Section
 from strop.config.schema.shared import (
-    AttentionName,
-    ComputeDtype,
     FsdpConfig,
     LossAggregation,
+    ModelConfig,
     OptimConfig,
     Strategy,
 )
 
 
-class CriticModelConfig(Section):
+class CriticModelConfig(ModelConfig):
     """The model that the value head sits on."""
 
     path: str
     """Hugging Face model whose body the critic starts from."""
     tokenizer_path: str
     """Tokenizer that is saved next to the critic's checkpoint."""
-    external_lib: str | list[str] | None
-    """Package, or list of packages, to import first."""
-    override_config: dict[str, Any]
-    """Values laid over the model's config.json."""
-    enable_gradient_checkpointing: bool
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    use_remove_padding: bool
-    """Pack sequences without padding: the same numbers in less time."""
-    trust_remote_code: bool
-    """Run Python code that comes with the model."""
-    attn_implementation: AttentionName | None
-    """Attention kernel of transformers; null: its own choice."""
-    compute_dtype: ComputeDtype
-    """Precision of the passes; auto: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
     fsdp_config: FsdpConfig
 
 

@@ -8,12 +8,18 @@ from strop.config.schema.base import Names, PositiveInt, Section
 class RowsConfig(Section):
     """Rows for training and validation."""
 
+    tokenizer: str | None
+    """Tokenizer folder or name; null: the model's own."""
     train_files: Names
     """Training parquet file, or a list of them: local paths, hdfs:// or any fsspec URL."""
     val_files: Names
     """Validation parquet file, or a list of them."""
     prompt_key: str
     """Column that holds the prompt: a list of chat messages, or a plain string."""
+    train_batch_size: PositiveInt
+    """Rows an iteration, over all processes."""
+    val_batch_size: PositiveInt
+    """Rows that validation takes at once; it never changes a result."""
     max_prompt_length: PositiveInt
     """Longest prompt in tokens; shorter ones are padded on the left to it."""
     max_response_length: PositiveInt

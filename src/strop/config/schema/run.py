@@ -11,7 +11,7 @@ class RunConfig(Section):
     """The run."""
 
     total_epochs: PositiveInt
-    """Passes over the training rows."""
+    """Passes over the training prompts."""
     total_training_steps: PositiveInt | None
     """Iterations of the run; null: as many as total_epochs gives."""
     project_name: str

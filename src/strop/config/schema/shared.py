@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -75,3 +75,24 @@ class FsdpConfig(FrozenFsdpConfig):
     """Keep the optimizer state in CPU memory while it is not used."""
     fsdp_size: PositiveOrAll
     """Ranks that share one copy of the parameters; -1: all."""
+
+
+class ModelConfig(Section):
+    """A Hugging Face model that is trained."""
+
+    path: str
+    """Hugging Face model: folder, name, hdfs:// or any fsspec URL, or a GGUF file."""
+    external_lib: str | list[str] | None
+    """Package, or list of packages, to import first: they register models or tokenizers with transformers."""
+    override_config: dict[str, Any]
+    """Values laid over the model's config.json, for example a dropout rate."""
+    enable_gradient_checkpointing: bool
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    use_remove_padding: bool
+    """Pack sequences without padding: the same numbers in less time."""
+    trust_remote_code: bool
+    """Run Python code that comes with the model."""
+    attn_implementation: AttentionName | None
+    """Attention kernel of transformers; null: its own choice."""
+    compute_dtype: ComputeDtype
+    """Precision of the passes; auto: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""

@@ -1,0 +1,134 @@
+"""Prompts with answers that are given: a response to learn, or a chosen and a rejected one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from strop.data.parquet import Files, read_prompt_table
+from strop.data.prompts import encode_responses
+from strop.data.rl_dataset import UNNAMED_SOURCE, truncate
+from strop.data.tokenize import tokenize_table
+from strop.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("strop.data")
+
+
+class AnsweredDataset:
+    """Prompts with one or more answers each, read into memory and tokenized at construction.
+
+    ``dataset[i]`` is a dict: ``input_ids`` (the prompt, int64 [length], the very tokens that
+    ``RLHFDataset`` makes of it), one entry [length] for each answer, its end token last, and
+    ``data_source``.
+
+    Rows of which the prompt or an answer is over its limit are dropped with a warning that gives their
+    number, or, with ``filter_overlong=False``, handled by ``truncation``: ``error``, or cut the prompt
+    (``left``, ``right``, ``middle``: see ``RLHFDataset``). An answer that is cut keeps its first tokens and
+    loses its end token, as one that a model is not given the room to finish.
+
+    Raises :class:`DataError` for unusable files and rows, and when no row is left.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_key: str,
+        answer_keys: Mapping[str, str],
+        max_prompt_length: int,
+        max_response_length: int,
+        truncation: str = "error",
+        filter_overlong: bool = True,
+        num_workers: int | None = None,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        """``answer_keys``: name of an answer in the rows -> the column that holds it."""
+        self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
+        self.truncation = truncation
+        self._table = read_prompt_table(files, prompt_key=prompt_key, cache_dir=cache_dir)
+        self._columns = {"input_ids": prompt_key, **answer_keys}
+        for name, column in answer_keys.items():
+            if column not in self._table.table.column_names:
+                raise DataError(
+                    f"{', '.join(self._table.files)}: there is no column {column!r} (data.{name}_key); "
+                    f"found {self._table.table.column_names}"
+                )
+        options: dict[str, Any] = {"num_workers": num_workers, "cache_dir": cache_dir}
+        self._tokens = {
+            "input_ids": tokenize_table(self._table, tokenizer, prompt_key=prompt_key, **options),
+            **{
+                name: tokenize_table(
+                    self._table, tokenizer, prompt_key=column, encode=encode_responses, **options
+                )
+                for name, column in answer_keys.items()
+            },
+        }
+        self._sources = self._read_sources()
+        self._rows = self._usable_rows(filter_overlong)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        row = int(self._rows[item])
+        fields: dict[str, Any] = {"data_source": self._sources[row]}
+        for name, tokens in self._tokens.items():
+            side = self.truncation if name == "input_ids" else "right"
+            ids = truncate(tokens[row], self._limit(name), side)
+            fields[name] = torch.from_numpy(ids.astype(np.int64))
+        return fields
+
+    def data_sources(self) -> set[str]:
+        """The values of the column ``data_source``."""
+        return set(self._sources)
+
+    def _limit(self, name: str) -> int:
+        return self.max_prompt_length if name == "input_ids" else self.max_response_length
+
+    def _read_sources(self) -> list[str]:
+        if "data_source" not in self._table.table.column_names:
+            return [UNNAMED_SOURCE] * len(self._table)
+        return [str(source) for source in self._table.table.column("data_source").to_pylist()]
+
+    def _usable_rows(self, filter_overlong: bool) -> np.ndarray:
+        """Numbers of the rows to serve, int64; applies the filter or the rule ``truncation="error"``."""
+        fits = {name: tokens.lengths <= self._limit(name) for name, tokens in self._tokens.items()}
+        kept = np.flatnonzero(np.logical_and.reduce(list(fits.values())))
+        n_rows, files = len(self._table), ", ".join(self._table.files)
+        limits = (
+            f"data.max_prompt_length={self.max_prompt_length} or "
+            f"data.max_response_length={self.max_response_length}"
+        )
+        if not filter_overlong:
+            if self.truncation == "error" and len(kept) < n_rows:
+                raise self._first_overlong(fits, n_rows - len(kept))
+            return np.arange(n_rows)
+        if len(kept) == 0:
+            raise DataError(f"{files}: all {n_rows} rows are longer than {limits} tokens")
+        if len(kept) < n_rows:
+            dropped = n_rows - len(kept)
+            logger.warning("%s: dropped %d of %d rows, longer than %s tokens", files, dropped, n_rows, limits)
+        return kept
+
+    def _first_overlong(self, fits: Mapping[str, np.ndarray], n_overlong: int) -> DataError:
+        name, row = min(
+            ((name, int(np.argmin(fit))) for name, fit in fits.items() if not fit.all()),
+            key=lambda found: found[1],
+        )
+        key = "data.max_prompt_length" if name == "input_ids" else "data.max_response_length"
+        return self._table.error(
+            row,
+            self._columns[name],
+            f"{self._tokens[name].lengths[row]} tokens, {key} is {self._limit(name)} ({n_overlong} of "
+            f"{len(self._table)} rows are too long): raise the limit, or set data.truncation or "
+            "data.filter_overlong",
+        )

@@ -1,0 +1,231 @@
+"""Training on given answers: what fine-tuning and reward modelling have in common.
+
+One batch is one optimizer step. The trainer sees its worker through a worker group, like that of
+reinforcement learning; the loop with resume, checkpoints and trackers is that of ``strop.trainer.run``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Generic
+
+from strop.config.supervised import (
+    Supervised,
+    processes_on_nodes,
+    require_valid,
+    supervised_runs_on_ray,
+)
+from strop.controller.resource_pool import ResourcePool
+from strop.controller.roles import Role
+from strop.data.answers import AnsweredDataset
+from strop.data.files import local_path
+from strop.data.loader import CollateFn, PromptLoader
+from strop.data.sampler import EpochSampler, SequentialBatches
+from strop.models.loader import import_external_lib, load_tokenizer
+from strop.protocol import DataProto
+from strop.trainer.build import group_class
+from strop.trainer.checkpoint import Checkpoints
+from strop.trainer.manifest import verify
+from strop.trainer.run import Run
+from strop.trainer.seeds import seed_global_generators
+from strop.trainer.shared_folder import require_shared_folder
+from strop.trainer.timing import PhaseTimer
+
+logger = logging.getLogger(__name__)
+
+
+class SupervisedTrainer(ABC, Generic[Supervised]):
+    """Drives one model through batches of prompts with given answers.
+
+    Subclasses say which worker holds the model, what a batch is, and what is measured.
+    """
+
+    worker_cls: ClassVar[type]
+    role: ClassVar[Role]
+    group_name: ClassVar[str]
+    """Of the model's folder in a checkpoint."""
+
+    def __init__(self, config: Supervised, tokenizer: Any, *, group_cls: type, pool: ResourcePool) -> None:
+        """Reads the data; no model is loaded yet. Raises ``DataError`` for files that cannot be used."""
+        self.config = config
+        self.tokenizer = tokenizer
+        self._group_cls, self._pool = group_cls, pool
+        data = config.data
+        dataset = self._dataset(data.train_files)
+        order = EpochSampler(len(dataset), data.train_batch_size, config.trainer.seed, shuffle=data.shuffle)
+        self.train_loader = PromptLoader(dataset, order, self._collate())
+        self.val_loader = self._one_pass(self._dataset(data.val_files)) if data.val_files else None
+        self.total_steps = config.trainer.total_training_steps or (
+            len(self.train_loader) * config.trainer.total_epochs
+        )
+        self.global_step = 0
+        self.timer = PhaseTimer()
+        self.group: Any = None  # a worker group: its methods are those of the worker
+
+    @property
+    @abstractmethod
+    def answer_keys(self) -> dict[str, str]:
+        """Name of an answer in the rows -> the column that holds it."""
+
+    @property
+    @abstractmethod
+    def collate(self) -> Any:
+        """Rows -> batch: a function of ``strop.data.answer_batches``."""
+
+    @abstractmethod
+    def denominators(self, batch: DataProto) -> dict[str, float]:
+        """What the loss of a batch is divided by, over all ranks, for its ``meta_info``."""
+
+    @abstractmethod
+    def evaluate(self, batches: PromptLoader) -> dict[str, float]:
+        """The figures of the model as it is, on all rows of ``batches``."""
+
+    def finish(self) -> None:
+        """Called after the last optimizer step, and its validation, before the model is saved."""
+
+    def _dataset(self, files: list[str]) -> AnsweredDataset:
+        data = self.config.data
+        return AnsweredDataset(
+            files,
+            self.tokenizer,
+            prompt_key=data.prompt_key,
+            answer_keys=self.answer_keys,
+            max_prompt_length=data.max_prompt_length,
+            max_response_length=data.max_response_length,
+            truncation=data.truncation,
+            filter_overlong=data.filter_overlong,
+            num_workers=data.num_workers,
+            cache_dir=data.cache_dir,
+        )
+
+    def _collate(self) -> CollateFn:
+        return partial(
+            self.collate,
+            pad_token_id=self.tokenizer.pad_token_id,
+            max_prompt_length=self.config.data.max_prompt_length,
+            max_response_length=self.config.data.max_response_length,
+        )
+
+    def _one_pass(self, dataset: Any) -> PromptLoader:
+        batches = SequentialBatches(len(dataset), self.config.data.val_batch_size)
+        return PromptLoader(dataset, batches, self._collate())
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        """The worker group, by the name of its folder in a checkpoint."""
+        return {} if self.group is None else {self.group_name: self.group}
+
+    def init_workers(self) -> None:
+        """Build the worker group and load the model."""
+        self.group = self._group_cls(
+            worker_cls=self.worker_cls,
+            init_kwargs={"config": self.config, "role": self.role},
+            resource_pool=self._pool,
+            name=self.role.name,
+            settings=self.config.trainer,
+        )
+        require_shared_folder(Path(self.config.trainer.default_local_dir), self.groups)
+        self.group.init_model()
+
+    def fit(self) -> None:
+        """Train: ``init_workers`` comes first. Ends after ``total_steps`` iterations."""
+        SupervisedRun(self).fit()
+
+    def shutdown(self) -> None:
+        """End the workers and what they hold; the trainer is of no more use."""
+        if self.group is not None:
+            self.group.shutdown()
+
+    def step(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step; its metrics."""
+        progress = {"iteration": self.global_step, "total_iterations": self.total_steps}
+        with self.timer.phase("update"):
+            update = self.group.update(DataProto(batch.batch, {}, {**self.denominators(batch), **progress}))
+        plain = ("grad_norm", "lr", "skipped_steps")
+        return {name if name in plain else f"train/{name}": value for name, value in update.items()}
+
+    def validate(self) -> dict[str, float]:
+        """``evaluate`` on the validation files; nothing where there are none."""
+        if self.val_loader is None:
+            return {}
+        with self.timer.phase("testing"):
+            return {f"val/{name}": value for name, value in self.evaluate(self.val_loader).items()}
+
+    def answered(self, batches: PromptLoader) -> Iterator[tuple[DataProto, DataProto]]:
+        """Each batch, and what the worker's ``evaluate`` says of it."""
+        for batch in batches:
+            yield batch, self.group.evaluate(DataProto(batch.batch))
+
+
+class SupervisedRun(Run):
+    """A run of a supervised trainer."""
+
+    def __init__(self, trainer: SupervisedTrainer) -> None:
+        self.trained = (trainer.group_name,)
+        super().__init__(trainer)
+
+    def one_iteration(self, batch: DataProto) -> dict[str, float]:
+        """See ``Run.one_iteration``."""
+        trainer, settings = self.trainer, self.settings
+        started = time.perf_counter()
+        with trainer.timer.phase("step"):
+            metrics = trainer.step(batch)
+        tokens = float(batch.batch["attention_mask"].sum())
+        seconds = time.perf_counter() - started
+        trainer.global_step += 1
+        step, last = trainer.global_step, trainer.global_step == trainer.total_steps
+        if settings.test_freq > 0 and (last or step % settings.test_freq == 0):
+            metrics |= self.validate()
+        if last:
+            trainer.finish()
+        return {
+            "epoch": step / len(trainer.train_loader),
+            **metrics,
+            **trainer.timer.take(),
+            "perf/total_num_tokens": tokens,
+            "perf/throughput": tokens / (seconds * trainer.group.world_size),
+            "time/from_scratch": self.seconds(),
+        }
+
+    def validate(self) -> dict[str, float]:
+        """See ``Run.validate``."""
+        return self.trainer.validate()
+
+
+def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) -> Any:
+    """A trainer whose ``init_workers()`` and ``fit()`` are left to call.
+
+    What can be checked before a model loads is checked here.
+    """
+    require_valid(config)
+    seed_global_generators(config.trainer.seed)
+    model, data = config.model, config.data
+    import_external_lib(model.external_lib)
+    tokenizer = load_tokenizer(
+        local_path(data.tokenizer or model.path, data.cache_dir), trust_remote_code=model.trust_remote_code
+    )
+    trained = (trainer_cls.group_name,)
+    checkpoint = Checkpoints.of(config, trained=trained).find(config.trainer.resume_mode)
+    if checkpoint is not None:
+        verify(checkpoint)
+    return trainer_cls(
+        config,
+        tokenizer,
+        group_cls=group_class(on_ray=supervised_runs_on_ray(config)),
+        pool=ResourcePool(trainer_cls.role.name, processes_on_nodes(config)),
+    )
+
+
+def train_once(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) -> None:
+    """Build, train, and give everything back, however it ends."""
+    trainer = build(trainer_cls, config)
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.shutdown()
