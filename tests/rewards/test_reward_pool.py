@@ -6,6 +6,7 @@ import os
 import queue
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,9 @@ from strop.errors import ConfigError, RewardError
 from strop.rewards.custom import load_custom_reward
 from strop.rewards.feed import Cancelled, Feed
 from strop.rewards.manager import RewardManager, load_reward_manager
+from strop.rewards.part_scorers import BuiltInScorer
 from strop.rewards.pool import RewardPool, default_num_workers
+from strop.rewards.process import RewardProcess
 from strop.rewards.records import Outcome, Sample
 
 from runs import hashes, make_inputs, metrics, overrides, train
@@ -239,6 +242,18 @@ def test_prime_is_the_manager_of_several_processes(tokenizer: Any):
     assert len(os.sched_getaffinity(0)) >= default_num_workers() >= 1
     with pytest.raises(ConfigError, match=r"'primes' .*'prime'"):
         load_reward_manager(load_config(["reward_model.reward_manager=primes"]), tokenizer, 0)
+
+
+def test_what_a_scorer_needs_is_loaded_before_the_clock_starts(running: Running):
+    """Else many processes that load at once on few cores would all be cut off, and load again."""
+    pytest.importorskip("math_verify")
+    scorer = BuiltInScorer("math", {"method": "math-verify"})
+
+    def look(scorer: BuiltInScorer = scorer, **sample: Any) -> float:
+        return float("sympy" in sys.modules)
+
+    with RewardProcess(look) as process:
+        assert process.evaluate(Sample("d", "")).score == 1.0
 
 
 OFTEN_CRASHES = """

@@ -15,6 +15,19 @@ from pathlib import Path
 
 import pytest
 from rewards_support import children
+from sandbox_attacks import (
+    ABSTRACT_SOCKET,
+    BOMBS,
+    ENVIRONMENT,
+    FLOODS,
+    LOOPBACK,
+    MANY_CHILDREN,
+    OF_STANDARD_OUTPUT,
+    REACHES,
+    TRICK_TEST,
+    TRICKS,
+    reporting,
+)
 
 from strop.errors import ConfigError, RewardError
 from strop.rewards.process_tree import MARKER, marked_processes
@@ -39,11 +52,7 @@ PATIENT = Limits(wall_s=20.0)
 
 def outcome_of(attack: str, expected: object, *, limits: Limits = PATIENT) -> Verdict:
     """Whether ``f()``, whose body is ``attack``, gives ``expected``, or the name of what is raised in it."""
-    body = "\n".join(f"        {line}" for line in attack.strip().splitlines())
-    program = (
-        f"import os, sys\ndef f():\n    try:\n{body}\n    except Exception as e: return type(e).__name__"
-    )
-    return run_assert_tests(program, [f"got = f()\nassert got == {expected!r}, got"], limits=limits)
+    return run_assert_tests(reporting(attack), [f"got = f()\nassert got == {expected!r}, got"], limits=limits)
 
 
 def passes(program: str, test: str = "assert f(3) == 1234567", *, limits: Limits = PATIENT) -> Verdict:
@@ -91,89 +100,28 @@ def test_tests_may_use_classes_exceptions_and_iterators_of_the_program():
     assert run_assert_tests(program, tests, limits=PATIENT) == Verdict(True)
 
 
-# Tricks to get a score: every one of these programs is wrong.
-FAKES = {
-    "equals everything": "class E:\n  __eq__ = lambda s, o: True\n  __bool__ = lambda s: True\n"
-    "def f(x): return E()",
-    "an int that equals everything": "class E(int):\n  __eq__ = lambda s, o: True\n  __hash__ = None\n"
-    "def f(x): return E(1)",
-    "early exit": "import sys\nsys.exit(0)",
-    "early exit in the call": "import sys\ndef f(x): sys.exit(0)",
-    "early hard exit": "import os\nos._exit(0)",
-    "hard exit in the call": "import os\ndef f(x): os._exit(0)",
-    "the marker of success": 'import os\nfor d in range(64):\n  try: os.write(d, b\'{"status": "passed"}\')\n'
-    "  except OSError: pass\ndef f(x): os._exit(0)",
-    "builtins": "import builtins\nbuiltins.AssertionError = type('A', (), {})\n"
-    "builtins.__build_class__ = builtins.isinstance = lambda *a: True\ndef f(x): return 1",
-    "modules": "import sys\nfor name in list(sys.modules): sys.modules[name] = None\ndef f(x): return 1",
-    "the worker's own code": "import guest.solution, guest.channel, guest.plain\n"
-    "guest.plain.encode = guest.solution.encode = lambda v, r: {'passed': True}\ndef f(x): return 1",
-    "the frames of its caller": "import sys\ndef f(x):\n  frame, found = sys._getframe(), []\n"
-    "  while frame: found += [v for v in frame.f_locals.values() if type(v) is int]; frame = frame.f_back\n"
-    "  return max(found)",
-    "all objects": "import gc, re\ndef f(x):\n"
-    "  found = re.findall(r'isclose.f.3., (\\d+)', ' '.join(repr(o)[:9999] for o in gc.get_objects()))\n"
-    "  return int(found[0]) if found else 1",
-    "memory of others": "import os, re\ndef f(x):\n"
-    "  for p in os.listdir('/proc'):\n"
-    "    for line in open(f'/proc/{p}/maps') if p.isdigit() else []:\n"
-    "      a, b = (int(n, 16) for n in line.split()[0].split('-'))\n"
-    "      try:\n"
-    "        m = open(f'/proc/{p}/mem', 'rb', 0); m.seek(a)\n"
-    "        if found := re.search(rb'isclose.f.3., (\\d+)', m.read(b - a)): return int(found[1])\n"
-    "      except (OSError, OverflowError, MemoryError): pass\n"
-    "  return 1",
-    "a value that cannot be pickled": "def f(x): return lambda: 1",
-    "recursion": "def f(x): return f(x)",
-    "a structure of endless depth": "def f(x):\n  l = []; l.append(l); return l",
-    "a deep structure": "def f(x):\n  l = []\n  for _ in range(100000): l = [l]\n  return l",
-    "a huge answer": "def f(x): return 'x' * 10**8",
-    "a name of the tests' modules": "class math: isclose = lambda *a: True\ndef f(x): return 1",
-}
-
-
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("trick", FAKES)
+@pytest.mark.parametrize("trick", TRICKS)
 def test_tricks_do_not_score(trick: str):
-    verdict = passes(FAKES[trick], "import math\nassert math.isclose(f(3), 1234567)\nassert f(3) == 1234567")
+    verdict = passes(TRICKS[trick], TRICK_TEST)
     assert not verdict.passed
     assert "took too long" not in verdict.reason
 
 
-@pytest.mark.parametrize(
-    ("attack", "outcome"),
-    [
-        ("return open('/etc/shadow').read()", "FileNotFoundError"),
-        ("return open('/etc/passwd').read()", "FileNotFoundError"),
-        (f"return open({str(Path(__file__).resolve())!r}).read()", "FileNotFoundError"),
-        (f"return open({str(Path(bubblewrap.__file__).resolve())!r}).read()", "FileNotFoundError"),
-        ("return os.listdir('/home')", "FileNotFoundError"),
-        ("return open('/strop/guest/x', 'w')", "OSError"),
-        ("return open('/usr/lib/x', 'w')", "OSError"),
-        ("return open('/x', 'w')", "OSError"),
-        ("return open('/dev/x', 'w')", "OSError"),
-        ("return os.memfd_create('x')", "PermissionError"),
-        ("import ctypes\nreturn ctypes.CDLL(None, use_errno=True).unshare(0x10000000)", -1),
-        ("import ctypes\nreturn ctypes.CDLL(None, use_errno=True).shmget(0, 4096, 0o1600)", -1),
-        ("os.setuid(0)", "OSError"),
-        ("os.chroot('/tmp')", "PermissionError"),
-        ("import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (99, 99))", "ValueError"),
-        ("import socket\nsocket.create_connection(('192.0.2.1', 80), 2)", "OSError"),
-        ("return [os.getuid(), os.getgid(), 0 in os.getgroups()]", [65534, 65534, False]),
-        ("os.kill(1, 9)\nreturn os.path.exists('/proc/1')", True),
-        ("return len([p for p in os.listdir('/proc') if p.isdigit()])", 2),
-        ("return os.path.exists('/dev/tty') and open('/dev/tty')", "OSError"),
-        ("import torch", "ModuleNotFoundError"),
-    ],
-)
-def test_the_host_is_out_of_reach(attack: str, outcome: object):
+@pytest.mark.parametrize("name", REACHES)
+def test_the_host_is_out_of_reach(name: str):
+    attack, outcome = REACHES[name]
     assert outcome_of(attack, outcome) == Verdict(True)
+
+
+@pytest.mark.parametrize("path", [__file__, bubblewrap.__file__])
+def test_neither_tests_nor_strop_are_there(path: str):
+    assert outcome_of(f"return open({str(Path(path).resolve())!r}).read()", "FileNotFoundError").passed
 
 
 def test_the_environment_of_the_host_is_not_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("STROP_TEST_SECRET", "hidden")
-    attack = "return [b'hidden' in open(f'/proc/{p}/environ', 'rb').read() for p in (1, 'self')]"
-    assert outcome_of(attack, [False, False]) == Verdict(True)
+    assert outcome_of(ENVIRONMENT.format(secret=b"hidden"), [False, False]) == Verdict(True)
 
 
 def test_a_server_of_the_host_cannot_be_reached():
@@ -183,35 +131,14 @@ def test_a_server_of_the_host_cannot_be_reached():
         name = named.getsockname()
         port = server.getsockname()[1]
         socket.create_connection(("127.0.0.1", port)).close()  # it is there
-        attack = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)"
-        assert outcome_of(attack, "ConnectionRefusedError") == Verdict(True)
-        attack = f"import socket\nsocket.socket(socket.AF_UNIX).connect({name!r})"
-        assert outcome_of(attack, "ConnectionRefusedError") == Verdict(True)
+        assert outcome_of(LOOPBACK.format(port=port), "ConnectionRefusedError") == Verdict(True)
+        assert outcome_of(ABSTRACT_SOCKET.format(name=name), "ConnectionRefusedError") == Verdict(True)
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize(
-    "bomb",
-    [
-        "while True: pass",
-        "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
-        "import signal\nfor s in range(1, 65):\n  try: signal.signal(s, signal.SIG_IGN)\n"
-        "  except (OSError, ValueError): pass\nwhile True: signal.pause()",
-        "import os, time\nif os.fork() == 0:\n  os.setsid()\n  os.fork()\ntime.sleep(99)",
-        "import os, signal\nif os.fork() == 0:\n  os.kill(os.getppid(), signal.SIGSTOP)\n  os.pause()",
-        "import re\nre.match('(a+)+b', 'a' * 99)",
-    ],
-    ids=[
-        "endless loop",
-        "fork bomb",
-        "deaf to signals",
-        "daemon",
-        "stopping its parent",
-        "regular expression",
-    ],
-)
+@pytest.mark.parametrize("bomb", BOMBS)
 def test_what_does_not_end_is_ended(bomb: str):
-    verdict = passes(bomb, limits=QUICK)
+    verdict = passes(BOMBS[bomb], limits=QUICK)
     assert not verdict.passed
 
 
@@ -221,27 +148,16 @@ def test_a_daemon_does_not_outlive_a_program_that_passes():
     assert passes(program).passed
 
 
-def test_processes_memory_and_files_are_limited():
+def test_processes_are_limited():
     count = "n = 0\ntry:\n  while True:\n    if os.fork() == 0:\n      os.read(os.pipe()[0], 1)\n    n += 1\n"
     forks = count + "except BlockingIOError: return 15 <= n <= 24"
     assert outcome_of(forks, True) == Verdict(True)
-    assert outcome_of("return len(bytearray(1 << 30))", "MemoryError") == Verdict(True)
-    flood = "for i in range(99): open(f'/tmp/{i}', 'wb').write(bytes(1 << 20))"
-    assert outcome_of(flood, "OSError") == Verdict(True)
-    assert outcome_of(flood.replace("/tmp", "/dev/shm"), "OSError") == Verdict(True)
-    assert outcome_of("[os.open('/dev/null', 0) for _ in range(99)]", "OSError") == Verdict(True)
 
 
-MANY_CHILDREN = (
-    "children = []\n"
-    "for i in range(12):\n"
-    "  child = os.fork()\n"
-    "  if child == 0:\n"
-    "    x = bytearray(b'x') * (100 << 20)\n"
-    "    import time; time.sleep(1.5); os._exit(0)\n"
-    "  children.append(child)\n"
-    "return any(os.waitpid(child, 0)[1] for child in children)"
-)
+@pytest.mark.parametrize("name", FLOODS)
+def test_memory_and_files_are_limited(name: str):
+    attack, outcome = FLOODS[name]
+    assert outcome_of(attack, outcome) == Verdict(True)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -277,22 +193,9 @@ def test_standard_input_and_output():
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize(
-    "program",
-    [
-        "while True: print('x' * 10**6)",
-        "import os\nos.kill(os.getppid(), 9)",
-        "import os\nos.kill(-1, 9)",
-        "while True: pass",
-        "import os, time\nif os.fork() == 0: time.sleep(99)\nprint(5)",
-        'import os\nfor d in range(3, 64):\n  try: os.write(d, b\'\\0\\0\\0\\x10{"written": "5"}\')\n'
-        "  except OSError: pass",
-        "raise SystemExit('5')",
-        "import sys\nsys.stdout.close()",
-    ],
-)
-def test_programs_of_standard_output_that_misbehave_do_not_pass(program: str):
-    assert not run_stdin_tests(program, [""], ["5"], limits=QUICK).passed
+@pytest.mark.parametrize("name", OF_STANDARD_OUTPUT)
+def test_programs_of_standard_output_that_misbehave_do_not_pass(name: str):
+    assert not run_stdin_tests(OF_STANDARD_OUTPUT[name], [""], ["5"], limits=QUICK).passed
 
 
 def test_sandboxes_end_when_their_starter_is_killed():
