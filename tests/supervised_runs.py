@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from strop.trainer.supervised import build
 
 import tiny_model
 
+TIMES = ("timing_", "perf/", "time/")
 KINDS = {"sft": (SFT, SftTrainer), "train-rm": (REWARD_MODELLING, RewardModelTrainer)}
 
 
@@ -58,6 +60,7 @@ def overrides(inputs: Path, run: Path, *extra: str) -> list[str]:
         "data.max_prompt_length=10",
         "data.max_response_length=6",
         "update.optim.lr=1e-2",
+        "update.optim.eps=1e-3",  # a gradient that is 0 but for rounding is not scaled up to a whole step
         "trainer.n_gpus_per_node=1",
         "trainer.device=cpu",
         "trainer.total_training_steps=4",
@@ -74,3 +77,16 @@ def train(kind: str, options: list[str]) -> Any:
     trainer.init_workers()
     trainer.fit()
     return trainer
+
+
+def final_weights(run: Path) -> dict[str, Any]:
+    """The parameters of the trained model."""
+    from safetensors.torch import load_file
+
+    return load_file(run / "final_model" / "model.safetensors")
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what the clock says."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
