@@ -197,8 +197,8 @@ def main() -> None:
         "the machine.",
         "",
         description("math-verify", threads=1),
-        f"{args.samples} answers to MATH, {args.workers} workers on {len(os.sched_getaffinity(0))} cores, "
-        f"a deadline of {args.timeout:g} s, medians of {args.rounds}",
+        f"{args.samples} answers to MATH, {args.workers} workers, {len(os.sched_getaffinity(0))} of the "
+        f"cores used, a deadline of {args.timeout:g} s, medians of {args.rounds}",
         "",
         "| a sample | CPU s | s, naive | s, prime | naive / prime | s, ideal | prime / ideal | wrong |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
