@@ -1,0 +1,256 @@
+"""The reward model's worker against plain transformers: its own words, cuts, ranks, the critic it starts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from strop.config.load import load_config
+from strop.controller.resource_pool import ResourcePoolManager
+from strop.controller.roles import Role
+from strop.errors import ModelError
+from strop.models.loader import load_scorer, load_tokenizer
+from strop.protocol import DataProto
+from strop.trainer.build import build_trainer
+from strop.workers.critic import CriticWorker
+from strop.workers.reward_model import RewardModelWorker
+
+import tiny_model
+from builders import random_samples
+from runs import make_inputs, overrides
+
+OWN_CHARACTERS = "=+0123456789 QA."
+OWN_TEMPLATE = (
+    "{% for m in messages %}{{ 'Q' if m.role == 'user' else 'A' }}{{ m.content }}"
+    "{% if m.role == 'assistant' %}<end>{% endif %}.{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A policy with prompts; ``shared``, a reward model of its tokens; ``own``, one with others."""
+    folder = make_inputs(tmp_path_factory.mktemp("inputs"))
+    load_scorer(folder / "model", fresh_head_seed=5).save_pretrained(folder / "shared")
+    tiny_model.build_tokenizer().save_pretrained(folder / "shared")
+    _save_reward_model(folder / "own", characters=OWN_CHARACTERS, template=OWN_TEMPLATE)
+    return folder
+
+
+def _save_reward_model(folder, *, characters, template=tiny_model.CHAT_TEMPLATE):
+    tokenizer = tiny_model.build_tokenizer(characters)
+    tokenizer.chat_template = template
+    body = folder.with_name(f"{folder.name}-body")
+    tiny_model.build_model(tokenizer, hidden=32, seed=3).save_pretrained(body)
+    load_scorer(body, fresh_head_seed=4).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _config(inputs, model, *extra):
+    tokenizer = inputs / "model" if model == "own" else "null"
+    options = (
+        "reward_model.enable=true",
+        f"reward_model.model.path={inputs / model}",
+        f"reward_model.model.input_tokenizer={tokenizer}",
+        f"critic.model.path={inputs / model}",
+        *extra,
+    )
+    return load_config(overrides(inputs, inputs / "run", *options))
+
+
+def _worker(inputs, model, *extra):
+    worker = RewardModelWorker(_config(inputs, model, *extra), Role.RewardModel)
+    worker.init_model()
+    return worker
+
+
+PROMPTS = ["1+2=", "12+30=", "7", "4+4="]
+RESPONSES = ["3", "421", "1234", ""]
+TRUNCATED = [False, False, True, False]
+
+
+@pytest.fixture(scope="module")
+def samples():
+    """Two of each prompt, as a rollout of the policy returns them."""
+    tokenizer = tiny_model.build_tokenizer()
+    rows = [row for row in zip(PROMPTS, RESPONSES, TRUNCATED, strict=True) for _ in range(2)]
+    prompts = [[{"role": "user", "content": prompt}] for prompt, *_ in rows]
+    prompt_ids = [
+        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        for prompt in prompts
+    ]
+    ids, mask = torch.zeros(8, 14, dtype=torch.long), torch.zeros(8, 14, dtype=torch.long)
+    for row, (start, (_, response, truncated)) in enumerate(zip(prompt_ids, rows, strict=True)):
+        ends = tokenizer.encode(response) + [tokenizer.eos_token_id] * (not truncated)
+        ids[row, 8 - len(start) : 8 + len(ends)] = torch.tensor([*start, *ends])
+        mask[row, 8 - len(start) : 8 + len(ends)] = 1
+    raw_prompt = np.empty(8, dtype=object)
+    raw_prompt[:] = prompts
+    columns = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+        "prompts": ids[:, :8],
+        "responses": ids[:, 8:],
+        "response_mask": mask[:, 8:].float(),
+        "truncated": torch.tensor([truncated for *_, truncated in rows]),
+    }
+    return DataProto(columns, {"raw_prompt": raw_prompt})
+
+
+def _scores_of_texts(folder, texts):
+    """What transformers' own class says of each text, one at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = load_tokenizer(folder)
+    with torch.no_grad():
+        return torch.stack(
+            [
+                model(input_ids=torch.tensor([tokenizer.encode(text, add_special_tokens=False)])).logits[0, 0]
+                for text in texts
+            ]
+        )
+
+
+def _scores(worker, batch):
+    return worker.compute_rm_score(batch).batch["rm_scores"]
+
+
+def _close(found, expected):
+    assert expected.std() > 0.01  # scores that are all the same would show nothing
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def test_with_a_tokenizer_of_its_own_it_scores_the_conversation_in_its_own_words(inputs, samples):
+    texts = ["Q1+2=.A3<end>.", "Q12+30=.A421<end>.", "Q7.A1234", "Q4+4=.A<end>."]
+    expected = _scores_of_texts(inputs / "own", texts).repeat_interleave(2)
+    _close(_scores(_worker(inputs, "own"), samples), expected)
+
+
+def test_of_a_conversation_above_max_length_it_scores_the_end(inputs, samples):
+    texts = ["2=.A3<end>.", "=.A421<end>.", "7.A1234", "+4=.A<end>."]
+    cut = [text.replace("<end>", "E")[-7:].replace("E", "<end>") for text in texts]
+    expected = _scores_of_texts(inputs / "own", cut).repeat_interleave(2)
+    _close(_scores(_worker(inputs, "own", "reward_model.max_length=7"), samples), expected)
+
+
+def test_with_the_policys_tokenizer_it_scores_the_policys_tokens(inputs, samples):
+    texts = [
+        "<user>1+2=<assistant>3<end>",
+        "<user>12+30=<assistant>421<end>",
+        "<user>7<assistant>1234",
+        "<user>4+4=<assistant><end>",
+    ]
+    expected = _scores_of_texts(inputs / "shared", texts).repeat_interleave(2)
+    _close(_scores(_worker(inputs, "shared"), samples), expected)
+
+
+PACKED = "actor_rollout_ref.model.use_remove_padding=true"
+CUTS = {
+    "one at a time": ("reward_model.micro_batch_size_per_gpu=1",),
+    "three at a time": ("reward_model.micro_batch_size_per_gpu=3",),
+    "by tokens": ("reward_model.use_dynamic_bsz=true", "reward_model.forward_max_token_len_per_gpu=20"),
+    "packed": ("reward_model.micro_batch_size_per_gpu=3", PACKED),
+    "packed by tokens": (
+        "reward_model.use_dynamic_bsz=true",
+        "reward_model.forward_max_token_len_per_gpu=20",
+        PACKED,
+    ),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("model", ["own", "shared"])
+def test_how_micro_batches_are_cut_changes_no_score(inputs, samples, model, cut):
+    expected = _scores(_worker(inputs, model, "reward_model.micro_batch_size_per_gpu=8"), samples)
+    worker = _worker(inputs, model, *CUTS[cut])
+    passes = []
+    worker.engine.module.register_forward_hook(lambda *_: passes.append(1))
+    _close(_scores(worker, samples), expected)
+    assert len(passes) == {"one at a time": 8, "three at a time": 3, "packed": 3}.get(cut, len(passes)) > 1
+
+
+def test_a_critic_that_starts_from_it_gives_every_state_the_score_of_the_text_so_far(inputs, samples):
+    critic = CriticWorker(_config(inputs, "shared"), Role.Critic)
+    critic.init_model()
+    values = critic.compute_values(samples).batch["values"]
+    start = AutoModelForSequenceClassification.from_pretrained(inputs / "shared")
+    weights = dict(start.named_parameters())
+    assert all(torch.equal(weight, weights[name]) for name, weight in critic.engine.named_weights())
+    columns, worker = samples.batch, _worker(inputs, "shared")
+    compared = 0
+    for t in range(columns["response_mask"].shape[1]):
+        mask = columns["attention_mask"].clone()
+        mask[:, 8 + t :] = 0
+        until = DataProto({**columns, "attention_mask": mask}).select(
+            "input_ids", "attention_mask", "position_ids", "response_mask"
+        )
+        reached = columns["response_mask"][:, t].bool()
+        torch.testing.assert_close(values[reached, t], _scores(worker, until)[reached], atol=1e-6, rtol=0)
+        compared += int(reached.sum())
+    assert compared == int(columns["response_mask"].sum()) == 2 * (2 + 4 + 4 + 1)
+
+
+def test_sharded_beside_the_critic_and_in_a_pool_of_its_own_it_scores_as_in_one_process(
+    ray_session, inputs, samples
+):
+    from strop.controller.ray_group import RayWorkerGroup
+
+    manager = ResourcePoolManager(
+        {"both": [2], "apart": [1]}, {Role.Critic: "both", Role.RewardModel: "apart"}
+    )
+    both, apart = manager.pools.values()
+    batch = samples[torch.arange(7)]  # not as many on each rank
+    calls, groups = {}, {}
+    for name, pool, role, worker_cls, method in (
+        ("critic", both, Role.Critic, CriticWorker, "compute_values"),
+        ("beside it", both, Role.RewardModel, RewardModelWorker, "compute_rm_score"),
+        ("apart", apart, Role.RewardModel, RewardModelWorker, "compute_rm_score"),
+    ):
+        config = _config(
+            inputs, "shared" if name == "critic" else "own", "reward_model.micro_batch_size_per_gpu=2"
+        )
+        groups[name] = RayWorkerGroup(
+            worker_cls=worker_cls,
+            init_kwargs={"config": config, "role": role},
+            resource_pool=pool,
+            name=name,
+            settings=config.trainer,
+        )
+        groups[name].init_model()
+        calls[name] = getattr(groups[name], method)
+    started = {name: call.start(batch) for name, call in calls.items()}
+    found = {name: call.get().batch for name, call in started.items()}
+    critic = CriticWorker(_config(inputs, "shared"), Role.Critic)
+    critic.init_model()
+    _close(found["critic"]["values"] + 0, critic.compute_values(batch).batch["values"])
+    expected = _scores(_worker(inputs, "own"), batch)
+    for name in ("beside it", "apart"):
+        _close(found[name]["rm_scores"] + 0, expected)
+    for group in groups.values():
+        group.shutdown()
+
+
+def test_another_vocabulary_is_refused_before_a_model_loads(inputs, tmp_path):
+    def refusal(characters):
+        _save_reward_model(tmp_path / "other", characters=characters)
+        options = [f"reward_model.model.path={tmp_path / 'other'}", "reward_model.enable=true"]
+        config = load_config(overrides(inputs, tmp_path, *options, "reward_model.model.input_tokenizer=null"))
+        with pytest.raises(
+            ModelError, match=r"Set reward_model\.model\.input_tokenizer to the policy's"
+        ) as caught:
+            build_trainer(config)
+        return str(caught.value)
+
+    digits = tiny_model.CHARACTERS
+    assert "the vocabularies differ: policy 19, reward model 20 tokens" in refusal(f"{digits}X")
+    swapped = f"1{digits[0]}{digits[2:]}"
+    assert (
+        "have 19 tokens each, but 2 ids mean other tokens: the first, 4, is '0' to the policy and '1' to the"
+        in refusal(swapped)
+    )
+
+
+def test_random_samples_without_messages_are_scored_when_tokens_are_shared(inputs):
+    batch = random_samples(5)
+    assert len(set(_scores(_worker(inputs, "shared"), batch).tolist())) == 5
