@@ -1,7 +1,8 @@
-"""Write docs/config.md from the schema, the defaults and the table of keys that this version does not honour.
+"""Write docs/config.md and docs/supervised_config.md from the schemas, the defaults and the table of keys
+that this version does not honour.
 
-python docs/generate_config_reference.py           write it
-python docs/generate_config_reference.py --check   exit 1 if it is stale
+python docs/generate_config_reference.py           write them
+python docs/generate_config_reference.py --check   exit 1 if one is stale
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from omegaconf import OmegaConf
 
 from strop.config.keys import Key, all_keys
 from strop.config.support import status_in_words
-from strop.config.trees import PPO
+from strop.config.trees import PPO, REWARD_MODELLING, SFT, Tree
 
 PAGE = Path(__file__).with_name("config.md")
+SUPERVISED_PAGE = Path(__file__).with_name("supervised_config.md")
 
 INTRODUCTION = """\
 <!-- Written by docs/generate_config_reference.py from src/strop/config/schema/: edit that, not this page. -->
@@ -49,46 +51,87 @@ names the key; or *error*, and when.
 """
 
 
+SUPERVISED_INTRODUCTION = """\
+<!-- Written by docs/generate_config_reference.py from src/strop/config/schema/: edit that, not this page. -->
+
+# Configuration of the supervised trainers
+
+Every key of `strop sft` and `strop train-rm`, with the defaults of `src/strop/config/sft_trainer.yaml` and
+`rm_trainer.yaml`. What the two do is in [supervised.md](supervised.md); overrides and files of your own work
+as [config.md](config.md) says.
+"""
+
+
 def page() -> str:
-    """The whole page."""
-    defaults = OmegaConf.to_container(OmegaConf.load(PPO.defaults_file), resolve=False)
-    keys = all_keys()
-    lines = [INTRODUCTION]
+    """The page of reinforcement learning."""
+    return "\n".join([INTRODUCTION, *_sections(PPO, "##", with_status=True)])
+
+
+def supervised_page() -> str:
+    """The page of the supervised trainers: what the second has like the first is not said again."""
+    lines = [SUPERVISED_INTRODUCTION, "## `strop sft`", "", *_sections(SFT, "###", with_status=False)]
+    same = set(_sections(SFT, "###", with_status=False))
+    own = [line for line in _sections(REWARD_MODELLING, "###", with_status=False) if _is_row(line)]
+    lines += [
+        "## `strop train-rm`",
+        "",
+        "The keys of `strop sft`, with these differences:",
+        "",
+        *_HEAD[False],
+    ]
+    theirs = {line.split("|")[1] for line in own}
+    lines += [line for line in own if line not in same]
+    missing = [
+        line.split("|")[1].strip() for line in same if _is_row(line) and line.split("|")[1] not in theirs
+    ]
+    return "\n".join([*lines, "", f"It has no {', '.join(sorted(missing))}.", ""])
+
+
+_HEAD = {
+    True: ["| key | type | default | meaning | in this version |", "| --- | --- | --- | --- | --- |"],
+    False: ["| key | type | default | meaning |", "| --- | --- | --- | --- |"],
+}
+
+
+def _is_row(line: str) -> bool:
+    return line.startswith("| `")
+
+
+def _sections(tree: Tree, heading: str, *, with_status: bool) -> list[str]:
+    """The sections of a tree as headings and tables."""
+    defaults = OmegaConf.to_container(tree.defaults(), resolve=False)
+    keys, lines = all_keys(tree.schema), []
     for section in (key for key in keys.values() if key.is_section):
-        lines += [f"{'###' if '.' in section.path else '##'} `{section.path}`", "", section.doc, ""]
-        rows = [_row(key, defaults) for key in keys.values() if _is_directly_in(key, section)]
+        lines += [f"{heading}{'#' * ('.' in section.path)} `{section.path}`", "", section.doc, ""]
+        rows = [_row(key, defaults, with_status) for key in keys.values() if _is_directly_in(key, section)]
         if rows:
-            lines += [
-                "| key | type | default | meaning | in this version |",
-                "| --- | --- | --- | --- | --- |",
-            ]
-            lines += [*rows, ""]
-    return "\n".join(lines)
+            lines += [*_HEAD[with_status], *rows, ""]
+    return lines
 
 
 def _is_directly_in(key: Key, section: Key) -> bool:
     return not key.is_section and key.path.rpartition(".")[0] == section.path
 
 
-def _row(key: Key, defaults: dict[str, Any]) -> str:
+def _row(key: Key, defaults: dict[str, Any], with_status: bool) -> str:
     """A line of a table; the default stands as in the YAML file, with its interpolations."""
     value: Any = defaults
     for word in key.path.split("."):
         value = value[word]
     default = "null" if value is None else str(value)
-    cells = (f"`{key.path}`", key.expected, f"`{default}`", key.doc, status_in_words(key.path))
+    cells = [f"`{key.path}`", key.expected, f"`{default}`", key.doc]
+    cells += [status_in_words(key.path)] if with_status else []
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
 def main(arguments: list[str]) -> int:
     """Write or check; the exit status."""
-    text = page()
-    if arguments == ["--check"]:
-        if not PAGE.exists() or PAGE.read_text() != text:
-            sys.stderr.write(f"{PAGE} is stale: run python docs/generate_config_reference.py\n")
+    for path, text in ((PAGE, page()), (SUPERVISED_PAGE, supervised_page())):
+        if arguments != ["--check"]:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            sys.stderr.write(f"{path} is stale: run python docs/generate_config_reference.py\n")
             return 1
-        return 0
-    PAGE.write_text(text)
     return 0
 
 
