@@ -54,7 +54,9 @@ console = Console()
 
 def strop(*arguments: str) -> None:
     """Run a `strop` command, as a shell would."""
-    console.print(f"\n$ strop {' '.join(arguments)}", style="bold", markup=False, highlight=False)
+    console.print(
+        f"\n$ strop {' '.join(arguments)}", style="bold", markup=False, highlight=False, soft_wrap=True
+    )
     if status := cli.main(arguments):
         raise SystemExit(status)
 
