@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from strop.config.model_facts import read_model_facts
-from strop.config.paths import expand, is_url
+from strop.config.paths import expand, is_url, may_be_a_hub_name
 from strop.config.roles import uses_critic
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config, RootConfig
@@ -45,14 +45,14 @@ def model_folder(key: str, path: str) -> Iterator[Finding]:
     if folder.is_dir():
         if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
             yield error(f"{key}={path}: the folder has no config.json, so it is not a Hugging Face model")
-    elif not _may_be_a_hub_name(path):
+    elif not may_be_a_hub_name(path):
         yield error(f"{key}={path}: no such folder")
 
 
 def tokenizer(config: RootConfig) -> Iterator[Finding]:
     """A tokenizer of its own exists."""
     path = config.data.tokenizer
-    if path and not is_url(path) and not Path(expand(path)).exists() and not _may_be_a_hub_name(path):
+    if path and not is_url(path) and not Path(expand(path)).exists() and not may_be_a_hub_name(path):
         yield error(f"data.tokenizer={path}: no such folder")
 
 
@@ -97,10 +97,6 @@ def resume(config: RootConfig) -> Iterator[Finding]:
             f"trainer.resume_mode={mode}: expected auto, disable, or a global_step_N folder; there is no "
             f"such folder"
         )
-
-
-def _may_be_a_hub_name(path: str) -> bool:
-    return not path.startswith(("/", "~", ".")) and path.count("/") <= 1 and not path.endswith(".gguf")
 
 
 def _defined_names(tree: ast.Module) -> set[str]:
