@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import random
@@ -18,7 +19,9 @@ from rewards_support import none_within
 
 from strop.config.load import load_config
 from strop.errors import ConfigError, RewardError
+from strop.rewards import scoring
 from strop.rewards.custom import load_custom_reward
+from strop.rewards.error_budget import ErrorBudget
 from strop.rewards.feed import Cancelled, Feed
 from strop.rewards.manager import RewardManager, load_reward_manager
 from strop.rewards.part_scorers import BuiltInScorer
@@ -256,11 +259,36 @@ def test_what_a_scorer_needs_is_loaded_before_the_clock_starts(running: Running)
         assert process.evaluate(Sample("d", "")).score == 1.0
 
 
-OFTEN_CRASHES = """
+def test_a_long_wait_for_scores_is_told(
+    make: Callable[..., RewardPool],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The last sample ends only when a line of the log has counted the other two."""
+    monkeypatch.setattr(scoring, "_TELL_EVERY_S", 0.05)
+    caplog.set_level(logging.INFO, logger="strop")
+    waits = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    job = scoring.ScoringJob(make(), ErrorBudget(0.0), n_rows=4, n_scored=3)
+    for row, code in enumerate(["result = 1.0", "result = 2.0", waits]):
+        job.add(row, lambda code=code: Sample("d", code))
+    job.end()
+
+    def watch() -> None:
+        none_within(lambda: [] if "2 of 3 samples are done" in caplog.text else [1], 60)
+        (tmp_path / "go").touch()
+
+    threading.Thread(target=watch).start()
+    scores = [None if outcome is None else outcome.score for outcome in job.outcomes()]
+    assert scores == [1.0, 2.0, 1.0, None]
+    assert "scoring: 2 of 3 samples are done" in caplog.text
+
+
+AT_TIMES_CRASHES = """
 import os, time, zlib
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     number = zlib.crc32(solution_str.encode())
-    if number % 5 == 0:
+    if extra_info["index"] == 3:
         os._exit(3)
     time.sleep(number % 7 / 100)  # they end in another order than they began
     return {"score": number % 100 / 100, "length": len(solution_str)}
@@ -268,18 +296,21 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def test_a_run_learns_the_same_from_many_processes_as_from_one(tmp_path: Path):
-    inputs = make_inputs(tmp_path / "inputs")
-    (tmp_path / "reward.py").write_text(OFTEN_CRASHES)
+    inputs = make_inputs(tmp_path / "inputs", rows=8)
+    (tmp_path / "reward.py").write_text(AT_TIMES_CRASHES)
     keys = [
         f"custom_reward_function.path={tmp_path / 'reward.py'}",
         "reward_model.max_error_rate=1",
         "reward_model.num_workers=3",
+        "trainer.total_training_steps=1",
         "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
     ]
     found = {}
     for name in ("naive", "prime"):
-        trainer = train(overrides(inputs, tmp_path / name, *keys, f"reward_model.reward_manager={name}"))
+        options = overrides(inputs, tmp_path / name, *keys, f"reward_model.reward_manager={name}")
+        trainer = train(options)
         found[name] = hashes(trainer), metrics(tmp_path / name)
     assert found["prime"] == found["naive"]
-    assert all(line["reward/errors"] > 0 for line in found["prime"][1] if "reward/errors" in line)
-    assert any("reward/errors" in line for line in found["prime"][1])
+    (line,) = found["prime"][1]
+    assert line["reward/errors"] == 2  # one prompt of eight, with two samples
