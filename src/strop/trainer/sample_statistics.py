@@ -69,40 +69,55 @@ def _ballot(scores_N: np.ndarray, answers_N: Sequence[str | None]) -> tuple[tupl
     return tuple(votes), (len(silent), sum(silent) / max(len(silent), 1))
 
 
-@lru_cache(maxsize=1 << 14)
 def _majority_of_prompt(votes: tuple[Votes, ...], silent: Votes, k: int) -> float:
-    count, score = silent
-    n = count + sum(votes_of_answer for votes_of_answer, _ in votes)
-    sums_K = _winners_scores(votes, k)
-    sums_K[0] = score
-    draws = (math.comb(count, k - drawn) * float(sums_K[drawn]) for drawn in range(k + 1))
-    return sum(draws) / math.comb(n, k)
+    silent_count, silent_score = silent
+    winners_S = _winners_scores(votes)
+    voters = len(winners_S) - 1
+    sums = [silent_score, *winners_S[1:].tolist()]
+    draws = (math.comb(silent_count, k - drawn) * sums[drawn] for drawn in range(min(k, voters) + 1))
+    return sum(draws) / math.comb(silent_count + voters, k)
 
 
-def _winners_scores(votes: Sequence[Votes], most: int) -> np.ndarray:
-    """For every s up to ``most`` [most + 1]: the winner's score, summed over all ways to draw s voters.
+@lru_cache(maxsize=1 << 14)
+def _winners_scores(votes: tuple[Votes, ...]) -> np.ndarray:
+    """For every s from 0 to the number of voters: the winner's score, summed over all draws of s voters.
 
-    For each number of votes v that a winner may have, the answers are gone through one by one. Kept are, by
-    winners so far (w) and voters drawn (s), the number of ways to get there and the sum of the winners'
-    scores over them.
+    For each number of votes v that a winner may have, the answers that have as many are gone through one by
+    one. Kept are, by winners so far (w) and voters drawn (s), the number of ways to get there and the sum of
+    the winners' scores over them; the voters of all other answers are drawn freely.
     """
-    sums_S = np.zeros(most + 1)
-    for v in range(1, min(most, max((count for count, _ in votes), default=0)) + 1):
-        ways_WS, scores_WS = np.zeros((2, most // v + 1, most + 1))
-        ways_WS[0, 0] = 1.0
-        for count, score in votes:
-            ways_before, scores_before = ways_WS, scores_WS
-            ways_WS, scores_WS = np.zeros_like(ways_before), np.zeros_like(scores_before)
-            for drawn in range(min(count, v) + 1):
-                wins = int(drawn == v)
-                into = np.s_[wins:, drawn:]
-                out_of = np.s_[: ways_before.shape[0] - wins, : most + 1 - drawn]
-                times = float(math.comb(count, drawn))
-                ways_WS[into] += times * ways_before[out_of]
-                scores_WS[into] += times * (scores_before[out_of] + wins * score * ways_before[out_of])
-        winners_W = np.arange(1, len(scores_WS))
-        sums_S += (scores_WS[1:] / winners_W[:, None]).sum(axis=0)
+    voters = sum(count for count, _ in votes)
+    sums_S = np.zeros(voters + 1)
+    for v in range(1, max((count for count, _ in votes), default=0) + 1):
+        able = [(count, score) for count, score in votes if count >= v]
+        others = voters - sum(count for count, _ in able)
+        ways_WS, scores_WS = np.zeros((2, len(able) + 1, voters + 1))
+        ways_WS[0, : others + 1] = _binomials(others)
+        for count, score in able:
+            loses_SS = _convolution(_binomials(count)[:v], voters + 1)
+            wins = math.comb(count, v)
+            won_WS = wins * (scores_WS + score * ways_WS)
+            scores_WS = scores_WS @ loses_SS
+            scores_WS[1:, v:] += won_WS[:-1, :-v]
+            won_WS = wins * ways_WS
+            ways_WS = ways_WS @ loses_SS
+            ways_WS[1:, v:] += won_WS[:-1, :-v]
+        sums_S += (scores_WS[1:] / np.arange(1, len(able) + 1)[:, None]).sum(axis=0)
     return sums_S
+
+
+@lru_cache
+def _binomials(n: int) -> np.ndarray:
+    """C(n, 0) to C(n, n)."""
+    return np.array([math.comb(n, drawn) for drawn in range(n + 1)], dtype=np.float64)
+
+
+def _convolution(polynomial: np.ndarray, size: int) -> np.ndarray:
+    """The matrix [size, size] that turns a row of coefficients into those of its product with ``polynomial``."""
+    padded = np.zeros(2 * size)
+    padded[: len(polynomial)] = polynomial
+    places = np.arange(size)
+    return padded[places[None, :] - places[:, None]]  # a negative index reads the zeros at the end
 
 
 def bootstrap_intervals(
