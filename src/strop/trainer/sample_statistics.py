@@ -113,7 +113,7 @@ def _binomials(n: int) -> np.ndarray:
 
 
 def _convolution(polynomial: np.ndarray, size: int) -> np.ndarray:
-    """The matrix [size, size] that turns a row of coefficients into those of its product with ``polynomial``."""
+    """The matrix [size, size] that multiplies a row of coefficients, as a polynomial, by ``polynomial``."""
     padded = np.zeros(2 * size)
     padded[: len(polynomial)] = polynomial
     places = np.arange(size)

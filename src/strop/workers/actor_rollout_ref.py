@@ -58,8 +58,8 @@ class ActorRolloutRefWorker(RoleWorker):
             model, weights = self._without_weights()
             self.rollout = build_copy(self, model, weights.stream())
         elif self.role is not Role.RefPolicy:
-            actor = self.section.actor
-            self.engine, policy = self._build_engine(actor.fsdp_config, trained=actor)
+            actor, trains = self.section.actor, not self.config.trainer.val_only
+            self.engine, policy = self._build_engine(actor.fsdp_config, trained=actor if trains else None)
             if self.full_kl:
                 with self.engine.on_device():
                     policy.keep_reference_head()
