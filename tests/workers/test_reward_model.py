@@ -251,6 +251,30 @@ def test_another_vocabulary_is_refused_before_a_model_loads(inputs, tmp_path):
     )
 
 
+def test_a_tokenizer_that_is_shared_and_ends_conversations_otherwise_is_warned_of(inputs, tmp_path, caplog):
+    """As ChatML does, with a line end after the end token."""
+
+    def warnings(template, *extra):
+        for name in ("policy", "reward_model"):
+            _save_reward_model(tmp_path / name, characters=tiny_model.CHARACTERS, template=template)
+        policy = tmp_path / "policy"
+        options = [
+            f"actor_rollout_ref.model.path={policy}",
+            f"reward_model.model.path={tmp_path / 'reward_model'}",
+            "reward_model.enable=true",
+            *extra,
+        ]
+        caplog.clear()
+        build_trainer(load_config(overrides(inputs, tmp_path, *options)))
+        return [record.getMessage() for record in caplog.records if "train-rm" in record.getMessage()]
+
+    spaced = tiny_model.CHAT_TEMPLATE.replace("<end>", "<end> ")
+    assert warnings(tiny_model.CHAT_TEMPLATE) == []
+    (line,) = warnings(spaced)
+    assert "set the key to null" in line
+    assert warnings(spaced, "reward_model.model.input_tokenizer=null") == []
+
+
 def test_random_samples_without_messages_are_scored_when_tokens_are_shared(inputs):
     batch = random_samples(5)
     assert len(set(_scores(_worker(inputs, "shared"), batch).tolist())) == 5

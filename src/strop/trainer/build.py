@@ -7,7 +7,6 @@ together is public. What can be checked before a model loads is checked here.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import roles_of
@@ -18,11 +17,11 @@ from strop.controller.roles import Role
 from strop.data.files import local_path
 from strop.errors import MissingExtraError
 from strop.models.loader import import_external_lib, load_tokenizer
-from strop.models.vocabulary import require_same_vocabulary
 from strop.rewards.manager import RewardManager, load_reward_manager
 from strop.trainer.checkpoint import Checkpoints
 from strop.trainer.manifest import verify
 from strop.trainer.ppo import RayPPOTrainer
+from strop.trainer.reward_model_tokens import check_reward_model_tokens
 from strop.trainer.seeds import seed_global_generators
 from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
 from strop.workers.critic import CriticWorker
@@ -38,7 +37,7 @@ def build_trainer(config: Config) -> RayPPOTrainer:
         local_path(config.data.tokenizer or model.path, config.data.cache_dir),
         trust_remote_code=model.trust_remote_code,
     )
-    _require_shared_vocabulary(config, tokenizer)
+    check_reward_model_tokens(config, tokenizer)
     _require_checkpoint(config)
 
     role_worker_mapping = {
@@ -84,18 +83,6 @@ def group_class(*, on_ray: bool) -> type:
     from strop.controller.ray_group import RayWorkerGroup
 
     return RayWorkerGroup
-
-
-def _require_shared_vocabulary(config: Config, tokenizer: Any) -> None:
-    """``ModelError`` when a reward model without ``input_tokenizer`` has other tokens than the policy."""
-    rewards = config.reward_model
-    if not rewards.enable or rewards.model.input_tokenizer is not None:
-        return
-    import_external_lib(rewards.model.external_lib)
-    models = config.actor_rollout_ref.model, rewards.model
-    policy, reward_model = (local_path(model.path, config.data.cache_dir) for model in models)
-    trusted = models[0].trust_remote_code, models[1].trust_remote_code
-    require_same_vocabulary(policy, reward_model, tokenizer, trusted=trusted)
 
 
 def _require_checkpoint(config: Config) -> None:
