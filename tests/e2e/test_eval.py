@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strop.cli import main
+from strop.config.check import check
 from strop.config.load import load_config
 from strop.models.loader import load_scorer
 from strop.tracking.jsonl import read_metrics
@@ -250,6 +251,16 @@ def test_val_only_needs_neither_training_files_nor_a_critic(inputs, tmp_path, ca
     printed = capsys.readouterr().out
     assert "mean@4" in printed
     assert not (tmp_path / "final_model").exists()
+
+
+def test_val_only_takes_the_placement_of_a_training_run_as_it_is(inputs, tmp_path):
+    pools = "+trainer.resource_pools={policy: [1], others: [1]}"
+    placed = "+trainer.placement={ActorRollout: policy, Critic: others}"
+    options = overrides(inputs, tmp_path, pools, placed)
+    assert check(load_config(options)).errors == []
+    result = check(load_config([*options, "trainer.val_only=True"]))
+    assert result.errors == []
+    assert not any("placement" in line for line in result.warnings)
 
 
 def test_val_only_loads_a_reward_model_only_where_no_rule_can_score(inputs, tmp_path):
