@@ -18,12 +18,17 @@ from threading import Lock
 from typing import TYPE_CHECKING, TextIO, cast
 
 from strop.tracking.headlines import (
+    ACCURACY,
     HEADLINES,
     KL,
     LENGTH,
+    LOSS,
     REWARD,
+    SUPERVISED_HEADLINES,
     THROUGHPUT,
     UPDATE_KL,
+    VAL_ACCURACY,
+    VAL_LOSS,
     format_duration,
     format_number,
     sparkline,
@@ -144,6 +149,10 @@ class PlainLines:
             "reward": REWARD.pick(metrics),
             "kl": UPDATE_KL.pick(metrics) if kl is None else kl,
             "len": LENGTH.pick(metrics),
+            "loss": LOSS.pick(metrics),
+            "accuracy": ACCURACY.pick(metrics),
+            "val loss": VAL_LOSS.pick(metrics),
+            "val accuracy": VAL_ACCURACY.pick(metrics),
             "tok/s": THROUGHPUT.pick(metrics),
             **{f"val {source}": score for source, score in scores.items()},
         }
@@ -177,7 +186,7 @@ class LiveTable:
         """Take in the figures of ``step``; they appear at the next refresh."""
         with self._lock:
             self._pace.reach(step)
-            for headline in HEADLINES:
+            for headline in (*SUPERVISED_HEADLINES, *HEADLINES):
                 if (value := headline.pick(metrics)) is not None:
                     self._history.setdefault(headline.label, []).append(value)
             for source, score in validation_scores(metrics).items():

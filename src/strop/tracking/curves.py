@@ -95,6 +95,21 @@ PANELS = (
     Panel("Throughput", "tokens per second", {"throughput": "perf/throughput"}),
 )
 
+SUPERVISED_PANELS = (
+    Panel("Loss", "per token or pair", {"training": "train/loss", "validation": "val/loss"}),
+    Panel(
+        "Accuracy",
+        "share of pairs in order",
+        {"training": "train/accuracy", "validation": "val/accuracy"},
+        low=0.0,
+        high=1.0,
+    ),
+    Panel("Margin", "chosen less rejected score", {"training": "train/margin", "validation": "val/margin"}),
+    Panel("Calibration error", "share of pairs", {"validation": "val/ece"}, low=0.0),
+    Panel("Gradient norm", "before clipping", {"model": "grad_norm"}),
+)
+"""Of fine-tuning and reward modelling, which no run of reinforcement learning logs."""
+
 
 def draw_curves(run_dir: Path | str) -> Path:
     """Draw ``curves.png`` in the run folder, with a panel for each main metric that the run logged;
@@ -108,7 +123,7 @@ def draw_curves(run_dir: Path | str) -> Path:
     validation = {
         name.removeprefix(VALIDATION_PREFIX): name for name in names if name.startswith(VALIDATION_PREFIX)
     }
-    panels = [*PANELS[:1], Panel("Validation", "mean score", validation), *PANELS[1:]]
+    panels = [*PANELS[:1], Panel("Validation", "mean score", validation), *SUPERVISED_PANELS, *PANELS[1:]]
     panels = [panel for panel in panels if any(name in names for name in panel.curves.values())]
     if not panels:
         raise DataError(

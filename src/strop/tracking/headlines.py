@@ -44,6 +44,20 @@ HEADLINES = (
     THROUGHPUT,
 )
 
+LOSS = Headline("loss", ("train/loss",))
+ACCURACY = Headline("accuracy", ("train/accuracy",))
+VAL_LOSS = Headline("validation loss", ("val/loss",))
+VAL_ACCURACY = Headline("validation accuracy", ("val/accuracy",))
+
+SUPERVISED_HEADLINES = (
+    LOSS,
+    ACCURACY,
+    VAL_LOSS,
+    VAL_ACCURACY,
+    Headline("gradient norm", ("grad_norm",)),
+)
+"""Of fine-tuning and reward modelling, which no run of reinforcement learning logs."""
+
 
 def validation_scores(metrics: Mapping[str, float]) -> dict[str, float]:
     """Score by data source, of the ``val/test_score/<data_source>`` among ``metrics``."""
