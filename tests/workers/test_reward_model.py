@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -19,7 +20,7 @@ from strop.workers.reward_model import RewardModelWorker
 
 import tiny_model
 from builders import random_samples
-from runs import make_inputs, overrides
+from runs import make_inputs, overrides, train
 
 OWN_CHARACTERS = "=+0123456789 QA."
 OWN_TEMPLATE = (
@@ -278,3 +279,29 @@ def test_a_tokenizer_that_is_shared_and_ends_conversations_otherwise_is_warned_o
 def test_random_samples_without_messages_are_scored_when_tokens_are_shared(inputs):
     batch = random_samples(5)
     assert len(set(_scores(_worker(inputs, "shared"), batch).tolist())) == 5
+
+
+@pytest.mark.slow
+def test_a_run_with_it_on_two_ranks_of_its_own_has_the_scores_of_a_local_run(ray_session, inputs, tmp_path):
+    """Its score is added to the rule's; everything else is the local run's."""
+    model = (
+        "reward_model.enable=true",
+        f"reward_model.model.path={inputs / 'own'}",
+        f"reward_model.model.input_tokenizer={inputs / 'model'}",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+    )
+    places = (
+        "trainer.resource_pools={policy: [1], scorer: [2]}",
+        "trainer.placement={RewardModel: scorer}",
+    )
+    scores = []
+    for name, extra in (("local", ()), ("ray", places)):
+        trainer = train(overrides(inputs, tmp_path / name, *model, *extra))
+        trainer.shutdown()
+        rows = pq.read_table(tmp_path / name / "rollouts" / "step_000002.parquet").to_pylist()
+        scores.append({(row["uid"], row["response"]): row["reward/reward_model"] for row in rows})
+        for row in rows:
+            assert row["score"] == pytest.approx(row["reward/rule"] + row["reward/reward_model"], abs=1e-6)
+    assert len(set(scores[0].values())) > 4
+    assert scores[1] == pytest.approx(scores[0], abs=1e-5)
