@@ -1,7 +1,8 @@
 """`make demo`: a tiny model learns to add, in a few minutes on a CPU.
 
 1. make the additions up to 99 + 99 and keep 500 of them apart;
-2. build a small Qwen2 with a character tokenizer, and teach it the form of an answer (supervised warm-up);
+2. build a small Qwen2 with a character tokenizer, and teach it the form of an answer through the same
+   `strop sft` that fine-tunes large models, on examples/warm_up.yaml;
 3. train it with PPO through the same `strop train` that trains large models, on examples/demo.yaml;
 4. compare its answers to the held-out problems before and after.
 """
@@ -12,20 +13,21 @@ import argparse
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from strop.config.load import load_config
+from strop.config.load import load_config, load_tree
+from strop.config.trees import SFT
 from strop.data.preprocess import prepare
 from strop.models.loader import load_causal_lm, load_tokenizer
-from strop.trainer import main_ppo
+from strop.trainer import main_ppo, main_supervised
 
 import tiny_model
 from evaluate import Accuracy, evaluate, sample_answers
-from warm_up import warm_up
 
 HERE = Path(__file__).parent
 ALGORITHMS = {  # one override each turns PPO into a relative; these need no critic
@@ -35,15 +37,32 @@ ALGORITHMS = {  # one override each turns PPO into a relative; these need no cri
     "rloo": "rloo",
     "remax": "remax",
 }
-WARM_UP = {"until": 0.5, "max_steps": 600, "batch_size": 256, "learning_rate": 2e-3}
 console = Console()
 
 
-def make_task(out: Path, seed: int) -> list[tuple[list[dict[str, str]], str]]:
-    """Write train and test parquet files; returns the training pairs (messages, answer)."""
+def make_task(out: Path, seed: int) -> int:
+    """Write train and test parquet files, and the training answers for the warm-up; returns their number."""
     prepare("arithmetic", None, out, max_operand=99, held_out=500, seed=seed)
     rows = pq.read_table(out / "train.parquet").to_pylist()
-    return [(row["prompt"], row["reward_model"]["ground_truth"]) for row in rows]
+    answers = [{"prompt": row["prompt"], "response": row["reward_model"]["ground_truth"]} for row in rows]
+    pq.write_table(pa.Table.from_pylist(answers), out / "answers.parquet")
+    return len(rows)
+
+
+def warm_up(model: Path, data: Path, run: Path, *, seed: int) -> None:
+    """What `strop sft --config-path examples/warm_up.yaml ...` does."""
+    config = load_tree(
+        SFT,
+        [
+            f"model.path={model}",
+            f"data.train_files={data / 'answers.parquet'}",
+            f"data.cache_dir={run.parent / 'cache'}",
+            f"trainer.default_local_dir={run}",
+            f"trainer.seed={seed}",
+        ],
+        config_path=HERE / "warm_up.yaml",
+    )
+    main_supervised.sft(config)
 
 
 def train(model: Path, data: Path, run: Path, *, seed: int, algorithm: str, overrides: list[str]) -> None:
@@ -91,17 +110,17 @@ def main() -> None:
     logging.disable_progress_bar()  # of transformers, for files of half a megabyte
     torch.set_num_threads(1)  # so small a model is no faster on more
     out, started = options.out, time.perf_counter()
-    data, warmed_up, run = out / "data", out / "model", out / f"{options.algorithm}-seed{options.seed}"
+    data, start, warm_up_run = out / "data", out / "start", out / "warm_up"
+    run, warmed_up = out / f"{options.algorithm}-seed{options.seed}", warm_up_run / "final_model"
 
-    pairs = make_task(data, options.seed)
+    n_pairs = make_task(data, options.seed)
     tokenizer = tiny_model.build_tokenizer()
     model = tiny_model.build_model(tokenizer, seed=options.seed)
     size = sum(weight.numel() for weight in model.parameters())
-    console.print(f"{len(pairs)} additions to train on, a model of {size:,} parameters")
-    steps = warm_up(model, tokenizer, pairs, **WARM_UP, seed=options.seed)
-    console.print(f"warmed up in {steps} supervised steps")
-    model.save_pretrained(warmed_up)
-    tokenizer.save_pretrained(warmed_up)
+    console.print(f"{n_pairs} additions to train on, a model of {size:,} parameters")
+    model.save_pretrained(start)
+    tokenizer.save_pretrained(start)
+    warm_up(start, data, warm_up_run, seed=options.seed)
     problems = pq.read_table(data / "test.parquet").to_pylist()
     before = evaluate(load_causal_lm(warmed_up), load_tokenizer(warmed_up), problems)
     console.print(f"before: {before}")
