@@ -14,11 +14,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
 from strop.config.load import load_tree
 from strop.config.trees import REWARD_MODELLING
+from strop.data.answer_batches import pair_batch
 from strop.errors import ConfigError, DataError
 from strop.models.loader import fresh_head, load_scorer
+from strop.models.pair_scorer import PairScorer
 from strop.models.scorer import SequenceScorer
 from strop.trainer.reward_modelling import RewardModelTrainer
 from strop.trainer.supervised import build
+from strop.workers.reward_modelling import pair_objective
 
 from supervised_runs import final_weights, make_inputs, metrics, overrides, row, train, write_rows
 
@@ -249,3 +252,30 @@ def test_wrong_settings_are_told_together_before_a_model_is_loaded(inputs, tmp_p
     assert "both sequences of a pair" in text
     assert "at least 32" in text
     assert "teleprinter" in text
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_row_that_is_padding_is_scored_alike_packed_and_padded(inputs, implementation):
+    """What evens out ranks has no chosen tokens: its score is the prompt's, and its gradient nothing."""
+    rows = [
+        {
+            "input_ids": torch.tensor([6, 7, 8]),
+            "chosen": torch.tensor([9, 1]),
+            "rejected": torch.tensor([5, 6, 1]),
+        },
+        {"input_ids": torch.tensor([6, 7]), "chosen": torch.tensor([9, 8, 1]), "rejected": torch.tensor([1])},
+    ]
+    rows = [{**fields, "data_source": "a"} for fields in rows]
+    columns = pair_batch(rows, pad_token_id=0, max_prompt_length=4, max_response_length=5).batch
+    columns["response_mask"][1] = 0
+    found = {}
+    for packed in (False, True):
+        kernel = "sdpa" if packed else implementation
+        model = load_scorer(inputs / "model", fresh_head_seed=1, attn_implementation=kernel).train()
+        outputs = PairScorer(model, packed=packed)(columns)
+        loss, _ = pair_objective(n_pairs=1, center_coefficient=0.1)(outputs, columns)
+        loss.backward()
+        gradients = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+        found[packed] = (outputs["chosen_scores"], outputs["rejected_scores"], loss, gradients)
+    for ours, theirs in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
