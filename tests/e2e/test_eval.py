@@ -307,3 +307,14 @@ def test_eval_finds_what_val_only_finds(inputs, tmp_path):
     assert found["sources"] == report["sources"]
     same = pq.read_table(tmp_path / "run" / "validation" / "step_000000.parquet").to_pylist()
     assert samples == same
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_samples_of_one(ray_session, inputs, tmp_path):
+    arguments = ("--data", inputs / "val.parquet", "--n", "4")
+    alone, samples = evaluate(inputs, tmp_path / "one", *arguments)
+    shared, _ = evaluate(inputs, tmp_path / "two", *arguments, "trainer.n_gpus_per_node=2")
+    assert shared["sources"] == alone["sources"]
+    together = without_log_probs(tmp_path / "two" / "samples.parquet").to_pylist()
+    assert together == without_log_probs(tmp_path / "one" / "samples.parquet").to_pylist()
+    assert len(samples) == 24
