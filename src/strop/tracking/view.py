@@ -22,6 +22,7 @@ from strop.errors import DataError
 from strop.tracking.headlines import (
     HEADLINES,
     REWARD,
+    SUPERVISED_HEADLINES,
     VALIDATION_PREFIX,
     format_number,
     names_in_order,
@@ -137,7 +138,10 @@ def _names_to_show(steps: Steps, wanted: Sequence[str] | None) -> list[str]:
     """The metrics of the rows; DataError when a name of ``wanted`` matches nothing."""
     names = names_in_order(steps)
     if wanted is None:
-        first_present = (next((name for name in line.metrics if name in names), None) for line in HEADLINES)
+        first_present = (
+            next((name for name in line.metrics if name in names), None)
+            for line in (*SUPERVISED_HEADLINES, *HEADLINES)
+        )
         return [name for name in first_present if name is not None]
     found: dict[str, None] = {}
     for pattern in wanted:
