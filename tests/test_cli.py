@@ -41,7 +41,8 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = capsys.readouterr().out
-    assert all(name in printed for name in ("train", "check", "prepare", "score", "export", "view"))
+    names = ("train", "sft", "train-rm", "eval", "check", "prepare", "score", "export", "view")
+    assert all(f" {name} " in printed for name in names)
 
 
 def test_check_prints_the_plan_and_the_resolved_configuration_without_torch(inputs):
