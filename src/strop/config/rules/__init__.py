@@ -35,4 +35,5 @@ ALL_RULES: tuple[Rule, ...] = (
     reward_models.input_tokenizer,
     reward_models.shared_vocabulary,
     reward_models.context_window,
+    reward_models.longest_sequence,
 )

@@ -51,3 +51,15 @@ def context_window(config: Config) -> Iterator[Finding]:
         )
     if longest > facts.context:
         yield warning(f"{keys}, more than the {facts.context} that {rewards.model.path} was made for")
+
+
+def longest_sequence(config: Config) -> Iterator[Finding]:
+    """What is written anew has a limit where micro-batches have one."""
+    rewards = config.reward_model
+    written_anew = rewards.enable and rewards.model.input_tokenizer is not None
+    if written_anew and rewards.use_dynamic_bsz and rewards.max_length is None:
+        cap = rewards.forward_max_token_len_per_gpu
+        yield warning(
+            f"reward_model.max_length=null: a sample of more than reward_model.forward_max_token_len_per_gpu="
+            f"{cap} tokens of the reward model's would stop the run; with max_length={cap} its end is scored"
+        )
