@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -18,8 +18,8 @@ from strop.data.preprocess import prepare
 
 from supervised_runs import final_weights, make_inputs, metrics, overrides, train
 
-HH = os.environ.get("STROP_HH_RLHF", "")
-"""A folder or file of raw Helpful and Harmless dialogues. Their text is offensive: nothing here shows it."""
+HH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "hh_rlhf"
+"""Raw Helpful and Harmless dialogues. Their text is offensive: nothing here shows it."""
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +68,10 @@ def test_a_run_that_is_killed_goes_on_exactly(inputs, tmp_path, kind):
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "straight")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HH, reason="NOT TESTED on real preferences: set STROP_HH_RLHF to a folder of them")
+@pytest.mark.skipif(not HH.is_dir(), reason=f"the real data is not here: {HH}")
 def test_real_preferences_go_from_raw_files_to_a_reward_model(inputs, tmp_path):
     for kind in ("sft", "rm"):
-        prepare("full_hh_rlhf", HH, tmp_path / kind, split_kind=kind)
+        prepare("full_hh_rlhf", str(HH), tmp_path / kind, split_kind=kind)
     for command, kind in (("sft", "sft"), ("train-rm", "rm")):
         file = next((tmp_path / kind).glob("*.parquet"))
         run = tmp_path / f"{kind}-run"
