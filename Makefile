@@ -3,15 +3,19 @@ PYTHON ?= python3
 SEED ?= 1
 ALGORITHM ?= ppo
 DEMO_DIR ?= runs/demo
+DATA ?= ../shared/data
 
 BIN := .venv/bin
 TODAY := $(shell date +%F)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: demo test test-all check format bench docs clean
+.PHONY: demo preferences test test-all check format bench docs clean
 
 demo: .venv/core  ## build a tiny model, train it with PPO, show what it learned
 	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --out $(DEMO_DIR)
+
+preferences: .venv/core  ## from comparisons to a reward model to a better policy, judged by a known truth
+	$(BIN)/python examples/preferences.py --seed $(SEED)
 
 test: .venv/dev .venv/vllm  ## the test suite: minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
@@ -39,7 +43,8 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/driver.py
-	$(BIN)/python benchmarks/rewards.py
+	$(BIN)/python benchmarks/rewards.py --data $(DATA)/math_test/test.jsonl
+	$(BIN)/python benchmarks/sandbox.py --out benchmarks/results/sandbox_$(TODAY).md
 
 docs: .venv/dev  ## write the generated pages anew
 	$(BIN)/python docs/generate_config_reference.py
