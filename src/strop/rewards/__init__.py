@@ -15,6 +15,6 @@
 ``examine``        samples with their scores, as text to read
 ``cli_score``      ``strop score``: a file of answers (``answer_file`` reads it)
 
-Only ``manager``, ``pending``, ``composition`` and ``reward_output`` import torch: the scoring process starts in
-a twentieth of a second.
+Only ``manager``, ``pending``, ``composition`` and ``reward_output`` import torch: the scoring process starts
+in a twentieth of a second.
 """
