@@ -206,3 +206,10 @@ def test_a_damaged_weight_file_is_one_clear_error(folder, tmp_path):
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ModelError, match="cannot load a model"):
         load_causal_lm(tmp_path)
+
+
+def test_values_forget_the_mean_score_of_the_reward_model_they_start_from(folder, tmp_path):
+    scorer = load_scorer(folder, fresh_head_seed=1)
+    scorer.config.strop_reward_mean, scorer.config.strop_reward_std = 3.0, 2.0
+    ValueModel(scorer).hugging_face_model.save_pretrained(tmp_path)
+    assert "strop_reward" not in (tmp_path / "config.json").read_text()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from strop.models.base import ResponseTokens, RoleModel
 
@@ -18,9 +19,17 @@ REWARD_MEAN, REWARD_STD = "strop_reward_mean", "strop_reward_std"
 
 
 class ValueModel(RoleModel):
-    """V(s_t) before every response token."""
+    """V(s_t) before every response token.
+
+    Of a reward model that it starts from, the mean of its scores is forgotten: values have another.
+    """
 
     packing_key = "critic.model.use_remove_padding"
+
+    def __init__(self, hugging_face_model: PreTrainedModel, *, packed: bool = False) -> None:
+        super().__init__(hugging_face_model, packed=packed)
+        for name in (REWARD_MEAN, REWARD_STD):
+            vars(hugging_face_model.config).pop(name, None)
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``values`` [B, T] float32, 0 where ``response_mask`` is 0.
