@@ -140,6 +140,35 @@ def test_numbers_that_a_function_returns_count_when_they_have_a_weight(make: Mak
     assert "reward/added/strop/arithmetic/long" not in output.metrics
 
 
+def test_a_weight_for_a_part_that_the_function_never_returns_is_an_error(make: Make, batch_of: Batch):
+    def score(solution_str: str, **sample: Any) -> Any:
+        if solution_str == "x":
+            raise ValueError("no score")
+        return {"score": 1.0, "polite": 4.0} if solution_str == "1" else 1.0
+
+    misspelt = make(score, parts={"polit": 0.5})
+    with pytest.raises(RewardError, match=r"reward_model\.parts\.polit has .* returned polite;"):
+        misspelt(batch_of(["1", "2"], ["1", "1"]))
+    manager = make(score, parts={"polite": {"weight": {MATH: 0.5}}}, max_error_rate=1.0)
+    assert scores_of(manager(batch_of(["2"], ["1"], data_source=OWN))) == [1.0]  # it has no weight there
+    assert scores_of(manager(batch_of(["x"], ["1"], data_source=MATH))) == [0.0]  # failed: nothing is known
+    assert scores_of(manager(batch_of(["1", "2"], ["1", "1"], data_source=MATH))) == [3.0, 1.0]
+    assert scores_of(manager(batch_of(["2"], ["1"], data_source=MATH))) == [1.0]  # it is known to exist
+
+
+def test_a_weight_for_a_source_that_the_data_lack_is_warned_of_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+):
+    manager = make(parts={"rule": {"weight": {"openai/gsm8kk": 3, MATH: 2, "*": 1}}})
+    for _ in range(2):
+        manager.validate_sources([GSM8K])
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(
+        "reward_model.parts.rule.weight: none of the prompts has data_source 'openai/gsm8kk'"
+    )
+    assert "openai/gsm8k)" in warning
+
+
 def test_a_part_that_fails_is_the_samples_failure_and_scores_the_error_score(make: Make, batch_of: Batch):
     manager = make(
         parts={"rule": 4.0, "choice": {"weight": 1.0, "scorer": "choice"}},

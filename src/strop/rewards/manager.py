@@ -28,6 +28,7 @@ from strop.rewards.records import Outcome, Sample, ScoreFunction
 from strop.rewards.reward_output import RewardOutput
 from strop.rewards.router import Router, unknown_source
 from strop.rewards.scoring import ScoringJob
+from strop.rewards.unused_parts import UnusedParts
 from strop.score_parts import KEY, REWARD_MODEL, RULE, read_parts
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class RewardManager:
         if scorers := part_scorers(self.composition.parts):
             compute_score = PartScorers(compute_score, scorers)
         self._part_scorers = scorers
+        self.unused_parts = UnusedParts(self.composition.parts)
         self._budget = ErrorBudget(max_error_rate)
         self._process: RewardProcess | RewardPool = (
             RewardProcess(compute_score, timeout_s=timeout_s)
@@ -164,12 +166,19 @@ class RewardManager:
         return PendingRewards(self, self._last_job, fields, asked)
 
     def validate_sources(self, sources: Iterable[str], *, has_reward_model: bool = False) -> None:
-        """At start-up: whether all data sources can be scored.
+        """At start-up: whether all data sources of the data can be scored.
+
+        A weight for a source that is not among them is warned of, once.
 
         Raises:
             RewardError: nothing scores one of them.
             ConfigError: its scorer cannot work here, as code without bubblewrap, or not before the deadline.
         """
+        sources = set(sources)
+        self._require_scored(sources, has_reward_model=has_reward_model)
+        self.unused_parts.warn_of_sources(sources, known=self._sources or ())
+
+    def _require_scored(self, sources: Iterable[str], *, has_reward_model: bool) -> None:
         parts = self.composition.parts
         for source in sorted(set(sources)):
             has_rule = self._has_scorer(source)
@@ -226,7 +235,7 @@ class RewardManager:
     def _asked(self, prompts: DataProto, *, has_model: bool) -> list[tuple[str, ...]]:
         """The parts of each row that functions give. All are looked at before the first is scored."""
         sources = [source for source, *_ in self._fields(prompts)]
-        self.validate_sources(sources, has_reward_model=has_model)
+        self._require_scored(sources, has_reward_model=has_model)
         targets = prompts.non_tensor_batch.get("reward_model", [None] * len(sources))
         by_model = [has_model and (target or {}).get("style") == "model" for target in targets]
         return [

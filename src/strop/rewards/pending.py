@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.records import Sample
+from strop.rewards.records import Outcome, Sample
 from strop.rewards.reward_output import RewardOutput, at_last_token, rule_parts, score_metrics
 from strop.rewards.scoring import ScoringJob, name_sample
 from strop.score_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE
@@ -80,6 +80,7 @@ class PendingRewards:
         if model_scores is not None:
             parts[REWARD_MODEL] = self._model_part(samples, model_scores)
         sources = [sample.data_source for sample in samples]
+        self._manager.unused_parts.require_returned(parts, self._sources_scored(sources, outcomes))
         failed_B = torch.tensor([outcome is not None and bool(outcome.error) for outcome in outcomes])
         added = self._manager.composition.contributions(
             parts, sources, failed_B=failed_B, validating=self._validating
@@ -97,6 +98,14 @@ class PendingRewards:
             responses=[sample.solution_str for sample in samples],
             errors=["" if outcome is None else outcome.error for outcome in outcomes],
         )
+
+    def _sources_scored(self, sources: Sequence[str], outcomes: Sequence[Outcome | None]) -> list[str]:
+        """The data source of each sample for which the reward function returned something."""
+        return [
+            source
+            for source, outcome, has_rule in zip(sources, outcomes, self._has_rule, strict=True)
+            if has_rule and outcome is not None and not outcome.error
+        ]
 
     @property
     def _validating(self) -> bool:
