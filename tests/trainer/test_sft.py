@@ -133,6 +133,29 @@ def test_resume_is_exact(inputs, trained, tmp_path):
     assert metrics(tmp_path) == metrics(inputs / "run")
 
 
+def test_validation_alone_measures_without_training_files(inputs, trained, tmp_path):
+    settings = ("trainer.val_only=True", "data.train_files=/no.parquet")
+    path = f"model.path={inputs / 'run' / 'final_model'}"
+    train("sft", overrides(inputs, tmp_path, *settings, path))
+    (line,) = metrics(tmp_path)
+    last = metrics(inputs / "run")[-1]
+    assert line == {"step": 0, **{name: pytest.approx(last[name]) for name in ("val/loss", "val/perplexity")}}
+
+
+def test_validation_alone_goes_on_from_a_checkpoint(inputs, trained, tmp_path):
+    train("sft", overrides(inputs, tmp_path, "trainer.save_freq=2"))
+    only = ("trainer.val_only=True", "data.train_files=/no.parquet")
+    looked = train("sft", overrides(inputs, tmp_path, *only))
+    assert looked.global_step == 4
+    assert looked.group.weights_hash() == trained.group.weights_hash()
+
+
+def test_validation_alone_needs_something_to_validate_on(inputs, tmp_path):
+    settings = ("trainer.val_only=True", "data.val_files=[]")
+    with pytest.raises(ConfigError, match=r"data\.val_files: found an empty list, expected at least one"):
+        build(SftTrainer, load_tree(SFT, overrides(inputs, tmp_path, *settings)))
+
+
 def test_rows_that_are_too_long_are_dropped_counted_or_cut(inputs, tokenizer, tmp_path, caplog):
     draw = random.Random(0)
     rows = [row(draw, index) for index in range(4)]

@@ -56,13 +56,14 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         self.tokenizer = tokenizer
         self._group_cls, self._pool = group_cls, pool
         data = config.data
-        dataset = self._dataset(data.train_files)
-        order = EpochSampler(len(dataset), data.train_batch_size, config.trainer.seed, shuffle=data.shuffle)
-        self.train_loader = PromptLoader(dataset, order, self._collate())
+        self.train_loader: Any = None  # with trainer.val_only: the training files are left alone
+        self.total_steps = 0
+        if not config.trainer.val_only:
+            self.train_loader = self._endless(self._dataset(data.train_files))
+            self.total_steps = config.trainer.total_training_steps or (
+                len(self.train_loader) * config.trainer.total_epochs
+            )
         self.val_loader = self._one_pass(self._dataset(data.val_files)) if data.val_files else None
-        self.total_steps = config.trainer.total_training_steps or (
-            len(self.train_loader) * config.trainer.total_epochs
-        )
         self.global_step = 0
         self.timer = PhaseTimer()
         self.group: Any = None  # a worker group: its methods are those of the worker
@@ -110,6 +111,11 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
             max_prompt_length=self.config.data.max_prompt_length,
             max_response_length=self.config.data.max_response_length,
         )
+
+    def _endless(self, dataset: Any) -> PromptLoader:
+        size, shuffle = self.config.data.train_batch_size, self.config.data.shuffle
+        batches = EpochSampler(len(dataset), size, self.config.trainer.seed, shuffle=shuffle)
+        return PromptLoader(dataset, batches, self._collate())
 
     def _one_pass(self, dataset: Any) -> PromptLoader:
         batches = SequentialBatches(len(dataset), self.config.data.val_batch_size)

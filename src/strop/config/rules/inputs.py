@@ -15,10 +15,11 @@ from strop.config.schema import Config, RootConfig
 
 def data_files(config: RootConfig) -> Iterator[Finding]:
     """Parquet files exist."""
+    val_only = config.trainer.val_only
     for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
-        if key == "train_files" and config.trainer.val_only:
+        if key == "train_files" and val_only:
             continue
-        if not files and (key == "train_files" or isinstance(config, Config)):
+        if not files and (key == "train_files" or val_only or isinstance(config, Config)):
             yield error(f"data.{key}: found an empty list, expected at least one parquet file")
         for file in files:
             if not is_url(file) and not Path(expand(file)).exists():
