@@ -61,9 +61,20 @@ def test_programs_of_standard_input_and_output():
         ("```Python3\r\nx = 1\n```", "x = 1\n"),
         ("```py\nx = 1\n```\nor better\n```python\nx = 2\n```", "x = 2\n"),
         ("```python\nx = 1\n", "```python\nx = 1\n"),
+        (
+            "Install:\n```bash\npip install x\n```\nThen:\n```python\ndef f(): return 1\n```\n",
+            "def f(): return 1\n",
+        ),
+        ("```python\nx = 1\n```\nRun\n```bash\npython a.py\n```\nIt prints\n```text\n1\n```\n", "x = 1\n"),
+        ("```python\nprint(1)\n```\nprints\n```\n1\n```\n", "print(1)\n"),
+        ("```text\nx\n```\n```\nx = 1\n```\n```c++\nint x;\n```", "x = 1\n"),
+        ('```python title="a.py"\nx = 1\n```\n```{.python .numberLines}\nx = 2\n```', "x = 2\n"),
+        ("Call ```f()``` as in\n```Python\nx = 1\n```\n```pycon\n>>> x\n```", "x = 1\n"),
+        ("````markdown\n```python\nx = 0\n```\n````\n```py\nx = 1\n```", "x = 1\n"),
+        ("```bash\nls\n```", "```bash\nls\n```"),
     ],
 )
-def test_the_last_fenced_block_is_the_program(response: str, program: str):
+def test_the_last_fenced_block_of_python_is_the_program(response: str, program: str):
     assert extract_program(response) == program
 
 

@@ -10,9 +10,13 @@ from typing import Any
 from strop.errors import ConfigError
 from strop.rewards.sandbox import Limits, Verdict, require_bubblewrap, run_assert_tests, run_stdin_tests
 
+# Blocks of every language: were one passed over, the fence at its end would be taken for a beginning.
+# The language is the first word of "python", "python title=a.py", "{.python .numberLines}".
 _FENCED = re.compile(
-    r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
+    r"^[ \t]*(?P<fence>`{3,})[ \t{.]*(?P<language>\w*)[^`\n]*\n(?P<content>.*?)^[ \t]*(?P=fence)",
+    re.DOTALL | re.MULTILINE,
 )
+_PYTHON = {"python", "python3", "py"}
 
 TIMEOUT_S = 6.0
 _START_AND_END_S = 1.0
@@ -45,8 +49,8 @@ def compute_score(
 ) -> float:
     """``score`` when the program in the response passes every test, else 0.
 
-    The program is the last block between ``` fences, or the whole response; ``prefix`` goes before it. The
-    ground truth is a JSON object with ``kind``, ``tests``, and perhaps ``prefix`` and ``entry_point``:
+    The program is what ``extract_program`` finds; ``prefix`` goes before it. The ground truth is a JSON
+    object with ``kind``, ``tests``, and perhaps ``prefix`` and ``entry_point``:
 
     * ``assert``: ``tests`` is a list of Python sources, run in order in one namespace;
     * ``stdin``: ``tests`` is a list of ``{"input": text, "output": text}``.
@@ -84,9 +88,14 @@ def judge(solution_str: str, ground_truth: str | Mapping[str, Any], *, limits: L
 
 
 def extract_program(response: str) -> str:
-    """The last fenced block, or all of the response when there is none."""
-    blocks = _FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    """The last fenced block of Python, else the last one that names no language, else all of the response.
+
+    A block without a language behind one of Python is mostly what the program prints.
+    """
+    blocks = list(_FENCED.finditer(response))
+    labelled = [block["content"] for block in blocks if block["language"].lower() in _PYTHON]
+    unlabelled = [block["content"] for block in blocks if not block["language"]]
+    return (labelled or unlabelled or [response])[-1]
 
 
 def with_prefix(prefix: str, program: str) -> str:
