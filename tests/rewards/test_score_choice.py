@@ -21,6 +21,10 @@ STRICT = [
     ("Answer: A\nWait.\nAnswer: C", "C"),
     ("Answer:\nC\nB would be odd", "C"),
     ("Answer: C. That answer is certain.", "C"),
+    ("The answer is B. A person would not do that.", "B"),
+    ("Answer: (C) A man walks", "C"),
+    ("**Answer: C.** A man walks", "C"),
+    ("Answer: A. A man walks", "A"),
 ]
 NO_STRICT = [
     "",
@@ -36,6 +40,11 @@ NO_STRICT = [
     "Answer: C/D",
     "Answer: C and D.",
     "Answer: A. Answer: C or D",
+    "Answer: C. A or B",
+    "Answer: C, A is wrong",
+    "Answer: (C) (A) man",
+    "Answer: C. A",
+    "Answer: C. B is wrong",
     "Answer: A man sits",
     "Answer: Canoe",
     "A B C D",

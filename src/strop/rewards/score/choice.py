@@ -11,6 +11,8 @@ _OPEN = r"(?:\\boxed\{|\\text\{|[\s(\[{*_\"'$])*"
 _CLOSE = r"[)\]}*_\"'$.,:;!\s]*"
 # What may follow a label: "Answer: A man" starts with a word.
 _END = r"(?=\s*(?:$|\n|[)\]}*_\"'$.,:;!]))"
+# "B. A person would": the "A" behind a closed label begins a sentence, unless another label is joined to it.
+_ARTICLE = rf"{_CLOSE}[.):]{_CLOSE}(?<=\s)A (?!(?:or|and)\b)[a-z]"
 # "answer: ", "The answer is ", "**Answer**: "
 _MARK = r"(?i:\banswer\b)[*_]*\s*(?:is\b\s*:?|:)"
 
@@ -65,7 +67,8 @@ def _last(pattern: str, text: str) -> re.Match[str] | None:
 def _only_label(found: re.Match[str], text: str, label: str) -> str | None:
     """The label found, unless a word or another label belongs to it."""
     rest = text[found.end() :]
-    another = re.match(rf"{_CLOSE}(?:(?:or|and)\b|[/&|])?{label}", rest.partition("\n")[0])
+    line = rest.partition("\n")[0]
+    another = re.match(rf"{_CLOSE}(?:(?:or|and)\b|[/&|])?{label}", line) and not re.match(_ARTICLE, line)
     return found[1] if re.match(_END, rest) and not another else None
 
 
