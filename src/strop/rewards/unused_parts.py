@@ -32,7 +32,8 @@ class UnusedParts:
                 if (name, source) not in self._told:
                     self._told.add((name, source))
                     logger.warning(
-                        "%s.%s.weight: none of the prompts has data_source %r (there are: %s); a misspelling?",
+                        "%s.%s.weight: none of the prompts has data_source %r (there are: %s); "
+                        "is it misspelt?",
                         KEY, name, source, ", ".join(sorted(sources)),
                     )  # fmt: skip
 
@@ -47,7 +48,7 @@ class UnusedParts:
             if any(self._parts[name].weight(source) != 0 for source in sources):
                 returned = ", ".join(sorted(set(found) - {RULE, REWARD_MODEL})) or "a score alone"
                 raise RewardError(
-                    f"{KEY}.{name} has a weight and no scorer, so the reward function has to return it, and "
-                    f"for {len(sources)} samples it returned {returned}; correct the name, return it (0 where "
+                    f"{KEY}.{name} has a weight and no scorer, so the reward function has to return it, for "
+                    f"{len(sources)} samples it returned {returned}; correct the name, return it (0 where "
                     "it does not apply), give the part a scorer, or leave it out"
                 )
