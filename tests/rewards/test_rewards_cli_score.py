@@ -18,6 +18,8 @@ from rich.console import Console
 from strop.data.preprocess import prepare
 from strop.errors import ConfigError, DataError, RewardError
 from strop.rewards.cli_score import add_arguments, run
+from strop.rewards.pool import RewardPool
+from strop.rewards.sandbox import require_bubblewrap
 
 ROWS: list[dict[str, Any]] = [
     {"data_source": "openai/gsm8k", "response": "#### 7", "reward_model": {"ground_truth": "7"}},
@@ -114,10 +116,59 @@ def test_answers_that_cannot_be_scored_are_counted_and_the_first_is_told(
     assert "returned nan" in "\n".join(lines)
 
 
-def test_an_unknown_source_is_an_error(score: Callable[..., Any], tmp_path: Path):
-    path = write(tmp_path / "a.jsonl", [{**ROWS[0], "data_source": "own"}])
-    with pytest.raises(RewardError, match="'own' has no scorer"):
-        score(path)
+def test_an_unknown_source_is_an_error_before_anything_is_scored(
+    score: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[object] = []
+    monkeypatch.setattr(RewardPool, "evaluate_all", lambda self, samples: started.append(samples))
+    rows = [ROWS[0], {**ROWS[0], "data_source": "own"}, {**ROWS[0], "data_source": "own"}]
+    with pytest.raises(RewardError, match=r"'own' \(2 rows\) has no scorer .*--scorer NAME .*--custom PATH"):
+        score(write(tmp_path / "a.jsonl", rows))
+    assert not started
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_one_scorer_with_options_scores_all_rows(
+    score: Callable[..., Any], answers: Path, tmp_path: Path, workers: int
+):
+    status, lines = score(answers, "--scorer", "gsm8k", "--option", "method=flexible", "--workers", workers)
+    assert status == 0
+    assert cells(lines) == {"openai/gsm8k": ["3", "0.6667", "0"], "strop/arithmetic": ["1", "1.0000", "0"]}
+    bare = write(tmp_path / "bare.jsonl", [{"response": "1 2 3"}, {"response": "1"}])  # no ground truth
+    options = ["--option", "max_length=3", "--option", "buffer=2", "--option", "unit=words"]
+    assert cells(score(bare, "--scorer", "length", *options)[1]) == {"length": ["2", "-0.5000", "0"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--option", "method=flexible"], "--option method=flexible: it is an option of --scorer"),
+        (["--scorer", "gsm8k", "--option", "method"], "--option method: expected KEY=VALUE"),
+        (["--scorer", "gsm8k", "--option", "methd=flexible"], "--scorer gsm8k: .*'methd'"),
+        (["--scorer", "gsm8k", "--custom", "reward.py"], "--custom and --scorer"),
+        (["--scorer", "code", "--timeout", "2"], "--timeout 2 is less than a program may take"),
+    ],
+)
+def test_options_that_do_not_go_together_are_told_at_once(
+    score: Callable[..., Any], answers: Path, options: list[str], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        score(answers, *options)
+
+
+def test_code_without_a_sandbox_is_one_error_and_not_one_for_each_row(
+    score: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write(tmp_path / "a.jsonl", [{**ROWS[0], "data_source": "openai/openai_humaneval"}])
+    require_bubblewrap.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setenv("PATH", str(tmp_path))
+            for options in ([], ["--scorer", "code"]):
+                with pytest.raises(ConfigError, match="bubblewrap"):
+                    score(path, *options)
+    finally:
+        require_bubblewrap.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +207,7 @@ def test_a_missing_or_strange_file_is_named(score: Callable[..., Any], tmp_path:
             score(tmp_path / name)
 
 
-@pytest.mark.parametrize("option", ["--limit", "--timeout"])
+@pytest.mark.parametrize("option", ["--limit", "--timeout", "--workers"])
 def test_limits_must_be_positive(score: Callable[..., Any], answers: Path, option: str):
     with pytest.raises(ConfigError, match=f"{option} 0"):
         score(answers, option, 0)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import itertools
-from collections import defaultdict
-from collections.abc import Iterator
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from strop.errors import ConfigError, DataError
+from strop.errors import ConfigError, DataError, RewardError
 from strop.rewards.answer_file import (
     GROUND_TRUTH_COLUMNS,
     RESPONSE_COLUMNS,
@@ -22,9 +26,15 @@ from strop.rewards.answer_file import (
     value_at,
 )
 from strop.rewards.custom import load_custom_reward
-from strop.rewards.process import RewardProcess
-from strop.rewards.records import Outcome, Sample
-from strop.rewards.router import Router, unknown_source
+from strop.rewards.feed import Feed
+from strop.rewards.part_scorers import BuiltInScorer
+from strop.rewards.pool import RewardPool
+from strop.rewards.records import Outcome, Sample, ScoreFunction
+from strop.rewards.router import Router
+from strop.score_parts import SCORERS
+
+_OF_THE_RESPONSE_ALONE = ("format", "length")
+"""Scorers that look at no ground truth."""
 
 
 @dataclass
@@ -50,43 +60,107 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--data-source-column", default="data_source", help="says which scorer is used (data_source)")
     add("--data-source", help="the data source of all rows, for a file without such a column")
-    add("--custom", metavar="PATH", help="score with a function from this Python file")
+    add("--scorer", choices=SCORERS, help="score all rows with this one, whatever their data source")
+    add(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of --scorer, as in method=flexible; once for each (docs/data.md lists them)",
+    )
+    add("--custom", metavar="PATH", help="score all rows with a function from this Python file")
     add("--name", default="compute_score", help="name of that function (compute_score)")
     add("--limit", type=int, help="score only the first rows")
     add("--timeout", type=float, default=10.0, help="seconds that one answer may take (10)")
+    add("--workers", type=int, default=1, help="processes that score side by side (1)")
 
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     """Score the file and print the table. Status 1 when answers could not be scored, else 0.
 
+    The whole file is read, and every data source looked at, before the first answer is scored.
+
     Raises:
         DataError: the file, a row or a column cannot be used.
-        ConfigError: the custom function cannot be used, or ``--limit`` or ``--timeout`` is not positive.
+        ConfigError: an option is wrong, or a scorer cannot work here or within ``--timeout``.
         RewardError: a data source without a scorer.
     """
-    for option in ("limit", "timeout"):
+    for option in ("limit", "timeout", "workers"):
         value = getattr(arguments, option)
         if value is not None and value <= 0:
             raise ConfigError(f"--{option} {value}: expected a number above 0")
     console = console or Console()
-    custom = load_custom_reward(arguments.custom, arguments.name)
-    router = Router()
+    scorer = _scorer(arguments)
+    samples = list(_samples(arguments))
+    if not samples:
+        raise DataError(f"{arguments.file}: there are no rows in it")
+    _require_ready(scorer, Counter(sample.data_source for sample in samples), arguments.timeout)
     tallies: defaultdict[str, _Tally] = defaultdict(_Tally)
     first_error = ""
-    with RewardProcess(custom or router, timeout_s=arguments.timeout) as process:
-        samples = _samples(arguments)
-        for sample in track(samples, "Scoring", console=console, transient=True, total=arguments.limit):
-            if custom is None and sample.data_source not in router.sources:
-                raise unknown_source(sample.data_source, router.sources)
-            outcome = process.evaluate(sample)
+    pool = RewardPool(scorer, num_workers=arguments.workers, timeout_s=arguments.timeout)
+    with contextlib.closing(pool):
+        outcomes = pool.evaluate_all(Feed.of(samples))
+        progress = track(outcomes, "Scoring", console=console, transient=True, total=len(samples))
+        for sample, outcome in zip(samples, progress, strict=True):
             error = _count(tallies[sample.data_source], outcome)
             first_error = first_error or error
-    if not tallies:
-        raise DataError(f"{arguments.file}: there are no rows in it")
     console.print(_table(tallies))
     if first_error:
         console.print(f"The first answer that could not be scored:\n{first_error}", markup=False)
     return 1 if first_error else 0
+
+
+def _scorer(arguments: argparse.Namespace) -> ScoreFunction:
+    """What scores: a function of the user's own, one scorer for all rows, or that of each row's source."""
+    if arguments.option and arguments.scorer is None:
+        raise ConfigError(
+            f"--option {arguments.option[0]}: it is an option of --scorer, which is not given "
+            f"(one of {', '.join(SCORERS)})"
+        )
+    if arguments.scorer is None:
+        return load_custom_reward(arguments.custom, arguments.name) or Router()
+    if arguments.custom is not None:
+        raise ConfigError("--custom and --scorer: each scores all rows; leave one out")
+    options = dict(map(_read_option, arguments.option))
+    return BuiltInScorer(arguments.scorer, options, where=f"--scorer {arguments.scorer}")
+
+
+def _read_option(text: str) -> tuple[str, Any]:
+    """Name and value: JSON (a number, true, a list), or else the text as it stands."""
+    name, is_given, value = text.partition("=")
+    if not is_given:
+        raise ConfigError(f"--option {text}: expected KEY=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _require_ready(scorer: ScoreFunction, rows: Counter[str], timeout_s: float) -> None:
+    """Every data source (with its number of rows) can be scored here, each answer within the timeout."""
+    if isinstance(scorer, BuiltInScorer):
+        _require_time(scorer.require_ready, timeout_s)
+    if not isinstance(scorer, Router):
+        return
+    if unknown := {source: count for source, count in sorted(rows.items()) if source not in scorer.sources}:
+        found = ", ".join(f"{source!r} ({count} rows)" for source, count in unknown.items())
+        raise RewardError(
+            f"data_source {found} has no scorer (known: {', '.join(scorer.sources)}). Score all rows with "
+            f"--scorer NAME ({', '.join(SCORERS)}) or with a function of your own, --custom PATH"
+        )
+    for source in rows:
+        _require_time(functools.partial(scorer.require_ready, source), timeout_s)
+
+
+def _require_time(require_ready: Callable[[float], None], timeout_s: float) -> None:
+    require_ready(math.inf)  # it works here at all
+    try:
+        require_ready(timeout_s)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--timeout {timeout_s:g} is less than a program may take; give it more, or the programs less "
+            f"with --scorer code --option timeout_s=SECONDS. In the words of a configuration: {error}"
+        ) from None
 
 
 def _samples(arguments: argparse.Namespace) -> Iterator[Sample]:
@@ -95,7 +169,8 @@ def _samples(arguments: argparse.Namespace) -> Iterator[Sample]:
     for number, row in rows:
         try:
             response = response or arguments.response_column or _response_column(row)
-            truth = truth or arguments.ground_truth_column or _ground_truth_column(row)
+            if arguments.scorer not in _OF_THE_RESPONSE_ALONE:
+                truth = truth or arguments.ground_truth_column or _ground_truth_column(row)
             yield _sample(arguments, row, response, truth)
         except KeyError as error:
             raise DataError(
@@ -105,12 +180,24 @@ def _samples(arguments: argparse.Namespace) -> Iterator[Sample]:
             raise DataError(f"{arguments.file}, row {number}: {error}") from None
 
 
-def _sample(arguments: argparse.Namespace, row: dict[str, Any], response: str, truth: str) -> Sample:
+def _sample(arguments: argparse.Namespace, row: dict[str, Any], response: str, truth: str | None) -> Sample:
     text = value_at(row, response)
     if not isinstance(text, str):
         raise DataError(f"column {response} holds {text!r:.80}: expected a text")
-    source = arguments.data_source or str(value_at(row, arguments.data_source_column))
-    return Sample(source, text, value_at(row, truth), row.get("extra_info"))
+    ground_truth = None if truth is None else value_at(row, truth)
+    return Sample(_source(arguments, row), text, ground_truth, row.get("extra_info"))
+
+
+def _source(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
+    """The row's data source; with one scorer for all rows a file may do without the column."""
+    if arguments.data_source:
+        return arguments.data_source
+    try:
+        return str(value_at(row, arguments.data_source_column))
+    except KeyError:
+        if arguments.scorer is None:
+            raise
+        return arguments.scorer
 
 
 def _response_column(row: dict[str, Any]) -> str:
