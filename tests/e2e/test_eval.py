@@ -318,3 +318,20 @@ def test_two_ranks_give_the_samples_of_one(ray_session, inputs, tmp_path):
     together = without_log_probs(tmp_path / "two" / "samples.parquet").to_pylist()
     assert together == without_log_probs(tmp_path / "one" / "samples.parquet").to_pylist()
     assert len(samples) == 24
+
+
+def test_samples_are_kept_when_the_report_fails(inputs, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ArithmeticError("a figure that cannot be worked out")
+
+    monkeypatch.setattr("strop.trainer.validation.make_report", fail)
+    with pytest.raises(ArithmeticError):
+        evaluate(inputs, tmp_path, "--data", inputs / "val.parquet")
+    assert len(pq.read_table(tmp_path / "samples.parquet")) == 6
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_answers_do_not_vote_where_a_registered_scorer_judges_them(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("strop.rewards.router._registered", {"strop/arithmetic": lambda **sample: 0.5})
+    found, _ = evaluate(inputs, tmp_path, "--data", inputs / "val.parquet", "--n", "2")
+    assert set(found["sources"]["strop/arithmetic"]["scores"]) == {"mean@2", "best@2", "worst@2"}

@@ -194,6 +194,12 @@ def test_a_source_that_nothing_scores_is_an_error_at_start_up(make: Make):
         weightless.validate_sources([OWN], has_reward_model=True)
 
 
+def test_a_built_in_scorer_without_a_weight_does_not_judge(make: Make):
+    manager = make(parts={"rule": {"weight": {MATH: 0, "*": 2}}})
+    assert [manager.is_built_in(source) for source in (GSM8K, MATH, OWN)] == [True, False, False]
+    assert not make(lambda **sample: 1.0).is_built_in(GSM8K)
+
+
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [

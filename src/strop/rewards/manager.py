@@ -192,6 +192,11 @@ class RewardManager:
                     f"data_source {source!r}: nothing scores it, every part of {KEY} has the weight 0 for it"
                 )
 
+    def is_built_in(self, source: str) -> bool:
+        """Whether the rule of a data source is its built-in scorer, and has a weight."""
+        weight = self.composition.parts[RULE].weight(source)
+        return self._router is not None and self._router.is_built_in(source) and weight != 0
+
     def _require_ready(self, source: str, asked: Iterable[str]) -> None:
         for name in asked:
             scorer = self._part_scorers.get(name)

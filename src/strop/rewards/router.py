@@ -88,8 +88,12 @@ class Router:
 
     def require_ready(self, data_source: str, deadline_s: float) -> None:
         """At start-up: ``ConfigError`` when the scorer of a source cannot work here, or not in that time."""
-        if data_source in self._built_in and data_source not in self._registered:
+        if self.is_built_in(data_source):
             self._built_in[data_source].require_ready(deadline_s)
+
+    def is_built_in(self, data_source: str) -> bool:
+        """Whether a built-in scorer scores the source, not a registered one."""
+        return data_source in self._built_in and data_source not in self._registered
 
     @property
     def sources(self) -> list[str]:

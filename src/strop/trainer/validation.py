@@ -36,18 +36,35 @@ class Validation(NamedTuple):
     """All of them, as they are written to disk (``strop.tracking.samples``)."""
 
 
-def validate(trainer: RayPPOTrainer, *, show: int = 0, progress: Progress | None = None) -> Validation:
-    """Answer and score every validation prompt; ``show`` of the samples are picked to look at.
+def validate(trainer: RayPPOTrainer, *, show: int = 0) -> Validation:
+    """Answer and score every validation prompt; ``show`` of the samples are picked to look at."""
+    samples = validation_samples(trainer)
+    return Validation(report_on(trainer, samples, show=show), samples)
+
+
+def validation_samples(trainer: RayPPOTrainer, *, progress: Progress | None = None) -> pa.Table:
+    """Every validation prompt answered and scored (columns as in ``strop.tracking.samples``).
 
     The random stream depends on the prompt's batch alone, so every validation of a run draws the same noise.
     """
     n, seed = trainer.config.actor_rollout_ref.rollout.val_kwargs.n, trainer.config.trainer.seed
-    samples = samples_table(_scored_samples(trainer, n, seed, progress), trainer.tokenizer)
+    return samples_table(_scored_samples(trainer, n, seed, progress), trainer.tokenizer)
+
+
+def report_on(trainer: RayPPOTrainer, samples: pa.Table, *, show: int = 0) -> ValidationReport:
+    """What the samples of a validation say."""
+    config = trainer.config
+    options = config.reward_model.reward_kwargs.get("scorer_kwargs", {})
 
     def extractor_of(source: str) -> Extractor | None:
-        return _extractor_of(trainer, source)
+        """How answers are found in responses; None where something else than a built-in scorer judges."""
+        manager = trainer.val_reward_fn
+        if not isinstance(manager, RewardManager) or not manager.is_built_in(source):
+            return None
+        return answer_extractor(source, options.get(source))
 
-    return Validation(make_report(samples, n=n, extractor_of=extractor_of, seed=seed, show=show), samples)
+    n, seed = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer.seed
+    return make_report(samples, n=n, extractor_of=extractor_of, seed=seed, show=show)
 
 
 def needs_reward_model(trainer: RayPPOTrainer) -> bool:
@@ -93,14 +110,6 @@ def _counting(progress: Progress, done: int, finished: Finished | None) -> Finis
             finished(prompt, number, token_ids)
 
     return tell
-
-
-def _extractor_of(trainer: RayPPOTrainer, source: str) -> Extractor | None:
-    """How answers are found in responses; None where a function of the user's own scores them."""
-    config = trainer.config
-    if config.custom_reward_function.path is not None or not isinstance(trainer.val_reward_fn, RewardManager):
-        return None
-    return answer_extractor(source, config.reward_model.reward_kwargs.get("scorer_kwargs", {}).get(source))
 
 
 def _with_equal_columns(batches: list[DataProto]) -> list[DataProto]:
