@@ -108,6 +108,11 @@ def test_restarts_without_checkpoints_or_processes_are_doubtful():
     assert "no effect in one process" in alone.text
 
 
+def test_restarts_do_not_hide_a_placement_that_does_not_fit():
+    result = check(load_config(["trainer.max_restarts=2", POOLS, "trainer.placement={Critic: tiny}"]))
+    assert [line for line in result.errors if line.startswith("trainer.placement.Critic=tiny: no such pool")]
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [

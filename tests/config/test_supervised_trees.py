@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -54,3 +56,82 @@ def test_numbers_of_processes_that_do_not_fit_are_told():
         require_valid(config)
     assert "trainer.worker_group=local is one process, and 4 are asked for" in str(caught.value)
     assert "fsdp_size=3 does not divide the 4 ranks" in str(caught.value)
+
+
+@pytest.fixture(params=[SFT, REWARD_MODELLING], ids=lambda tree: tree.name)
+def warnings(request, tmp_path):
+    """The warnings about a run that could start, of a model made for 2048 tokens."""
+    (tmp_path / "rows.parquet").touch()
+    shape = {
+        "vocab_size": 100, "max_position_embeddings": 2048, "hidden_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    files = [f"data.{key}={tmp_path}/rows.parquet" for key in ("train_files", "val_files")]
+    one_process = (f"model.path={tmp_path}", "trainer.n_gpus_per_node=1", "trainer.device=cpu")
+
+    def run(*overrides):
+        return require_valid(load_tree(request.param, [*files, *one_process, *overrides]))
+
+    return run
+
+
+NO_EFFECT = (
+    "update.optim.total_training_steps=77",
+    "update.max_token_len_per_gpu=3",
+    "model.fsdp_config.param_offload=True",
+    "model.fsdp_config.grad_offload=True",
+    "model.fsdp_config.fsdp_size=4",
+    "model.fsdp_config.wrap_policy.min_num_params=10",
+    "trainer.max_restarts=3",
+    "trainer.phase_timeout_s=5",
+    "trainer.async_save=True",
+)
+
+
+@pytest.mark.parametrize("override", NO_EFFECT)
+def test_a_key_without_effect_is_named(warnings, override):
+    (line,) = warnings(override)
+    assert "no effect" in line
+    assert override.partition("=")[0] in line
+
+
+def test_a_run_without_such_keys_has_no_warnings(warnings):
+    assert warnings() == warnings("update.micro_batch_size_per_gpu=2", "trainer.test_freq=1") == []
+    assert warnings("update.use_dynamic_bsz=True", "update.max_token_len_per_gpu=4096") == []
+    steps = "trainer.save_freq=1", "trainer.async_save=True", "update.optim.min_lr_ratio=0.5"
+    assert warnings(*steps) == []
+
+
+def test_a_size_of_micro_batches_that_others_replace_is_named(warnings):
+    (line,) = warnings("update.use_dynamic_bsz=True", "update.micro_batch_size_per_gpu=4")
+    assert line.endswith("cut by tokens): update.micro_batch_size_per_gpu=4")
+
+
+def test_a_floor_without_a_decay_is_named(warnings):
+    (line,) = warnings("update.optim.warmup_style=constant", "update.optim.min_lr_ratio=0.5")
+    assert line.startswith("update.optim.min_lr_ratio=0.5 has no effect with warmup_style=constant")
+
+
+def test_validation_without_files_is_named(warnings):
+    (line,) = warnings("data.val_files=[]", "trainer.test_freq=5", "trainer.val_before_train=True")
+    assert line == "no effect (data.val_files is empty): trainer.test_freq, trainer.val_before_train"
+    assert warnings("data.val_files=[]") == []
+
+
+def test_sequences_longer_than_the_model_was_made_for(warnings):
+    (line,) = warnings("data.max_prompt_length=200000")
+    assert "= 200512 tokens, more than the 2048 that " in line
+
+
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+def test_attention_by_mask_matrices_cannot_be_packed(warnings, attention):
+    packed = ("model.use_remove_padding=True", f"model.attn_implementation={attention}")
+    with pytest.raises(ConfigError, match=r"^model\.use_remove_padding=True: these take a mask matrix"):
+        warnings(*packed)
+    assert warnings(packed[0]) == warnings(packed[1]) == []
+
+
+def test_another_back_end_is_an_error(warnings):
+    with pytest.raises(ConfigError, match=r"update\.strategy=megatron: not in this version"):
+        warnings("update.strategy=megatron")

@@ -190,3 +190,8 @@ def test_an_unknown_key_is_told_with_the_nearest():
         ConfigError, match=r"optim\.lr: unknown key; did you mean update\.optim\.lr\?|optim: unk"
     ):
         load_tree(SFT, ["optim.lr=1"])
+
+
+def test_what_has_no_effect_is_told_before_a_model_is_loaded(inputs, tmp_path, caplog):
+    build(SftTrainer, load_tree(SFT, overrides(inputs, tmp_path, "trainer.max_restarts=3")))
+    assert "warning: trainer.max_restarts=3 has no effect in one process" in caplog.text

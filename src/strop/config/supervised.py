@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from strop.config.placement import processes_per_node
-from strop.config.rules import inputs, named
-from strop.config.rules.finding import Finding, error
+from strop.config.rules import inputs, learning, named, processes
+from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
+from strop.config.support import unsupported
 from strop.errors import ConfigError
 
 Supervised = TypeVar("Supervised", bound=SupervisedConfig)
@@ -31,21 +32,32 @@ def sequences_of_a_row(config: SupervisedConfig) -> int:
     return 2 if isinstance(config, RewardModellingConfig) else 1
 
 
-def require_valid(config: SupervisedConfig) -> None:
-    """All errors of the configuration as one `ConfigError`."""
-    rules = (inputs.data_files, inputs.tokenizer, inputs.resume, named.trackers)
-    findings = [finding for rule in rules for finding in rule(config)]
-    findings += inputs.model_folder("model.path", config.model.path)
-    findings += [*_processes(config), *_micro_batches(config)]
-    errors = [finding.text for finding in findings if finding.level == "error"]
+def require_valid(config: SupervisedConfig) -> list[str]:
+    """The warnings about the configuration. Raises all its errors as one `ConfigError`."""
+    errors, warnings = unsupported(config)
+    for finding in _findings(config):
+        (errors if finding.level == "error" else warnings).append(finding.text)
     if errors:
         raise ConfigError(*errors)
+    return warnings
+
+
+def _findings(config: SupervisedConfig) -> Iterator[Finding]:
+    for rule in (inputs.data_files, inputs.tokenizer, inputs.resume, named.trackers):
+        yield from rule(config)
+    yield from inputs.model_folder("model.path", config.model.path)
+    yield from inputs.context_of_model(config.model.path, config.data)
+    yield from learning.schedule("update", config.update.optim)
+    on_ray = supervised_runs_on_ray(config)
+    yield from processes.run_without_effect(config.trainer, on_ray=on_ray)
+    yield from processes.run_restarts(config.trainer, on_ray=on_ray)
+    yield from _processes(config)
+    yield from _micro_batches(config)
+    yield from _validation(config)
 
 
 def _processes(config: SupervisedConfig) -> Iterator[Finding]:
     count = sum(processes_on_nodes(config))
-    if config.update.strategy != "fsdp":
-        yield error(f"update.strategy={config.update.strategy}: not in this version; set it to fsdp")
     if config.trainer.worker_group == "local" and count > 1:
         yield error(
             f"trainer.worker_group=local is one process, and {count} are asked for by "
@@ -72,3 +84,11 @@ def _micro_batches(config: SupervisedConfig) -> Iterator[Finding]:
             f"data.max_prompt_length={data.max_prompt_length} + "
             f"data.max_response_length={data.max_response_length} tokens (at least {longest})"
         )
+
+
+def _validation(config: SupervisedConfig) -> Iterator[Finding]:
+    trainer, written = config.trainer, config.written or frozenset()
+    asked = {"test_freq": trainer.test_freq > 0, "val_before_train": trainer.val_before_train}
+    keys = [f"trainer.{key}" for key, is_on in asked.items() if is_on and f"trainer.{key}" in written]
+    if keys and not config.data.val_files:
+        yield warning(f"no effect (data.val_files is empty): {', '.join(keys)}")

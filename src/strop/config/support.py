@@ -11,12 +11,11 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Any, Literal
 
-from strop.config.keys import leaf_paths, value_at
+from strop.config.keys import all_keys, value_at
 from strop.config.placement import processes_per_node, visible_gpus
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 from strop.config.schema.rollout import VLLMSamplingConfig
 from strop.config.vllm import NEUTRAL
 
@@ -28,24 +27,24 @@ class Limit:
     """Some keys that are not honoured when `applies(config, value)`."""
 
     keys: tuple[str, ...]
-    """Full paths, with `*` for any text."""
+    """Full paths, with `*` for any text; a tree has some of them or none."""
     when: str
     """The condition in words, for the reference page."""
-    applies: Callable[[Config, Any], bool]
+    applies: Callable[[Any, Any], bool]
+    """Of a configuration that has the key, and its value there."""
     level: Level
     reason: str
 
-    @cached_property
-    def paths(self) -> list[str]:
-        """The keys of the schema that it is about."""
-        return [path for path in leaf_paths() if any(fnmatchcase(path, pattern) for pattern in self.keys)]
+    def covers(self, path: str) -> bool:
+        """Whether it is about the key ``path``."""
+        return any(fnmatchcase(path, pattern) for pattern in self.keys)
 
 
 def _uses_hf(config: Config, _: Any) -> bool:
     return config.actor_rollout_ref.rollout.name == "hf"
 
 
-def _is_not(*neutral: Any) -> Callable[[Config, Any], bool]:
+def _is_not(*neutral: Any) -> Callable[[RootConfig, Any], bool]:
     return lambda config, value: value not in neutral
 
 
@@ -53,20 +52,22 @@ def _hf_and_not(neutral: Any) -> Callable[[Config, Any], bool]:
     return lambda config, value: _uses_hf(config, value) and value != neutral
 
 
-def _one_rank(config: Config) -> bool:
+def _one_rank(config: RootConfig) -> bool:
     """Whether no role has several processes, so that nothing is sharded."""
-    trainer = config.trainer
-    pools = trainer.resource_pools.values() or [[processes_per_node(config)] * trainer.nnodes]
+    pools = list(config.trainer.resource_pools.values()) if isinstance(config, Config) else []
+    pools = pools or [[processes_per_node(config)] * config.trainer.nnodes]
     return all(sum(pool) == 1 for pool in pools)
 
 
-def _on_cpu(config: Config) -> bool:
+def _on_cpu(config: RootConfig) -> bool:
     return config.trainer.device == "cpu" or (config.trainer.device == "auto" and visible_gpus() == 0)
 
 
-def _attention_of_matrices(model: Any) -> bool:
+def _packs_for_matrices(model: str) -> Callable[[RootConfig, Any], bool]:
     """Whether the section `model` asks for attention that cannot take sequences packed in one row."""
-    return model.attn_implementation in ("eager", "flex_attention")
+    return lambda config, value: (
+        value and value_at(config, model).attn_implementation in ("eager", "flex_attention")
+    )
 
 
 _IN_PROCESS = "hf generates in the training process, with the actor's weights"
@@ -109,7 +110,7 @@ LIMITS: tuple[Limit, ...] = (
         reason="vLLM schedules by max_num_seqs and max_num_batched_tokens",
     ),
     Limit(
-        keys=("actor_rollout_ref.actor.strategy", "critic.strategy"),
+        keys=("actor_rollout_ref.actor.strategy", "critic.strategy", "update.strategy"),
         when="if megatron",
         applies=_is_not("fsdp"),
         level="error",
@@ -192,19 +193,29 @@ LIMITS: tuple[Limit, ...] = (
         level="warning",
         reason="gradients live only from an update's backward passes to its step",
     ),
-    Limit(
-        keys=("actor_rollout_ref.model.use_remove_padding",),
-        when="if True with attn_implementation eager or flex_attention",
-        applies=lambda config, value: value and _attention_of_matrices(config.actor_rollout_ref.model),
-        level="error",
-        reason=_UNPACKABLE,
+    *(
+        Limit(
+            keys=(f"{model}.use_remove_padding",),
+            when="if True with attn_implementation eager or flex_attention",
+            applies=_packs_for_matrices(model),
+            level="error",
+            reason=_UNPACKABLE,
+        )
+        for model in ("actor_rollout_ref.model", "critic.model", "model")
     ),
     Limit(
-        keys=("critic.model.use_remove_padding",),
-        when="if True with attn_implementation eager or flex_attention",
-        applies=lambda config, value: value and _attention_of_matrices(config.critic.model),
-        level="error",
-        reason=_UNPACKABLE,
+        keys=("update.max_token_len_per_gpu",),
+        when="with update.use_dynamic_bsz=False",
+        applies=lambda config, value: not config.update.use_dynamic_bsz,
+        level="warning",
+        reason="update.use_dynamic_bsz=False: micro-batches are cut by rows",
+    ),
+    Limit(
+        keys=("update.micro_batch_size_per_gpu",),
+        when="unless null, with update.use_dynamic_bsz=True",
+        applies=lambda config, value: value is not None and config.update.use_dynamic_bsz,
+        level="warning",
+        reason="update.use_dynamic_bsz=True: micro-batches are cut by tokens",
     ),
     Limit(
         keys=("trainer.default_hdfs_dir",),
@@ -252,7 +263,7 @@ LIMITS: tuple[Limit, ...] = (
 )
 
 
-def unsupported(config: Config) -> tuple[list[str], list[str]]:
+def unsupported(config: RootConfig) -> tuple[list[str], list[str]]:
     """Errors, one for each key, and warnings, one for each reason with all its keys that the user wrote.
 
     A default that has no effect is nobody's mistake; docs/config.md says it.
@@ -260,7 +271,7 @@ def unsupported(config: Config) -> tuple[list[str], list[str]]:
     errors: list[str] = []
     by_reason: dict[str, list[str]] = {}
     for limit in LIMITS:
-        for path in limit.paths:
+        for path in filter(limit.covers, all_keys(type(config))):
             value = value_at(config, path)
             if not limit.applies(config, value):
                 continue
@@ -274,7 +285,7 @@ def unsupported(config: Config) -> tuple[list[str], list[str]]:
 
 def status_in_words(path: str) -> str:
     """The entry of the key `path` in the last column of the reference page."""
-    entries = [limit for limit in LIMITS if path in limit.paths]
+    entries = [limit for limit in LIMITS if limit.covers(path)]
     if not entries:
         return "honoured"
     verb = {"warning": "no effect", "error": "error"}

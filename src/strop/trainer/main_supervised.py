@@ -65,7 +65,7 @@ def train_reward_model(config: RewardModellingConfig) -> None:
 def _prepare(config: Supervised) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logger.setLevel(logging.INFO)
-    require_valid(config)
+    require_valid(config)  # the warnings are told when the trainer is built
 
 
 def _train(config: Supervised, train_once: Callable[[Supervised], None]) -> None:

@@ -208,7 +208,8 @@ def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) 
 
     What can be checked before a model loads is checked here.
     """
-    require_valid(config)
+    for line in require_valid(config):
+        logger.warning("warning: %s", line)
     seed_global_generators(config.trainer.seed)
     model, data = config.model, config.data
     import_external_lib(model.external_lib)

@@ -11,6 +11,7 @@ from strop.config.paths import expand, is_url, may_be_a_hub_name
 from strop.config.roles import uses_critic
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.rows import RowsConfig
 
 
 def data_files(config: RootConfig) -> Iterator[Finding]:
@@ -58,8 +59,12 @@ def tokenizer(config: RootConfig) -> Iterator[Finding]:
 
 
 def context_window(config: Config) -> Iterator[Finding]:
-    """The model was made for sequences as long as these."""
-    path, data = config.actor_rollout_ref.model.path, config.data
+    """The policy was made for sequences as long as these."""
+    return context_of_model(config.actor_rollout_ref.model.path, config.data)
+
+
+def context_of_model(path: str, data: RowsConfig) -> Iterator[Finding]:
+    """The model at `path` was made for sequences as long as the rows of `data` may be."""
     facts = read_model_facts(path)
     longest = data.max_prompt_length + data.max_response_length
     if facts is not None and facts.context is not None and facts.context < longest:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from strop.config.names import ESTIMATOR_NEEDS, needs_critic
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config
+from strop.config.schema.shared import OptimConfig
 from strop.config.vllm import KEEPS_THE_POLICY, extra_sampling
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -118,12 +119,16 @@ def schedules(config: Config) -> Iterator[Finding]:
     if needs_critic(config.algorithm.adv_estimator):
         sections.append(("critic", config.critic.optim))
     for section, optim in sections:
-        if optim.min_lr_ratio is not None and optim.warmup_style == "constant":
-            yield warning(
-                f"{section}.optim.min_lr_ratio={optim.min_lr_ratio} has no effect with "
-                f"warmup_style=constant (cosine "
-                "and linear decay to it)"
-            )
+        yield from schedule(section, optim)
+
+
+def schedule(section: str, optim: OptimConfig) -> Iterator[Finding]:
+    """The learning rate of the update that `section` names."""
+    if optim.min_lr_ratio is not None and optim.warmup_style == "constant":
+        yield warning(
+            f"{section}.optim.min_lr_ratio={optim.min_lr_ratio} has no effect with warmup_style=constant "
+            "(cosine and linear decay to it)"
+        )
 
 
 def critic_warmup(config: Config) -> Iterator[Finding]:

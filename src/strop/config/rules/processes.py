@@ -12,6 +12,8 @@ from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import roles_of, uses_critic, uses_reference
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config
+from strop.config.schema.run import RunConfig
+from strop.config.schema.trainer import TrainerConfig
 from strop.errors import ConfigError
 
 
@@ -60,13 +62,15 @@ def without_effect(config: Config) -> Iterator[Finding]:
         on_ray = runs_on_ray(config)
     except ConfigError:
         return
+    yield from run_without_effect(trainer, on_ray=on_ray)
+
+
+def run_without_effect(trainer: RunConfig, *, on_ray: bool) -> Iterator[Finding]:
+    """Keys of any kind of run that need several processes, or checkpoints."""
     if not on_ray:
-        ignored = {
-            "phase_timeout_s": trainer.phase_timeout_s is not None,
-            "handles": not trainer.handles,
-            "placement": bool(trainer.placement),
-            "resource_pools": bool(trainer.resource_pools),
-        }
+        ignored = {"phase_timeout_s": trainer.phase_timeout_s is not None, "handles": not trainer.handles}
+        if isinstance(trainer, TrainerConfig):
+            ignored |= {"placement": bool(trainer.placement), "resource_pools": bool(trainer.resource_pools)}
         if names := [f"trainer.{key}" for key, is_set in ignored.items() if is_set]:
             yield warning(f"no effect (the run is one process): {', '.join(names)}")
     if trainer.save_freq < 0 and (trainer.async_save or trainer.max_ckpt_to_keep):
@@ -130,9 +134,17 @@ def shared_sequences(config: Config) -> Iterator[Finding]:
 
 
 def restarts(config: Config) -> Iterator[Finding]:
+    """See ``run_restarts``."""
+    try:
+        on_ray = runs_on_ray(config)
+    except ConfigError:
+        return
+    yield from run_restarts(config.trainer, on_ray=on_ray)
+
+
+def run_restarts(trainer: RunConfig, *, on_ray: bool) -> Iterator[Finding]:
     """A restart has something to start from."""
-    trainer = config.trainer
-    if trainer.max_restarts and not runs_on_ray(config):
+    if trainer.max_restarts and not on_ray:
         yield warning(f"trainer.max_restarts={trainer.max_restarts} has no effect in one process")
     elif trainer.max_restarts and trainer.save_freq < 0:
         yield warning(
