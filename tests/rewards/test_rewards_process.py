@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -156,6 +157,33 @@ def test_no_child_of_a_scorer_survives(process: RewardProcess, running: Running,
     run(process, f"import os\n{STRAY}\nif os.fork() == 0:\n    os.execlp('sleep', 'sleep', '600')\n{ending}")
     process.close()
     assert none_within(running, 2.0)
+
+
+@pytest.mark.parametrize("command", [["setsid", "sleep", "600"], ["sh", "-c", "setsid sleep 600; true"]])
+@pytest.mark.parametrize("ending", ["while True: pass", "pass"])
+def test_no_descendant_in_a_session_and_an_environment_of_its_own_survives(
+    process: RewardProcess, command: list[str], ending: str
+):
+    process.start()
+    before = commands("sleep 600")
+    process.timeout_s = TIMEOUT_S if "while" in ending else 30.0
+    started = f"import subprocess, time\nsubprocess.Popen({command}, env={{}})\ntime.sleep(0.2)\n"
+    run(process, started + ending)
+    if ending == "pass":
+        assert len(commands("sleep 600") - before) == 1
+    process.close()
+    assert commands("sleep 600") - before == set()
+
+
+def commands(line: str) -> set[int]:
+    """Ids of the living processes with this command line."""
+    wanted = line.replace(" ", "\0").encode() + b"\0"
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if (entry / "cmdline").read_bytes() == wanted:
+                found.add(int(entry.name))
+    return found
 
 
 def test_a_process_that_died_between_two_samples_is_not_charged_to_the_next(

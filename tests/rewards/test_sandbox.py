@@ -30,7 +30,7 @@ from sandbox_attacks import (
 )
 
 from strop.errors import ConfigError, RewardError
-from strop.rewards.process_tree import MARKER, marked_processes
+from strop.rewards.process_tree import MARKER, descendants, marked_processes
 from strop.rewards.sandbox import (
     Limits,
     Verdict,
@@ -40,7 +40,6 @@ from strop.rewards.sandbox import (
     run_assert_tests,
     run_stdin_tests,
 )
-from strop.rewards.sandbox.process import _descendants
 
 pytestmark = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt-get install bubblewrap"
@@ -208,7 +207,7 @@ def test_sandboxes_end_when_their_starter_is_killed():
             while not (started := sandboxed(process.pid)) and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert len(started) == 2
-            handles = [os.pidfd_open(identity) for identity in _descendants(process.pid)]
+            handles = [os.pidfd_open(identity) for identity in descendants(process.pid)]
         finally:
             os.kill(process.pid, signal.SIGKILL)
     for handle in handles:
@@ -219,7 +218,7 @@ def test_sandboxes_end_when_their_starter_is_killed():
 def sandboxed(root: int) -> list[int]:
     """The interpreters in the two sandboxes, once both are there."""
     found = []
-    for identity in _descendants(root):
+    for identity in descendants(root):
         try:
             command = Path(f"/proc/{identity}/cmdline").read_bytes()
         except OSError:

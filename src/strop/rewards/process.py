@@ -21,7 +21,7 @@ from strop.errors import ConfigError, RewardError
 from strop.rewards import wire
 from strop.rewards.feed import Feed, Samples
 from strop.rewards.output import OutputReader
-from strop.rewards.process_tree import MARKER, describe_exit, kill_tree
+from strop.rewards.process_tree import MARKER, describe_exit, hold_descendants, kill_held, kill_tree
 from strop.rewards.records import Outcome, Sample, ScoreFunction, Setup
 
 _GOODBYE_S = 2.0
@@ -237,11 +237,13 @@ class _Child:
         return wire.is_closed(self.answers) or not self.is_alive()
 
     def say_goodbye(self) -> None:
-        """Close its requests, and give it a moment to end by itself."""
+        """Close its requests, and give it a moment to end by itself; what it started is killed then."""
+        started = hold_descendants(self.process.pid)  # cannot be told from others once it is gone
         self._requests.close()
         deadline = time.monotonic() + _GOODBYE_S
         while self.is_alive() and time.monotonic() < deadline:
             time.sleep(0.005)
+        kill_held(started)
 
     def kill(self) -> str:
         """End it and all that it started; how it ended, with the last of what it printed."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
-import signal
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from strop.rewards.process_tree import MARKER
+from strop.rewards.process_tree import MARKER, hold_descendants, kill_held
+from strop.rewards.process_tree import descendants as _descendants
 from strop.rewards.sandbox.bubblewrap import sandbox_command
 from strop.rewards.sandbox.cgroups import ControlGroups
 from strop.rewards.sandbox.limits import Limits
@@ -23,7 +22,6 @@ _START = (
     "import sys; sys.path.insert(0, '/strop'); from guest import {module}; {module}.main(int({descriptor}))"
 )
 _SHOWN_BYTES = 2000
-_END_S = 2.0
 
 
 class SandboxedProcess:
@@ -84,15 +82,10 @@ class SandboxedProcess:
 
     def close(self) -> str:
         """Kill it and all that it started; returns when they are gone, with the end of what it printed."""
-        members = [handle for identity in _descendants(self._process.pid) if (handle := _handle(identity))]
+        members = hold_descendants(self._process.pid)
         self._process.kill()
-        for member in members:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                signal.pidfd_send_signal(member, signal.SIGKILL)
+        kill_held(members)
         self._process.wait()
-        for member in members:
-            select.select([member], [], [], _END_S)  # readable once it is gone
-            os.close(member)
         self._groups.remove()
         with self._errors as errors:
             size = errors.seek(0, os.SEEK_END)
@@ -107,20 +100,3 @@ def resident_bytes(root: int) -> int:
         with contextlib.suppress(OSError):  # it ended meanwhile
             pages += int(Path(f"/proc/{identity}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _descendants(root: int) -> list[int]:
-    found = [root]
-    for identity in found:  # grows while it is walked
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{identity}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-    return found[1:]
-
-
-def _handle(identity: int) -> int | None:
-    """A descriptor of the process, which never means another one; None when it has ended."""
-    try:
-        return os.pidfd_open(identity)
-    except OSError:
-        return None
