@@ -11,16 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from rewards_support import SHARED_DATA, children, real_rows
 
+from strop.data.preprocess import prepare
 from strop.errors import ConfigError
 from strop.rewards.manager import RewardManager
 from strop.rewards.process import RewardProcess
+from strop.rewards.process_tree import descendants
 from strop.rewards.records import Sample
 from strop.rewards.router import Router, default_compute_score
 from strop.rewards.sandbox import Limits, require_bubblewrap
-from strop.rewards.sandbox.process import _descendants
 from strop.rewards.score.code import compute_score, extract_program, judge
 
 pytestmark = pytest.mark.skipif(
@@ -172,7 +174,7 @@ def test_a_scoring_process_that_is_cut_off_takes_its_sandboxes_along():
 def _handles_after(seconds: float, scoring: int) -> list[int]:
     """Of a scoring process and everything below it."""
     time.sleep(seconds)
-    return [os.pidfd_open(identity) for identity in [scoring, *_descendants(scoring)]]
+    return [os.pidfd_open(identity) for identity in [scoring, *descendants(scoring)]]
 
 
 def humaneval() -> list[tuple[str, str, dict[str, Any]]]:
@@ -240,3 +242,18 @@ def test_every_canonical_solution_passes():
     cases = mbpp()
     assert len(cases) == 974
     assert failures(cases) == {}
+
+
+@pytest.mark.slow
+def test_mbpp_as_it_is_prepared_accepts_its_own_answers_with_the_default_limits(tmp_path: Path):
+    assert len(real_rows("mbpp", "mbpp.jsonl")) == 974  # or the test is skipped
+    written = prepare("mbpp", SHARED_DATA / "mbpp" / "mbpp.jsonl", tmp_path)
+    rows = [row for split in written.values() for row in pq.read_table(split.path).to_pylist()]
+    assert len(rows) == 974
+    refused = [
+        row["extra_info"]["task_id"]
+        for row in rows
+        if not compute_score(row["extra_info"]["answer"], row["reward_model"]["ground_truth"])
+    ]
+    # A limit of the clock: a busy machine may refuse the few that compute for long.
+    assert len(refused) <= 14, refused
