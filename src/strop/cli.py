@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from strop.command import run_command
+from strop.errors import ConfigError
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -27,10 +28,15 @@ def _train_rm(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from strop.config.check import check
     from strop.config.table import show_check
+    from strop.rewards.options_check import option_problems
     from strop.trainer.main_ppo import config_from
 
-    return show_check(config_from(arguments), train_rows=_count_rows)
+    config = config_from(arguments)
+    if problems := option_problems(config):  # the configuration itself knows no scorers
+        raise ConfigError(*problems, *check(config).errors)
+    return show_check(config, train_rows=_count_rows)
 
 
 def _count_rows(files: str | list[str]) -> int | None:
