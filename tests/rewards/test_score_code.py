@@ -23,6 +23,7 @@ from strop.rewards.process_tree import descendants
 from strop.rewards.records import Sample
 from strop.rewards.router import Router, default_compute_score
 from strop.rewards.sandbox import Limits, require_bubblewrap
+from strop.rewards.sandbox.cgroups import _parents
 from strop.rewards.score.code import compute_score, extract_program, judge
 
 pytestmark = pytest.mark.skipif(
@@ -168,6 +169,8 @@ def test_a_scoring_process_that_is_cut_off_takes_its_sandboxes_along():
         for handle in handles:
             assert select.select([handle], [], [], 10.0)[0], "a process outlived the scoring process"
             os.close(handle)
+        groups = [str(found) for parent in _parents() for found in parent.glob(f"strop-sandbox-{scoring}-*")]
+        assert groups == [], "control groups of the scoring process remained"
         assert process.evaluate(sample._replace(solution_str="def double(x): return 2 * x")).score == 1.0
 
 

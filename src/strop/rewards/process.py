@@ -23,6 +23,7 @@ from strop.rewards.feed import Feed, Samples
 from strop.rewards.output import OutputReader
 from strop.rewards.process_tree import MARKER, describe_exit, hold_descendants, kill_held, kill_tree
 from strop.rewards.records import Outcome, Sample, ScoreFunction, Setup
+from strop.rewards.sandbox.cgroups import remove_groups_of
 
 _GOODBYE_S = 2.0
 
@@ -263,6 +264,7 @@ def _end_process(process: subprocess.Popen[bytes], marker: str, lifeline: int, o
     if os.getpid() != owner:  # a fork of the program collects its copy: the process is not its to end
         return None
     status = kill_tree(process, marker)
+    remove_groups_of(process.pid)
     os.close(lifeline)
     requests, answers, _ = _pipes(process)  # its output is read to the end by its own thread
     requests.close()

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from strop.rewards.sandbox.limits import Limits
@@ -45,10 +45,19 @@ class ControlGroups:
 
     def remove(self) -> None:
         """Wait for the last of the killed processes to go, and remove the groups."""
-        deadline = time.monotonic() + _END_S
-        for folder in self.folders:
-            while not _removed(folder) and time.monotonic() < deadline:
-                time.sleep(0.002)
+        _remove(self.folders)
+
+
+def remove_groups_of(process_id: int) -> None:
+    """Remove the groups of a process that was killed before it could, when its sandboxes are ending too."""
+    _remove(folder for parent in _parents() for folder in parent.glob(f"{_PREFIX}{process_id}-*"))
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    deadline = time.monotonic() + _END_S
+    for folder in folders:
+        while not _removed(folder) and time.monotonic() < deadline:
+            time.sleep(0.002)
 
 
 def _removed(folder: Path) -> bool:
@@ -75,7 +84,8 @@ def _write(path: Path, value: int) -> bool:
 def _parents() -> Iterator[Path]:
     """Where groups with limits of memory or processes may be made below this process's own."""
     own = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    listing = Path("/proc/self/cgroup")
+    for line in listing.read_text().splitlines() if listing.is_file() else ():
         _, controllers, path = line.split(":", 2)
         own[controllers] = path.lstrip("/")
     if "" in own:  # version 2: what a group's children may limit is listed
