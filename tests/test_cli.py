@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from strop import cli
 from strop.cli import main
 
 from runs import make_inputs, overrides, train
@@ -92,3 +93,16 @@ def test_options_and_overrides_come_in_any_order(inputs, tmp_path, capsys):
     options = overrides(inputs, tmp_path / "run")
     assert main(["train", *options[:3], f"--config-path={tmp_path}", *options[3:], "--config-name=mine"]) == 2
     assert "gea" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "told"), [("score", "\n"), ("train", "; the last whole checkpoint is kept\n")]
+)
+def test_ctrl_c_speaks_of_checkpoints_where_some_are_made(monkeypatch, capsys, command, told):
+    def stop(_arguments):
+        raise KeyboardInterrupt
+
+    summary, add_arguments, _run = cli._COMMANDS[command]
+    monkeypatch.setitem(cli._COMMANDS, command, (summary, add_arguments, stop))
+    assert main([command, "file.parquet"]) == 130
+    assert capsys.readouterr().err == f"stopped by Ctrl-C{told}"

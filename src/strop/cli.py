@@ -111,6 +111,7 @@ _COMMANDS: dict[str, tuple[str, str, Run]] = {
     "export": ("turn a checkpoint into a Hugging Face folder", "strop.cli:_export_arguments", _export),
     "view": ("look at a run", "strop.tracking.view:add_arguments", _view),
 }
+_THAT_TRAIN = ("train", "sft", "train-rm")
 
 
 def _overview() -> argparse.ArgumentParser:
@@ -137,7 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = add_arguments.partition(":")
     getattr(importlib.import_module(module), function)(parser)
     arguments = parser.parse_intermixed_args(argv[1:])
-    return run_command(lambda: run(arguments), debug=arguments.debug)
+    return run_command(
+        lambda: run(arguments), debug=arguments.debug, makes_checkpoints=argv[0] in _THAT_TRAIN
+    )
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 from strop.errors import ConfigError, StropError
 
 
-def run_command(action: Callable[[], int], *, debug: bool) -> int:
+def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bool = True) -> int:
     """Run ``action`` and return the exit status.
 
     A ``StropError`` is printed without its traceback (unless ``debug``) and gives 2; Ctrl-C gives 130 and
-    SIGTERM 143, as shells expect.
+    SIGTERM 143, as shells expect. What is left then is told of an action that ``makes_checkpoints``.
     """
     terminated: list[int] = []
     try:
@@ -33,7 +33,8 @@ def run_command(action: Callable[[], int], *, debug: bool) -> int:
         if debug:
             raise
         name, status = ("SIGTERM", 143) if terminated else ("Ctrl-C", 130)
-        sys.stderr.write(f"stopped by {name}; the last whole checkpoint is kept\n")
+        kept = "; the last whole checkpoint is kept" if makes_checkpoints else ""
+        sys.stderr.write(f"stopped by {name}{kept}\n")
         return status
 
 

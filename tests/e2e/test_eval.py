@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter
 
@@ -17,6 +18,7 @@ from strop.config.load import load_config
 from strop.models.loader import load_scorer
 from strop.tracking.jsonl import read_metrics
 from strop.trainer.build import build_trainer
+from strop.trainer.cli_eval import add_arguments, config_from
 
 import tiny_model
 from builders import write_prompts
@@ -198,7 +200,9 @@ VAL = ("--data", "{}/val.parquet")
         (("{}/nowhere", *VAL), ["nowhere", "no such folder"]),
         (("{}/trained/global_step_2", *VAL), ["strop export {}/trained/global_step_2 --out"]),
         (("{}/trained", *VAL), ["strop export {}/trained/global_step_2 --out"]),
-        (("{}/model", "--data", "{}/other.parquet"), ["someone/elses", "no scorer"]),
+        (("{}/model", "--data", "{}/other.parquet"), ["someone/elses", "no scorer", "--custom-reward"]),
+        (("{}/rewards", *VAL), ["strop export --role reward_model {}/rewards/global_step_7 --out"]),
+        (("{}/rewards/global_step_7", *VAL), ["{}/rewards/global_step_7 --out", "--reward-model"]),
         (("{}/model", *VAL, "--max-prompt-length", "2"), ["val.parquet, row 0", "max_prompt_length is 2"]),
         (("{}/model", *VAL, "--n", "0"), ["val_kwargs.n", "found 0"]),
         (("{}/model", *VAL, "--custom-reward", "{}/length.py:no"), ["does not define it"]),
@@ -214,6 +218,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(
 
     monkeypatch.setattr("strop.workers.actor_rollout_ref.load_causal_lm", load)
     monkeypatch.chdir(tmp_path)
+    (inputs / "rewards" / "global_step_7" / "reward_model").mkdir(parents=True, exist_ok=True)
     (inputs / "done").mkdir(exist_ok=True)
     (inputs / "done" / "results.json").touch()
     assert main(["eval", *(text.format(inputs) for text in arguments), "trainer.device=cpu"]) == 2
@@ -335,3 +340,20 @@ def test_answers_do_not_vote_where_a_registered_scorer_judges_them(inputs, tmp_p
     monkeypatch.setattr("strop.rewards.router._registered", {"strop/arithmetic": lambda **sample: 0.5})
     found, _ = evaluate(inputs, tmp_path, "--data", inputs / "val.parquet", "--n", "2")
     assert set(found["sources"]["strop/arithmetic"]["scores"]) == {"mean@2", "best@2", "worst@2"}
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "name"),
+    [
+        ("reward.py", "reward.py", "compute_score"),
+        ("my/reward.py:mine", "my/reward.py", "mine"),
+        ("s3://bucket/reward.py", "s3://bucket/reward.py", "compute_score"),
+        ("http://host:80/reward.py:mine", "http://host:80/reward.py", "mine"),
+    ],
+)
+def test_a_reward_function_may_lie_at_a_url(inputs, given, path, name):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = [str(inputs / "model"), "--data", "val.parquet", "--custom-reward", given]
+    custom = config_from(parser.parse_args(arguments)).custom_reward_function
+    assert (custom.path, custom.name) == (path, name)

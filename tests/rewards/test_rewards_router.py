@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from strop.errors import ConfigError, RewardError
@@ -46,6 +48,7 @@ def test_an_unknown_source_names_the_known_and_both_ways_to_add_one():
         "register_scorer",
     ):
         assert word in str(error.value)
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)  # it may come from a worker
 
 
 @pytest.mark.usefixtures("fresh_registry")

@@ -7,7 +7,7 @@ for a further data source; it has the signature of a custom reward function (:mo
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from strop.errors import ConfigError, RewardError
@@ -44,6 +44,21 @@ def default_compute_score(
     return Router()(
         data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
     )
+
+
+class UnknownSourceError(RewardError):
+    """A data source without a scorer; ``known`` are those with one."""
+
+    def __init__(self, data_source: str, known: Sequence[str]) -> None:
+        super().__init__(data_source, known)
+        self.what = f"data_source {data_source!r} has no scorer (known: {', '.join(known)})"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}. To add one, set custom_reward_function.path to a Python file with "
+            "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
+            "or call strop.rewards.router.register_scorer(data_source, function)"
+        )
 
 
 class Router:
@@ -101,14 +116,9 @@ class Router:
         return sorted({*_BUILT_IN, *self._registered})
 
 
-def unknown_source(data_source: str, known: Iterable[str]) -> RewardError:
+def unknown_source(data_source: str, known: Iterable[str]) -> UnknownSourceError:
     """The error for a data source without a scorer."""
-    return RewardError(
-        f"data_source {data_source!r} has no scorer (known: {', '.join(sorted(known))}). To add one, set "
-        "custom_reward_function.path to a Python file with "
-        "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
-        "or call strop.rewards.router.register_scorer(data_source, function)"
-    )
+    return UnknownSourceError(data_source, sorted(known))
 
 
 def _load(scorer: ScoreFunction | str) -> ScoreFunction:

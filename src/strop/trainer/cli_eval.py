@@ -10,7 +10,8 @@ from pathlib import Path
 from strop.config.load import load_config
 from strop.config.paths import expand, is_url
 from strop.config.schema import Config
-from strop.errors import ConfigError
+from strop.errors import ConfigError, RewardError
+from strop.rewards.router import UnknownSourceError
 from strop.trainer.main_ppo import logger, require_valid
 
 RESULTS = "results.json"
@@ -61,7 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     from strop.tracking.validation import report_table, shown_table
     from strop.trainer.evaluation import evaluate  # torch and transformers: seconds
 
-    report = evaluate(config, out)
+    try:
+        report = evaluate(config, out)
+    except UnknownSourceError as error:
+        raise RewardError(
+            f"{error.what}. Score it with a function of your own, --custom-reward PATH[:NAME], or with "
+            "--reward-model PATH"
+        ) from None
     console = plain_console()
     if report.shown:
         console.print(shown_table(report.shown, title="Samples"))
@@ -99,15 +106,21 @@ def _settings(arguments: argparse.Namespace) -> Iterator[str]:
         yield "reward_model.enable=True"
         yield f"reward_model.model.path={_quoted(arguments.reward_model)}"
     if arguments.custom_reward is not None:
-        path, _, name = arguments.custom_reward.partition(":")
+        path, name = _path_and_name(arguments.custom_reward)
         yield f"custom_reward_function.path={_quoted(path)}"
-        yield f"custom_reward_function.name={name or 'compute_score'}"
+        yield f"custom_reward_function.name={name}"
     yield "reward_model.val_num_examine=0"
     yield f"trainer.log_val_generations={arguments.show}"
     yield "trainer.val_only=True"
     yield "trainer.resume_mode=disable"
     yield "trainer.logger=[console]"
     yield f"trainer.default_local_dir={_quoted(str(out))}"
+
+
+def _path_and_name(text: str) -> tuple[str, str]:
+    """A path or URL, and the name of the function that may stand behind a colon."""
+    path, colon, name = text.rpartition(":")
+    return (path, name) if colon and name.isidentifier() else (text, "compute_score")
 
 
 def _quoted(text: str) -> str:
@@ -121,13 +134,17 @@ def _require_model(path: str) -> None:
     folder = Path(expand(path))
     if is_url(path) or (folder / "config.json").is_file():
         return
-    if (folder / "actor").is_dir():
-        raise ConfigError(
-            f"{path} is a checkpoint of a run: make a model of it first, with "
-            f"`strop export {path} --out FOLDER`"
+    for role, export in (("actor", "strop export"), ("reward_model", "strop export --role reward_model")):
+        then = (
+            "" if role == "actor" else ", and give it with --reward-model: it scores answers, and gives none"
         )
-    if checkpoints := sorted(folder.glob("global_step_*/actor")):
-        raise ConfigError(
-            f"{path} is the folder of a run: make a model of one of its checkpoints first, with "
-            f"`strop export {checkpoints[-1].parent} --out FOLDER`"
-        )
+        if (folder / role).is_dir():
+            raise ConfigError(
+                f"{path} is a checkpoint of a run: make a model of it first, with "
+                f"`{export} {path} --out FOLDER`{then}"
+            )
+        if checkpoints := sorted(folder.glob(f"global_step_*/{role}")):
+            raise ConfigError(
+                f"{path} is the folder of a run: make a model of one of its checkpoints first, with "
+                f"`{export} {checkpoints[-1].parent} --out FOLDER`{then}"
+            )
