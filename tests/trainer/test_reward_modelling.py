@@ -19,6 +19,7 @@ from strop.errors import ConfigError, DataError
 from strop.models.loader import fresh_head, load_scorer
 from strop.models.pair_scorer import PairScorer
 from strop.models.scorer import SequenceScorer
+from strop.trainer import reward_modelling
 from strop.trainer.reward_modelling import RewardModelTrainer
 from strop.trainer.supervised import build
 from strop.workers.reward_modelling import pair_objective
@@ -157,6 +158,15 @@ def test_metrics_agree_with_the_scores_of_the_exported_model(inputs, trained):
     assert all(first <= second for first, second in pairwise(deciles))
 
 
+def test_the_tokens_of_a_step_are_those_of_prompts_and_both_answers(inputs, trained):
+    dataset = trained.train_loader.dataset
+    rows = next(iter(build(RewardModelTrainer, trained.config).train_loader.batches))
+    fields = ("input_ids", "chosen", "rejected")
+    tokens = sum(len(dataset[number][name]) for number in rows for name in fields)
+    first = json.loads((inputs / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["perf/total_num_tokens"] == tokens
+
+
 def test_an_update_forgets_the_mean_of_the_model_before_it(inputs, tmp_path):
     train("train-rm", overrides(inputs, tmp_path, "trainer.save_freq=1", "trainer.test_freq=2"))
     saved = [
@@ -166,9 +176,18 @@ def test_an_update_forgets_the_mean_of_the_model_before_it(inputs, tmp_path):
     assert ["strop_reward_mean" in config for config in saved] == [False, True, False, True]
 
 
-def test_without_validation_files_the_mean_is_of_training_pairs(inputs, tmp_path):
-    train("train-rm", overrides(inputs, tmp_path, "data.val_files=[]", "trainer.total_training_steps=1"))
-    assert "strop_reward_mean" in json.loads((tmp_path / "final_model/config.json").read_text())
+def test_without_validation_files_the_mean_is_of_the_first_training_pairs(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_modelling, "_CALIBRATION_PAIRS", 3)
+    options = overrides(inputs, tmp_path, "data.val_files=[]", "trainer.total_training_steps=1")
+    dataset = train("train-rm", options).train_loader.dataset
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final_model")
+    with torch.no_grad():
+        scores = [
+            model(torch.cat([dataset[number]["input_ids"], dataset[number][name]])[None]).logits.item()
+            for number in range(3)
+            for name in ("chosen", "rejected")
+        ]
+    assert model.config.strop_reward_mean == pytest.approx(sum(scores) / len(scores), abs=1e-5)
 
 
 def test_centering_adds_the_squared_sum_of_scores(inputs, tmp_path):

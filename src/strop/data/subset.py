@@ -1,4 +1,4 @@
-"""A part of a data set."""
+"""Parts of a data set."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ from collections import Counter
 from typing import Any
 
 from strop.data.loader import RowDataset
+
+
+class FirstRows:
+    """The first ``limit`` rows of ``dataset``, or all where there are fewer."""
+
+    def __init__(self, dataset: RowDataset, limit: int) -> None:
+        self.dataset = dataset
+        self._length = min(limit, len(dataset))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.dataset[row]
+
+    def data_sources(self) -> set[str]:
+        """Those of ``dataset``."""
+        return self.dataset.data_sources()
 
 
 class FirstOfEachSource:

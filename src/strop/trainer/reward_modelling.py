@@ -13,6 +13,7 @@ from strop.config.schema.supervised import RewardModellingConfig
 from strop.controller.roles import Role
 from strop.data.answer_batches import pair_batch
 from strop.data.loader import PromptLoader
+from strop.data.subset import FirstRows
 from strop.protocol import DataProto
 from strop.trainer.supervised import SupervisedTrainer
 from strop.workers.reward_modelling import RewardModellingWorker
@@ -43,6 +44,12 @@ class RewardModelTrainer(SupervisedTrainer[RewardModellingConfig]):
         """Pairs."""
         return {"n_pairs": float(len(batch))}
 
+    def count_tokens(self, batch: DataProto) -> float:
+        """Those of a prompt once, and of both its answers: the mask of a pair covers the longer one only."""
+        columns = batch.batch
+        prompts = columns["attention_mask"][:, : -columns["response_mask"].shape[1]].sum()
+        return float(prompts + columns["response_mask"].sum() + columns["rejected_mask"].sum())
+
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
         """Figures of all pairs; the mean of their scores goes into the model's configuration."""
         chosen, rejected, sources = [], [], []
@@ -64,23 +71,6 @@ class RewardModelTrainer(SupervisedTrainer[RewardModellingConfig]):
         pairs = self.val_loader or self._one_pass(FirstRows(dataset, _CALIBRATION_PAIRS))
         with self.timer.phase("testing"):
             self.evaluate(pairs)
-
-
-class FirstRows:
-    """The first rows of a data set."""
-
-    def __init__(self, dataset: Any, most: int) -> None:
-        self._dataset, self._length = dataset, min(most, len(dataset))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return self._dataset[row]
-
-    def data_sources(self) -> set[str]:
-        """Those of the whole data set."""
-        return self._dataset.data_sources()
 
 
 def pair_metrics(chosen_N: Tensor, rejected_N: Tensor, sources_N: np.ndarray) -> dict[str, float]:

@@ -82,6 +82,10 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
     def denominators(self, batch: DataProto) -> dict[str, float]:
         """What the loss of a batch is divided by, over all ranks, for its ``meta_info``."""
 
+    def count_tokens(self, batch: DataProto) -> float:
+        """Tokens of prompts and answers, without padding."""
+        return float(batch.batch["attention_mask"].sum())
+
     @abstractmethod
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
         """The figures of the model as it is, on all rows of ``batches``."""
@@ -181,7 +185,7 @@ class SupervisedRun(Run):
         started = time.perf_counter()
         with trainer.timer.phase("step"):
             metrics = trainer.step(batch)
-        tokens = float(batch.batch["attention_mask"].sum())
+        tokens = trainer.count_tokens(batch)
         seconds = time.perf_counter() - started
         trainer.global_step += 1
         step, last = trainer.global_step, trainer.global_step == trainer.total_steps
