@@ -55,6 +55,17 @@ def test_each_kind_has_its_columns(tmp_path):
     ]
 
 
+def test_a_file_of_another_kind_is_not_overwritten(tmp_path):
+    source = tmp_path / "harmless-base.test.jsonl"
+    source.write_text(json.dumps(transcripts()))
+    for _ in range(2):  # the same kind may be prepared anew
+        prepare("full_hh_rlhf", source, tmp_path / "out", split_kind="rl")
+    before = (tmp_path / "out" / "test.parquet").read_bytes()
+    with pytest.raises(DataError, match=r"test\.parquet is there already.* ability,.* chosen, rejected"):
+        prepare("full_hh_rlhf", source, tmp_path / "out", split_kind="rm")
+    assert (tmp_path / "out" / "test.parquet").read_bytes() == before
+
+
 def test_a_record_with_a_prompt_of_its_own_gives_the_same_pair():
     own = {"prompt": f"{PROMPT}\n\nAssistant:", "response": " Fine.", "chosen": " Fine.", "rejected": " Bad."}
     assert read_pair(own) == read_pair(transcripts()) == (MESSAGES, "Fine.", "Bad.")

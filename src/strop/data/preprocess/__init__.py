@@ -58,7 +58,7 @@ def prepare(name: str, source: str | Path | None, out_dir: str | Path, **options
 
     Records that cannot be used are left out, counted in a warning, and listed with their reasons in
     ``out_dir/<split>.rejected.jsonl``. Raises :class:`DataError` for an unknown data set or option, an
-    unusable source, and a split in which no record can be used.
+    unusable source, a split in which no record can be used, and a file of other columns in its place.
     """
     splits = _function(name, options)(source, **options)
     folder = Path(out_dir).expanduser()
@@ -80,6 +80,7 @@ def _function(name: str, options: Mapping[str, Any]) -> Callable[..., dict[str, 
 def _write_split(folder: Path, split: str, records: Split) -> Prepared:
     rows: list[dict[str, Any]] = []
     rejected: list[dict[str, Any]] = []
+    path = folder / f"{split}.parquet"
     with progress_bar(f"preparing {split}", len(records.records)) as bar:
         for index, record in enumerate(records.records):
             try:
@@ -87,14 +88,29 @@ def _write_split(folder: Path, split: str, records: Split) -> Prepared:
             except DataError as error:
                 rejected.append({"row": index, "reason": str(error)})
             bar.advance()
+    _require_same_columns(path, rows)
     _report(folder / f"{split}.rejected.jsonl", split, rejected, len(records.records))
     if not rows:
         reason = f"; row {rejected[0]['row']}: {rejected[0]['reason']}" if rejected else ""
         raise DataError(f"split {split}: none of {len(records.records)} records can be used{reason}")
-    path = folder / f"{split}.parquet"
     with atomic_path(path) as temporary:
         pq.write_table(pa.Table.from_pylist(rows), temporary)
     return Prepared(path, len(rows))
+
+
+def _require_same_columns(path: Path, rows: list[dict[str, Any]]) -> None:
+    """:class:`DataError` when there is a file of other columns, and so of another use, at ``path``."""
+    if not rows or not path.exists():
+        return
+    try:
+        there = pq.read_schema(path).names
+    except (pa.ArrowException, OSError):  # nothing that anybody could train on
+        return
+    if set(there) != set(rows[0]):
+        raise DataError(
+            f"{path} is there already, with the columns {', '.join(there)}, and would be written with the "
+            f"columns {', '.join(rows[0])}: prepare these into a folder of their own, or remove that file"
+        )
 
 
 def _report(path: Path, split: str, rejected: list[dict[str, Any]], total: int) -> None:
