@@ -35,9 +35,9 @@ from typing import NamedTuple
 
 from machine import description
 
-from strop.rewards.process_tree import MARKER, marked_processes
+from strop.rewards.process_tree import MARKER, descendants, marked_processes
 from strop.rewards.sandbox import Limits, Verdict, cgroups, run_assert_tests, run_stdin_tests
-from strop.rewards.sandbox.process import _descendants, resident_bytes
+from strop.rewards.sandbox.process import resident_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "rewards"))
 import sandbox_attacks as attacks
@@ -132,12 +132,12 @@ class Watch:
     def run(self, attack: Attack) -> Seen:
         """Run one attack and look at the host meanwhile and afterwards."""
         marker = os.environ[MARKER] = uuid.uuid4().hex
-        own = len(_descendants(os.getpid()))
+        own = len(descendants(os.getpid()))
         done, most = threading.Event(), [0, 0]
 
         def sample() -> None:
             while not done.wait(0.02):
-                most[0] = max(most[0], len(_descendants(os.getpid())) - own)
+                most[0] = max(most[0], len(descendants(os.getpid())) - own)
                 others = [child for child in _children() if child != self.neighbour.pid]
                 most[1] = max(most[1], sum(map(resident_bytes, others)) >> 20)
 

@@ -10,8 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from strop.rewards.process_tree import MARKER, hold_descendants, kill_held
-from strop.rewards.process_tree import descendants as _descendants
+from strop.rewards.process_tree import MARKER, descendants, hold_descendants, kill_held
 from strop.rewards.sandbox.bubblewrap import sandbox_command
 from strop.rewards.sandbox.cgroups import ControlGroups
 from strop.rewards.sandbox.limits import Limits
@@ -96,7 +95,7 @@ class SandboxedProcess:
 def resident_bytes(root: int) -> int:
     """Memory of a process and its descendants, pages that several of them share counted for each."""
     pages = 0
-    for identity in [root, *_descendants(root)]:
+    for identity in [root, *descendants(root)]:
         with contextlib.suppress(OSError):  # it ended meanwhile
             pages += int(Path(f"/proc/{identity}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
