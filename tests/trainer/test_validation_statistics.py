@@ -6,6 +6,7 @@ from collections import defaultdict
 from itertools import combinations
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from strop.rewards.answers import answer_extractor
@@ -16,6 +17,7 @@ from strop.trainer.sample_statistics import (
     expected_worst,
     sample_counts,
 )
+from strop.trainer.validation_report import make_report
 
 
 def draws(n, k):
@@ -78,6 +80,28 @@ def test_many_samples_stay_exact():
     answers = [["right"] * right + ["wrong"] * (n - right)]
     exact = sum(comb(right, j) * comb(n - right, k - j) for j in range(65, right + 1)) / comb(n, k)
     assert expected_majority(scores, answers, k)[0] == pytest.approx(exact, rel=1e-9)
+
+
+def test_too_many_samples_have_every_figure_but_the_majorities(caplog):
+    n, right = 1200, 300
+    samples = pa.table(
+        {
+            "data_source": ["strop/arithmetic"] * n,
+            "prompt": ["1+1="] * n,
+            "response": ["2"] * right + ["3"] * (n - right),
+            "response_ids": [[5]] * n,
+            "score": [1.0] * right + [0.0] * (n - right),
+            "truncated": [False] * n,
+        }
+    )
+    report = make_report(samples, n=n, extractor_of=answer_extractor, seed=1)
+    scores = report.sources["strop/arithmetic"].scores
+    assert scores["mean@1200"].value == 0.25
+    assert scores["best@2"].value == pytest.approx(1 - (900 * 899) / (1200 * 1199))
+    assert not any(name.startswith("maj") for name in scores)
+    assert "up to 1000 samples, not 1200" in caplog.text
+    with pytest.raises(ValueError, match="1001 samples: expected at most 1000"):
+        expected_majority(np.zeros((1, 1001)), [["7"] * 1001], 2)
 
 
 @pytest.mark.parametrize(

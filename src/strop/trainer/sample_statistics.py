@@ -13,6 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
+MOST_VOTERS = 1000
+"""Samples of a prompt that can vote: C(1000, 500) is 3e299, and float64 ends at 2e308."""
 _INDICES_AT_ONCE = 1 << 22
 
 
@@ -46,8 +48,11 @@ def expected_majority(
 
     An answer's score is the mean of its samples'. Of answers with equally many votes each counts alike.
     Samples without an answer (None) do not vote; where all of the k have none, theirs is the score.
+    ``ValueError`` for more than ``MOST_VOTERS`` samples of a prompt.
     """
     n = scores_PN.shape[1]
+    if n > MOST_VOTERS:
+        raise ValueError(f"a majority of {n} samples: expected at most {MOST_VOTERS}")
     if not 1 <= k <= n:
         raise ValueError(f"majority of k={k} samples: expected 1 to {n}, the samples of a prompt")
     return np.array(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -10,12 +11,15 @@ import pyarrow as pa
 from strop.rewards.answers import Extractor
 from strop.tracking.validation import Estimate, ShownSample, SourceReport, ValidationReport
 from strop.trainer.sample_statistics import (
+    MOST_VOTERS,
     bootstrap_intervals,
     expected_best,
     expected_majority,
     expected_worst,
     sample_counts,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def make_report(
@@ -25,7 +29,11 @@ def make_report(
 
     ``extractor_of`` a data source finds the answers that vote, where it has one. ``seed`` draws the
     resamples of the intervals. ``show`` samples, of prompts spread evenly, are there to look at.
+
+    There are no majorities of more than ``MOST_VOTERS`` samples, and a warning says so.
     """
+    if n > MOST_VOTERS:
+        logger.warning("maj@k is left out: it is worked out for up to %d samples, not %d", MOST_VOTERS, n)
     sources_B = samples["data_source"].to_numpy()
     sources = {
         name: _report_source(samples.filter(pa.array(sources_B == name)), n, extractor_of(name), seed=seed)
@@ -40,7 +48,7 @@ def _report_source(samples: pa.Table, n: int, extract: Extractor | None, *, seed
     for k in sample_counts(n):
         by_statistic[f"best@{k}"] = expected_best(scores_PN, k)
         by_statistic[f"worst@{k}"] = expected_worst(scores_PN, k)
-    if extract is not None and n > 1:
+    if extract is not None and 1 < n <= MOST_VOTERS:
         answers = [extract(response) for response in samples["response"].to_pylist()]
         answers_PN = [answers[start : start + n] for start in range(0, len(answers), n)]
         for k in sample_counts(n):
