@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,10 +131,12 @@ def load_model_config(
 def _load(auto_class: Any, path: str | Path, config: PretrainedConfig, **options: Any) -> tuple[Any, dict]:
     if options.get("attn_implementation") is None:
         options.pop("attn_implementation", None)
+    bars = contextlib.nullcontext() if sys.stderr.isatty() else no_progress_bars()  # not into a log
     try:
-        model, loading = auto_class.from_pretrained(
-            **locate(path), config=config, dtype=torch.float32, output_loading_info=True, **options
-        )
+        with bars:
+            model, loading = auto_class.from_pretrained(
+                **locate(path), config=config, dtype=torch.float32, output_loading_info=True, **options
+            )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, ModelError | MissingExtraError):
             raise

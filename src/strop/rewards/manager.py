@@ -165,20 +165,24 @@ class RewardManager:
         )
         return PendingRewards(self, self._last_job, fields, asked)
 
-    def validate_sources(self, sources: Iterable[str], *, has_reward_model: bool = False) -> None:
+    def validate_sources(
+        self, sources: Iterable[str], *, has_reward_model: bool = False, elsewhere: Iterable[str] = ()
+    ) -> None:
         """At start-up: whether all data sources of the data can be scored.
 
-        A weight for a source that is not among them is warned of, once.
+        A weight for a source that is not among them, nor among those that other prompts of the run have
+        (``elsewhere``), is warned of, once.
 
         Raises:
             RewardError: nothing scores one of them.
             ConfigError: its scorer cannot work here, as code without bubblewrap, or not before the deadline.
         """
         sources = set(sources)
-        self._require_scored(sources, has_reward_model=has_reward_model)
-        self.unused_parts.warn_of_sources(sources, known=self._sources or ())
+        self.require_scored(sources, has_reward_model=has_reward_model)
+        self.unused_parts.warn_of_sources(sources, known={*(self._sources or ()), *elsewhere})
 
-    def _require_scored(self, sources: Iterable[str], *, has_reward_model: bool) -> None:
+    def require_scored(self, sources: Iterable[str], *, has_reward_model: bool = False) -> None:
+        """The errors of ``validate_sources``, and no warning."""
         parts = self.composition.parts
         for source in sorted(set(sources)):
             has_rule = self._has_scorer(source)
@@ -240,7 +244,7 @@ class RewardManager:
     def _asked(self, prompts: DataProto, *, has_model: bool) -> list[tuple[str, ...]]:
         """The parts of each row that functions give. All are looked at before the first is scored."""
         sources = [source for source, *_ in self._fields(prompts)]
-        self._require_scored(sources, has_reward_model=has_model)
+        self.require_scored(sources, has_reward_model=has_model)
         targets = prompts.non_tensor_batch.get("reward_model", [None] * len(sources))
         by_model = [has_model and (target or {}).get("style") == "model" for target in targets]
         return [

@@ -97,8 +97,11 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
     used = [(trainer.val_reward_fn, trainer.val_loader)]
     if not trainer.config.trainer.val_only:
         used.insert(0, (trainer.reward_fn, trainer.train_loader))
-    for reward_fn, loader in used:
+    by_function = [(reward_fn, loader.dataset.data_sources()) for reward_fn, loader in used]
+    of_the_run = set().union(*(sources for _, sources in by_function))
+    for reward_fn, sources in by_function:
         if isinstance(reward_fn, RewardManager):
-            sources = loader.dataset.data_sources()
-            reward_fn.validate_sources(sources, has_reward_model=trainer.use_reward_model)
+            reward_fn.validate_sources(
+                sources, has_reward_model=trainer.use_reward_model, elsewhere=of_the_run
+            )
             reward_fn.start()

@@ -72,7 +72,7 @@ def needs_reward_model(trainer: RayPPOTrainer) -> bool:
     if not trainer.use_reward_model or not isinstance(trainer.val_reward_fn, RewardManager):
         return False
     try:
-        trainer.val_reward_fn.validate_sources(trainer.val_loader.dataset.data_sources())
+        trainer.val_reward_fn.require_scored(trainer.val_loader.dataset.data_sources())
     except RewardError:
         return True
     return False
