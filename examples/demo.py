@@ -30,6 +30,7 @@ import tiny_model
 from evaluate import Accuracy, evaluate, sample_answers
 
 HERE = Path(__file__).parent
+HALF_RIGHT = 0.5
 ALGORITHMS = {  # one override each turns PPO into a relative; these need no critic
     "ppo": "gae",
     "grpo": "grpo",
@@ -49,8 +50,8 @@ def make_task(out: Path, seed: int) -> int:
     return len(rows)
 
 
-def warm_up(model: Path, data: Path, run: Path, *, seed: int) -> None:
-    """What `strop sft --config-path examples/warm_up.yaml ...` does."""
+def warm_up(model: Path, data: Path, run: Path, *, seed: int) -> list[Path]:
+    """What `strop sft --config-path examples/warm_up.yaml ...` does; the models on the way, in order."""
     config = load_tree(
         SFT,
         [
@@ -63,6 +64,17 @@ def warm_up(model: Path, data: Path, run: Path, *, seed: int) -> None:
         config_path=HERE / "warm_up.yaml",
     )
     main_supervised.sft(config)
+    steps = sorted(run.glob("global_step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
+    return [step / "actor" / "huggingface" for step in steps]
+
+
+def first_right(models: list[Path], problems: list[dict]) -> tuple[Path, Accuracy]:
+    """The first model that is right often enough for rewards to tell answers apart, or the last one."""
+    for model in models:
+        found = evaluate(load_causal_lm(model), load_tokenizer(model), problems)
+        if found.sampled >= HALF_RIGHT:
+            break
+    return model, found
 
 
 def train(model: Path, data: Path, run: Path, *, seed: int, algorithm: str, overrides: list[str]) -> None:
@@ -111,7 +123,7 @@ def main() -> None:
     torch.set_num_threads(1)  # so small a model is no faster on more
     out, started = options.out, time.perf_counter()
     data, start, warm_up_run = out / "data", out / "start", out / "warm_up"
-    run, warmed_up = out / f"{options.algorithm}-seed{options.seed}", warm_up_run / "final_model"
+    run = out / f"{options.algorithm}-seed{options.seed}"
 
     n_pairs = make_task(data, options.seed)
     tokenizer = tiny_model.build_tokenizer()
@@ -120,10 +132,10 @@ def main() -> None:
     console.print(f"{n_pairs} additions to train on, a model of {size:,} parameters")
     model.save_pretrained(start)
     tokenizer.save_pretrained(start)
-    warm_up(start, data, warm_up_run, seed=options.seed)
     problems = pq.read_table(data / "test.parquet").to_pylist()
-    before = evaluate(load_causal_lm(warmed_up), load_tokenizer(warmed_up), problems)
-    console.print(f"before: {before}")
+    models = warm_up(start, data, warm_up_run, seed=options.seed)
+    warmed_up, before = first_right(models, problems)
+    console.print(f"PPO starts from {warmed_up.parents[1].name} of the warm-up: {before}")
 
     train(warmed_up, data, run, seed=options.seed, algorithm=options.algorithm, overrides=options.overrides)
 
