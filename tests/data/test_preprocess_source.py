@@ -91,6 +91,7 @@ def test_the_command_line_passes_the_kind_on(tmp_path):
     arguments = ["full_hh_rlhf", "--source", source, "--out", str(tmp_path / "out")]
     written = prepare_from_arguments(parser.parse_args([*arguments, "--split-kind", "rm"]))
     assert {"chosen", "rejected"} <= set(pq.read_schema(written["train"].path).names)
+    arguments = [*arguments[:-1], str(tmp_path / "rl")]
     written = prepare_from_arguments(parser.parse_args(arguments))
     assert pq.read_table(written["train"].path).to_pylist()[0]["reward_model"]["style"] == "model"
     with pytest.raises(DataError, match="gsm8k has no option split_kind"):

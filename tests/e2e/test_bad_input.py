@@ -74,7 +74,7 @@ def inputs(tmp_path_factory):
                 "reward_model.model.path={}/reward_model",
                 "reward_model.model.input_tokenizer=null",
             ],
-            ["policy 19", "reward model 14", "input_tokenizer"],
+            ["19 tokens of", "/model", "14 of", "/reward_model", "input_tokenizer"],
         ),
         (["actor_rollout_ref.model.path={}/nothing"], ["nothing"]),
         (["actor_rollout_ref.model.path=no-such-owner/no-such-model"], ["no-such-owner/no-such-model"]),
