@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -159,20 +160,37 @@ def test_no_child_of_a_scorer_survives(process: RewardProcess, running: Running,
     assert none_within(running, 2.0)
 
 
-@pytest.mark.parametrize("command", [["setsid", "sleep", "600"], ["sh", "-c", "setsid sleep 600; true"]])
+# It leaves its session and its environment, and is waited for, so that nothing is forked when the end comes.
+STARTS = """
+import glob, subprocess, time
+subprocess.Popen({command}, env={{}})
+def is_there():
+    for path in glob.glob("/proc/[0-9]*/cmdline"):
+        try:
+            if open(path, "rb").read() == {line}:
+                return True
+        except OSError:
+            pass
+while not is_there():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("shell", [False, True])
 @pytest.mark.parametrize("ending", ["while True: pass", "pass"])
 def test_no_descendant_in_a_session_and_an_environment_of_its_own_survives(
-    process: RewardProcess, command: list[str], ending: str
+    process: RewardProcess, shell: bool, ending: str
 ):
+    seconds = f"600.{uuid.uuid4().int % 10**9}"  # other tests run the same program at the same time
+    command = ["sh", "-c", f"setsid sleep {seconds}; true"] if shell else ["setsid", "sleep", seconds]
+    line = f"sleep {seconds}"
     process.start()
-    before = commands("sleep 600")
-    process.timeout_s = TIMEOUT_S if "while" in ending else 30.0
-    started = f"import subprocess, time\nsubprocess.Popen({command}, env={{}})\ntime.sleep(0.2)\n"
-    run(process, started + ending)
+    process.timeout_s = 5.0 if "while" in ending else 30.0
+    run(process, STARTS.format(command=command, line=(line.replace(" ", "\0") + "\0").encode()) + ending)
     if ending == "pass":
-        assert len(commands("sleep 600") - before) == 1
+        assert len(commands(line)) == 1
     process.close()
-    assert commands("sleep 600") - before == set()
+    assert commands(line) == set()
 
 
 def commands(line: str) -> set[int]:
