@@ -55,10 +55,12 @@ def write_prompts(path: Path, *, vocabulary: int, count: int) -> Path:
 
 
 def write_inputs(settings: Iterable[Setting]) -> None:
-    """Everything that the settings read."""
+    """Everything that the settings read; those that share a file get the longest one."""
+    counts: dict[Path, int] = {}
     for setting in settings:
         vocabulary = MODELS[setting.model]["vocab_size"]
         if not setting.model_folder.exists():
             build(setting.model).save_pretrained(setting.model_folder)
             write_tokenizer(setting.tokenizer_folder, vocabulary)
-        write_prompts(setting.prompts, vocabulary=vocabulary, count=setting.prompts_in_all)
+        count = counts[setting.prompts] = max(setting.prompts_in_all, counts.get(setting.prompts, 0))
+        write_prompts(setting.prompts, vocabulary=vocabulary, count=count)
