@@ -74,8 +74,13 @@ class Placement:
 
 def runs_on_ray(config: Config) -> bool:
     """Whether workers run in processes of their own (``trainer.worker_group``)."""
+    return group_is_on_ray(config, Placement.from_config(config).processes)
+
+
+def group_is_on_ray(config: RootConfig, processes: int) -> bool:
+    """The same for a run of so many processes."""
     kind = config.trainer.worker_group
-    return kind == "ray" or (kind == "auto" and Placement.from_config(config).processes > 1)
+    return kind == "ray" or (kind == "auto" and processes > 1)
 
 
 def processes_per_node(config: RootConfig) -> int:

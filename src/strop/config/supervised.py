@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import TypeVar
 
-from strop.config.placement import processes_per_node
+from strop.config.placement import group_is_on_ray, processes_per_node
 from strop.config.rules import inputs, learning, named, processes
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
@@ -23,8 +22,7 @@ def processes_on_nodes(config: SupervisedConfig) -> list[int]:
 
 def supervised_runs_on_ray(config: SupervisedConfig) -> bool:
     """Whether the workers run in processes of their own."""
-    kind = config.trainer.worker_group
-    return kind == "ray" or (kind == "auto" and sum(processes_on_nodes(config)) > 1)
+    return group_is_on_ray(config, sum(processes_on_nodes(config)))
 
 
 def sequences_of_a_row(config: SupervisedConfig) -> int:
@@ -58,13 +56,7 @@ def _findings(config: SupervisedConfig) -> Iterator[Finding]:
 
 def _processes(config: SupervisedConfig) -> Iterator[Finding]:
     count = sum(processes_on_nodes(config))
-    if config.trainer.worker_group == "local" and count > 1:
-        yield error(
-            f"trainer.worker_group=local is one process, and {count} are asked for by "
-            "trainer.n_gpus_per_node or trainer.nnodes; set it to auto or ray"
-        )
-    elif supervised_runs_on_ray(config) and importlib.util.find_spec("ray") is None:
-        yield error(f"{count} processes run on Ray, which is not installed: pip install 'strop[ray]'")
+    yield from processes.group_of(config, count, asked_by="trainer.n_gpus_per_node or trainer.nnodes")
     size = config.model.fsdp_config.fsdp_size
     if 1 < size < count and count % size:
         yield error(f"model.fsdp_config.fsdp_size={size} does not divide the {count} ranks (-1: all)")

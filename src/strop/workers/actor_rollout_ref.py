@@ -75,23 +75,14 @@ class ActorRolloutRefWorker(RoleWorker):
         self.rollout = build_copy(self, self._without_weights()[0], self.engine.named_weights())
         self.rollout.release()
 
-    def _model_options(self) -> dict[str, Any]:
-        model = self.section.model
-        return {
-            "path": self.find_model(model.path, model.external_lib),
-            "override_config": model.override_config,
-            "trust_remote_code": model.trust_remote_code,
-            "attn_implementation": model.attn_implementation,
-        }
-
     def _without_weights(self) -> tuple[PreTrainedModel, WeightSource]:
-        return defer_causal_lm(**self._model_options())
+        return defer_causal_lm(**self.model_options(self.section.model))
 
     def _build_engine(self, fsdp: Any, trained: Any | None) -> tuple[Engine, PolicyModel]:
         if self.sharded:
             model, weights = self._without_weights()
         else:
-            model, weights = load_causal_lm(**self._model_options()), None
+            model, weights = load_causal_lm(**self.model_options(self.section.model)), None
         policy = PolicyModel(model, packed=self.section.model.use_remove_padding)
         engine = self.build_engine(
             policy,

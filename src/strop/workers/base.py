@@ -67,6 +67,15 @@ class Worker(Generic[Root]):
         import_external_lib(external_lib)
         return local_path(path, self.config.data.cache_dir)
 
+    def model_options(self, model: Any) -> dict[str, Any]:
+        """By which arguments a loader finds the model of a section ``model``."""
+        return {
+            "path": self.find_model(model.path, model.external_lib),
+            "override_config": model.override_config,
+            "trust_remote_code": model.trust_remote_code,
+            "attn_implementation": model.attn_implementation,
+        }
+
     @property
     def sharded(self) -> bool:
         """Whether this role's models are spread over several ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from strop.controller.dispatch import Dispatch, register
 from strop.models.deferred import defer_scorer
@@ -23,13 +23,8 @@ class CriticWorker(RoleWorker):
         """Load the value model; a language model gets a fresh value head, drawn from ``trainer.seed``."""
         critic = self.config.critic
         self.tokenizer = self.load_tokenizer(critic.model.tokenizer_path or critic.model.path)
-        options: dict[str, Any] = {
-            "path": self.find_model(critic.model.path, critic.model.external_lib),
-            "fresh_head_seed": self.config.trainer.seed,
-            "override_config": critic.model.override_config,
-            "trust_remote_code": critic.model.trust_remote_code,
-            "attn_implementation": critic.model.attn_implementation,
-        }
+        options = self.model_options(critic.model)
+        options["fresh_head_seed"] = self.config.trainer.seed
         scorer, weights = defer_scorer(**options) if self.sharded else (load_scorer(**options), None)
         self.engine = self.build_engine(
             ValueModel(scorer, packed=critic.model.use_remove_padding),

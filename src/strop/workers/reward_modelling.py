@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +24,8 @@ class RewardModellingWorker(SupervisedWorker[RewardModellingConfig]):
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model; a language model gets a fresh score head, drawn from ``trainer.seed``."""
-        options: dict[str, Any] = {**self.model_options(), "fresh_head_seed": self.config.trainer.seed}
+        options = self.model_options(self.config.model)
+        options["fresh_head_seed"] = self.config.trainer.seed
         self.tokenizer = self.load_own_tokenizer()
         model, weights = defer_scorer(**options) if self.sharded else (load_scorer(**options), None)
         # Whoever loads the exported folder by transformers alone looks for the last token by this.

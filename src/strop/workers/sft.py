@@ -29,7 +29,7 @@ class SftWorker(SupervisedWorker[SftConfig]):
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the language model."""
-        options = self.model_options()
+        options = self.model_options(self.config.model)
         self.tokenizer = self.load_own_tokenizer()
         model, weights = defer_causal_lm(**options) if self.sharded else (load_causal_lm(**options), None)
         module = ResponseModel(model, packed=self.config.model.use_remove_padding)

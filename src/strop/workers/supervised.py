@@ -25,16 +25,6 @@ class SupervisedWorker(Worker[Supervised]):
             trust_remote_code=model.trust_remote_code,
         )
 
-    def model_options(self) -> dict[str, Any]:
-        """By which arguments a loader finds the model."""
-        model = self.config.model
-        return {
-            "path": self.find_model(model.path, model.external_lib),
-            "override_config": model.override_config,
-            "trust_remote_code": model.trust_remote_code,
-            "attn_implementation": model.attn_implementation,
-        }
-
     def build_trained_engine(self, module: RoleModel, weights: WeightSource | None) -> Engine:
         """The engine that trains ``module`` as the section ``update`` says."""
         model, update = self.config.model, self.config.update

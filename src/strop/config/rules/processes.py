@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from strop.config.micro_batches import MICRO_BATCHES, sequence_parallel_size
 from strop.config.model_facts import read_model_facts
 from strop.config.nearest import divisors, nearest_in_words
-from strop.config.placement import Placement, runs_on_ray
+from strop.config.placement import Placement, group_is_on_ray, runs_on_ray
 from strop.config.roles import roles_of, uses_critic, uses_reference
 from strop.config.rules.finding import Finding, error, warning
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 from strop.config.schema.run import RunConfig
 from strop.config.schema.trainer import TrainerConfig
 from strop.errors import ConfigError
@@ -23,12 +23,18 @@ def worker_group(config: Config) -> Iterator[Finding]:
         processes = Placement.from_config(config).processes
     except ConfigError:
         return  # told with the batch sizes, which need it too
+    keys = "trainer.n_gpus_per_node, trainer.nnodes or trainer.resource_pools"
+    yield from group_of(config, processes, asked_by=keys)
+
+
+def group_of(config: RootConfig, processes: int, *, asked_by: str) -> Iterator[Finding]:
+    """The kind of worker group suits so many ``processes``; ``asked_by``: the keys that ask for them."""
     if config.trainer.worker_group == "local" and processes > 1:
         yield error(
-            f"trainer.worker_group=local is one process, and {processes} are asked for by "
-            "trainer.n_gpus_per_node, trainer.nnodes or trainer.resource_pools; set it to auto or ray"
+            f"trainer.worker_group=local is one process, and {processes} are asked for by {asked_by}; "
+            "set it to auto or ray"
         )
-    elif runs_on_ray(config) and importlib.util.find_spec("ray") is None:
+    elif group_is_on_ray(config, processes) and importlib.util.find_spec("ray") is None:
         yield error(f"{processes} processes run on Ray, which is not installed: pip install 'strop[ray]'")
 
 
