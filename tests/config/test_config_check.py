@@ -352,6 +352,8 @@ NOT_HONOURED = {
     "actor_rollout_ref.actor.strategy": "megatron",
     "critic.strategy": "megatron",
     "reward_model.num_workers": "4",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "4096",
+    "reward_model.forward_max_token_len_per_gpu": "4096",
     "actor_rollout_ref.rollout.response_length": "7",
     "actor_rollout_ref.rollout.prompt_length": "7",
     "actor_rollout_ref.rollout.enforce_eager": "False",
@@ -377,6 +379,12 @@ def test_a_key_that_is_not_honoured_is_named(report, path, value):
     assert not any(f"{path}=" in line for line in before.errors + before.warnings)
     assert status_in_words(path) != "honoured"
     assert status_in_words(path).startswith("error") == bool(after.errors)
+
+
+def test_micro_batches_by_tokens_have_no_number_of_rows(report):
+    sizes = ("critic.use_dynamic_bsz=True", "critic.ppo_micro_batch_size_per_gpu=4")
+    (line,) = report(*sizes, "critic.ppo_max_token_len_per_gpu=4096").warnings
+    assert line.endswith("micro-batches are cut by tokens): critic.ppo_micro_batch_size_per_gpu=4")
 
 
 @pytest.mark.parametrize("attention", ["eager", "flex_attention"])

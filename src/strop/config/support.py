@@ -8,12 +8,14 @@ was asked for. A value that names what happens anyway, and a default, are not re
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from strop.config.keys import all_keys, value_at
+from strop.config.micro_batches import MICRO_BATCHES
 from strop.config.placement import processes_per_node, visible_gpus
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.rollout import VLLMSamplingConfig
@@ -67,6 +69,26 @@ def _packs_for_matrices(model: str) -> Callable[[RootConfig, Any], bool]:
     """Whether the section `model` asks for attention that cannot take sequences packed in one row."""
     return lambda config, value: (
         value and value_at(config, model).attn_implementation in ("eager", "flex_attention")
+    )
+
+
+def _one_measure_counts(dynamic: str, *, rows: str, tokens: str) -> tuple[Limit, Limit]:
+    """Micro-batches are cut by rows or by tokens: the key `dynamic` says which, and which key is not read."""
+    return (
+        Limit(
+            keys=(tokens,),
+            when=f"with {dynamic}=False",
+            applies=lambda config, value: not value_at(config, dynamic),
+            level="warning",
+            reason=f"{dynamic}=False: micro-batches are cut by rows",
+        ),
+        Limit(
+            keys=(rows,),
+            when=f"unless null, with {dynamic}=True",
+            applies=lambda config, value: value is not None and value_at(config, dynamic),
+            level="warning",
+            reason=f"{dynamic}=True: micro-batches are cut by tokens",
+        ),
     )
 
 
@@ -203,19 +225,14 @@ LIMITS: tuple[Limit, ...] = (
         )
         for model in ("actor_rollout_ref.model", "critic.model", "model")
     ),
-    Limit(
-        keys=("update.max_token_len_per_gpu",),
-        when="with update.use_dynamic_bsz=False",
-        applies=lambda config, value: not config.update.use_dynamic_bsz,
-        level="warning",
-        reason="update.use_dynamic_bsz=False: micro-batches are cut by rows",
+    *itertools.chain.from_iterable(
+        _one_measure_counts(keys.dynamic, rows=keys.per_gpu, tokens=keys.max_tokens)
+        for keys in MICRO_BATCHES.values()
     ),
-    Limit(
-        keys=("update.micro_batch_size_per_gpu",),
-        when="unless null, with update.use_dynamic_bsz=True",
-        applies=lambda config, value: value is not None and config.update.use_dynamic_bsz,
-        level="warning",
-        reason="update.use_dynamic_bsz=True: micro-batches are cut by tokens",
+    *_one_measure_counts(
+        "update.use_dynamic_bsz",
+        rows="update.micro_batch_size_per_gpu",
+        tokens="update.max_token_len_per_gpu",
     ),
     Limit(
         keys=("trainer.default_hdfs_dir",),
