@@ -7,6 +7,9 @@ traceback and exits with status 2 (``--debug`` shows the traceback).
 
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
 
 class StropError(Exception):
     """The base of all of them."""
@@ -52,7 +55,25 @@ class MissingExtraError(StropError, ImportError):
     """An optional package is not installed."""
 
     def __init__(self, package: str, extra: str, needed_for: str) -> None:
+        self._given = (package, extra, needed_for)
         super().__init__(
             f"{needed_for} needs the package {package!r}, which is not installed. "
             f"Install it with: pip install 'strop[{extra}]'"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MissingExtraError, self._given
+
+
+def portable(error: Exception) -> Exception:
+    """The error itself where it survives the way to another process, else one that says the same.
+
+    An exception that cannot be pickled, or that cannot be made again from its ``args`` (a constructor with
+    further arguments), would arrive there as an error about pickling.
+    """
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - pickling runs anybody's code
+        kind = StropError if isinstance(error, StropError) else RuntimeError
+        return kind(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    return error

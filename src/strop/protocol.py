@@ -140,7 +140,10 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Iterable[DataProto]) -> DataProto:
-        """Rows of all parts, in order; the parts must have the same columns."""
+        """Rows of all parts, in order; the parts must have the same columns.
+
+        Where facts in ``meta_info`` differ, those of the first part count.
+        """
         parts = list(parts)
         if not parts:
             return DataProto()
@@ -155,7 +158,7 @@ class DataProto:
                 name: np.concatenate([part.non_tensor_batch[name] for part in parts])
                 for name in parts[0].non_tensor_batch
             },
-            {key: value for part in parts for key, value in part.meta_info.items()},
+            {key: value for part in reversed(parts) for key, value in part.meta_info.items()},
         )
 
     def to(self, device: torch.device | str) -> DataProto:

@@ -9,11 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from strop.controller.ray_group import RayWorkerGroup
 from strop.errors import WorkerError
+from strop.protocol import DataProto
 
-from toys import BrokenWorker, ToyWorker, pools
+from toys import BrokenWorker, SlowToLoad, ToyWorker, pools
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 HERE = os.uname().nodename
@@ -57,6 +59,13 @@ def pair():
     again = _group(pools(main=[1])[0])  # in the same session
     assert again.add(1) == 1
     again.shutdown()
+
+
+@pytest.fixture
+def pair_that_waits():
+    """One rank in each of two pools; a call that takes five seconds has hung."""
+    main, other = pools(main=[1], other=[1])
+    return _group(main, "Actor", phase_timeout_s=5.0), _group(other, "Critic", phase_timeout_s=50.0)
 
 
 def test_a_worker_that_is_killed_in_a_call_is_named_with_its_last_lines(pair):
@@ -125,13 +134,62 @@ def test_a_rank_that_hangs_is_named_with_the_stacks_of_all(fault):
     message = _failure(getattr(group, fault), 1)
     assert time.monotonic() - started < 60
     assert f"Critic: rank 1 on {HERE} (pid {pids[1]}) did not return from {fault} within" in message
-    assert "trainer.phase_timeout_s=6 s; ranks [0, 1] were still in it" in message
+    assert "within 6 s (trainer.phase_timeout_s); ranks [0, 1] were still in it" in message
     own, peer = message.split("--- rank 1 on")[1].split("--- rank 0 on")
     assert "toys.py" in own.splitlines()[-1] or "toys.py" in own.splitlines()[-2]
     assert f"in {fault}" in own
     assert "in _wait_for_all" in peer
     assert "ray_host.py" not in message
     _require_gone(pids)
+
+
+def test_the_stacks_of_a_hang_are_those_of_all_pools(pair_that_waits):
+    actor, critic = pair_that_waits
+    busy = critic.sleep.start(0)
+    message = _failure(actor.sleep, 0)
+    own, other = message.split("--- Critic rank 0 on ")
+    assert own.count("in sleep") == 1
+    assert "in sleep" in other
+    assert _failure(busy.get) == message
+
+
+def test_the_limit_that_is_told_is_the_one_that_held(monkeypatch):
+    monkeypatch.setattr("strop.controller.ray_processes.START_S", 5.0)
+    group = _group(pools(main=[1])[0], worker_cls=SlowToLoad, phase_timeout_s=1.0)
+    assert "did not return from init_model within 5 s (trainer.phase_timeout_s)" in _failure(group.init_model)
+
+
+def test_a_worker_that_dies_with_its_results_is_named_by_who_reads_them():
+    group = _group(pools(main=[2])[0])
+    pids = group.pids()
+    rows = torch.ones(512, 512, dtype=torch.long)  # large enough to be objects of their own
+    result = group.double(DataProto({"input_ids": rows, "response_mask": rows}))
+    os.kill(pids[1], signal.SIGKILL)
+    _require_gone([pids[1]])
+    time.sleep(5.0)  # until the store knows, what it holds can be read
+    message = _failure(result.batch["doubled"].sum)
+    assert f"Critic rank 1 on {HERE} (pid {pids[1]}) died in a wait for the next call" in message
+    _require_gone(pids)
+    assert _failure(group.add, 1) == message
+
+
+@pytest.mark.parametrize(
+    ("fault", "told", "is_final"),
+    [
+        ("miss_a_package", "MissingExtraError: this needs the package 'wonder'", True),
+        ("fail_with_more_arguments", "RuntimeError: FussyError: too long", False),
+        ("fail_with_a_lock", "RuntimeError: ValueError: ('held by', ", False),
+    ],
+)
+def test_an_exception_that_cannot_travel_is_told_all_the_same(fault, told, is_final):
+    group = _group(pools(main=[1])[0])
+    with pytest.raises(WorkerError) as caught:
+        getattr(group, fault)()
+    message = str(caught.value)
+    assert told in message
+    assert "died" not in message
+    assert caught.value.is_final is is_final
+    assert is_final or f"in {fault}" in message  # where it was raised
 
 
 def test_the_children_of_a_worker_end_with_it():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -84,21 +83,36 @@ def test_workers_report_rows_while_they_work_and_each_once(group, tmp_path):
         group.double(random_samples(5))  # news of one call is not taken for that of another
     batch = random_samples(10)
     batch.batch["input_ids"][:, 0] = torch.arange(10) + 100
-    told, last = [], threading.Event()
+    told = []
 
     def report(row, first_id, rank):
         told.append((row, first_id, rank))
         if len(told) >= 3:  # in every group some rank has told of so many before its last
             (tmp_path / "go.go").touch()
-        if len(told) == 10:
-            last.set()
 
     result = group.tell(batch, report=report, go=tmp_path / "go")
     assert torch.equal(result.batch["input_ids"], batch.batch["input_ids"])
-    assert last.wait(20)
     assert sorted(row for row, *_ in told) == list(range(10))
     assert all(first_id == row + 100 for row, first_id, _ in told)
     assert len({rank for *_, rank in told}) == group.world_size // _copies(group)
+
+
+def test_what_the_drivers_function_raises_the_call_raises(group, tmp_path):
+    (tmp_path / "go.go").touch()
+
+    def report(row, first_id, rank):
+        raise ZeroDivisionError(f"row {row}")
+
+    with pytest.raises(ZeroDivisionError, match=r"^row \d+$"):
+        group.tell(random_samples(10), report=report, go=tmp_path / "go")
+    assert group.values()
+
+
+def test_the_batch_may_be_given_by_name(group):
+    batch = random_samples(5)
+    by_name = group.double(factor=3, batch=batch)
+    assert torch.equal(by_name.batch["doubled"], group.double(batch, 3).batch["doubled"])
+    assert by_name.meta_info == {"rank": 0}
 
 
 def test_padding_counts_nowhere_and_shared_rows_count_once_a_rank(group):
@@ -175,3 +189,5 @@ def test_handles_change_no_number_and_keep_the_bytes_off_the_driver(ray_session)
         returned = 50 * (11 * 8 + 8 + 4 + 11 * 2)  # doubled, rank, counted, half
         assert traffic["without"] == (everything + again + 2 * ids, 2 * returned)
         assert traffic["with"] == (everything + again, 0)
+        results["with"].batch["rank"].sum()  # fetches what has rows of the same shape, which is counted
+        assert with_handles.traffic.received == 50 * (8 + 4)

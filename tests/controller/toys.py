@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from strop.controller.dispatch import Dispatch, register
 from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role
-from strop.errors import ModelError
+from strop.errors import MissingExtraError, ModelError
 from strop.protocol import DataProto
 
 
@@ -158,6 +159,18 @@ class ToyWorker:
         self._wait_for_all()
 
     @register(Dispatch.ONE_TO_ALL)
+    def miss_a_package(self) -> None:
+        raise MissingExtraError("wonder", "all", "this")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_with_more_arguments(self) -> None:
+        raise FussyError("too long", limit=3)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_with_a_lock(self) -> None:
+        raise ValueError("held by", threading.Lock())
+
+    @register(Dispatch.ONE_TO_ALL)
     def sleep(self, rank: int) -> None:
         if self.rank == rank:
             time.sleep(600)
@@ -172,6 +185,20 @@ class ToyWorker:
     def _wait_for_all(self) -> None:
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1))
+
+
+class FussyError(Exception):
+    """Cannot be made again from its ``args``."""
+
+    def __init__(self, message: str, *, limit: int) -> None:
+        super().__init__(message)
+        self.limit = limit
+
+
+class SlowToLoad(ToyWorker):
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        time.sleep(600)
 
 
 class PairedWorker(ToyWorker):

@@ -22,7 +22,10 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 def documented() -> list[str]:
     """The names in the first column of the tables, ``/mean`` and its like joined to their family."""
     names = []
-    for row in re.findall(r"^\| (`.*?) \|", DOCUMENT.read_text(), re.MULTILINE):
+    for row, definition in re.findall(r"^\| (`.*?) \| (.*) \|", DOCUMENT.read_text(), re.MULTILINE):
+        if row == "`timing_s/<phase>`":  # the definition lists the phases
+            names += [f"timing_s/{phase}" for phase in set(re.findall(r"`(\w+)`", definition))]
+            continue
         found = re.findall(r"`([^`]+)`", row)
         family = found[0].rpartition("/")[0]
         names += [found[0], *(family + name if name.startswith("/") else name for name in found[1:])]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from strop.controller.ray_host import STACK_SIGNAL
 from strop.errors import StropError
@@ -45,7 +45,13 @@ class Failure:
         """The higher, the nearer to the cause: a death, then an exception, then the loss of a peer."""
         if isinstance(self.error, RayActorError):
             return 2
-        return 0 if any(words in str(self.error) for words in _LOST_PEER) else 1
+        return 0 if self.is_a_loss or any(words in str(self.error) for words in _LOST_PEER) else 1
+
+    @property
+    def is_a_loss(self) -> bool:
+        """Whether an object of the store is gone: then a process is gone that had put it there."""
+        error = self.error.cause if isinstance(self.error, RayTaskError) else self.error
+        return isinstance(error, ObjectLostError)
 
     @property
     def is_final(self) -> bool:
@@ -60,6 +66,8 @@ class Failure:
             if isinstance(cause, StropError):
                 return f"{where}, in {self.method}: {type(cause).__name__}: {cause}"
             return f"{where} raised in {self.method}:\n{_own_traceback(str(self.error))}"
+        if not isinstance(self.error, RayActorError):
+            return f"{where} failed in {self.method}: {type(self.error).__name__}: {self.error}"
         text = f"{where} died in {self.method}"
         if isinstance(self.error, ActorDiedError) and "OOM" in str(self.error).split("Some common")[0]:
             text += " (out of memory)"
@@ -76,34 +84,49 @@ def place(facts: Mapping[str, Any]) -> str:
     return f"{facts['host']} (pid {facts['pid']})" if facts else "a node that did not report yet"
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Where one rank stands."""
+
+    rank: int
+    facts: Mapping[str, Any]
+    text: str | None
+    """The innermost call last; None where nobody could tell."""
+
+    @property
+    def waits_for_peers(self) -> bool:
+        """Whether its innermost frames are in ``torch.distributed``."""
+        frames = [line for line in (self.text or "").splitlines() if line.lstrip().startswith("File ")]
+        return any("torch/distributed" in frame for frame in frames[-4:])
+
+    def show(self, role: str = "") -> str:
+        """Under a line that says whose it is."""
+        text = self.text or "(no answer: it may be in native code that holds the interpreter)"
+        return f"--- {role} rank {self.rank} on {place(self.facts)}\n".replace("  ", " ") + text.rstrip()
+
+
 def describe_hang(
     role: str,
     method: str,
-    timeout_s: float,
+    limit_s: float,
     late: Sequence[int],
-    stacks: Mapping[int, str | None],
-    facts: Sequence[Mapping[str, Any]],
+    stacks: Sequence[Stack],
+    others: Mapping[str, Sequence[Stack]],
 ) -> str:
-    """Which ranks keep the others waiting, and the stacks of all.
+    """Which ranks keep the others waiting, and the stacks of all; ``others``: of the other pools, by role.
 
-    A rank whose innermost frames are in ``torch.distributed`` waits for another one; the others are named.
+    A rank that waits in ``torch.distributed`` waits for another one; the others are named.
     """
-    stuck = [rank for rank in late if not _waits_for_peers(stacks[rank])] or list(late)
-    named = ", ".join(f"rank {rank} on {place(facts[rank])}" for rank in stuck)
+    stuck = [stack for stack in stacks if stack.rank in late and not stack.waits_for_peers]
+    stuck = stuck or [stack for stack in stacks if stack.rank in late]
+    named = ", ".join(f"rank {stack.rank} on {place(stack.facts)}" for stack in stuck)
     lines = [
-        f"{role}: {named} did not return from {method} within trainer.phase_timeout_s={timeout_s:g} s; "
-        f"ranks {list(late)} were still in it. Their stacks, the innermost call last:"
+        f"{role}: {named} did not return from {method} within {limit_s:g} s (trainer.phase_timeout_s); "
+        f"ranks {list(late)} were still in it. Where every rank stands, the innermost call last:"
     ]
-    for rank in sorted(stacks, key=lambda rank: rank not in stuck):
-        stack = stacks[rank]
-        text = "(no answer: it may be in native code that holds the interpreter)" if stack is None else stack
-        lines.append(f"--- rank {rank} on {place(facts[rank])}\n{text.rstrip()}")
+    lines += [stack.show() for stack in sorted(stacks, key=lambda stack: stack not in stuck)]
+    lines += [stack.show(roles) for roles, theirs in others.items() for stack in theirs]
     return "\n".join(lines)
-
-
-def _waits_for_peers(stack: str | None) -> bool:
-    frames = [line for line in (stack or "").splitlines() if line.lstrip().startswith("File ")]
-    return any("torch/distributed" in frame for frame in frames[-4:])
 
 
 def _own_traceback(text: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from strop.controller import ray_cluster, ray_processes
 from strop.controller.dispatch import Dispatch, require_dispatch
 from strop.controller.ray_handles import Columns, Layout, RemoteColumns, RemoteTensor, RemoteValue
 from strop.controller.ray_processes import Call
-from strop.controller.ray_reports import Reporter, listen
+from strop.controller.ray_reports import Listener, Reporter
 from strop.controller.ray_wire import Packed, pack, unpack
 from strop.controller.resource_pool import ResourcePool
 from strop.controller.shards import Shards, shard
@@ -114,9 +116,10 @@ class RayWorkerGroup:
         shards, answers = None, [0]
         if dispatch is Dispatch.DATA_PARALLEL:
             part_of, sizes = zip(*(places[method] for places in self._places), strict=True)
-            shards = shard(args[0], sizes[0])
+            batch, args, kwargs = self._batch_of(method, args, kwargs)
+            shards = shard(batch, sizes[0])
             answers = [part_of.index(part) for part in range(sizes[0])]  # of each part, its lowest rank
-            parts = [self._pack(((part, *args[1:]), kwargs)) for part in shards.parts]
+            parts = [self._pack(((part, *args), kwargs)) for part in shards.parts]
             messages = [parts[part] for part in part_of]
         else:
             packed, references = self._pack((args, kwargs))
@@ -126,33 +129,50 @@ class RayWorkerGroup:
         for rank, (message, references) in zip(ranks, messages, strict=True):
             host = self._processes.hosts[rank]
             infos[rank], objects[rank] = host.call.remote(self.name, method, message, *references)
+        listeners = []
         if shards is not None:
             hosts = {rank: self._processes.hosts[rank] for rank in answers}
             rows = {rank: own.tolist() for rank, own in zip(answers, shards.rows, strict=True)}
             for name, function in functions.items():
-                listen(function, reporters[name].key, hosts, rows)
+                listeners.append(Listener(function, reporters[name].key, hosts, rows))
         return Running(
             call=self._processes.begin(self.name, method, infos),
             objects=objects,
             shards=shards,
             answers=answers,
             receive=self._receive,
+            listeners=listeners,
         )
+
+    def _batch_of(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[DataProto, tuple[Any, ...], dict[str, Any]]:
+        """The batch of a data-parallel call, its first argument however it was given, and the others."""
+        if args:
+            return args[0], args[1:], kwargs
+        _, first, *_ = inspect.signature(getattr(self.worker_cls, method)).parameters
+        if first not in kwargs:
+            raise TypeError(f"{self.name}.{method} needs a batch, the argument {first!r}")
+        return kwargs[first], (), {name: value for name, value in kwargs.items() if name != first}
 
     def _pack(self, value: Any) -> tuple[Packed, list[Any]]:
         packed, references = pack(value)
         self.traffic.sent += packed.nbytes
         return packed, references
 
-    def _receive(self, info: tuple[Any, ...], reference: Any) -> Any:
-        """The value that a description and a reference stand for: a batch, a plain value, or a handle."""
+    def _receive(self, rank: int, info: tuple[Any, ...], reference: Any) -> Any:
+        """What a rank's description and reference stand for: a batch, a plain value, or a handle."""
         match info:
             case ("value", value):
                 return value
             case ("tensors",):
-                return RemoteValue(reference) if self._handles else unpack(self._fetch_packed(reference), ())
+                if self._handles:
+                    return RemoteValue(reference)
+                packed = self._processes.read(self.name, rank, reference)
+                self.traffic.received += packed.nbytes
+                return unpack(packed, ())
         _, rows, shapes, apart, non_tensors, meta_info = info
-        layout = Layout([RemoteColumns(reference, rows, self._fetch, apart)])
+        layout = Layout([RemoteColumns(reference, rows, partial(self._fetch, rank), apart)])
         columns = {
             name: RemoteTensor.of(name, layout, row_shape=shape, dtype=dtype)
             for name, (shape, dtype) in shapes.items()
@@ -163,15 +183,10 @@ class RayWorkerGroup:
             )
         return DataProto(dict(columns), non_tensors, meta_info)
 
-    def _fetch(self, reference: Any) -> Columns:
-        columns = ray.get(reference)
+    def _fetch(self, rank: int, reference: Any) -> Columns:
+        columns = self._processes.read(self.name, rank, reference)
         self.traffic.received += sum(array.nbytes for array, _ in columns.values())
         return columns
-
-    def _fetch_packed(self, reference: Any) -> Packed:
-        packed = ray.get(reference)
-        self.traffic.received += packed.nbytes
-        return packed
 
 
 @dataclass(frozen=True)
@@ -183,13 +198,15 @@ class Running:
     shards: Shards | None
     answers: list[int]
     """The ranks whose results count, one for each shard."""
-    receive: Callable[[tuple[Any, ...], Any], Any]
+    receive: Callable[[int, tuple[Any, ...], Any], Any]
+    listeners: list[Listener]
 
     def get(self) -> Any:
         """Wait for every rank; the result as ``Dispatch`` says."""
-        # To load models takes as long as it takes, and is no phase of training.
         infos = self.call.processes.wait(self.call, starting=self.call.method == "init_model")
-        results = [self.receive(infos[rank], self.objects[rank]) for rank in self.answers]
+        for listener in self.listeners:
+            listener.finish()
+        results = [self.receive(rank, infos[rank], self.objects[rank]) for rank in self.answers]
         if self.shards is not None and isinstance(results[0], DataProto):
             return self.shards.join(results)
         return results[0]

@@ -7,6 +7,7 @@ thread stands.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -15,6 +16,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,17 @@ import ray
 
 from strop.controller.arrays import to_array
 from strop.controller.dispatch import data_parallel_places
+from strop.controller.ray_handles import Columns
 from strop.controller.ray_reports import Reports
 from strop.controller.ray_wire import Packed, pack, unpack
+from strop.errors import portable
 from strop.protocol import DataProto
 
 STACK_SIGNAL = signal.SIGUSR2
 """Writes the stacks of all threads into a file, also when native code holds the interpreter."""
 _WATCH = "watch"
 _LARGE_BYTES = 1 << 18
+"""Of a column on one rank."""
 _AFTER_THE_DRIVER_S = 60.0
 
 
@@ -95,8 +100,9 @@ class WorkerHost:
 
     def add(self, name: str, worker: bytes, rank: int, world_size: int) -> dict[str, tuple[int, int]]:
         """Construct a worker; returns its ``data_parallel_places``."""
-        worker_cls, init_kwargs = pickle.loads(worker)
-        made = worker_cls(**init_kwargs, rank=rank, world_size=world_size)
+        with _portable_errors():
+            worker_cls, init_kwargs = pickle.loads(worker)
+            made = worker_cls(**init_kwargs, rank=rank, world_size=world_size)
         self._workers[name] = made
         return data_parallel_places(made, rank, world_size)
 
@@ -108,21 +114,22 @@ class WorkerHost:
     def call(self, name: str, method: str, packed: Packed, *objects: Any) -> tuple[Any, Any]:
         """Call a worker's method; returns a description of the result, and the bytes of its tensors.
 
-        Descriptions: ("batch", rows, shapes of columns, references of large columns, the rest of the batch),
-        ("value", the value) or ("tensors",): then the second part is the packed value. A large column is an
-        object of its own, so that reading one does not fetch another.
+        Descriptions: ("batch", rows, shapes of columns, references of those that are objects of their own,
+        the rest of the batch), ("value", the value) or ("tensors",), where the second part is the packed
+        value.
         """
         args, kwargs = unpack(packed, objects)
         try:
-            result = getattr(self._workers[name], method)(*args, **self._reports.connect(kwargs))
+            with _portable_errors():
+                result = getattr(self._workers[name], method)(*args, **self._reports.connect(kwargs))
         finally:
             self._reports.end(kwargs)
         if isinstance(result, DataProto):
             columns = {column: (to_array(tensor), tensor.dtype) for column, tensor in result.batch.items()}
             shapes = {column: (tensor.shape[1:], tensor.dtype) for column, tensor in result.batch.items()}
-            large = [name for name, (array, _) in columns.items() if array.nbytes >= _LARGE_BYTES]
-            apart = {name: ray.put({name: columns.pop(name)}) for name in large}
-            return ("batch", len(result), shapes, apart, result.non_tensor_batch, result.meta_info), columns
+            smallest, *others = _objects(columns)
+            apart = {column: reference for own in others for reference in [ray.put(own)] for column in own}
+            return ("batch", len(result), shapes, apart, result.non_tensor_batch, result.meta_info), smallest
         whole, _ = pack(result)
         return (("tensors",), whole) if whole.arrays else (("value", result), None)
 
@@ -147,6 +154,32 @@ class WorkerHost:
         stack = traceback.extract_stack(frame) if frame else []
         own = next((i for i, entry in enumerate(stack) if entry.filename == __file__), -1)
         return "".join(traceback.format_list(stack[own + 1 :])) or "(it runs no call)"
+
+
+def _objects(columns: Columns) -> list[Columns]:
+    """Which columns share an object of the store, the smallest object first.
+
+    Reading one column fetches all of its object, and every object has its price on every way. So a large
+    column is alone, and small ones share by the shape of their rows: those over the response are what the
+    driver computes with, those over prompt and response what models are given.
+    """
+    objects: dict[Any, Columns] = {}
+    for name, (array, dtype) in columns.items():
+        key = name if array.nbytes >= _LARGE_BYTES else array.shape[1:]
+        objects.setdefault(key, {})[name] = (array, dtype)
+    return sorted(objects.values(), key=lambda own: sum(array.nbytes for array, _ in own.values())) or [{}]
+
+
+@contextlib.contextmanager
+def _portable_errors() -> Generator[None]:
+    """What is raised in here can be told to the driver."""
+    try:
+        yield
+    except Exception as error:
+        told = portable(error)
+        if told is error:
+            raise
+        raise told from error.__cause__ or error.__context__
 
 
 _ACTOR: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {_WATCH: 4}}

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from strop.controller import ray_cluster
-from strop.controller.ray_failure import Failure, describe_hang, last_lines, stack_by_signal, worst
+from strop.controller.ray_failure import Failure, Stack, describe_hang, last_lines, stack_by_signal, worst
 from strop.controller.ray_head import HeadWatch, end_without_head
 from strop.controller.ray_host import RemoteHost
 from strop.controller.resource_pool import ResourcePool
@@ -26,8 +26,8 @@ _GRACE_S = 2.0
 """After the first failure: others of the same moment may say more about its cause."""
 _CHECK_S = 1.0
 _STACKS_S = 5.0
-_START_S = 600.0
-"""To start processes and import what they need: a shared disk may be slow, and this is no phase of it."""
+START_S = 600.0
+"""At least so long may it take to start processes and load models: that is no phase of a step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,15 +111,20 @@ class Processes:
         calls = {rank: getattr(host, method).remote(*args) for rank, host in enumerate(self.hosts)}
         return list(self.wait(self.begin(self.pool.name, method, calls), starting=starting).values())
 
+    def read(self, role: str, rank: int, reference: Any) -> Any:
+        """What a rank put into the object store, where it lives as long as that rank; see ``wait``."""
+        return self.wait(self.begin(role, "the reading of its results", {rank: reference}))[rank]
+
     def wait(self, call: Call, *, starting: bool = False) -> dict[int, Any]:
         """The results by rank.
 
         Raises ``WorkerError`` when a rank of any pool dies, raises or is not done after ``timeout_s`` (or
-        ``_START_S`` where processes start, if that is longer); all processes of the run are ended then.
+        ``START_S`` where processes start, if that is longer); all processes of the run are ended then.
         """
         references = list(call.references.values())
         limit_s = math.inf if self.timeout_s is None else self.timeout_s
-        deadline = time.monotonic() + (max(limit_s, _START_S) if starting else limit_s)
+        limit_s = max(limit_s, START_S) if starting else limit_s
+        deadline = time.monotonic() + limit_s
         pending = references
         self._head.restart()
         while pending:
@@ -127,7 +132,7 @@ class Processes:
             if pending and (failures := _failures(call, done)):
                 self._fail(call, failures, references)
             if pending and time.monotonic() > deadline:
-                self._fail_by_hanging(call, pending)
+                self._fail_by_hanging(call, pending, limit_s)
             if pending and self._head.is_lost():
                 self._fail_without_head(call)
         try:
@@ -139,7 +144,11 @@ class Processes:
 
     def _fail(self, call: Call, failures: list[Failure], references: list[Any]) -> NoReturn:
         """End everything, and say what happened, where, and what that process printed last."""
+        self.require_alive()  # else another failure has ended them, of which this is but a consequence
         ray.wait(references, num_returns=len(references), timeout=_GRACE_S)
+        if all(failure.is_a_loss for failure in failures):  # somebody died, of which the news is on its way
+            lifetimes = [reference for processes in _LIVE.values() for reference in processes.lifetimes]
+            ray.wait(lifetimes, timeout=_GRACE_S)
         if not self._head.answers():  # the whole session is gone, and every question to it would wait
             self._fail_without_head(call)
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
@@ -148,15 +157,22 @@ class Processes:
         end_all(error)
         raise error from None
 
-    def _fail_by_hanging(self, call: Call, pending: list[Any]) -> NoReturn:
-        """The same for ranks that do not return: with the stack of each."""
+    def _fail_by_hanging(self, call: Call, pending: list[Any], limit_s: float) -> NoReturn:
+        """The same for ranks that do not return: with the stack of each, and of the other pools' ranks."""
         late = [rank for rank, reference in call.references.items() if reference in pending]
-        asked = {rank: self.hosts[rank].stack.remote() for rank in range(len(self.hosts))}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STACKS_S)
-        stacks = {
-            rank: _answer(reference) or stack_by_signal(self.facts[rank]) for rank, reference in asked.items()
+        pools = [self, *(processes for processes in _LIVE.values() if processes is not self)]
+        asked = {
+            host.stack.remote(): (processes, rank)
+            for processes in pools
+            for rank, host in enumerate(processes.hosts)
         }
-        message = describe_hang(call.role, call.method, self.timeout_s or 0.0, late, stacks, self.facts)
+        ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
+        stacks: dict[Processes, list[Stack]] = {processes: [] for processes in pools}
+        for reference, (processes, rank) in asked.items():
+            facts = processes.facts[rank]
+            stacks[processes].append(Stack(rank, facts, _answer(reference) or stack_by_signal(facts)))
+        others = {"+".join(sorted(processes.groups)): stacks[processes] for processes in pools[1:]}
+        message = describe_hang(call.role, call.method, limit_s, late, stacks[self], others)
         error = WorkerError(message, is_final=False)
         end_all(error)
         raise error

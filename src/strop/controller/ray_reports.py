@@ -66,17 +66,33 @@ class Reports:
             return self._queues.setdefault(key, SimpleQueue())
 
 
-def listen(
-    function: Callable[..., None], key: str, hosts: Mapping[int, Any], rows: Mapping[int, Sequence[int]]
-) -> None:
-    """Have ``function`` called, in a thread, with what the hosts report until their calls are over.
+class Listener:
+    """Has ``function`` called, in a thread, with what the hosts report until their calls are over.
 
     The first argument, a row of the rank's part, becomes the row of the whole batch (``rows`` by rank); news
     of padding is dropped.
     """
 
-    def run() -> None:
-        asked = {host.news.remote(key): rank for rank, host in hosts.items()}
+    def __init__(
+        self,
+        function: Callable[..., None],
+        key: str,
+        hosts: Mapping[int, Any],
+        rows: Mapping[int, Sequence[int]],
+    ) -> None:
+        self._function, self._key, self._hosts, self._rows = function, key, hosts, rows
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="strop-reports", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until all is told, soon after the calls are over; raises what the function raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        asked = {host.news.remote(self._key): rank for rank, host in self._hosts.items()}
         while asked and ray.is_initialized():
             (reference, *_), _ = ray.wait(list(asked))
             rank = asked.pop(reference)
@@ -84,10 +100,15 @@ def listen(
                 news, may_be_more = ray.get(reference)
             except RayError:  # the process is gone: who waits for its result is told so
                 continue
-            for row, *more in news:
-                if row < len(rows[rank]):
-                    function(rows[rank][row], *more)
+            self._tell(rank, news)
             if may_be_more and ray.is_initialized():
-                asked[hosts[rank].news.remote(key)] = rank
+                asked[self._hosts[rank].news.remote(self._key)] = rank
 
-    threading.Thread(target=run, name="strop-reports", daemon=True).start()
+    def _tell(self, rank: int, news: Sequence[tuple[Any, ...]]) -> None:
+        rows = self._rows[rank]
+        for row, *more in news:
+            if row < len(rows) and self._error is None:
+                try:
+                    self._function(rows[row], *more)
+                except Exception as error:  # noqa: BLE001 - the user's; raised again in finish()
+                    self._error = error

@@ -49,7 +49,8 @@ class RunConfig(Section):
     max_restarts: Count
     """When a worker dies or hangs: start again from the last checkpoint, at most this many times."""
     phase_timeout_s: PositiveFloat | None
-    """Ray: a call to the workers that takes longer has hung, and ends the run; null: no limit."""
+    """Ray: a call to the workers that takes longer has hung, and ends the run; null: no limit. Starting
+    processes and loading models may always take 600 s."""
     default_hdfs_dir: str | None
     """Folder for copies of the checkpoints: hdfs://, s3://, any fsspec URL or path; null, default: none."""
     default_local_dir: str

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from strop.errors import portable
+
 
 def several() -> bool:
     """Whether there is a process group of more than one rank."""
@@ -57,7 +59,7 @@ def raise_together(error: Exception | None) -> None:
         if error is not None:
             raise error
         return
-    box = [error]
+    box = [error and portable(error)]
     dist.broadcast_object_list(box, src=0)
     if box[0] is not None:
         raise box[0]
