@@ -11,7 +11,7 @@ from strop.controller.roles import Role
 
 def fit(pools, room):
     made = [ResourcePool(name, spec) for name, spec in pools.items()]
-    nodes = [Node(f"node{i}", f"node:{i}", free) for i, free in enumerate(room)]
+    nodes = [Node(f"node{i}", f"node:{i}", free, free) for i, free in enumerate(room)]
     found = _fit(made, nodes)
     return None if found is None else {pool.name: [node.name for node in found[pool]] for pool in made}
 

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -23,8 +23,8 @@ from strop.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _PLACEMENT_S = 120.0
-_RELEASE_S = 5.0
-"""What a run that has just ended held is free a moment later."""
+_RELEASE_S = 15.0
+"""What a run that has just ended held is free a moment later, on a busy machine some seconds."""
 
 
 def connect(processes: int) -> None:
@@ -110,6 +110,8 @@ class Node:
     own_resource: str
     """Ray's resource that this node alone has."""
     free: int
+    in_all: int
+    """With what others have taken."""
 
 
 def living_nodes(resources: Sequence[str]) -> list[Node]:
@@ -119,20 +121,24 @@ def living_nodes(resources: Sequence[str]) -> list[Node]:
         if node["Alive"]:
             names = [name for name in node["Resources"] if name.startswith("node:") and "__" not in name]
             name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-            there = free.get(node["NodeID"], {})
-            nodes.append(Node(name, names[0], min(int(there.get(resource, 0)) for resource in resources)))
+            room = [
+                min(int(counts.get(resource, 0)) for resource in resources)
+                for counts in (free.get(node["NodeID"], {}), node["Resources"])
+            ]
+            nodes.append(Node(name, names[0], *room))
     return nodes
 
 
 def _choose_nodes(pools: Sequence[ResourcePool], resources: Sequence[str]) -> dict[ResourcePool, list[Node]]:
-    """For each pool, a node of its own for each entry."""
+    """For each pool, a node of its own for each entry; waits a while for what others are giving back."""
     deadline = time.monotonic() + _RELEASE_S
     while True:
         nodes = living_nodes(resources)
         present = ", ".join(f"{node.name}: {node.free}" for node in nodes)
+        whole = [replace(node, free=node.in_all) for node in nodes]
         if chosen := _fit(pools, nodes):
             return chosen
-        if time.monotonic() > deadline:
+        if not _fit(pools, whole) or time.monotonic() > deadline:
             break
         time.sleep(0.2)
     asked = ", ".join(f"{pool.name}: {list(pool.processes_per_node)}" for pool in pools)
