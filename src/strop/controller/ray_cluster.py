@@ -134,7 +134,7 @@ def _choose_nodes(pools: Sequence[ResourcePool], resources: Sequence[str]) -> di
     deadline = time.monotonic() + _RELEASE_S
     while True:
         nodes = living_nodes(resources)
-        present = ", ".join(f"{node.name}: {node.free}" for node in nodes)
+        present = ", ".join(f"{node.name}: {node.free} of {node.in_all}" for node in nodes)
         whole = [replace(node, free=node.in_all) for node in nodes]
         if chosen := _fit(pools, nodes):
             return chosen
@@ -144,7 +144,7 @@ def _choose_nodes(pools: Sequence[ResourcePool], resources: Sequence[str]) -> di
     asked = ", ".join(f"{pool.name}: {list(pool.processes_per_node)}" for pool in pools)
     raise ConfigError(
         "the cluster lacks what the run asks for. Asked, processes on each node, each with one of "
-        f"{_in_words(resources)}: {asked}; room for them, by node: "
+        f"{_in_words(resources)}: {asked}; free now, by node: "
         f"{present or 'no node at all'}. Lower trainer.n_gpus_per_node, trainer.nnodes or "
         "trainer.resource_pools, or add nodes with `ray start --address=...`"
     )
