@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,16 @@ from typing import Any
 
 HERE = Path(__file__).parent
 MARK = "STROP_TEST_RUN"
+
+
+def abandoned_shared_memory() -> set[str]:
+    """The names in /dev/shm that no living process has open or mapped; other tests run beside this one."""
+    held = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            held.update(re.findall(r"/dev/shm/(\S+)", (process / "maps").read_text()))
+            held.update(Path(os.readlink(entry)).name for entry in (process / "fd").iterdir())
+    return set(os.listdir("/dev/shm")) - held
 
 
 class RayRun:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_runs import RayRun, trained_weights
+from ray_runs import RayRun, abandoned_shared_memory, trained_weights
 from runs import hashes, make_inputs, metrics, overrides, train
 
 STEPS = 2
@@ -60,7 +60,7 @@ ENDS = {"Ctrl-C": 130, "SIGTERM": 143, "SIGKILL": -9}
 
 @pytest.mark.parametrize("how", ENDS)
 def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how):
-    shared_memory = set(os.listdir("/dev/shm"))
+    abandoned = abandoned_shared_memory()
     run = RayRun(
         overrides(inputs, tmp_path / "run", *SETTINGS),
         sabotage=_sabotage(tmp_path, "update_actor", 3, "sleep"),
@@ -75,7 +75,7 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how):
     assert run.wait(30) == ENDS[how]
     # After kill -9 of the driver two helpers of Ray look for its head for half a minute before they give up.
     run.seconds_until_gone(at_most=120 if how == "SIGKILL" else 30)
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert abandoned_shared_memory() <= abandoned
     if how != "SIGKILL":
         assert f"stopped by {how}; the last whole checkpoint is kept" in run.lines[-1][1]
         assert "Traceback" not in run.console
