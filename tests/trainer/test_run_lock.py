@@ -76,6 +76,7 @@ def test_a_run_inside_a_command_takes_it_again_and_an_error_gives_it_back(tmp_pa
         assert not is_free()
         raise KeyError
     assert is_free()
+    assert (tmp_path / LOCK_FILE).read_text() == ""  # the same as before: nothing of a run's record changes
 
 
 def test_another_thread_is_another_run(tmp_path):

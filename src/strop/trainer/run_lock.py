@@ -54,23 +54,31 @@ def run_lock(folder: Path) -> Generator[None]:
         )
         yield
         return
+    is_outermost = lock.lock_counter == 1
     try:
-        if lock.lock_counter == 1:
-            _sign(folder / LOCK_FILE)
+        if is_outermost:
+            _write(folder / LOCK_FILE, _signature())
         yield
     finally:
+        if is_outermost:
+            _write(folder / LOCK_FILE, "")
         lock.release()
 
 
-def _sign(path: Path) -> None:
-    """Say whose lock it is; on a full disk it stays unsaid, and the lock holds all the same."""
+def _signature() -> str:
+    """Whose lock it is."""
     holder = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
+    return json.dumps(holder) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    """On a full disk it stays unsaid, and the lock holds all the same."""
     with contextlib.suppress(OSError):
-        path.write_text(json.dumps(holder) + "\n")
+        path.write_text(text)
 
 
 def _holder(path: Path) -> str:
