@@ -15,6 +15,8 @@ def atomic_path(path: str | Path, *, durable: bool = True) -> Generator[Path]:
 
     After an exception the temporary file is removed and what was at ``path`` is untouched. ``durable``
     forces the content to disk first: else a power cut may leave the new name without content.
+
+    An OSError of the body that names no file, as writing to a full disk raises it, is given ``path``.
     """
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,6 +28,10 @@ def atomic_path(path: str | Path, *, durable: bool = True) -> Generator[Path]:
             with temporary.open("rb+") as handle:
                 os.fsync(handle.fileno())
         temporary.replace(path)
+    except OSError as error:
+        if error.errno is not None and error.filename in (None, str(temporary)):
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
 import threading
@@ -11,12 +13,26 @@ from typing import Any, NoReturn
 
 from strop.errors import ConfigError, StropError
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_WHAT_TO_DO = {
+    **dict.fromkeys(_FULL, "free some room there, or name a place on another disk"),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), "name a place that you may use, or change its rights"
+    ),
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTDIR), "a file is where a folder is needed: name another, or move it away"
+    ),
+    errno.EISDIR: "a folder is where a file is needed: name another, or move it away",
+    errno.ENOENT: "there is nothing of that name, or nothing can be made there: look at the path",
+}
+
 
 def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bool = True) -> int:
     """Run ``action`` and return the exit status.
 
-    A ``StropError`` is printed without its traceback (unless ``debug``) and gives 2; Ctrl-C gives 130 and
-    SIGTERM 143, as shells expect. What is left then is told of an action that ``makes_checkpoints``.
+    A ``StropError``, and an ``OSError`` about a file or a full disk, is printed without its traceback
+    (unless ``debug``) and gives 2; Ctrl-C gives 130 and SIGTERM 143, as shells expect. What is left then is
+    told of an action that ``makes_checkpoints``.
     """
     terminated: list[int] = []
     try:
@@ -29,6 +45,11 @@ def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bo
         for problem in problems:
             sys.stderr.write(f"{type(error).__name__}: {problem}\n")
         return 2
+    except OSError as error:
+        if debug or (error.filename is None and error.errno not in _FULL):
+            raise  # a broken pipe, a child process: nothing that another path would put right
+        sys.stderr.write(f"{type(error).__name__}: {_about_file(error)}\n")
+        return 2
     except KeyboardInterrupt:
         if debug:
             raise
@@ -36,6 +57,18 @@ def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bo
         kept = "; the last whole checkpoint is kept" if makes_checkpoints else ""
         sys.stderr.write(f"stopped by {name}{kept}\n")
         return status
+
+
+def _about_file(error: OSError) -> str:
+    """Which file, what happened to it, what to do: in one line."""
+    named = [] if error.filename is None else [_readable(error.filename)]
+    reason = str(error) if error.errno is None else os.strerror(error.errno)
+    advice = _WHAT_TO_DO.get(error.errno or 0, "--debug shows where it happened")
+    return ": ".join([*named, f"{reason}; {advice}"])
+
+
+def _readable(name: str | bytes | int) -> str:
+    return f"file descriptor {name}" if isinstance(name, int) else os.fsdecode(name)
 
 
 @contextmanager

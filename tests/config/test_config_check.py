@@ -13,7 +13,7 @@ from strop.algorithms.advantages import needs as estimator_needs
 from strop.algorithms.policy_loss import POLICY_LOSSES as REGISTERED_LOSSES
 from strop.config.check import check
 from strop.config.keys import all_keys, leaf_paths
-from strop.config.load import load_config
+from strop.config.load import load_config, load_tree
 from strop.config.micro_batches import MICRO_BATCHES
 from strop.config.names import (
     ESTIMATOR_NEEDS,
@@ -22,6 +22,7 @@ from strop.config.names import (
     is_import_path,
     needs_critic,
 )
+from strop.config.supervised import require_valid
 from strop.config.support import LIMITS, status_in_words
 from strop.config.trees import PPO, REWARD_MODELLING, SFT
 from strop.errors import ConfigError
@@ -436,3 +437,29 @@ def test_deprecated_keys_are_named_and_contradictions_are_errors(report):
     model = "actor_rollout_ref.model"
     (line,) = report(f"{model}.external_lib=a", f"{model}.external_libs=b").errors
     assert line == f"{model}.external_lib=a and the deprecated {model}.external_libs=b differ"
+
+
+@pytest.mark.parametrize("below", ["", "/run", "/a/b/c"])
+def test_a_run_folder_below_a_file_is_an_error(report, tmp_path, below):
+    (tmp_path / "file").touch()
+    path = f"{tmp_path}/file{below}"
+    (line,) = report(f"trainer.default_local_dir={path}").errors
+    assert line.startswith(f"trainer.default_local_dir={path}: {tmp_path}/file is not a folder")
+
+
+def test_a_run_folder_that_cannot_be_made_is_an_error_and_trying_leaves_nothing(report, tmp_path):
+    for path in ("/proc/run", "/proc/a/b"):  # where the superuser has every right, and makes no folder either
+        (line,) = report(f"trainer.default_local_dir={path}").errors
+        assert line.startswith(f"trainer.default_local_dir={path}: nothing can be written to /proc (")
+    (line,) = report("trainer.default_local_dir=s3://bucket/run").errors
+    assert "default_hdfs_dir" in line
+    before = sorted(tmp_path.iterdir())
+    assert report(f"trainer.default_local_dir={tmp_path}/a/b").errors == []
+    assert report(f"trainer.default_local_dir={tmp_path}").errors == []
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_supervised_run_folder_is_looked_at_too(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"default_local_dir={tmp_path}/file/run: {tmp_path}/file is not"):
+        require_valid(load_tree(SFT, [f"trainer.default_local_dir={tmp_path}/file/run"]))

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from lock_holder import holding
+from small_disk import no_room, small_disk
 
+from strop import cli
+from strop.errors import TrainingError
 from strop.models.loader import load_scorer
+from strop.tracking.jsonl import JsonlTracker, read_metrics
+from strop.trainer import checkpoint, run
 from strop.trainer.main_ppo import main
 
+import supervised_runs
 import tiny_model
 from runs import make_inputs, overrides
 
@@ -92,6 +100,8 @@ def inputs(tmp_path_factory):
         (["data.train_files={}/unnamed.parquet"], ["unnamed", "custom_reward_function"]),
         (["actor_rollout_ref.rollout.name=vllm"], ["vllm", "hf"]),
         (["trainer.logger=[console,tensorbord]"], ["tensorbord", "tensorboard"]),
+        (["trainer.default_local_dir={}/reward.py"], ["default_local_dir", "/reward.py is not a folder"]),
+        (["trainer.default_local_dir={}/reward.py/run"], ["default_local_dir", "/reward.py is not a folder"]),
     ],
     ids=lambda value: value[0].replace("{}/", "") if isinstance(value, list) and "=" in value[0] else "",
 )
@@ -125,6 +135,107 @@ def test_nothing_of_an_earlier_run_is_touched_by_a_run_that_cannot_start(inputs,
     assert main(overrides(inputs, run, "data.train_files=/nothing.parquet")) == 2
     capsys.readouterr()
     assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_folder_that_becomes_a_file_is_one_line(inputs, tmp_path, capsys, monkeypatch):
+    """What the check of the configuration cannot see any more is told at the end of the command."""
+    monkeypatch.setattr("strop.trainer.main_ppo.require_valid", lambda config: None)
+    (tmp_path / "run").write_text("")
+    assert main(overrides(inputs, tmp_path / "run")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"FileExistsError: {tmp_path / 'run'}: ")
+
+
+def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Content and inode of every file."""
+    return {
+        path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_ino)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("mode", ["auto", "disable"])
+def test_a_second_start_in_the_folder_of_a_run_touches_nothing(inputs, tmp_path, capsys, mode):
+    run_dir = tmp_path / "run"
+    (run_dir / "global_step_5.tmp").mkdir(parents=True)  # that the other is writing
+    (run_dir / "global_step_5.tmp" / "trainer.pt").write_text("half")
+    (run_dir / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    with holding(run_dir) as holder:
+        before = files_of(run_dir)
+        assert main(overrides(inputs, run_dir, f"trainer.resume_mode={mode}")) == 2
+        assert files_of(run_dir) == before
+        assert not list(run_dir.glob("previous_*"))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "Error" in line]
+    assert line.startswith(f"ConfigError: trainer.default_local_dir={run_dir}: process {holder.pid} on ")
+
+
+def test_a_second_fine_tuning_in_a_folder_is_refused(tmp_path, capsys):
+    inputs, run_dir = supervised_runs.make_inputs(tmp_path), tmp_path / "run"
+    run_dir.mkdir()
+    with holding(run_dir) as holder:
+        assert cli.main(["sft", *supervised_runs.overrides(inputs, run_dir)]) == 2
+    printed = capsys.readouterr().err
+    assert f"process {holder.pid} on " in printed
+    assert "Traceback" not in printed
+
+
+def test_a_disk_that_is_full_when_a_checkpoint_is_saved_is_one_line(inputs, tmp_path, capsys):
+    with small_disk(tmp_path / "disk", "100k") as disk:  # room for the record, not for the weights
+        assert main(overrides(inputs, disk / "run", "trainer.save_freq=1")) == 2
+        assert [line["step"] for line in read_metrics(disk / "run" / "metrics.jsonl")][-1] == 1
+        assert not list((disk / "run").glob("global_step_*"))
+    the_line_of_the_checkpoint(capsys)
+
+
+def test_nothing_that_fails_at_the_end_hides_why_the_run_ended(inputs, tmp_path, capsys, caplog, monkeypatch):
+    monkeypatch.setattr(checkpoint.torch, "save", no_room)
+    monkeypatch.setattr(run, "draw_curves", no_room)
+    close = JsonlTracker.close
+
+    def does_not_close(tracker):
+        close(tracker)
+        raise TrainingError("the last steps may be missing")
+
+    monkeypatch.setattr(JsonlTracker, "close", does_not_close)
+    assert main(overrides(inputs, tmp_path / "run", "trainer.save_freq=1")) == 2
+    the_line_of_the_checkpoint(capsys)
+    assert "the last steps may be missing" in caplog.text
+    assert "the curves could not be drawn" in caplog.text
+
+
+def the_line_of_the_checkpoint(capsys) -> None:
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    (line,) = [line for line in printed.splitlines() if "Error: " in line and "warning" not in line]
+    assert line.startswith("CheckpointError: the checkpoint of iteration 1 could not be written to ")
+    assert line.endswith("the latest whole one is none")
+
+
+def test_a_run_that_trained_and_saved_ends_well_without_its_picture(
+    inputs, tmp_path, capsys, caplog, monkeypatch
+):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", no_room)
+    options = overrides(inputs, tmp_path / "run", "trainer.save_freq=1", "trainer.total_training_steps=1")
+    assert main(options) == 0
+    assert (tmp_path / "run" / "global_step_1").is_dir()
+    assert not (tmp_path / "run" / "curves.png").exists()
+    assert "curves.png" in caplog.text
+    assert "Traceback" not in capsys.readouterr().err
+    assert main([*options, "trainer.total_training_steps=2"]) == 0  # free again, in the same process
+
+
+def test_a_disk_that_is_full_at_a_resume_is_one_line(inputs, tmp_path, capsys, monkeypatch):
+    options = overrides(inputs, tmp_path / "run", "trainer.save_freq=1", "trainer.total_training_steps=1")
+    assert main(options) == 0
+    record = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    monkeypatch.setattr("pathlib.Path.write_bytes", no_room)
+    assert main([*options, "trainer.total_training_steps=2"]) == 2
+    printed = capsys.readouterr().err
+    assert f"OSError: {tmp_path / 'run' / 'metrics.jsonl'}: No space left on device" in printed
+    assert "Traceback" not in printed
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == record
 
 
 def test_debug_shows_the_traceback(inputs, tmp_path):

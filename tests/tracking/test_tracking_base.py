@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import subprocess
 import sys
 from typing import ClassVar
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from strop.config.names import LOGGER_PACKAGES
-from strop.errors import ConfigError, MissingExtraError
+from strop.errors import ConfigError, MissingExtraError, TrainingError
 from strop.tracking import Tracking
 from strop.tracking.base import TRACKERS, resolve_tracker
 from strop.tracking.jsonl import read_metrics
@@ -135,6 +136,21 @@ def test_an_interrupt_in_a_tracker_is_not_swallowed(tmp_path, monkeypatch):
     monkeypatch.setattr(Recorder, "log", interrupted)
     with tracking(tmp_path, [f"{__name__}:Recorder"]) as trackers, pytest.raises(KeyboardInterrupt):
         trackers.log(1, {"x": 1.0})
+
+
+def test_a_record_that_does_not_close_is_an_error_that_hides_no_earlier_one(tmp_path, caplog):
+    def opened():
+        trackers = tracking(tmp_path, [f"{__name__}:Recorder"])
+        os.close(trackers._jsonl._file.fileno())  # so that the system refuses to close it again
+        return trackers
+
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl: the last steps may be missing"), opened():
+        pass
+    assert not caplog.text
+    with pytest.raises(ConfigError, match="the first error"), opened():
+        raise ConfigError("the first error")
+    assert "the last steps may be missing" in caplog.text
+    assert [recorder.closed for recorder in Recorder.built] == [1, 1]
 
 
 def test_a_tracker_that_does_not_start_is_an_error_and_closes_the_others(tmp_path):

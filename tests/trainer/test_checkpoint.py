@@ -78,6 +78,10 @@ def test_a_death_between_the_two_renames_loses_nothing(tmp_path):
         (lambda folder: (folder / "actor" / "state").unlink(), "actor/state has no file"),
         (lambda folder: (folder / "trainer.pt").write_bytes(b""), "trainer.pt has 0 bytes"),
         (lambda folder: (folder / "manifest.json").unlink(), "not a whole checkpoint"),
+        (lambda folder: (folder / "manifest.json").write_text('["trainer.pt"]'), "not a whole checkpoint"),
+        (lambda folder: (folder / "manifest.json").write_text("7"), "not a whole checkpoint"),
+        (lambda folder: (folder / "manifest.json").write_text('{"a": "b"}'), "not a whole checkpoint"),
+        (lambda folder: (folder / "manifest.json").write_text('{"a": tr'), "not a whole checkpoint"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_before_anything_is_loaded(tmp_path, damage, message):

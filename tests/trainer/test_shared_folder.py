@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from small_disk import small_disk
 
 from strop.errors import CheckpointError
 from strop.trainer.shared_folder import require_shared_folder
@@ -57,6 +58,14 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"default_local_dir=.* cannot be written"):
         require_shared_folder(tmp_path / "file" / "run", {})
+
+
+def test_a_probe_that_found_no_room_is_not_left_there(tmp_path):
+    with small_disk(tmp_path / "disk", "4k") as disk:
+        (disk / "fill").write_bytes(bytes(4096))
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            require_shared_folder(disk / "run", {})
+        assert list((disk / "run").iterdir()) == []
 
 
 def test_a_relative_folder_is_told_to_workers_in_full(tmp_path, monkeypatch):

@@ -41,7 +41,7 @@ def require_valid(config: SupervisedConfig) -> list[str]:
 
 
 def _findings(config: SupervisedConfig) -> Iterator[Finding]:
-    for rule in (inputs.data_files, inputs.tokenizer, inputs.resume, named.trackers):
+    for rule in (inputs.data_files, inputs.tokenizer, inputs.resume, inputs.run_folder, named.trackers):
         yield from rule(config)
     yield from inputs.model_folder("model.path", config.model.path)
     yield from inputs.context_of_model(config.model.path, config.data)

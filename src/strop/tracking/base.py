@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from strop.errors import ConfigError, MissingExtraError
+from strop.errors import ConfigError, MissingExtraError, TrainingError
 from strop.tracking.jsonl import JsonlTracker
 
 if TYPE_CHECKING:
@@ -135,9 +135,11 @@ class Tracking:
     def close(self) -> None:
         """Close every tracker; a second call does nothing."""
         others, self._others = self._others, {}
-        for name, tracker in others.items():
-            self._close_one(name, tracker)
-        self._jsonl.close()
+        try:
+            for name, tracker in others.items():
+                self._close_one(name, tracker)
+        finally:
+            self._jsonl.close()
 
     def __enter__(self) -> Tracking:
         return self
@@ -145,7 +147,12 @@ class Tracking:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except TrainingError as failure:
+            if kind is None:
+                raise
+            _log.warning("warning: %s", failure)  # the error that ended the run is the one to raise
 
     def _tell(self, name: str, step: int, call: Callable[[], None]) -> None:
         try:

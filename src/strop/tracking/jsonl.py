@@ -61,8 +61,11 @@ class JsonlTracker:
             raise TrainingError(f"{self.path}: cannot record step {step}: {error}") from error
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; TrainingError when it only now turns out that it could not be written (NFS)."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise TrainingError(f"{self.path}: the last steps may be missing: {error}") from error
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:

@@ -34,9 +34,11 @@ def force_to_disk(path: Path) -> None:
 def parse_manifest(text: str | bytes) -> dict[str, int] | None:
     """Relative path -> bytes; None when ``text`` is not a whole manifest (an upload that was cut off)."""
     try:
-        return json.loads(text)
+        sizes = json.loads(text)
     except ValueError:
         return None
+    is_manifest = isinstance(sizes, dict) and all(type(size) is int for size in sizes.values())
+    return sizes if is_manifest else None
 
 
 def verify(checkpoint: Path) -> None:
@@ -49,8 +51,8 @@ def verify(checkpoint: Path) -> None:
     sizes = parse_manifest(manifest.read_bytes()) if manifest.is_file() else None
     if sizes is None:
         raise CheckpointError(
-            f"{checkpoint} is not a whole checkpoint: it has no {MANIFEST} (a save that was cut off, or "
-            "another kind of folder); give a global_step_N folder"
+            f"{checkpoint} is not a whole checkpoint: it has no whole {MANIFEST} (a save that was cut off, "
+            "or another kind of folder); give a global_step_N folder"
         )
     require_sizes(str(checkpoint), sizes, {name: _size(checkpoint / name) for name in sizes})
 

@@ -10,6 +10,7 @@ from strop.config.trees import Root
 from strop.errors import WorkerError
 from strop.trainer.build import build_trainer
 from strop.trainer.run_folder import RunFolder
+from strop.trainer.run_lock import run_lock
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +24,15 @@ def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
     """``train(config)``, from the last checkpoint again after each failure of a worker.
 
     An error that would come again (a wrong model, a bad row) is not tried again. Nothing survives into a
-    restart but the run folder: models, data loaders and reward processes are built anew.
+    restart but the run folder: models, data loaders and reward processes are built anew. The folder is
+    this process's from before the first one is built to the end; ``ConfigError`` when another has it.
     """
     folder = RunFolder(config.trainer.default_local_dir)
+    with run_lock(folder.path):
+        _attempts(config, train, folder)
+
+
+def _attempts(config: Root, train: Callable[[Root], None], folder: RunFolder) -> None:
     for restarts_left in range(config.trainer.max_restarts, -1, -1):
         before = folder.latest_checkpoint()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from strop.tracking.base import Tracking
 from strop.tracking.curves import draw_curves
 from strop.trainer.checkpoint import Checkpoints
 from strop.trainer.run_folder import RunFolder
+from strop.trainer.run_lock import run_lock
+
+logger = logging.getLogger(__name__)
 
 
 class Run(ABC):
@@ -35,12 +39,14 @@ class Run(ABC):
 
     def fit(self) -> None:
         """Run the iterations that are left, from the last checkpoint if there is one."""
-        with self.checkpoints:  # on leaving: the save in flight is finished, uploads are waited for
+        # On leaving: the save in flight is finished, uploads are waited for, the folder is free.
+        with run_lock(self.folder.path), self.checkpoints:
             self.start()
             try:
-                self.iterate()
+                with self.tracking:
+                    self.iterate()
             finally:
-                self.close()
+                self._draw()
 
     def start(self) -> None:
         """Resume or begin: afterwards the folder holds the configuration and the trackers are open."""
@@ -114,7 +120,7 @@ class Run(ABC):
         try:
             how(path, *content)
         except OSError as error:
-            raise TrainingError(f"{path} cannot be written: {error}") from error
+            raise TrainingError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def seconds(self) -> float:
         """Wall-clock seconds of training since the run first began, over all resumes."""
@@ -137,8 +143,11 @@ class Run(ABC):
             trainer.train_loader.load_state_dict(state["loader"])
         self.seconds_before = state["seconds"]
 
-    def close(self) -> None:
-        """Close the trackers and draw the curves, also after an error."""
-        self.tracking.close()
-        if not self.settings.val_only and self.trainer.global_step > 0:
+    def _draw(self) -> None:
+        """Draw the curves, also after an error."""
+        if self.settings.val_only or self.trainer.global_step == 0:
+            return
+        try:
             draw_curves(self.folder.path)
+        except Exception as error:  # noqa: BLE001 - a full disk, a broken font: no picture decides how a run ends
+            logger.warning("warning: the curves could not be drawn (%s)", error)

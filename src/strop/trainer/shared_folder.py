@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 import uuid
@@ -29,6 +30,8 @@ def require_shared_folder(
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("every worker must see this file\n")
     except OSError as error:
+        with contextlib.suppress(OSError):  # on a full disk it is there, and empty
+            probe.unlink(missing_ok=True)
         raise CheckpointError(f"trainer.default_local_dir={folder} cannot be written: {error}") from error
     try:
         deadline = time.monotonic() + patience_s

@@ -32,6 +32,7 @@ ALL_RULES: tuple[Rule, ...] = (
     inputs.context_window,
     inputs.custom_reward,
     inputs.resume,
+    inputs.run_folder,
     reward_models.input_tokenizer,
     reward_models.shared_vocabulary,
     reward_models.context_window,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +104,32 @@ def resume(config: RootConfig) -> Iterator[Finding]:
         yield error(
             f"trainer.resume_mode={mode}: expected auto, disable, or a global_step_N folder; there is no "
             f"such folder"
+        )
+
+
+def run_folder(config: RootConfig) -> Iterator[Finding]:
+    """The run folder, or the nearest folder above it that is there, can be written to: by trying."""
+    path = config.trainer.default_local_dir
+    if is_url(path):
+        yield error(
+            f"trainer.default_local_dir={path}: expected a folder on a disk, which every node sees; "
+            "trainer.default_hdfs_dir takes copies of the checkpoints"
+        )
+        return
+    there = os.path.abspath(expand(path))
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        yield error(
+            f"trainer.default_local_dir={path}: {there} is not a folder; name another, or move it away"
+        )
+        return
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".strop-probe-", dir=there))
+    except OSError as problem:
+        yield error(
+            f"trainer.default_local_dir={path}: nothing can be written to {there} ({problem.strerror}); "
+            "name a folder that you may write to"
         )
 
 

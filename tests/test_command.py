@@ -1,0 +1,104 @@
+"""What a failure of files looks like at the end of a command."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from small_disk import no_room, small_disk
+
+from strop.atomic import atomic_path
+from strop.cli import main
+from strop.command import run_command
+
+
+def status_and_line(action, capsys) -> tuple[int, str]:
+    status = run_command(action, debug=False)
+    (line,) = capsys.readouterr().err.splitlines()
+    return status, line
+
+
+@pytest.mark.parametrize(
+    ("action", "parts"),
+    [
+        (
+            lambda folder: (folder / "file").mkdir(),
+            ("FileExistsError", "/file: ", "a file is where a folder"),
+        ),
+        (
+            lambda folder: (folder / "file" / "run").mkdir(),
+            ("NotADirectoryError", "/file/run: ", "a file is"),
+        ),
+        (lambda folder: (folder / "file" / "x").write_text(""), ("NotADirectoryError", "/file/x: ")),
+        (lambda folder: folder.read_text(), ("IsADirectoryError", "a folder is where a file is needed")),
+        (lambda folder: (folder / "no" / "x").write_text(""), ("FileNotFoundError", "/no/x: ", "the path")),
+        (no_room, ("OSError: No space left on device; free some room there",)),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(tmp_path, capsys, action, parts):
+    (tmp_path / "file").write_text("")
+    status, line = status_and_line(lambda: action(tmp_path), capsys)
+    assert status == 2
+    for part in parts:
+        assert part in line
+
+
+def test_a_full_disk_names_the_file_that_was_to_be_written(tmp_path, capsys):
+    def write() -> int:
+        with atomic_path(tmp_path / "table.parquet") as temporary:
+            temporary.symlink_to("/dev/full")  # the system's own refusal, which names no file
+            temporary.write_text("rows")
+        return 0
+
+    status, line = status_and_line(write, capsys)
+    assert status == 2
+    assert line.startswith(f"OSError: {tmp_path / 'table.parquet'}: No space left on device; free some room")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_may_not_be_made_is_told_by_its_own_name(tmp_path, capsys):
+    def write() -> int:
+        with atomic_path(tmp_path / "results.json"):
+            pass  # the temporary file that is then forced to disk is not there
+        return 0
+
+    _, line = status_and_line(write, capsys)
+    assert f"{tmp_path / 'results.json'}: No such file" in line
+    assert ".tmp" not in line
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError("no number, no file")]
+)
+def test_what_is_about_no_file_keeps_its_traceback(error):
+    def action() -> int:
+        raise error
+
+    with pytest.raises(type(error)):
+        run_command(action, debug=False)
+
+
+def test_debug_keeps_every_traceback(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        run_command(lambda: os.stat(tmp_path / "nothing").st_size, debug=True)
+
+
+def test_prepare_into_a_file_and_onto_a_full_disk(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["prepare", "arithmetic", "--out", str(tmp_path / "file")]) == 2
+    printed = capsys.readouterr().err
+    assert f"{tmp_path / 'file'}" in printed
+    assert "a file is where a folder is needed" in printed
+    with small_disk(tmp_path / "disk", "4k") as disk:
+        fill(disk)
+        assert main(["prepare", "arithmetic", "--out", str(disk)]) == 2
+    printed = capsys.readouterr().err
+    assert "/train.parquet: No space left on device; free some room there" in printed
+    assert "Traceback" not in printed
+
+
+def fill(disk: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        (disk / "fill").write_bytes(bytes(1 << 20))
