@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 from strop.config.load import load_config
 from strop.engines.fingerprint import weights_hash
 from strop.engines.micro_batches import MicroBatching
-from strop.engines.settings import OptimizerSettings, ShardingSettings
+from strop.engines.settings import OffloadSettings, OptimizerSettings, ShardingSettings
 from strop.engines.torch import ranks
 from strop.engines.torch.engine import TorchEngine
+from strop.engines.torch.offload import Offload
 from strop.errors import CheckpointError, ConfigError, ModelError
 from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
@@ -127,6 +128,26 @@ def train(
         metrics, result = step(trained, role, micro, seed=seed, **step_options)
         norms.append(result.grad_norm)
     return weights(trained), norms, metrics
+
+
+def train_offloaded(folder: Path, micro: MicroBatching, offloads: bool) -> tuple[Weights, int]:
+    """The actor after passes and updates; how many of its parameters were moved, and came back.
+
+    There is no second device here: a move is a copy in CPU memory, by the module's own way to its weights.
+    """
+    trained = engine(folder)
+    if offloads:
+        module = trained.module
+        module.to = lambda device: module._apply(lambda tensor: tensor.to(device, copy=True))
+        offload = Offload(OffloadSettings(), module, trained._optimizer, trained.device)
+        offload._parameters = offload._moments = True
+        trained._offload = offload
+    before = {name: ranks.part(weight).data_ptr() for name, weight in trained.module.named_parameters()}
+    for seed in range(STEPS):
+        trained.infer(mine(samples(seed=seed)), micro, temperature=0.9)
+        step(trained, "actor", micro, seed=seed)
+    after = {name: ranks.part(weight).data_ptr() for name, weight in trained.module.named_parameters()}
+    return weights(trained), sum(after[name] != place for name, place in before.items())
 
 
 def save_untied(folder: Path) -> Path:

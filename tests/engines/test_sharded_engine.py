@@ -217,3 +217,10 @@ def test_sizes_and_classes_that_do_not_fit_are_configuration_errors(folder, rank
         for message in ranks.run(4, jobs.failing_construction, folder, sharding):
             assert message.startswith("ConfigError")
             assert words in message
+
+
+def test_shards_that_move_between_the_phases_are_trained_like_those_that_stay(folder, ranks):
+    stayed, moved = (ranks.run(2, jobs.train_offloaded, folder, ROWS, offloads) for offloads in (False, True))
+    for (expected, none), (found, many) in zip(stayed, moved, strict=True):
+        assert (none, many > 0) == (0, True)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def is_url(path: str | Path) -> bool:
@@ -18,4 +21,4 @@ def expand(path: str) -> str:
 
 def may_be_a_hub_name(path: str) -> bool:
     """Whether `path` could name a model on a hub (owner/name); what is on this disk is looked at first."""
-    return not path.startswith(("/", "~", ".")) and path.count("/") <= 1 and not path.endswith(".gguf")
+    return _HUB_NAME.fullmatch(path) is not None and not path.endswith(".gguf")

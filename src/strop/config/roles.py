@@ -31,3 +31,24 @@ def roles_of(config: Config) -> list[str]:
         "RewardModel": config.reward_model.enable,
     }
     return [*policy_roles(config), *(role for role, present in optional.items() if present)]
+
+
+def model_paths(config: Config) -> dict[str, str]:
+    """Key -> path of every model that is loaded; a critic that starts from the policy is not named again."""
+    policy = config.actor_rollout_ref.model.path
+    paths = {"actor_rollout_ref.model.path": policy}
+    if uses_critic(config) and config.critic.model.path != policy:
+        paths["critic.model.path"] = config.critic.model.path
+    if config.reward_model.enable:
+        paths["reward_model.model.path"] = config.reward_model.model.path
+    return paths
+
+
+def tokenizer_paths(config: Config) -> dict[str, str]:
+    """Key -> path of every tokenizer that is loaded and has a key of its own."""
+    paths = {"data.tokenizer": config.data.tokenizer}
+    if uses_critic(config):
+        paths["critic.model.tokenizer_path"] = config.critic.model.tokenizer_path
+    if config.reward_model.enable:
+        paths["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
+    return {key: path for key, path in paths.items() if path}

@@ -198,12 +198,12 @@ def _find(model: PreTrainedModel, path: Path, fresh: Mapping[str, Any]) -> _Plac
 
 def _keys(path: Path) -> dict[str, Path]:
     """Every key of the folder's safetensors files, with its file."""
-    index = path / "model.safetensors.index.json"
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     try:
-        if index.is_file():
+        if not single.is_file() and index.is_file():  # as transformers chooses, where there are both
             return {key: path / file for key, file in json.loads(index.read_text())["weight_map"].items()}
-        with safe_open(path / "model.safetensors", framework="pt") as tensors:
-            return dict.fromkeys(tensors.keys(), path / "model.safetensors")
+        with safe_open(single, framework="pt") as tensors:
+            return dict.fromkeys(tensors.keys(), single)
     except (OSError, ValueError, KeyError, SafetensorError):
         return {}  # the load by transformers says what is wrong
 

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import importlib.util
 import json
-import re
 import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -28,8 +27,6 @@ from transformers import (
 from transformers.utils import logging
 
 from strop.errors import MissingExtraError, ModelError
-
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 @contextlib.contextmanager
@@ -56,14 +53,12 @@ def import_external_lib(names: str | list[str] | None) -> None:
 def locate(path: str | Path) -> dict[str, Any]:
     """The arguments by which transformers finds a model: a folder, a folder with one GGUF file, or that file.
 
-    What is not there but looks like a name on a hub (``owner/name``) is left to transformers to find.
+    A name on a hub is none of them: ``strop.data.hub`` makes a folder of it.
 
     Raises ``ModelError`` when there is nothing to load, ``MissingExtraError`` when GGUF support is not
     installed.
     """
     path = Path(path)
-    if not path.exists() and _HUB_NAME.fullmatch(str(path)):
-        return {"pretrained_model_name_or_path": str(path)}
     gguf_files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if not path.exists():
         raise ModelError(f"model path {path}: nothing there; expected a Hugging Face folder or a .gguf file")

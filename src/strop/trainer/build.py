@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib.util
 
 from strop.config.placement import Placement, runs_on_ray
-from strop.config.roles import roles_of
+from strop.config.roles import model_paths, roles_of, tokenizer_paths
 from strop.config.schema import Config
 from strop.controller.local import LocalWorkerGroup
 from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role
-from strop.data.files import local_path
+from strop.data.hub import local_tokenizer, require_from_hub
 from strop.errors import MissingExtraError
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.rewards.manager import RewardManager, load_reward_manager
@@ -33,8 +33,14 @@ def build_trainer(config: Config) -> RayPPOTrainer:
     seed_global_generators(config.trainer.seed)
     model = config.actor_rollout_ref.model
     import_external_lib(model.external_lib)
+    require_from_hub(
+        models=model_paths(config).values(),
+        tokenizers=tokenizer_paths(config).values(),
+        cache_dir=config.data.cache_dir,
+        weights=not runs_on_ray(config),
+    )
     tokenizer = load_tokenizer(
-        local_path(config.data.tokenizer or model.path, config.data.cache_dir),
+        local_tokenizer(config.data.tokenizer or model.path, config.data.cache_dir),
         trust_remote_code=model.trust_remote_code,
     )
     check_reward_model_tokens(config, tokenizer)

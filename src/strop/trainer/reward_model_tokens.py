@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from strop.config.schema import Config
-from strop.data.files import local_path
+from strop.data.hub import local_tokenizer
 from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.tokenize import tokenizer_fingerprint
 from strop.models.loader import import_external_lib, load_tokenizer
@@ -28,7 +28,7 @@ def check_reward_model_tokens(config: Config, tokenizer: Any) -> None:
         return
     import_external_lib(rewards.model.external_lib)
     models = config.actor_rollout_ref.model, rewards.model
-    policy, reward_model = (local_path(model.path, config.data.cache_dir) for model in models)
+    policy, reward_model = (local_tokenizer(model.path, config.data.cache_dir) for model in models)
     if rewards.model.input_tokenizer is None:
         trusted = models[0].trust_remote_code, models[1].trust_remote_code
         require_same_vocabulary(policy, reward_model, tokenizer, trusted=trusted)

@@ -23,7 +23,7 @@ from strop.config.supervised import (
 from strop.controller.resource_pool import ResourcePool
 from strop.controller.roles import Role
 from strop.data.answers import AnsweredDataset
-from strop.data.files import local_path
+from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import CollateFn, PromptLoader
 from strop.data.sampler import EpochSampler, SequentialBatches
 from strop.models.loader import import_external_lib, load_tokenizer
@@ -217,8 +217,16 @@ def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) 
     seed_global_generators(config.trainer.seed)
     model, data = config.model, config.data
     import_external_lib(model.external_lib)
+    on_ray = supervised_runs_on_ray(config)
+    require_from_hub(
+        models=[model.path],
+        tokenizers=[data.tokenizer] if data.tokenizer else [],
+        cache_dir=data.cache_dir,
+        weights=not on_ray,
+    )
     tokenizer = load_tokenizer(
-        local_path(data.tokenizer or model.path, data.cache_dir), trust_remote_code=model.trust_remote_code
+        local_tokenizer(data.tokenizer or model.path, data.cache_dir),
+        trust_remote_code=model.trust_remote_code,
     )
     trained = (trainer_cls.group_name,)
     checkpoint = Checkpoints.of(config, trained=trained).find(config.trainer.resume_mode)
@@ -227,7 +235,7 @@ def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) 
     return trainer_cls(
         config,
         tokenizer,
-        group_cls=group_class(on_ray=supervised_runs_on_ray(config)),
+        group_cls=group_class(on_ray=on_ray),
         pool=ResourcePool(trainer_cls.role.name, processes_on_nodes(config)),
     )
 

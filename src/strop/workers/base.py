@@ -14,12 +14,14 @@ from torch import Tensor
 from strop.config.trees import Root
 from strop.controller.dispatch import Dispatch, register
 from strop.controller.roles import Role
-from strop.data.files import local_path
+from strop.data.hub import is_hub_name, local_model
 from strop.engines.base import Engine, Loss, build_engine, pick_device
 from strop.engines.fingerprint import weights_hash
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.schedule import learning_rate_factor
 from strop.engines.settings import OffloadSettings, OptimizerSettings, ShardingSettings
+from strop.engines.torch import ranks
+from strop.errors import ModelError
 from strop.models.base import RoleModel
 from strop.models.deferred import WeightSource
 from strop.models.loader import import_external_lib
@@ -63,9 +65,15 @@ class Worker(Generic[Root]):
         self._buckets: Iterator[list[tuple[str, Tensor]]] | None = None
 
     def find_model(self, path: str, external_lib: str | list[str] | None) -> Path:
-        """The local folder of a model, downloaded once; the packages it needs are imported."""
+        """The local folder of a model, downloaded once; the packages it needs are imported. Collective."""
         import_external_lib(external_lib)
-        return local_path(path, self.config.data.cache_dir)
+        folder = local_model(path, self.config.data.cache_dir)
+        if is_hub_name(path) and len(versions := set(ranks.gathered(folder.name))) > 1:
+            raise ModelError(
+                f"model {path}: the machines have different versions of it, {', '.join(sorted(versions))}; "
+                f"bring all to the newest with `hf download {path}`"
+            )
+        return folder
 
     def model_options(self, model: Any) -> dict[str, Any]:
         """By which arguments a loader finds the model of a section ``model``."""

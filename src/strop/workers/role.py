@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from strop.config.micro_batches import resolve_micro_batch, sequence_parallel_size
 from strop.config.schema import Config
 from strop.controller.roles import Role
-from strop.data.files import local_path
+from strop.data.hub import local_tokenizer
 from strop.engines.base import Engine
 from strop.engines.micro_batches import MicroBatching
 from strop.errors import ConfigError
@@ -31,9 +31,9 @@ class RoleWorker(Worker[Config]):
         self.strategy = config.critic.strategy if is_critic else config.actor_rollout_ref.actor.strategy
 
     def load_tokenizer(self, path: str) -> Any:
-        """The tokenizer that lies at a local path or URL."""
+        """The tokenizer of a local path, a URL or a name on the hub."""
         return load_tokenizer(
-            local_path(path, self.config.data.cache_dir),
+            local_tokenizer(path, self.config.data.cache_dir),
             trust_remote_code=self.config.actor_rollout_ref.model.trust_remote_code,
         )
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from strop.config.schema import Config
 from strop.config.vllm import extra_sampling, rollout_dtype, tensor_parallel_size
+from strop.data.hub import local_tokenizer
 from strop.engines.base import compute_dtype
 from strop.models.loader import end_token_ids
 from strop.rollout.base import RolloutEngine, build_rollout
@@ -80,7 +81,7 @@ def _vllm_settings(worker: RoleWorker) -> Any:
     return VLLMSettings(
         model_path=worker.find_model(policy.path, policy.external_lib),
         config_overrides=policy.override_config,
-        tokenizer_path=worker.find_model(tokenizer, None) if reads_text else None,
+        tokenizer_path=local_tokenizer(tokenizer, config.data.cache_dir) if reads_text else None,
         device=worker.device,
         dtype=copy_dtype(worker),
         load_format="dummy" if rollout.load_format.startswith("dummy") else "auto",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from strop.config.supervised import Supervised, sequences_of_a_row
-from strop.data.files import local_path
+from strop.data.hub import local_tokenizer
 from strop.engines.base import Engine
 from strop.engines.micro_batches import MicroBatching
 from strop.models.base import RoleModel
@@ -21,7 +21,7 @@ class SupervisedWorker(Worker[Supervised]):
         """The tokenizer of the run, which is saved beside the model."""
         model, data = self.config.model, self.config.data
         return load_tokenizer(
-            local_path(data.tokenizer or model.path, data.cache_dir),
+            local_tokenizer(data.tokenizer or model.path, data.cache_dir),
             trust_remote_code=model.trust_remote_code,
         )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from strop.config.model_facts import read_model_facts
 from strop.config.paths import expand, is_url, may_be_a_hub_name
-from strop.config.roles import uses_critic
+from strop.config.roles import model_paths
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.rows import RowsConfig
@@ -31,13 +31,7 @@ def data_files(config: RootConfig) -> Iterator[Finding]:
 
 def models(config: Config) -> Iterator[Finding]:
     """Model folders exist and hold a model; a name without a folder is left to the hub."""
-    policy = config.actor_rollout_ref.model.path
-    paths = {"actor_rollout_ref.model.path": policy}
-    if uses_critic(config) and config.critic.model.path != policy:
-        paths["critic.model.path"] = config.critic.model.path
-    if config.reward_model.enable:
-        paths["reward_model.model.path"] = config.reward_model.model.path
-    for key, path in paths.items():
+    for key, path in model_paths(config).items():
         yield from model_folder(key, path)
 
 

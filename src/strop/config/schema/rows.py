@@ -29,4 +29,4 @@ class RowsConfig(Section):
     num_workers: PositiveInt | None
     """Processes that tokenise the files; null: one for each core."""
     cache_dir: str
-    """Folder for tokenised files and for files fetched from a URL."""
+    """Folder for tokenised files and for files fetched from a URL; models from the hub go into HF_HOME."""

@@ -81,7 +81,7 @@ class ModelConfig(Section):
     """A Hugging Face model that is trained."""
 
     path: str
-    """Hugging Face model: folder, name, hdfs:// or any fsspec URL, or a GGUF file."""
+    """Hugging Face model: folder, name on the hub, hdfs:// or any fsspec URL, or a GGUF file."""
     external_lib: str | list[str] | None
     """Package, or list of packages, to import first: they register models or tokenizers with transformers."""
     override_config: dict[str, Any]

@@ -43,6 +43,15 @@ def total(figures: dict[str, float], device: torch.device) -> dict[str, float]:
     return {name: float(figure) for name, figure in zip(names, sums, strict=True)}
 
 
+def gathered(value: str) -> list[str]:
+    """The ``value`` of every rank; collective."""
+    if not several():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a sharded one (collective), and any other as it is; detached."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

@@ -1,0 +1,202 @@
+"""Names on the Hugging Face hub: what is fetched, how often, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub import COMMIT, Hub, cache_by_hand, serving
+from huggingface_hub import constants
+
+from strop.data.hub import is_hub_name, local_model, local_tokenizer
+from strop.errors import ModelError
+
+from builders import write_prompts
+
+NAME = "org/tiny"
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+INDEX = {"weight_map": {"a": SHARDS[0], "b": SHARDS[1], "c": SHARDS[0]}}
+SMALL = ["config.json", "generation_config.json", "model.safetensors.index.json", "own_code.py",
+         "templates/chat.jinja", "tokenizer.json"]  # fmt: skip
+FILES = {
+    **{file: file.encode() for file in (*SMALL, *SHARDS)},
+    "model.safetensors.index.json": json.dumps(INDEX).encode(),
+    **dict.fromkeys(
+        ["pytorch_model.bin", "consolidated.safetensors", "tiny-q8.gguf", "original/consolidated.00.pth",
+         "original/params.json", "onnx/model.onnx", "tf_model.h5", "README.md", "picture.png"],
+        b"not needed",
+    ),
+}  # fmt: skip
+FIND = """
+import sys
+from strop.data import hub
+from strop.errors import ModelError
+try:
+    print(getattr(hub, sys.argv[1])(sys.argv[2], sys.argv[3]))
+except ModelError as error:
+    print(error)
+"""
+
+
+class Machine:
+    """Processes with a home of their own, which reach a hub."""
+
+    def __init__(self, home: Path, url: str, **environment: str) -> None:
+        self.home = home
+        self._environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_ENDPOINT": url,
+            "HF_HOME": str(home / "hf"),
+            "no_proxy": "127.0.0.1",
+            **environment,
+        }
+        self._environment.pop("HF_HUB_CACHE", None)
+
+    def start(self, *arguments: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def find(self, function: str, name: str = NAME) -> subprocess.Popen:
+        return self.start("-c", FIND, function, name, str(self.home / "strop"))
+
+
+def answer(process: subprocess.Popen) -> str:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out.strip()
+
+
+def test_a_machine_fetches_what_it_needs_and_once(tmp_path):
+    with serving(Hub(NAME, FILES)) as server:
+        machine = Machine(tmp_path, server.url)
+        folder = Path(answer(machine.find("local_tokenizer")))
+        assert folder == tmp_path / "hf/hub/models--org--tiny/snapshots" / COMMIT
+        assert server.files == SMALL
+        both = [machine.find("local_model"), machine.find("local_model")]
+        assert [Path(answer(process)) for process in both] == [folder, folder]
+        assert server.files == sorted([*SMALL, *SHARDS])
+        assert (folder / SHARDS[1]).read_bytes() == SHARDS[1].encode()
+        asked = len(server.requests)
+        assert Path(answer(machine.find("local_model"))) == folder
+        assert len(server.requests) == asked  # what is whole is taken as it is
+    assert Path(answer(machine.find("local_model"))) == folder  # and without a network
+    (folder / "own_code.py").unlink()
+    process = machine.find("local_model")
+    assert "1 file(s) are missing (own_code.py)" in process.communicate()[1]
+    (folder / "generation_config.json").unlink()
+    text = answer(machine.find("local_model"))
+    assert text.startswith(
+        f"model {NAME}: {folder} lacks generation_config.json, and the hub does not answer ("
+    )
+
+
+def test_what_another_program_has_put_into_the_cache_is_not_fetched_again(tmp_path):
+    (tmp_path / "model").mkdir()
+    for file in ("config.json", *SHARDS, "model.safetensors.index.json"):
+        (tmp_path / "model" / file).write_bytes(FILES[file])
+    snapshot = cache_by_hand(tmp_path / "hf/hub", NAME, tmp_path / "model")
+    with serving(Hub(NAME, FILES)) as server:
+        assert Path(answer(Machine(tmp_path, server.url).find("local_model"))) == snapshot
+        missing = sorted(set(SMALL) - {"config.json", "model.safetensors.index.json"})
+        assert server.files == missing
+
+
+def test_a_gguf_file_is_its_own_tokenizer(tmp_path):
+    with serving(Hub(NAME, {"README.md": b"", "tiny-q8.gguf": b"weights"})) as server:
+        folder = Path(answer(Machine(tmp_path, server.url).find("local_tokenizer")))
+    assert [path.name for path in folder.iterdir()] == ["tiny-q8.gguf"]
+
+
+def test_a_name_that_the_hub_does_not_know_and_a_hub_that_does_not_answer_are_told(tmp_path):
+    with serving(Hub(NAME, FILES)) as server:
+        machine = Machine(tmp_path, server.url)
+        text = answer(machine.find("local_model", "org/tinny"))
+        assert text.startswith("model org/tinny: there is no such folder here, and no such model on the")
+    text = answer(machine.find("local_model"))
+    assert text.startswith(
+        "model org/tiny: there is no such folder here, so it is taken for a name on the Hugging Face hub, "
+        "but the hub does not answer ("
+    )
+    assert f"and it is not in {tmp_path}/hf/hub. Fetch it with `hf download org/tiny`" in text
+
+
+def test_a_check_of_the_configuration_fetches_nothing(tmp_path):
+    write_prompts(tmp_path / "train.parquet", 8)
+    with serving(Hub(NAME, FILES)) as server:
+        machine = Machine(tmp_path, server.url)
+        run = machine.start(
+            "-m", "strop.cli", "check", f"actor_rollout_ref.model.path={NAME}", "data.train_batch_size=8",
+            f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/train.parquet",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.name=hf",
+            "trainer.device=cpu", f"data.cache_dir={tmp_path}/strop",
+        )  # fmt: skip
+        assert NAME in answer(run)
+        assert server.requests == []
+    assert not (tmp_path / "hf").exists()
+
+
+# ------------------------------------------------------------------------------------------ without a network
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache in which a test puts files; returns what puts them there, for ``NAME``."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def put(*files: str) -> Path:
+        for file in files:
+            (tmp_path / "model" / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "model" / file).write_bytes(FILES.get(file, b""))
+        return cache_by_hand(tmp_path / "hub", NAME, tmp_path / "model")
+
+    return put
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        ["model.safetensors"],
+        ["model.safetensors.index.json", *SHARDS],
+        ["pytorch_model.bin"],
+        ["tiny-q8.gguf"],
+    ],
+)
+def test_a_cached_model_is_found_in_each_format(cache, tmp_path, weights):
+    snapshot = cache("config.json", *weights)
+    assert local_model(NAME, tmp_path / "strop") == snapshot
+    assert local_tokenizer(NAME, tmp_path / "strop") == snapshot
+
+
+def test_a_tokenizer_needs_no_weights_and_a_model_does(cache, tmp_path):
+    snapshot = cache("config.json", "tokenizer.json")
+    assert local_tokenizer(NAME, tmp_path / "strop") == snapshot
+    with pytest.raises(ModelError, match=r"found config\.json, tokenizer\.json; expected model\.safetensors"):
+        local_model(NAME, tmp_path / "strop")
+
+
+def test_a_model_that_lacks_a_shard_is_told(cache, tmp_path):
+    cache("config.json", "model.safetensors.index.json", SHARDS[0])
+    with pytest.raises(ModelError, match=f"lacks {SHARDS[1]}, and HF_HUB_OFFLINE is set"):
+        local_model(NAME, tmp_path / "strop")
+
+
+def test_what_is_on_this_disk_is_no_name_on_the_hub(cache, tmp_path, monkeypatch):
+    cache("config.json", "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_name(NAME)
+    (tmp_path / NAME).mkdir(parents=True)
+    assert not is_hub_name(NAME)
+    assert local_model(NAME, tmp_path / "strop") == Path(NAME)
+    for path in ("/no/folder", "./folder", "a/b/c", "tiny.gguf", "s3://bucket/tiny", "org/", "two words"):
+        assert not is_hub_name(path)
