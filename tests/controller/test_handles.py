@@ -35,9 +35,14 @@ class Store:
             {name: (to_array(split[name][rank]), column.dtype) for name, column in self.plain.items()}
             for rank in range(len(ROWS))
         ]
-        parts = [RemoteColumns(rank, rows, self._fetch) for rank, rows in enumerate(ROWS)]
+        self.by_rank = self.answers()
+        self.batch = DataProto.concat(self.by_rank)
+
+    def answers(self) -> list[DataProto]:
+        """What one call to the ranks returns."""
+        parts = [RemoteColumns(rank, rank, rows, self._fetch) for rank, rows in enumerate(ROWS)]
         layouts = [Layout([part]) for part in parts]
-        self.by_rank = [
+        return [
             DataProto(
                 {
                     name: RemoteTensor.of(name, layout, row_shape=column.shape[1:], dtype=column.dtype)
@@ -47,16 +52,21 @@ class Store:
             )
             for rank, layout in enumerate(layouts)
         ]
-        self.batch = DataProto.concat(self.by_rank)
 
-    def _fetch(self, rank: int):
-        self.fetched.append(rank)
-        return self.objects[rank]
+    def _fetch(self, references: dict[int, int]):
+        self.fetched.extend(references)
+        return {rank: self.objects[reference] for rank, reference in references.items()}
 
 
 @pytest.fixture
 def store() -> Store:
     return Store()
+
+
+def test_the_answers_of_two_calls_are_joined(store):
+    twice = DataProto.concat([store.batch, *store.answers()])
+    assert torch.equal(twice.batch["values"].fetch(), torch.cat([store.plain["values"]] * 2))
+    assert store.fetched == [0, 1, 2, 0, 1, 2]  # each of its own object
 
 
 OPERATIONS = {

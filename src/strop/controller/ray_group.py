@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +167,11 @@ class RayWorkerGroup:
             case ("tensors",):
                 if self._handles:
                     return RemoteValue(reference)
-                packed = self._processes.read(self.name, rank, reference)
+                packed = self._processes.read(self.name, {rank: reference})[rank]
                 self.traffic.received += packed.nbytes
                 return unpack(packed, ())
         _, rows, shapes, apart, non_tensors, meta_info = info
-        layout = Layout([RemoteColumns(reference, rows, partial(self._fetch, rank), apart)])
+        layout = Layout([RemoteColumns(rank, reference, rows, self._fetch, apart)])
         columns = {
             name: RemoteTensor.of(name, layout, row_shape=shape, dtype=dtype)
             for name, (shape, dtype) in shapes.items()
@@ -183,10 +182,10 @@ class RayWorkerGroup:
             )
         return DataProto(dict(columns), non_tensors, meta_info)
 
-    def _fetch(self, rank: int, reference: Any) -> Columns:
-        columns = self._processes.read(self.name, rank, reference)
-        self.traffic.received += sum(array.nbytes for array, _ in columns.values())
-        return columns
+    def _fetch(self, references: dict[int, Any]) -> dict[int, Columns]:
+        found = self._processes.read(self.name, references)
+        self.traffic.received += sum(array.nbytes for own in found.values() for array, _ in own.values())
+        return found
 
 
 @dataclass(frozen=True)

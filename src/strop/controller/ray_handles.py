@@ -19,6 +19,8 @@ from strop.controller.arrays import to_tensor
 
 Columns = dict[str, tuple[np.ndarray, torch.dtype]]
 """One rank's tensors in the store: name -> (array, dtype)."""
+Fetch = Callable[[dict[int, Any]], dict[int, Columns]]
+"""Objects of the store by rank, all at once."""
 
 
 class RemoteValue:
@@ -32,14 +34,10 @@ class RemoteColumns:
     """The tensors that one rank returned from one call, in objects of the store: small ones share one."""
 
     def __init__(
-        self,
-        reference: Any,
-        rows: int,
-        fetch: Callable[[Any], Columns],
-        apart: Mapping[str, Any] | None = None,
+        self, rank: int, reference: Any, rows: int, fetch: Fetch, apart: Mapping[str, Any] | None = None
     ) -> None:
         """``apart``: the references of columns in objects of their own; ``reference``: of all others."""
-        self.rows = rows
+        self.rank, self.rows = rank, rows
         self._shared, self._apart = reference, dict(apart or {})
         self._fetch = fetch
         self._fetched: dict[Any, Columns] = {}
@@ -48,12 +46,16 @@ class RemoteColumns:
         """The object that holds a column."""
         return self._apart.get(name, self._shared)
 
-    def __getitem__(self, name: str) -> Tensor:
-        """The column; its object is fetched once."""
-        reference = self.reference(name)
-        if reference not in self._fetched:
-            self._fetched[reference] = self._fetch(reference)
-        return to_tensor(*self._fetched[reference][name])
+    @staticmethod
+    def column(name: str, parts: Sequence[RemoteColumns]) -> Tensor:
+        """A column's rows on all these ranks; every object is fetched once, those of one call together."""
+        while missing := [part for part in parts if part.reference(name) not in part._fetched]:
+            fetch = missing[0]._fetch
+            by_rank = {part.rank: part for part in missing if part._fetch == fetch}
+            for rank, columns in fetch({r: part.reference(name) for r, part in by_rank.items()}).items():
+                by_rank[rank]._fetched[by_rank[rank].reference(name)] = columns
+        found = [to_tensor(*part._fetched[part.reference(name)][name]) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class Layout:
@@ -146,8 +148,7 @@ class RemoteTensor(Tensor):
     def fetch(self) -> Tensor:
         """An ordinary tensor with these rows."""
         if self._fetched is None:
-            parts, index = self.source.parts, self.source.index
-            whole = parts[0][self.column] if len(parts) == 1 else torch.cat([p[self.column] for p in parts])
+            whole, index = RemoteColumns.column(self.column, self.source.parts), self.source.index
             self._fetched = whole if index is None else whole[index]
         return self._fetched
 

@@ -111,9 +111,9 @@ class Processes:
         calls = {rank: getattr(host, method).remote(*args) for rank, host in enumerate(self.hosts)}
         return list(self.wait(self.begin(self.pool.name, method, calls), starting=starting).values())
 
-    def read(self, role: str, rank: int, reference: Any) -> Any:
-        """What a rank put into the object store, where it lives as long as that rank; see ``wait``."""
-        return self.wait(self.begin(role, "the reading of its results", {rank: reference}))[rank]
+    def read(self, role: str, references: dict[int, Any]) -> dict[int, Any]:
+        """What ranks put into the object store, where it lives as long as they do; see ``wait``."""
+        return self.wait(self.begin(role, "the reading of its results", references))
 
     def wait(self, call: Call, *, starting: bool = False) -> dict[int, Any]:
         """The results by rank.
