@@ -43,6 +43,7 @@ class WorkerHost:
         self._calls_thread = threading.get_ident()
         self._reports = Reports()
 
+        self._store: Any = None
     def prepare(self, module_path: list[str], folder: str, threads: int, gpu: bool) -> dict[str, Any]:
         """Become like the driver: its import path, folder and number of threads; tells where this is."""
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
@@ -69,14 +70,17 @@ class WorkerHost:
             "thread": self._calls_thread,
         }
 
-    def free_port(self) -> int:
-        """A port that nobody listens on."""
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            return listener.getsockname()[1]
+    def open_store(self) -> int:
+        """Begin to listen where the pool's other processes will meet this one; returns the port."""
+        import torch.distributed as dist
 
-    def join(self, address: str, rank: int, world_size: int, *, gpu: bool, timeout_s: float | None) -> None:
-        """Meet the pool's other processes in ``torch.distributed``.
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def join(
+        self, host: str, port: int, rank: int, world_size: int, *, gpu: bool, timeout_s: float | None
+    ) -> None:
+        """Meet the pool's other processes in ``torch.distributed``, by what rank zero opened there.
 
         Who waits there for a rank that hangs gives up after the driver does, which can name that rank.
         """
@@ -86,11 +90,14 @@ class WorkerHost:
         if gpu:
             torch.cuda.set_device(0)
         dist.init_process_group(
+        timeout = timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S if timeout_s else 7 * 24 * 3600)
+        store = self._store or dist.TCPStore(host, port, timeout=timeout)
+        store.set_timeout(timeout)
             backend="cpu:gloo,cuda:nccl" if gpu else "gloo",
-            init_method=f"tcp://{address}",
+            store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S if timeout_s else 7 * 24 * 3600),
+            timeout=timeout,
         )
 
     def add(self, name: str, worker: bytes, rank: int, world_size: int) -> dict[str, tuple[int, int]]:
