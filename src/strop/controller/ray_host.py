@@ -1,8 +1,8 @@
 """The process that holds workers: a Ray actor. Roles of one pool share it, and with it its device.
 
 Besides the calls to its workers, which run one after another in one thread, it answers in further threads:
-it is asked there whether it is alive, what there is to report and, when a call takes too long, where that
-thread stands.
+it is asked there whether it is alive, what there is to report, whether a save is done and, when a call takes
+too long, where that thread stands.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from strop.protocol import DataProto
 STACK_SIGNAL = signal.SIGUSR2
 """Writes the stacks of all threads into a file, also when native code holds the interpreter."""
 _WATCH = "watch"
+_BESIDE = "beside"
 _LARGE_BYTES = 1 << 18
 _AFTER_THE_DRIVER_S = 60.0
 
@@ -42,8 +43,8 @@ class WorkerHost:
         self._workers: dict[str, Any] = {}
         self._calls_thread = threading.get_ident()
         self._reports = Reports()
-
         self._store: Any = None
+
     def prepare(self, module_path: list[str], folder: str, threads: int, gpu: bool) -> dict[str, Any]:
         """Become like the driver: its import path, folder and number of threads; tells where this is."""
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
@@ -89,10 +90,10 @@ class WorkerHost:
 
         if gpu:
             torch.cuda.set_device(0)
-        dist.init_process_group(
         timeout = timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S if timeout_s else 7 * 24 * 3600)
         store = self._store or dist.TCPStore(host, port, timeout=timeout)
         store.set_timeout(timeout)
+        dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if gpu else "gloo",
             store=store,
             rank=rank,
@@ -133,6 +134,12 @@ class WorkerHost:
         whole, _ = pack(result)
         return (("tensors",), whole) if whole.arrays else (("value", result), None)
 
+    @ray.method(num_returns=2, concurrency_group=_BESIDE)
+    def call_beside(self, name: str, method: str, packed: Packed, *objects: Any) -> tuple[Any, Any]:
+        """``call`` of a method that is marked with ``beside_calls``: at once, whatever is under way."""
+        host: Any = self  # its type is that of a method on a handle of Ray
+        return host.call(name, method, packed, *objects)
+
     def sees(self, path: str) -> bool:
         """Whether there is such a file, from here."""
         return Path(path).exists()
@@ -156,5 +163,9 @@ class WorkerHost:
         return "".join(traceback.format_list(stack[own + 1 :])) or "(it runs no call)"
 
 
-_ACTOR: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {_WATCH: 4}}
+_ACTOR: dict[str, Any] = {
+    "max_restarts": 0,
+    "max_task_retries": 0,
+    "concurrency_groups": {_WATCH: 4, _BESIDE: 1},
+}
 RemoteHost: Any = ray.remote(**_ACTOR)(WorkerHost)
