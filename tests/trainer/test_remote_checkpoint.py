@@ -290,6 +290,17 @@ def test_an_upload_that_hangs_is_given_up_after_an_interrupt(memory_fs, tmp_path
     go_on.set()
 
 
+def test_a_resume_from_an_earlier_checkpoint_replaces_what_came_after_it(url, tmp_path):
+    run_of(10, 20, 30, folder=tmp_path, url=url, keep=2)
+    with Checkpoints(tmp_path, remote=url, max_to_keep=2) as checkpoints:
+        found = checkpoints.find(str(tmp_path / "global_step_20"))
+        checkpoints.load(found, {"actor": Group(0)})
+        checkpoints.save(22, {"actor": Group(22)}, STATE)
+    latest_name = "latest_checkpointed_iteration.txt"
+    assert names(url) == ["global_step_20", "global_step_22", latest_name]
+    assert latest(url) == "22\n"
+
+
 def test_a_new_run_moves_another_ones_remote_checkpoints_aside(url, tmp_path):
     run_of(1, 20, folder=tmp_path / "first", url=url)
     Checkpoints(tmp_path / "second", remote=url).archive_remote()

@@ -156,7 +156,8 @@ class Checkpoints:
         if self._uploader is None:
             return
         self._uploader.close(at_most_s=at_most_s)
-        self._prune(keep=latest_step(self.folder))
+        if (newest := latest_step(self.folder)) is not None:
+            self._prune(newest=newest)
 
     def save(self, step: int, groups: Mapping[str, Any], trainer_state: dict[str, Any]) -> Path:
         """Write ``global_step_<step>``; with ``background`` it is there after ``finish``, or some ``poll``.
@@ -211,7 +212,7 @@ class Checkpoints:
         self._in_flight = None
         if self._uploader is not None:
             self._uploader.submit(step, self.folder / f"global_step_{step}")
-        self._prune(keep=step)
+        self._prune(newest=step)
 
     def find(self, resume_mode: str) -> Path | None:
         """The checkpoint to resume from, on the disk that all nodes share; see ``find_checkpoint``."""
@@ -277,14 +278,18 @@ class Checkpoints:
                 f"the latest whole one is {latest_step(self.folder) or 'none'}"
             ) from error
 
-    def _prune(self, keep: int | None) -> None:
-        """Keep the newest ``max_to_keep``, and always ``keep`` and the one that is being uploaded."""
+    def _prune(self, newest: int) -> None:
+        """Keep the last ``max_to_keep`` up to ``newest``, which is whole, and the one that is being uploaded.
+
+        Later ones are of a run that was taken up again from an earlier checkpoint.
+        """
         if self.max_to_keep is None:
             return
         steps = saved_steps(self.folder)
-        for step in steps[: -self.max_to_keep]:
+        kept = [step for step in steps if step <= newest][-self.max_to_keep :]
+        for step in steps:
             path = self.folder / f"global_step_{step}"
-            if step != keep and (self._uploader is None or self._uploader.release(path)):
+            if step not in kept and (self._uploader is None or self._uploader.release(path)):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _remove_unfinished(self) -> None:

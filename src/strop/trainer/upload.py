@@ -157,7 +157,8 @@ class Uploader:
                 if upload.only_if_missing and self.remote.is_whole(upload.step):
                     return
                 self.remote.upload(upload.checkpoint, uploaded=uploaded, advance=advance)
-                if self._max_to_keep is not None:
+                # What a resume found missing is no new checkpoint: it makes none superfluous.
+                if self._max_to_keep is not None and not upload.only_if_missing:
                     self.remote.prune(self._max_to_keep, newest=upload.step)
                 return
             except Exception as error:  # as above
