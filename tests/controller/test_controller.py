@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.controller.dispatch import Dispatch, dispatch_of, register
+from strop.controller.dispatch import Dispatch, dispatch_of, register, runs_beside_calls
 from strop.controller.local import LocalWorkerGroup
 from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role
@@ -45,6 +45,7 @@ def test_a_group_that_was_shut_down_holds_no_worker():
 def test_marks_are_read_from_the_class():
     assert dispatch_of(Counter, "add") is Dispatch.DATA_PARALLEL
     assert dispatch_of(Counter, "unmarked") is None
+    assert not runs_beside_calls(Counter, "add")
 
 
 def test_pools_are_found_by_role():

@@ -11,6 +11,8 @@ import torch
 from strop.controller.local import LocalWorkerGroup
 from strop.controller.ray_group import RayWorkerGroup
 from strop.controller.ray_handles import RemoteTensor
+from strop.trainer.checkpoint import Checkpoints
+from strop.trainer.manifest import verify
 
 from builders import random_samples
 from toys import PairedWorker, ToyWorker, pools
@@ -136,6 +138,22 @@ def test_started_calls_run_in_their_order(group):
     before = group.values()[0]
     calls = [group.add.start(amount) for amount in (1, 10, 100)]
     assert [call.get() for call in calls] == [before + 1, before + 11, before + 111]
+
+
+def test_a_run_that_is_ended_while_a_call_hangs_keeps_the_save_in_flight(ray_session, tmp_path):
+    def run() -> None:
+        with (
+            _on_ray(pools(main=[2])[0], start=5) as group,
+            Checkpoints(tmp_path, background=True, trained=["toy"]) as checkpoints,
+        ):
+            checkpoints.save(1, {"toy": group}, {})
+            group.sleep.start(rank=1)  # longer than the groups of this file wait for any call
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    verify(tmp_path / "global_step_1")
+    assert [(tmp_path / "global_step_1" / "toy" / str(rank)).read_text() for rank in (0, 1)] == ["5", "5"]
 
 
 def test_only_marked_methods_can_be_called(group):

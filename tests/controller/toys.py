@@ -126,6 +126,30 @@ class ToyWorker:
             time.sleep(0.05)
         return False
 
+    # ------------------------------------------------------------------------------- saving in the background
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: Path, background: bool) -> None:
+        """Its thread, like that of a real save, talks to the threads of the other ranks."""
+        apart = dist.new_group() if self.world_size > 1 else None
+
+        def write() -> None:
+            if apart is not None:
+                dist.barrier(apart)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{self.rank}").write_text(str(self.value))
+
+        self.saving = threading.Thread(target=write)
+        self.saving.start()
+
+    @register(Dispatch.ONE_TO_ALL, beside_calls=True)
+    def save_is_done(self) -> bool:
+        return not self.saving.is_alive()
+
+    @register(Dispatch.ONE_TO_ALL, beside_calls=True)
+    def finish_save(self) -> None:
+        self.saving.join()
+
     # -------------------------------------------------------------------------------------------- failures
 
     @register(Dispatch.ONE_TO_ALL)

@@ -41,7 +41,7 @@ class RayRun:
             MARK: self.mark,
             "RAY_AUTH_MODE": "disabled",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(HERE),
+            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
             "SABOTAGE": json.dumps(sabotage),
         }
         environment["RAY_ADDRESS"] = "local"  # and not a cluster that another test has here

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from strop.trainer.manifest import verify
+
 from ray_runs import RayRun, abandoned_shared_memory, trained_weights
 from runs import hashes, make_inputs, metrics, overrides, train
 
@@ -58,11 +60,14 @@ def test_one_rank_on_ray_is_the_local_run_bit_for_bit(ray_session, inputs, tmp_p
 ENDS = {"Ctrl-C": 130, "SIGTERM": 143, "SIGKILL": -9}
 
 
-@pytest.mark.parametrize("how", ENDS)
-def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how):
+@pytest.mark.parametrize(
+    ("how", "background"), [("Ctrl-C", False), ("SIGTERM", False), ("SIGTERM", True), ("SIGKILL", False)]
+)
+def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, background):
+    """With ``background`` the save of iteration 1 is in flight, and a call of the same worker hangs."""
     abandoned = abandoned_shared_memory()
     run = RayRun(
-        overrides(inputs, tmp_path / "run", *SETTINGS),
+        overrides(inputs, tmp_path / "run", *SETTINGS, f"trainer.async_save={background}"),
         sabotage=_sabotage(tmp_path, "update_actor", 3, "sleep"),
     )
     run.wait_until_struck()
@@ -72,7 +77,7 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how):
         os.killpg(run.process.pid, signal.SIGINT)
     else:
         run.process.send_signal(getattr(signal, how))
-    assert run.wait(30) == ENDS[how]
+    assert run.wait(60) == ENDS[how]
     # After kill -9 of the driver two helpers of Ray look for its head for half a minute before they give up.
     run.seconds_until_gone(at_most=120 if how == "SIGKILL" else 30)
     assert abandoned_shared_memory() <= abandoned
@@ -80,6 +85,7 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how):
         assert f"stopped by {how}; the last whole checkpoint is kept" in run.lines[-1][1]
         assert "Traceback" not in run.console
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "1\n"
+    verify(tmp_path / "run" / "global_step_1")
 
 
 def test_a_killed_gcs_is_told_and_the_run_can_be_resumed(inputs, undisturbed, tmp_path):

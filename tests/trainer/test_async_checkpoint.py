@@ -6,6 +6,7 @@ import pytest
 from saving_groups import STATE, Group
 
 from strop.errors import CheckpointError, TrainingError, WorkerError
+from strop.trainer import checkpoint, checkpoint_folder
 from strop.trainer.checkpoint import Checkpoints
 from strop.trainer.manifest import verify
 
@@ -18,10 +19,11 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def run_until(error: BaseException, checkpoints: Checkpoints, group: Group) -> None:
-    """A run that saves iteration 3 and then ends by ``error``."""
+def run_until(error: BaseException, checkpoints: Checkpoints, *groups: Group) -> None:
+    """A run that saves iteration 3, 4, ... and then ends by ``error``."""
     with checkpoints:
-        checkpoints.save(3, {"actor": group}, STATE)
+        for step, group in enumerate(groups, start=3):
+            checkpoints.save(step, {"actor": group}, STATE)
         raise error
 
 
@@ -68,11 +70,66 @@ def test_a_rank_that_could_not_write_is_a_checkpoint_error(tmp_path):
 @pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
 def test_a_run_that_ends_by_an_exception_keeps_what_was_in_flight(tmp_path, error):
     group = Group(5)
+    group.may_write.set()
     checkpoints = Checkpoints(tmp_path, background=True)
     with pytest.raises(type(error)):
         run_until(error, checkpoints, group)
     verify(tmp_path / "global_step_3")
     assert checkpoints.find("auto") == tmp_path / "global_step_3"
+
+
+def test_an_interrupt_while_a_save_is_waited_for_does_not_drop_it(tmp_path):
+    class Interrupted(Group):
+        def finish_save(self) -> None:
+            if self.save_is_done():
+                return super().finish_save()
+            self.may_write.set()
+            raise KeyboardInterrupt
+
+    group = Interrupted(5)
+    with pytest.raises(KeyboardInterrupt):
+        run_until(ValueError("not reached"), Checkpoints(tmp_path, background=True), group, group)
+    verify(tmp_path / "global_step_3")
+    assert names(tmp_path) == ["global_step_3", "latest_checkpointed_iteration.txt"]
+
+
+@pytest.mark.parametrize("step", ["seal", "rename", "latest"])
+def test_an_interrupt_while_a_save_gets_its_name_does_not_drop_it(tmp_path, monkeypatch, step):
+    owner, name = {
+        "seal": (checkpoint, "seal"),
+        "rename": (Path, "rename"),
+        "latest": (checkpoint_folder, "atomic_write_text"),
+    }[step]
+    original, interrupts = getattr(owner, name), iter([KeyboardInterrupt])
+
+    def interrupted(*args):
+        for interrupt in interrupts:
+            raise interrupt
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_until(ValueError("not reached"), Checkpoints(tmp_path, background=True), Group(5), Group(6))
+    verify(tmp_path / "global_step_3")
+    assert names(tmp_path) == ["global_step_3", "latest_checkpointed_iteration.txt"]
+
+
+def test_after_an_interrupt_a_save_that_hangs_is_dropped(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoint, "AFTER_AN_INTERRUPT_S", 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        run_until(KeyboardInterrupt(), Checkpoints(tmp_path, background=True), Group(5), Group(6))
+    assert "iteration 4 was not written within 0 s and is dropped; the latest whole one is 3" in caplog.text
+    assert names(tmp_path) == ["global_step_3", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_second_interrupt_drops_the_save_in_flight(tmp_path):
+    class Interrupted(Group):
+        def save_is_done(self) -> bool:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_until(KeyboardInterrupt(), Checkpoints(tmp_path, background=True), Interrupted(5))
+    assert names(tmp_path) == []
 
 
 def test_a_failure_in_the_background_names_the_iteration_and_the_last_whole_one(tmp_path):

@@ -41,13 +41,33 @@ def test_the_global_random_generators_go_on_where_they_were(tmp_path):
 
 def test_only_the_newest_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, max_to_keep=2)
-    for step in (2, 10, 4, 12):
+    for step in (2, 4, 10, 12):
         checkpoints.save(step, {"actor": Group(step)}, STATE)
     assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [
         "global_step_10",
         "global_step_12",
     ]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "12\n"
+
+
+def test_what_came_after_the_checkpoint_of_a_resume_goes_when_a_new_one_is_whole(tmp_path):
+    def kept() -> list[int]:
+        return sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*"))
+
+    checkpoints = Checkpoints(tmp_path, max_to_keep=2)
+    for step in (10, 20, 30):
+        checkpoints.save(step, {"actor": Group(step)}, STATE)
+    checkpoints = Checkpoints(tmp_path, max_to_keep=2)
+    checkpoints.load(checkpoints.find(str(tmp_path / "global_step_20")), {"actor": Group(0)})
+    with pytest.raises(CheckpointError):
+        checkpoints.save(22, {"actor": Group(22, failure=OSError(28, "No space left"))}, STATE)
+    assert kept() == [20, 30]
+    checkpoints.save(22, {"actor": Group(22)}, STATE)
+    assert kept() == [20, 22]
+    assert checkpoints.find("auto") == tmp_path / "global_step_22"
+    for step in (24, 26):
+        checkpoints.save(step, {"actor": Group(step)}, STATE)
+    assert kept() == [24, 26]
 
 
 def test_saving_an_iteration_again_replaces_it(tmp_path):

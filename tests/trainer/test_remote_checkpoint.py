@@ -12,7 +12,8 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.memory import MemoryFileSystem
 from saving_groups import STATE, Group
 
-from strop.errors import CheckpointError, ConfigError
+from strop.errors import CheckpointError, ConfigError, WorkerError
+from strop.trainer import checkpoint
 from strop.trainer.checkpoint import Checkpoints
 from strop.trainer.manifest import verify
 from strop.trainer.remote import RemoteCheckpoints, download
@@ -243,6 +244,61 @@ def test_a_resumed_run_uploads_what_the_killed_one_could_not(memory_fs, tmp_path
     with Checkpoints(tmp_path, remote="memory://bucket/run") as checkpoints:
         checkpoints.load(checkpoints.find("auto"), {"actor": Group(0)})
     assert RemoteCheckpoints("memory://bucket/run").latest() == 3
+
+
+@pytest.mark.parametrize("dead_before_the_end", [True, False])
+@pytest.mark.parametrize("uploads_fail", [True, False])
+def test_uploads_are_waited_for_also_when_the_save_in_flight_fails(
+    memory_fs, tmp_path, monkeypatch, caplog, uploads_fail, dead_before_the_end
+):
+    """Else a restart begins to upload while this run still does."""
+    breaking(monkeypatch, times=int(uploads_fail))
+    checkpoints = Checkpoints(tmp_path, background=True, remote="memory://bucket/run")
+    checkpoints._uploader._retry_after_s = ()
+    dead = WorkerError("rank 1 died")
+
+    def run() -> None:
+        with checkpoints:
+            checkpoints.save(3, {"actor": Group(1)}, STATE)
+            checkpoints.save(4, {"actor": Group(2, failure=dead)}, STATE)
+            if dead_before_the_end:
+                raise dead
+
+    with pytest.raises(WorkerError, match="rank 1 died"):
+        run()
+    checkpoints._uploader._thread.join(60)
+    assert not checkpoints._uploader._thread.is_alive()
+    if uploads_fail:
+        assert "not uploaded to memory://bucket/run: global_step_3: ConnectionResetError" in caplog.text
+    else:
+        assert RemoteCheckpoints("memory://bucket/run").latest() == 3
+
+
+def test_an_upload_that_hangs_is_given_up_after_an_interrupt(memory_fs, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoint, "AFTER_AN_INTERRUPT_S", 0.2)
+    go_on = threading.Event()
+    monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *args, **kwargs: go_on.wait(60))
+
+    def run() -> None:
+        with Checkpoints(tmp_path, remote="memory://bucket/run") as checkpoints:
+            checkpoints.save(3, {"actor": Group(1)}, STATE)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert "not uploaded to memory://bucket/run: global_step_3: its upload was cut off" in caplog.text
+    go_on.set()
+
+
+def test_a_resume_from_an_earlier_checkpoint_replaces_what_came_after_it(url, tmp_path):
+    run_of(10, 20, 30, folder=tmp_path, url=url, keep=2)
+    with Checkpoints(tmp_path, remote=url, max_to_keep=2) as checkpoints:
+        found = checkpoints.find(str(tmp_path / "global_step_20"))
+        checkpoints.load(found, {"actor": Group(0)})
+        checkpoints.save(22, {"actor": Group(22)}, STATE)
+    latest_name = "latest_checkpointed_iteration.txt"
+    assert names(url) == ["global_step_20", "global_step_22", latest_name]
+    assert latest(url) == "22\n"
 
 
 def test_a_new_run_moves_another_ones_remote_checkpoints_aside(url, tmp_path):

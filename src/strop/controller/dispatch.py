@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _MARK = "_strop_dispatch"
+_BESIDE_CALLS = "_strop_beside_calls"
 
 
 class Dispatch(Enum):
@@ -27,11 +28,16 @@ class Dispatch(Enum):
     RANK_ZERO = "rank_zero"
 
 
-def register(dispatch: Dispatch) -> Callable[[Method], Method]:
-    """Mark a worker's method as callable through a group."""
+def register(dispatch: Dispatch, *, beside_calls: bool = False) -> Callable[[Method], Method]:
+    """Mark a worker's method as callable through a group.
+
+    ``beside_calls``: where workers have processes of their own, it runs in a second thread and is answered
+    while a call is under way, also one that hangs. It must bear that, and not talk to other ranks.
+    """
 
     def mark(method: Method) -> Method:
         setattr(method, _MARK, dispatch)
+        setattr(method, _BESIDE_CALLS, beside_calls)
         return method
 
     return mark
@@ -40,6 +46,11 @@ def register(dispatch: Dispatch) -> Callable[[Method], Method]:
 def dispatch_of(worker_cls: type, name: str) -> Dispatch | None:
     """The mark of a method, or None when it is not for groups to call."""
     return getattr(getattr(worker_cls, name, None), _MARK, None)
+
+
+def runs_beside_calls(worker_cls: type, name: str) -> bool:
+    """Whether a method was marked with ``beside_calls``."""
+    return getattr(getattr(worker_cls, name, None), _BESIDE_CALLS, False)
 
 
 def data_parallel_places(worker: Any, rank: int, world_size: int) -> dict[str, tuple[int, int]]:

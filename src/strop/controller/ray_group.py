@@ -13,7 +13,7 @@ import ray
 
 from strop.config.schema.run import RunConfig
 from strop.controller import ray_cluster, ray_processes
-from strop.controller.dispatch import Dispatch, require_dispatch
+from strop.controller.dispatch import Dispatch, require_dispatch, runs_beside_calls
 from strop.controller.ray_handles import Columns, Layout, RemoteColumns, RemoteTensor, RemoteValue
 from strop.controller.ray_processes import Call
 from strop.controller.ray_reports import Listener, Reporter
@@ -38,8 +38,8 @@ class Traffic:
 class RayWorkerGroup:
     """One worker in each process of ``resource_pool``; groups with the same pool share its processes.
 
-    Their calls run one after another there. Batches that workers return stay in the object store, and the
-    driver fetches the columns that it reads (``settings.handles``).
+    Their calls run one after another there (but see ``beside_calls`` of ``register``). Batches that workers
+    return stay in the object store, and the driver fetches the columns that it reads (``settings.handles``).
 
     Raises ``ConfigError`` when the cluster has not what the pool asks for, and ``WorkerError`` from any call
     when a worker dies, raises or hangs.
@@ -125,9 +125,10 @@ class RayWorkerGroup:
             message = ray.put(packed) if packed.nbytes > _WORTH_A_PUT and len(ranks) > 1 else packed
             messages = [(message, references)] * len(ranks)
         infos, objects = {}, {}
+        how = "call_beside" if runs_beside_calls(self.worker_cls, method) else "call"
         for rank, (message, references) in zip(ranks, messages, strict=True):
-            host = self._processes.hosts[rank]
-            infos[rank], objects[rank] = host.call.remote(self.name, method, message, *references)
+            call = getattr(self._processes.hosts[rank], how)
+            infos[rank], objects[rank] = call.remote(self.name, method, message, *references)
         listeners = []
         if shards is not None:
             hosts = {rank: self._processes.hosts[rank] for rank in answers}

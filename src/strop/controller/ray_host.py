@@ -1,8 +1,8 @@
 """The process that holds workers: a Ray actor. Roles of one pool share it, and with it its device.
 
 Besides the calls to its workers, which run one after another in one thread, it answers in further threads:
-it is asked there whether it is alive, what there is to report and, when a call takes too long, where that
-thread stands.
+it is asked there whether it is alive, what there is to report, whether a save is done and, when a call takes
+too long, where that thread stands.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from strop.protocol import DataProto
 STACK_SIGNAL = signal.SIGUSR2
 """Writes the stacks of all threads into a file, also when native code holds the interpreter."""
 _WATCH = "watch"
+_BESIDE = "beside"
 _LARGE_BYTES = 1 << 18
 """Of a column on one rank."""
 _AFTER_THE_DRIVER_S = 60.0
@@ -47,6 +48,7 @@ class WorkerHost:
         self._workers: dict[str, Any] = {}
         self._calls_thread = threading.get_ident()
         self._reports = Reports()
+        self._store: Any = None
 
     def prepare(self, module_path: list[str], folder: str, threads: int, gpu: bool) -> dict[str, Any]:
         """Become like the driver: its import path, folder and number of threads; tells where this is."""
@@ -74,14 +76,17 @@ class WorkerHost:
             "thread": self._calls_thread,
         }
 
-    def free_port(self) -> int:
-        """A port that nobody listens on."""
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            return listener.getsockname()[1]
+    def open_store(self) -> int:
+        """Begin to listen where the pool's other processes will meet this one; returns the port."""
+        import torch.distributed as dist
 
-    def join(self, address: str, rank: int, world_size: int, *, gpu: bool, timeout_s: float | None) -> None:
-        """Meet the pool's other processes in ``torch.distributed``.
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def join(
+        self, host: str, port: int, rank: int, world_size: int, *, gpu: bool, timeout_s: float | None
+    ) -> None:
+        """Meet the pool's other processes in ``torch.distributed``, by what rank zero opened there.
 
         Who waits there for a rank that hangs gives up after the driver does, which can name that rank.
         """
@@ -90,12 +95,15 @@ class WorkerHost:
 
         if gpu:
             torch.cuda.set_device(0)
+        timeout = timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S if timeout_s else 7 * 24 * 3600)
+        store = self._store or dist.TCPStore(host, port, timeout=timeout)
+        store.set_timeout(timeout)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if gpu else "gloo",
-            init_method=f"tcp://{address}",
+            store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S if timeout_s else 7 * 24 * 3600),
+            timeout=timeout,
         )
 
     def add(self, name: str, worker: bytes, rank: int, world_size: int) -> dict[str, tuple[int, int]]:
@@ -132,6 +140,12 @@ class WorkerHost:
             return ("batch", len(result), shapes, apart, result.non_tensor_batch, result.meta_info), smallest
         whole, _ = pack(result)
         return (("tensors",), whole) if whole.arrays else (("value", result), None)
+
+    @ray.method(num_returns=2, concurrency_group=_BESIDE)
+    def call_beside(self, name: str, method: str, packed: Packed, *objects: Any) -> tuple[Any, Any]:
+        """``call`` of a method that is marked with ``beside_calls``: at once, whatever is under way."""
+        host: Any = self  # its type is that of a method on a handle of Ray
+        return host.call(name, method, packed, *objects)
 
     def sees(self, path: str) -> bool:
         """Whether there is such a file, from here."""
@@ -182,5 +196,9 @@ def _portable_errors() -> Generator[None]:
         raise told from error.__cause__ or error.__context__
 
 
-_ACTOR: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {_WATCH: 4}}
+_ACTOR: dict[str, Any] = {
+    "max_restarts": 0,
+    "max_task_retries": 0,
+    "concurrency_groups": {_WATCH: 4, _BESIDE: 1},
+}
 RemoteHost: Any = ray.remote(**_ACTOR)(WorkerHost)

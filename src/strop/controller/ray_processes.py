@@ -91,10 +91,10 @@ class Processes:
         self.lifetimes = {host.lifetime.remote(): rank for rank, host in enumerate(self.hosts)}
         self.facts = self.all("prepare", sys.path, os.getcwd(), _threads(self.pool), gpus, starting=True)
         if len(self.hosts) > 1:
-            asked = self.begin(self.pool.name, "free_port", {0: self.hosts[0].free_port.remote()})
-            address = f"{self.facts[0]['ip']}:{self.wait(asked, starting=True)[0]}"
+            asked = self.begin(self.pool.name, "open_store", {0: self.hosts[0].open_store.remote()})
+            where = self.facts[0]["ip"], self.wait(asked, starting=True)[0]
             joins = {
-                rank: host.join.remote(address, rank, len(self.hosts), gpu=gpus, timeout_s=self.timeout_s)
+                rank: host.join.remote(*where, rank, len(self.hosts), gpu=gpus, timeout_s=self.timeout_s)
                 for rank, host in enumerate(self.hosts)
             }
             self.wait(self.begin(self.pool.name, "join", joins), starting=True)

@@ -21,11 +21,11 @@ class Future(Protocol):
 class GroupMethod:
     """A worker's method, on a group: ``group.method(batch)`` waits, ``group.method.start(batch)`` does not.
 
-    Calls to groups that share processes run one after another in the order in which they were started;
-    groups in other pools run at the same time. A keyword argument that is a function is called here while a
-    data-parallel method runs there, possibly in a thread: with a row of the method's batch, and what else
-    the worker tells of it. All of it is told before the result is there; what the function raises, the call
-    raises.
+    Calls to groups that share processes run one after another in the order in which they were started, but
+    for methods marked with ``beside_calls``; groups in other pools run at the same time. A keyword argument
+    that is a function is called here while a data-parallel method runs there, possibly in a thread: with a
+    row of the method's batch, and what else the worker tells of it. All of it is told before the result is
+    there; what the function raises, the call raises.
     """
 
     def __init__(self, start: Callable[..., Future]) -> None:

@@ -71,16 +71,20 @@ class Engine(Protocol):
     def save(self, folder: Path, *, background: bool = False) -> None:
         """Write model and optimizer state, so that training can go on exactly.
 
-        With ``background`` the state of now is written while training goes on; ``finish_save`` ends it.
+        With ``background`` the state of now is written while training goes on; ``finish_save`` ends it and
+        tells its failure. The next save waits for it.
         """
         ...
 
     def save_is_done(self) -> bool:
-        """Whether no background save is under way; does not wait."""
+        """Whether no background save is under way; does not wait. Any thread may ask."""
         ...
 
     def finish_save(self) -> None:
-        """Wait for the background save, if there is one; ``CheckpointError`` when it failed."""
+        """Wait for the latest background save; ``CheckpointError`` when it failed, however often asked.
+
+        Any thread may call it, beside one that computes.
+        """
         ...
 
     def load(self, folder: Path) -> None:

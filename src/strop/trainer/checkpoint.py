@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +22,7 @@ import torch
 
 from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError, StropError, WorkerError
-from strop.trainer.checkpoint_folder import building_folder, latest_step, publish, saved_steps
+from strop.trainer.checkpoint_folder import building_folder, is_renamed, latest_step, publish, saved_steps
 from strop.trainer.manifest import seal, verify
 from strop.trainer.random_state import random_state, restore_random_state
 from strop.trainer.remote import RemoteCheckpoints
@@ -32,13 +34,17 @@ logger = logging.getLogger(__name__)
 _TRAINER = "trainer.pt"
 TRAINED = ("actor", "critic")
 """The groups of reinforcement learning that have a state: reference and reward model never change."""
+AFTER_AN_INTERRUPT_S = 300.0
+"""For how long a save, and then uploads, hold up the end of a run that was told to end: neither may hang."""
+_LOOK_EVERY_S = 0.1
 
 
 class Checkpoints:
     """The checkpoints of one run folder, and their copies in a remote one.
 
     A context manager around the run: leaving it finishes the save that is in flight (also after an
-    exception: what was written so far is a checkpoint or gone) and waits for the uploads.
+    exception: what was written so far is a checkpoint or gone) and waits for the uploads. After Ctrl-C or
+    SIGTERM it does so for ``AFTER_AN_INTERRUPT_S`` at most, and a second one drops what is not done.
     """
 
     def __init__(
@@ -88,20 +94,70 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.finish()
-            if self._uploader is not None:
-                self._uploader.close()
-                self._prune(keep=latest_step(self.folder))
+        if isinstance(error, KeyboardInterrupt):
+            self._end_after_interrupt()
             return
         if self._in_flight is not None:
-            logger.info("finishing the checkpoint of iteration %d (Ctrl-C drops it)", self._in_flight[0])
-        try:  # the error that ended the run is the one to raise
-            self.finish()
-            if self._uploader is not None:
-                self._uploader.close()
-        except Exception as failure:  # noqa: BLE001 - a dead worker raises its group's kind of error
+            logger.info("finishing the checkpoint of iteration %d", self._in_flight[0])
+        try:
+            failures = self._end(self.finish)
+        except KeyboardInterrupt:
+            self._end_after_interrupt()
+            raise
+        first = failures.pop(0) if failures and error is None else None
+        for failure in failures:  # an error that ended the run is the one to raise
             logger.warning("%s", failure)
+        if first is not None:
+            raise first
+
+    def _end(self, finish: Callable[[], None], *, uploads_at_most_s: float = math.inf) -> list[Exception]:
+        """Finish the save in flight and then the uploads, one also when the other fails; the failures."""
+        failures: list[Exception] = []
+        for end in (finish, lambda: self._finish_uploads(uploads_at_most_s)):
+            try:
+                end()
+            except Exception as failure:  # noqa: BLE001 - a dead worker raises its group's kind of error
+                failures.append(failure)
+        return failures
+
+    def _end_after_interrupt(self) -> None:
+        """The same for a while, where what is under way may hang; failures are warnings."""
+        if self._in_flight is not None:
+            logger.info(
+                "finishing the checkpoint of iteration %d, for %.0f s at most (Ctrl-C drops it)",
+                self._in_flight[0],
+                AFTER_AN_INTERRUPT_S,
+            )
+        try:
+            for failure in self._end(self._finish_in_time, uploads_at_most_s=AFTER_AN_INTERRUPT_S):
+                logger.warning("%s", failure)
+        finally:
+            self._in_flight = None
+            self._remove_unfinished()
+            if self._uploader is not None:
+                self._uploader.give_up()
+
+    def _finish_in_time(self) -> None:
+        """``finish``; ``CheckpointError`` when the groups have not written after ``AFTER_AN_INTERRUPT_S``."""
+        deadline = time.monotonic() + AFTER_AN_INTERRUPT_S
+        while self._in_flight is not None:
+            self.poll()
+            if self._in_flight is None:
+                return
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the checkpoint of iteration {self._in_flight[0]} was not written within "
+                    f"{AFTER_AN_INTERRUPT_S:.0f} s and is dropped; the latest whole one is "
+                    f"{latest_step(self.folder) or 'none'}"
+                )
+            time.sleep(_LOOK_EVERY_S)
+
+    def _finish_uploads(self, at_most_s: float) -> None:
+        if self._uploader is None:
+            return
+        self._uploader.close(at_most_s=at_most_s)
+        if (newest := latest_step(self.folder)) is not None:
+            self._prune(newest=newest)
 
     def save(self, step: int, groups: Mapping[str, Any], trainer_state: dict[str, Any]) -> Path:
         """Write ``global_step_<step>``; with ``background`` it is there after ``finish``, or some ``poll``.
@@ -110,8 +166,7 @@ class Checkpoints:
         are as they were, and the error is a ``CheckpointError``.
         """
         self.finish()
-        for unfinished in self.folder.glob("global_step_*.tmp"):  # from a process that was killed
-            shutil.rmtree(unfinished, ignore_errors=True)
+        self._remove_unfinished()
         building = building_folder(self.folder, step)
         started: list[Any] = []
         with self._removed_on_failure(step, started):
@@ -141,19 +196,23 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save in flight, if any, and make it the latest checkpoint."""
+        """Wait for the save in flight, if any, and make it the latest checkpoint.
+
+        After an interrupt it is still in flight, and this can be called again.
+        """
         if self._in_flight is None:
             return
         step, groups = self._in_flight
         with self._removed_on_failure(step, groups):
             for group in groups:
                 group.finish_save()
-            seal(building_folder(self.folder, step))
+            if not is_renamed(self.folder, step):  # it may be when this was interrupted before
+                seal(building_folder(self.folder, step))
             publish(self.folder, step)
         self._in_flight = None
         if self._uploader is not None:
             self._uploader.submit(step, self.folder / f"global_step_{step}")
-        self._prune(keep=step)
+        self._prune(newest=step)
 
     def find(self, resume_mode: str) -> Path | None:
         """The checkpoint to resume from, on the disk that all nodes share; see ``find_checkpoint``."""
@@ -199,10 +258,13 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _removed_on_failure(self, step: int, groups: list[Any]) -> Generator[None]:
-        """When the body fails, nothing of the save is left and none of ``groups`` still writes."""
+        """When the body fails, nothing of the save is left and none of ``groups`` still writes.
+
+        An interrupt leaves that to the end of the run, which need not wait for a group that hangs.
+        """
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             self._in_flight = None
             for group in groups:
                 # The first failure is the one to tell; a dead group raises its own kind.
@@ -216,15 +278,24 @@ class Checkpoints:
                 f"the latest whole one is {latest_step(self.folder) or 'none'}"
             ) from error
 
-    def _prune(self, keep: int | None) -> None:
-        """Keep the newest ``max_to_keep``, and always ``keep`` and the one that is being uploaded."""
+    def _prune(self, newest: int) -> None:
+        """Keep the last ``max_to_keep`` up to ``newest``, which is whole, and the one that is being uploaded.
+
+        Later ones are of a run that was taken up again from an earlier checkpoint.
+        """
         if self.max_to_keep is None:
             return
         steps = saved_steps(self.folder)
-        for step in steps[: -self.max_to_keep]:
+        kept = [step for step in steps if step <= newest][-self.max_to_keep :]
+        for step in steps:
             path = self.folder / f"global_step_{step}"
-            if step != keep and (self._uploader is None or self._uploader.release(path)):
+            if step not in kept and (self._uploader is None or self._uploader.release(path)):
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _remove_unfinished(self) -> None:
+        """What was dropped, or a process was writing when it was killed."""
+        for unfinished in self.folder.glob("global_step_*.tmp"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _is_about_files(error: BaseException) -> bool:

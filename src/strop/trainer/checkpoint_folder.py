@@ -19,16 +19,25 @@ def building_folder(folder: Path, step: int) -> Path:
 
 
 def publish(folder: Path, step: int) -> Path:
-    """Give a sealed checkpoint its name and make it the latest; returns it."""
+    """Give a sealed checkpoint its name and make it the latest; returns it.
+
+    After an interrupt it can be called again, and goes on where it was.
+    """
     final, stale = folder / f"{PREFIX}{step}", folder / f"{PREFIX}{step}.old"
-    if final.exists():  # the same iteration again, after a resume from an earlier checkpoint
-        shutil.rmtree(stale, ignore_errors=True)
-        final.rename(stale)
-    building_folder(folder, step).rename(final)
+    if not is_renamed(folder, step):
+        if final.exists():  # the same iteration again, after a resume from an earlier checkpoint
+            shutil.rmtree(stale, ignore_errors=True)
+            final.rename(stale)
+        building_folder(folder, step).rename(final)
     atomic_write_text(folder / LATEST, f"{step}\n")
     force_to_disk(folder)
     shutil.rmtree(stale, ignore_errors=True)
     return final
+
+
+def is_renamed(folder: Path, step: int) -> bool:
+    """Whether ``publish`` has got as far as to rename the checkpoint that was being written."""
+    return (folder / f"{PREFIX}{step}").exists() and not building_folder(folder, step).exists()
 
 
 def latest_step(folder: Path) -> int | None:

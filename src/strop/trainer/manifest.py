@@ -13,7 +13,8 @@ MANIFEST = "manifest.json"
 
 
 def seal(building: Path) -> None:
-    """List every file with its size and force all of them to disk."""
+    """List every file with its size and force all of them to disk; once more after an interrupt."""
+    (building / MANIFEST).unlink(missing_ok=True)
     files = sorted(path for path in building.rglob("*") if path.is_file())
     sizes = {path.relative_to(building).as_posix(): path.stat().st_size for path in files}
     atomic_write_text(building / MANIFEST, json.dumps(sizes, indent=1))

@@ -79,9 +79,12 @@ class RemoteCheckpoints:
         self._fs.pipe_file(f"{self._root}/{LATEST}", f"{checkpoint.name.removeprefix(PREFIX)}\n".encode())
 
     def prune(self, max_to_keep: int, *, newest: int) -> None:
-        """Up to iteration ``newest``, keep the last ``max_to_keep`` whole checkpoints and nothing else."""
-        steps = sorted((step for step in self._steps() if step <= newest), reverse=True)
-        kept = [step for step in steps if self.is_whole(step)][:max_to_keep]
+        """Keep the last ``max_to_keep`` whole checkpoints up to iteration ``newest``, and nothing else.
+
+        Later ones are of a run that was taken up again from an earlier checkpoint.
+        """
+        steps = sorted(self._steps(), reverse=True)
+        kept = [step for step in steps if step <= newest and self.is_whole(step)][:max_to_keep]
         for step in steps:
             if step not in kept:
                 self._remove(f"{PREFIX}{step}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -73,17 +74,20 @@ class Uploader:
             self._waiting = [upload for upload in self._waiting if upload.checkpoint != checkpoint]
             return self._current is None or self._current.checkpoint != checkpoint
 
-    def close(self) -> None:
+    def close(self, *, at_most_s: float = math.inf) -> None:
         """Wait until everything is uploaded, and end the thread; ``CheckpointError`` names what is not.
 
-        When the wait is interrupted (Ctrl-C) the rest is given up.
+        When the wait is interrupted (Ctrl-C), or not over after ``at_most_s``, the rest is given up. Once
+        closed, this returns at once.
         """
+        if self._closed.is_set():
+            return
         try:
-            self._wait()
+            self._wait(at_most_s)
+            for upload in self._left():
+                self._failures[upload.checkpoint] = "its upload was cut off"
         finally:
-            with self._changed:
-                self._closed.set()
-                self._changed.notify_all()
+            self.give_up()
         missing = {path: reason for path, reason in self._failures.items() if path.exists()}
         if missing:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in missing.items())
@@ -93,23 +97,29 @@ class Uploader:
                 "trainer.default_hdfs_dir can be written"
             )
 
-    def _wait(self) -> None:
+    def give_up(self) -> None:
+        """Begin no further upload; the thread ends with the one under way."""
         with self._changed:
-            left = [upload for upload in (self._current, *self._waiting) if upload is not None]
-            total, done = sum(upload.size for upload in left), 0
+            self._closed.set()
+            self._changed.notify_all()
+
+    def _left(self) -> list[_Upload]:
+        with self._changed:
+            return [upload for upload in (self._current, *self._waiting) if upload is not None]
+
+    def _wait(self, at_most_s: float) -> None:
+        left = self._left()
         if not left:
             return
+        total, done = sum(upload.size for upload in left), 0
+        deadline = time.monotonic() + at_most_s
         logger.info("waiting for uploads to %s", self.remote.url)
         before = self._bytes_done
         with progress_bar(f"uploading to {self.remote.url}", total) as bar:
-            while self._is_busy():
+            while self._left() and time.monotonic() < deadline:
                 time.sleep(_LOOK_EVERY_S)
                 bar.advance(self._bytes_done - before - done)
                 done = self._bytes_done - before
-
-    def _is_busy(self) -> bool:
-        with self._changed:
-            return bool(self._waiting or self._current)
 
     def _work(self) -> None:
         while True:
@@ -147,7 +157,8 @@ class Uploader:
                 if upload.only_if_missing and self.remote.is_whole(upload.step):
                     return
                 self.remote.upload(upload.checkpoint, uploaded=uploaded, advance=advance)
-                if self._max_to_keep is not None:
+                # What a resume found missing is no new checkpoint: it makes none superfluous.
+                if self._max_to_keep is not None and not upload.only_if_missing:
                     self.remote.prune(self._max_to_keep, newest=upload.step)
                 return
             except Exception as error:  # as above

@@ -171,14 +171,17 @@ class Worker(Generic[Root]):
         self.engine.save(folder, background=background)
         self.engine.export(folder / "huggingface", self.tokenizer, weights=not background)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, beside_calls=True)
     def save_is_done(self) -> bool:
         """Whether no background save is under way; does not wait."""
         return self.engine.save_is_done()
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, beside_calls=True)
     def finish_save(self) -> None:
-        """Wait for the background save, if there is one; ``CheckpointError`` when it failed."""
+        """Wait for the background save, if there is one; ``CheckpointError`` when it failed.
+
+        Beside calls, because a run may be ended while a call hangs: its save need not be lost.
+        """
         self.engine.finish_save()
 
     @register(Dispatch.ONE_TO_ALL)

@@ -9,8 +9,9 @@ import collections
 import contextlib
 import itertools
 import math
+import threading
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class TorchEngine:
         self._settings = optimizer
         self._optimizer: torch.optim.AdamW | None = None
         self._saving: tuple[Future, Path] | None = None
+        self._beginning_save = threading.Lock()
         self._sharded = sharding is not None
         if optimizer is None:
             module.requires_grad_(False)
@@ -201,23 +203,34 @@ class TorchEngine:
 
     def save(self, folder: Path, *, background: bool = False) -> None:
         """See ``Engine.save``."""
-        self.finish_save()
-        saving = state.save(self.module, self._optimizer, folder, background=background)
-        self._saving = None if saving is None else (saving, folder)
+        self._wait_for_save()
+        with self._beginning_save:
+            self._saving = None
+            saving = state.save(self.module, self._optimizer, folder, background=background)
+            self._saving = None if saving is None else (saving, folder)
 
     def save_is_done(self) -> bool:
         """See ``Engine.save_is_done``."""
-        return self._saving is None or self._saving[0].done()
+        saving = self._saving
+        return saving is None or saving[0].done()
 
     def finish_save(self) -> None:
-        """See ``Engine.finish_save``."""
-        if self._saving is not None:
-            saving, self._saving = self._saving, None
+        """See ``Engine.finish_save``.
+
+        The future stays: who was interrupted while it waited has not heard of a failure, and asks again.
+        """
+        with self._beginning_save:
+            saving = self._saving
+        if saving is not None:
             state.finish(*saving)
+
+    def _wait_for_save(self) -> None:
+        if self._saving is not None:
+            wait([self._saving[0]])
 
     def load(self, folder: Path) -> None:
         """See ``Engine.load``."""
-        self.finish_save()
+        self._wait_for_save()
         state.load(self.module, self._optimizer, folder)
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True) -> None:

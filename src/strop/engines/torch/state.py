@@ -73,8 +73,8 @@ def save(
 
 
 def finish(saving: Future, folder: Path) -> None:
-    """Wait for a background save; ``CheckpointError`` when it failed."""
-    with failing_as(f"cannot write the checkpoint {folder}"):
+    """Wait for a background save, in any thread; ``CheckpointError`` when it failed."""
+    with _told_as_checkpoint_error(f"cannot write the checkpoint {folder}"):
         saving.result()
 
 
@@ -132,10 +132,15 @@ def failing_as(message: str) -> Generator[None]:
 
     And torch's reminder that there is one process, at every call, is not shown: we say so by ``no_dist``.
     """
+    with _told_as_checkpoint_error(message), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+@contextlib.contextmanager
+def _told_as_checkpoint_error(message: str) -> Generator[None]:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
+        yield
     except CheckpointError:
         raise
     except _FAILURES as error:
