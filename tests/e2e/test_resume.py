@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pyarrow.parquet as pq
 import pytest
 
@@ -64,6 +66,16 @@ def test_a_run_resumes_from_a_named_checkpoint(inputs, undisturbed, tmp_path):
     run, expected = undisturbed
     options = overrides(inputs, tmp_path / "run", *SETTINGS, f"trainer.resume_mode={run / 'global_step_5'}")
     assert hashes(train(options)) == expected
+
+
+def test_a_run_that_goes_back_and_is_killed_before_its_next_save_has_gone_back(inputs, undisturbed, tmp_path):
+    run, expected = undisturbed
+    shutil.copytree(run, tmp_path / "run")
+    options = overrides(inputs, tmp_path / "run", *SETTINGS)
+    kill("update", 6, [*options, f"trainer.resume_mode={tmp_path / 'run' / 'global_step_5'}"])
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "5\n"
+    assert hashes(train(options)) == expected
+    assert metrics(tmp_path / "run") == metrics(run)
 
 
 def test_a_resume_from_another_runs_checkpoint_does_not_mix_the_two(inputs, undisturbed, tmp_path):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -90,6 +91,14 @@ def test_a_death_between_the_two_renames_loses_nothing(tmp_path):
     group = Group(0)
     checkpoints.load(checkpoints.find("auto"), {"actor": group})
     assert group.number == 1
+
+
+def test_a_death_after_the_two_renames_leaves_nothing_for_ever(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, {"actor": Group(1)}, STATE)
+    shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_3.old")
+    checkpoints.save(4, {"actor": Group(2)}, STATE)
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_3", "global_step_4"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,15 @@ import torch
 
 from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError, StropError, WorkerError
-from strop.trainer.checkpoint_folder import building_folder, is_renamed, latest_step, publish, saved_steps
+from strop.trainer.checkpoint_folder import (
+    building_folder,
+    is_renamed,
+    latest_step,
+    make_latest,
+    publish,
+    remove_unfinished,
+    saved_steps,
+)
 from strop.trainer.manifest import seal, verify
 from strop.trainer.random_state import random_state, restore_random_state
 from strop.trainer.remote import RemoteCheckpoints
@@ -133,7 +141,7 @@ class Checkpoints:
                 logger.warning("%s", failure)
         finally:
             self._in_flight = None
-            self._remove_unfinished()
+            remove_unfinished(self.folder)
             if self._uploader is not None:
                 self._uploader.give_up()
 
@@ -166,7 +174,7 @@ class Checkpoints:
         are as they were, and the error is a ``CheckpointError``.
         """
         self.finish()
-        self._remove_unfinished()
+        remove_unfinished(self.folder)
         building = building_folder(self.folder, step)
         started: list[Any] = []
         with self._removed_on_failure(step, started):
@@ -241,6 +249,14 @@ class Checkpoints:
             self._uploader.submit(state["global_step"], checkpoint, only_if_missing=True)
         return state
 
+    def go_on_from(self, step: int) -> None:
+        """The run in this folder goes on after ``step``, also if it is killed before its next save.
+
+        Its metrics end there, and later checkpoints are of a future that it has left.
+        """
+        if latest_step(self.folder) != step:
+            make_latest(self.folder, step)
+
     def archive_remote(self) -> None:
         """Move another run's checkpoints in the remote folder aside: a new run would mix with them."""
         if self._uploader is None:
@@ -291,11 +307,6 @@ class Checkpoints:
             path = self.folder / f"global_step_{step}"
             if step not in kept and (self._uploader is None or self._uploader.release(path)):
                 shutil.rmtree(path, ignore_errors=True)
-
-    def _remove_unfinished(self) -> None:
-        """What was dropped, or a process was writing when it was killed."""
-        for unfinished in self.folder.glob("global_step_*.tmp"):
-            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _is_about_files(error: BaseException) -> bool:

@@ -29,10 +29,22 @@ def publish(folder: Path, step: int) -> Path:
             shutil.rmtree(stale, ignore_errors=True)
             final.rename(stale)
         building_folder(folder, step).rename(final)
-    atomic_write_text(folder / LATEST, f"{step}\n")
-    force_to_disk(folder)
+    make_latest(folder, step)
     shutil.rmtree(stale, ignore_errors=True)
     return final
+
+
+def make_latest(folder: Path, step: int) -> None:
+    """A run that is resumed goes on from there."""
+    atomic_write_text(folder / LATEST, f"{step}\n")
+    force_to_disk(folder)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What was dropped, or left by a process that was killed while it wrote or replaced a checkpoint."""
+    for path in folder.glob(f"{PREFIX}*"):
+        if path.suffix == ".tmp" or (path.suffix == ".old" and path.with_suffix("").exists()):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def is_renamed(folder: Path, step: int) -> bool:

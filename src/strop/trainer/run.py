@@ -59,6 +59,8 @@ class Run(ABC):
                 self.checkpoints.archive_remote()
         if checkpoint is not None:
             self.resume(checkpoint)
+        if goes_on and not settings.val_only:
+            self.checkpoints.go_on_from(trainer.global_step)
         if not (goes_on and settings.val_only):  # a look at a run leaves its record as it is
             self.folder.write_config(trainer.config)
         self.tracking = Tracking(
