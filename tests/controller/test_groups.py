@@ -199,13 +199,15 @@ def test_handles_change_no_number_and_keep_the_bytes_off_the_driver(ray_session)
             results[group.name] = group.double(second)
             traffic[group.name] = (group.traffic.sent, group.traffic.received)
             assert isinstance(results[group.name].batch["doubled"], RemoteTensor) == (group is with_handles)
-        results["with"].batch["rank"].sum()  # fetches what has rows of the same shape, which is counted
-        assert with_handles.traffic.received == 50 * (8 + 4)
-        for name, column in results["without"].batch.items():
-            assert torch.equal(results["with"].batch[name], column), name
         ids, mask = 50 * 11 * 8, 50 * 11 * 8
         everything = sum(t.nbytes for t in batch.batch.values())
         again = mask + 50 * 5 * 4  # the second call's attention_mask and response_mask are the driver's own
         returned = 50 * (11 * 8 + 8 + 4 + 11 * 2)  # doubled, rank, counted, half
         assert traffic["without"] == (everything + again + 2 * ids, 2 * returned)
         assert traffic["with"] == (everything + again, 0)
+        results["with"].batch["rank"].sum()  # fetches the small columns that lie with it, and is remembered
+        assert with_handles.traffic.received == returned
+        with_handles.double(second).batch["rank"].sum()
+        assert with_handles.traffic.received == returned + 50 * 8
+        for name, column in results["without"].batch.items():
+            assert torch.equal(results["with"].batch[name], column), name

@@ -57,6 +57,7 @@ class RayWorkerGroup:
         self.name = name or worker_cls.__name__
         self.worker_cls = worker_cls
         self.traffic = Traffic()
+        self._read: set[str] = set()  # columns that the driver has fetched, and will again
         self._handles = settings is None or settings.handles
         self._pool = resource_pool
         device = "auto" if settings is None else settings.device
@@ -128,7 +129,7 @@ class RayWorkerGroup:
         how = "call_beside" if runs_beside_calls(self.worker_cls, method) else "call"
         for rank, (message, references) in zip(ranks, messages, strict=True):
             call = getattr(self._processes.hosts[rank], how)
-            infos[rank], objects[rank] = call.remote(self.name, method, message, *references)
+            infos[rank], objects[rank] = call.remote(self.name, method, message, self._read, *references)
         listeners = []
         if shards is not None:
             hosts = {rank: self._processes.hosts[rank] for rank in answers}
@@ -183,7 +184,8 @@ class RayWorkerGroup:
             )
         return DataProto(dict(columns), non_tensors, meta_info)
 
-    def _fetch(self, references: dict[int, Any]) -> dict[int, Columns]:
+    def _fetch(self, column: str, references: dict[int, Any]) -> dict[int, Columns]:
+        self._read.add(column)
         found = self._processes.read(self.name, references)
         self.traffic.received += sum(array.nbytes for own in found.values() for array, _ in own.values())
         return found

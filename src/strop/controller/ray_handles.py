@@ -19,8 +19,8 @@ from strop.controller.arrays import to_tensor
 
 Columns = dict[str, tuple[np.ndarray, torch.dtype]]
 """One rank's tensors in the store: name -> (array, dtype)."""
-Fetch = Callable[[dict[int, Any]], dict[int, Columns]]
-"""Objects of the store by rank, all at once."""
+Fetch = Callable[[str, dict[int, Any]], dict[int, Columns]]
+"""By rank the objects of the store that hold a column, all at once."""
 
 
 class RemoteValue:
@@ -52,7 +52,8 @@ class RemoteColumns:
         while missing := [part for part in parts if part.reference(name) not in part._fetched]:
             fetch = missing[0]._fetch
             by_rank = {part.rank: part for part in missing if part._fetch == fetch}
-            for rank, columns in fetch({r: part.reference(name) for r, part in by_rank.items()}).items():
+            references = {rank: part.reference(name) for rank, part in by_rank.items()}
+            for rank, columns in fetch(name, references).items():
                 by_rank[rank]._fetched[by_rank[rank].reference(name)] = columns
         found = [to_tensor(*part._fetched[part.reference(name)][name]) for part in parts]
         return found[0] if len(found) == 1 else torch.cat(found)

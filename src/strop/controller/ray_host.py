@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Set
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -119,12 +119,12 @@ class WorkerHost:
         self._workers.pop(name, None)
 
     @ray.method(num_returns=2)
-    def call(self, name: str, method: str, packed: Packed, *objects: Any) -> tuple[Any, Any]:
+    def call(self, name: str, method: str, packed: Packed, read: Set[str], *objects: Any) -> tuple[Any, Any]:
         """Call a worker's method; returns a description of the result, and the bytes of its tensors.
 
         Descriptions: ("batch", rows, shapes of columns, references of those that are objects of their own,
         the rest of the batch), ("value", the value) or ("tensors",), where the second part is the packed
-        value.
+        value. ``read``: the columns that the driver is known to read.
         """
         args, kwargs = unpack(packed, objects)
         try:
@@ -135,17 +135,19 @@ class WorkerHost:
         if isinstance(result, DataProto):
             columns = {column: (to_array(tensor), tensor.dtype) for column, tensor in result.batch.items()}
             shapes = {column: (tensor.shape[1:], tensor.dtype) for column, tensor in result.batch.items()}
-            smallest, *others = _objects(columns)
+            smallest, *others = _objects(columns, read)
             apart = {column: reference for own in others for reference in [ray.put(own)] for column in own}
             return ("batch", len(result), shapes, apart, result.non_tensor_batch, result.meta_info), smallest
         whole, _ = pack(result)
         return (("tensors",), whole) if whole.arrays else (("value", result), None)
 
     @ray.method(num_returns=2, concurrency_group=_BESIDE)
-    def call_beside(self, name: str, method: str, packed: Packed, *objects: Any) -> tuple[Any, Any]:
+    def call_beside(
+        self, name: str, method: str, packed: Packed, read: Set[str], *objects: Any
+    ) -> tuple[Any, Any]:
         """``call`` of a method that is marked with ``beside_calls``: at once, whatever is under way."""
         host: Any = self  # its type is that of a method on a handle of Ray
-        return host.call(name, method, packed, *objects)
+        return host.call(name, method, packed, read, *objects)
 
     def sees(self, path: str) -> bool:
         """Whether there is such a file, from here."""
@@ -170,16 +172,16 @@ class WorkerHost:
         return "".join(traceback.format_list(stack[own + 1 :])) or "(it runs no call)"
 
 
-def _objects(columns: Columns) -> list[Columns]:
+def _objects(columns: Columns, read: Set[str]) -> list[Columns]:
     """Which columns share an object of the store, the smallest object first.
 
     Reading one column fetches all of its object, and every object has its price on every way. So a large
-    column is alone, and small ones share by the shape of their rows: those over the response are what the
-    driver computes with, those over prompt and response what models are given.
+    column is alone; of the others, those that the driver reads share one, and those that go from worker to
+    worker.
     """
     objects: dict[Any, Columns] = {}
     for name, (array, dtype) in columns.items():
-        key = name if array.nbytes >= _LARGE_BYTES else array.shape[1:]
+        key = name if array.nbytes >= _LARGE_BYTES else name in read
         objects.setdefault(key, {})[name] = (array, dtype)
     return sorted(objects.values(), key=lambda own: sum(array.nbytes for array, _ in own.values())) or [{}]
 
