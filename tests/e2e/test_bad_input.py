@@ -33,6 +33,10 @@ def inputs(tmp_path_factory):
     pq.write_table(
         pa.Table.from_pylist([{"prompt": row["prompt"]} for row in rows]), folder / "unnamed.parquet"
     )
+    pq.write_table(pa.Table.from_pylist(rows).drop_columns(["reward_model"]), folder / "no_target.parquet")
+    no_answer = [dict(row) for row in rows]
+    no_answer[5]["reward_model"] = {"style": "rule", "ground_truth": None}
+    pq.write_table(pa.Table.from_pylist(no_answer), folder / "no_answer.parquet")
     (folder / "reward.py").write_text(
         "def other(data_source, solution_str, ground_truth, extra_info=None): return 1\n"
     )
@@ -89,7 +93,19 @@ def inputs(tmp_path_factory):
             ["clip_ratio_c"],
         ),
         (["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=2"], ["horizon=2", "16 samples"]),
-        (["data.train_files={}/unnamed.parquet"], ["unnamed", "custom_reward_function"]),
+        (
+            ["data.train_files={}/unnamed.parquet"],
+            ["unnamed.parquet", "'data_source' (data.reward_fn_key)", "custom_reward_function"],
+        ),
+        (["data.train_files={}/no_target.parquet"], ["no_target.parquet", "no column 'reward_model'"]),
+        (
+            ["data.val_files={}/no_answer.parquet", "data.val_max_samples=2"],
+            ["no_answer.parquet, row 5, field reward_model.ground_truth: found null", "strop/arithmetic"],
+        ),
+        (
+            ["data.train_files=[{0}/train.parquet,{0}/unnamed.parquet]"],
+            ["unnamed.parquet: there is no column 'data_source'"],
+        ),
         (["actor_rollout_ref.rollout.name=vllm"], ["vllm", "hf"]),
         (["trainer.logger=[console,tensorbord]"], ["tensorbord", "tensorboard"]),
     ],

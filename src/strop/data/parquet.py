@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,16 +27,26 @@ class PromptTable:
     """The rows of one or several files, in order.
 
     ``files`` are the names as the user wrote them, ``paths`` their local copies, ``starts`` the number of
-    each file's first row in ``table``.
+    each file's first row in ``table``, ``columns`` what each has (``table`` may hold a part of them).
     """
 
     table: pa.Table
     files: tuple[str, ...]
     paths: tuple[Path, ...]
     starts: tuple[int, ...]
+    columns: tuple[tuple[str, ...], ...]
 
     def __len__(self) -> int:
         return self.table.num_rows
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that any of the files has."""
+        return list(dict.fromkeys(itertools.chain.from_iterable(self.columns)))
+
+    def files_without(self, column: str) -> list[str]:
+        """The files that have no such column."""
+        return [name for name, columns in zip(self.files, self.columns, strict=True) if column not in columns]
 
     def locate(self, row: int) -> tuple[str, int]:
         """The file that row ``row`` of the whole came from, and its number there."""
@@ -91,7 +102,8 @@ def read_prompt_table(
         raise DataError(
             f"the columns of {', '.join(names)} have types that cannot be joined: {error}"
         ) from error
-    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts))
+    columns = tuple(tuple(table.column_names) for table in tables)
+    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts), columns)
 
 
 def _existing(name: str, path: Path) -> Path:
