@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from strop.command import run_command
-from strop.errors import ConfigError
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -28,15 +27,12 @@ def _train_rm(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from strop.config.check import check
     from strop.config.table import show_check
     from strop.rewards.options_check import option_problems
-    from strop.trainer.main_ppo import config_from
+    from strop.trainer.main_ppo import loaded_from
 
-    config = config_from(arguments)
-    if problems := option_problems(config):  # the configuration itself knows no scorers
-        raise ConfigError(*problems, *check(config).errors)
-    return show_check(config, train_rows=_count_rows)
+    # The configuration itself knows no scorers.
+    return show_check(loaded_from(arguments), train_rows=_count_rows, more_problems=option_problems)
 
 
 def _count_rows(files: str | list[str]) -> int | None:

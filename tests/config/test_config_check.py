@@ -11,9 +11,9 @@ import strop
 from strop.algorithms.advantages import ESTIMATORS
 from strop.algorithms.advantages import needs as estimator_needs
 from strop.algorithms.policy_loss import POLICY_LOSSES as REGISTERED_LOSSES
-from strop.config.check import check
+from strop.config.check import check, check_loaded
 from strop.config.keys import all_keys, leaf_paths
-from strop.config.load import load_config
+from strop.config.load import load_config, read_tree
 from strop.config.micro_batches import MICRO_BATCHES
 from strop.config.names import (
     ESTIMATOR_NEEDS,
@@ -75,6 +75,52 @@ def test_all_errors_come_together(report):
     with pytest.raises(ConfigError) as caught:
         result.raise_errors()
     assert caught.value.problems == result.errors
+
+
+def test_what_cannot_be_loaded_comes_together_with_what_is_found_by_checking(valid):
+    loaded = read_tree(
+        PPO,
+        [
+            *valid, "trainer.totl_epochs=3", f"{ROLLOUT}.n=two", "trainer.seed=[1", "critic=7",
+            "algorithm.adv_estimator=gea", "data.train_batch_size=7",
+        ],
+    )  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        loaded.get()
+    result = check_loaded(loaded, train_rows=2048, more_problems=["of the data"])
+    assert result.errors[: len(caught.value.problems)] == caught.value.problems
+    found = result.errors[len(caught.value.problems) :]
+    assert [line.partition("=")[0] for line in found] == [
+        "algorithm.adv_estimator",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "of the data",
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "data.train_batch_size=7x",
+        "data.train_batch_size=[7",
+        "data.train_batchsize=7",
+        "dta={train_batch_size: 7}",
+    ],
+)
+def test_nothing_is_said_of_a_default_in_place_of_a_value_that_is_wrong(valid, wrong):
+    result = check_loaded(read_tree(PPO, [*valid, wrong]), train_rows=100)  # the default takes 1024
+    (line,) = result.errors
+    assert wrong.partition("=")[0] in line
+    # What was written well is still held to its word.
+    written = check_loaded(read_tree(PPO, [*valid, "data.train_batch_size=512", wrong]), train_rows=100)
+    assert len(written.errors) == (1 if wrong.startswith("data.train_batch_size=") else 2)
+
+
+def test_a_value_that_others_follow_is_replaced_with_them(valid):
+    loaded = read_tree(PPO, [*valid, "data.max_prompt_length=long"])
+    assert (
+        loaded.config.actor_rollout_ref.rollout.prompt_length == loaded.config.data.max_prompt_length == 512
+    )
+    assert "data.max_prompt_length" not in loaded.config.written
 
 
 # ------------------------------------------------------------------------------------------------------ names

@@ -127,10 +127,12 @@ def test_all_mistakes_are_told_at_once(inputs, tmp_path, capsys):
         "actor_rollout_ref.actor.ppo_mini_batch_size=3",
         "algorithm.adv_estimator=gea",
         "trainer.resume_mode=/nothing/here",
+        "trainer.totl_epochs=3",
+        "data.max_prompt_length=long",
     )
     assert main(options) == 2
     printed = capsys.readouterr().err
-    for message in ("ppo_mini_batch_size", "gea", "/nothing/here"):
+    for message in ("ppo_mini_batch_size", "gea", "/nothing/here", "totl_epochs", "found 'long'"):
         assert message in printed
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from strop.config.batch_plan import BatchPlan
 from strop.config.deprecated import NEW_LIB, OLD_LIBS, deprecation_lines
+from strop.config.load import Loaded
 from strop.config.rules import ALL_RULES
 from strop.config.schema import Config
 from strop.config.support import unsupported
@@ -60,3 +63,23 @@ def check(config: Config, *, train_rows: int | None = None) -> CheckResult:
             "would never be trained"
         )
     return CheckResult(errors, warnings, plan)
+
+
+def check_loaded(
+    loaded: Loaded[Config], *, train_rows: int | None = None, more_problems: Iterable[str] = ()
+) -> CheckResult:
+    """As `check`, with what could not be loaded before it, and `more_problems` after it.
+
+    Findings about a default that stands in place of something wrong are left out.
+    """
+    if loaded.config is None:
+        return CheckResult(loaded.problems, [], None)
+    result = check(loaded.config, train_rows=train_rows)
+    errors = [line for line in (*result.errors, *more_problems) if not _is_about(line, loaded.wrong)]
+    warnings = [line for line in result.warnings if not _is_about(line, loaded.wrong)]
+    return CheckResult(loaded.problems + errors, warnings, result.plan)
+
+
+def _is_about(line: str, keys: Collection[str]) -> bool:
+    """Whether a finding names one of the keys in full."""
+    return any(re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", line) for key in keys)
