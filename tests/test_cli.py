@@ -75,6 +75,13 @@ def test_check_tells_all_errors_at_once(inputs, capsys):
     assert "train_batch_size: 8" in printed
 
 
+def test_check_looks_into_the_files(inputs, tmp_path, capsys):
+    (tmp_path / "empty.parquet").touch()
+    arguments = overrides(inputs, inputs / "unused", f"data.val_files={tmp_path}/empty.parquet")
+    assert main(["check", *arguments]) == 2
+    assert capsys.readouterr().out.count("empty.parquet: cannot be read as parquet") == 1
+
+
 def test_prepare_and_score_go_together(tmp_path, capsys):
     assert (
         main(["prepare", "arithmetic", "--max-operand", "4", "--held-out", "5", "--out", str(tmp_path)]) == 0

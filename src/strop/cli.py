@@ -28,17 +28,16 @@ def _train_rm(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     from strop.config.table import show_check
+    from strop.data.parquet import count_rows
     from strop.rewards.options_check import option_problems
+    from strop.trainer.data_check import data_problems
     from strop.trainer.main_ppo import loaded_from
 
-    # The configuration itself knows no scorers.
-    return show_check(loaded_from(arguments), train_rows=_count_rows, more_problems=option_problems)
-
-
-def _count_rows(files: str | list[str]) -> int | None:
-    from strop.data.parquet import count_rows
-
-    return count_rows(files)
+    return show_check(
+        loaded_from(arguments),
+        train_rows=count_rows,
+        more_problems=lambda config: [*option_problems(config), *data_problems(config)],
+    )
 
 
 def _eval(arguments: argparse.Namespace) -> int:

@@ -50,7 +50,7 @@ def show_check(
             rows = train_rows(files)
         except StropError as error:
             problems.append(str(error))
-    problems += more_problems(config)
+    problems = list(dict.fromkeys([*problems, *more_problems(config)]))
     result = check_loaded(loaded, train_rows=rows, more_problems=problems)
     Console(soft_wrap=True).print(render(result, config))
     return 2 if result.errors else 0

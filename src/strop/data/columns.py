@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from strop.data.parquet import PromptTable
+from strop.data.parquet import Files, PromptTable, read_part_of_prompt_table
 from strop.errors import DataError
 
 UNNAMED_SOURCE = "unnamed"
@@ -18,6 +19,36 @@ UNNAMED_SOURCE = "unnamed"
 _RESERVED = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids", "uid", "seeds")
 _TARGET = "reward_model"
 _ROW = "row number"
+
+
+def read_scoring_columns(files: Files, *, prompt_key: str, reward_fn_key: str) -> PromptTable:
+    """What the checks below have to see of local files: columns that are well by the footer stay unread."""
+
+    def wanted(file: pq.ParquetFile) -> set[str]:
+        schema = file.schema_arrow
+        names = {reward_fn_key}
+        if "extra_info" in schema.names and not pa.types.is_struct(schema.field("extra_info").type):
+            names.add("extra_info")
+        if _TARGET in schema.names and not _has_all_ground_truths(file):
+            names.add(_TARGET)
+        return names
+
+    return read_part_of_prompt_table(files, prompt_key=prompt_key, wanted=wanted)
+
+
+def _has_all_ground_truths(file: pq.ParquetFile) -> bool:
+    """Whether the footer says so."""
+    kind, metadata = file.schema_arrow.field(_TARGET).type, file.metadata
+    if not pa.types.is_struct(kind) or kind.get_field_index("ground_truth") < 0:
+        return False
+    paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
+    leaves = [n for n, path in enumerate(paths) if f"{path}.".startswith(f"{_TARGET}.ground_truth.")]
+    statistics = [
+        metadata.row_group(group).column(leaf).statistics
+        for group in range(metadata.num_row_groups)
+        for leaf in leaves
+    ]
+    return all(found is not None and found.has_null_count and found.null_count == 0 for found in statistics)
 
 
 def check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> None:
