@@ -13,6 +13,7 @@ from strop.algorithms.advantages import needs as estimator_needs
 from strop.algorithms.policy_loss import POLICY_LOSSES as REGISTERED_LOSSES
 from strop.config.check import check, check_loaded
 from strop.config.keys import all_keys, leaf_paths
+from strop.config.limits import LIMITS
 from strop.config.load import load_config, read_tree
 from strop.config.micro_batches import MICRO_BATCHES
 from strop.config.names import (
@@ -22,7 +23,7 @@ from strop.config.names import (
     is_import_path,
     needs_critic,
 )
-from strop.config.support import LIMITS, status_in_words
+from strop.config.support import status_in_words
 from strop.config.trees import PPO, REWARD_MODELLING, SFT
 from strop.errors import ConfigError
 from strop.tracking.base import OPTIONAL_PACKAGES, TRACKERS
