@@ -22,6 +22,10 @@ class Limit:
     """Of a configuration that has the key, and its value there."""
     level: Level
     reason: str
+    explains: bool = True
+    """Whether the reference page needs the reason beside the condition."""
+    may_be_copied: bool = False
+    """Whether a default in a file says nothing: a file may be a copy of the reference, which has them all."""
 
     def covers(self, path: str) -> bool:
         """Whether it is about the key ``path``."""

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from strop.config.absent_parts import ABSENT_PARTS
 from strop.config.keys import value_at
 from strop.config.limit import Limit
 from strop.config.micro_batches import MICRO_BATCHES
@@ -59,6 +60,7 @@ def _one_measure_counts(dynamic: str, *, rows: str, tokens: str) -> tuple[Limit,
             applies=lambda config, value: not value_at(config, dynamic),
             level="warning",
             reason=f"{dynamic}=False: micro-batches are cut by rows",
+            may_be_copied=True,
         ),
         Limit(
             keys=(rows,),
@@ -66,6 +68,7 @@ def _one_measure_counts(dynamic: str, *, rows: str, tokens: str) -> tuple[Limit,
             applies=lambda config, value: value is not None and value_at(config, dynamic),
             level="warning",
             reason=f"{dynamic}=True: micro-batches are cut by tokens",
+            may_be_copied=True,
         ),
     )
 
@@ -77,6 +80,7 @@ _UNPACKABLE = (
 )
 
 LIMITS: tuple[Limit, ...] = (
+    *ABSENT_PARTS,  # first: what is absent is the reason, whatever else is about its keys
     Limit(
         keys=("actor_rollout_ref.rollout.name",),
         when="if vllm, which is not installed",

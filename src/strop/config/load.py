@@ -127,19 +127,21 @@ def _build(
     tree = cast(DictConfig, OmegaConf.merge(kind.defaults(), layer))  # a copy
     OmegaConf.set_readonly(tree, False)
     problems, wrong = list(unreadable.values()), set(unreadable)
+    overridden: set[str] = set()
     for override in settings:
         problem = apply_override(tree, override, kind.schema)
         if problem:
             problems.append(problem)
             wrong.add(override.key_or_group)
-        written |= written_paths({override.key_or_group: override.value()})
+        overridden |= written_paths({override.key_or_group: override.value()})
+    written |= overridden
     kind.settle(tree, written)
 
     by_path: dict[str, str] = {}
     config = _validated(kind, tree, by_path)
     wrong |= by_path.keys()
     if config is not None:
-        config.note_written(written - wrong)
+        config.note_written(written - wrong, overridden=overridden - wrong)
     meant = _perhaps_meant(wrong, kind.schema) - written
     return Loaded(config, [*problems, *by_path.values()], frozenset(wrong | meant))
 
