@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from strop.config.batch_plan import BatchPlan
@@ -75,11 +74,5 @@ def check_loaded(
     if loaded.config is None:
         return CheckResult(loaded.problems, [], None)
     result = check(loaded.config, train_rows=train_rows)
-    errors = [line for line in (*result.errors, *more_problems) if not _is_about(line, loaded.wrong)]
-    warnings = [line for line in result.warnings if not _is_about(line, loaded.wrong)]
-    return CheckResult(loaded.problems + errors, warnings, result.plan)
-
-
-def _is_about(line: str, keys: Collection[str]) -> bool:
-    """Whether a finding names one of the keys in full."""
-    return any(re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", line) for key in keys)
+    errors = loaded.problems + loaded.reliable([*result.errors, *more_problems])
+    return CheckResult(errors, loaded.reliable(result.warnings), result.plan)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, cast
@@ -34,6 +35,11 @@ class Loaded(Generic[Root]):
     """One line for each unknown key, wrong value, dead interpolation and unreadable override."""
     wrong: frozenset[str]
     """The keys that the problems are about, and those that were perhaps meant: they stand at defaults."""
+
+    def reliable(self, findings: Iterable[str]) -> list[str]:
+        """Those `findings` about `config` that name none of the keys that are wrong."""
+        names = [re.compile(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)") for key in self.wrong]
+        return [line for line in findings if not any(name.search(line) for name in names)]
 
     def get(self) -> Root:
         """The configuration, or all problems as one `ConfigError`."""

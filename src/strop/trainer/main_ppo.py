@@ -34,7 +34,11 @@ def config_from(arguments: argparse.Namespace) -> Config:
     Raises:
         ConfigError: keys that do not exist or do not fit, together with all other errors that can be seen.
     """
-    loaded = loaded_from(arguments)
+    return get_loaded(loaded_from(arguments))
+
+
+def get_loaded(loaded: Loaded[Config]) -> Config:
+    """The configuration; one that could not be loaded whole is a ``ConfigError`` with its other errors."""
     if loaded.problems:
         check_loaded(loaded).raise_errors()
     return loaded.get()
