@@ -59,11 +59,27 @@ def test_check_prints_the_plan_and_the_resolved_configuration_without_torch(inpu
 
 
 def test_check_tells_all_errors_at_once(inputs, capsys):
-    arguments = overrides(inputs, inputs / "unused", "data.train_batch_size=7", "algorithm.adv_estimator=gea")
+    wrong = (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3", "algorithm.adv_estimator=gea",
+        "reward_model.reward_kwargs.kind=1", "trainer.sed=1",
+    )  # fmt: skip
+    assert main(["check", *overrides(inputs, inputs / "unused", *wrong)]) == 2
+    printed = capsys.readouterr().out
+    for text in (
+        "ppo_mini_batch_size=3 does not divide",
+        "gea",
+        "reward_kwargs.kind",
+        "trainer.sed: unknown",
+    ):
+        assert text in printed
+    assert "train_batch_size: 8" in printed
+
+
+def test_check_looks_into_the_files(inputs, tmp_path, capsys):
+    (tmp_path / "empty.parquet").touch()
+    arguments = overrides(inputs, inputs / "unused", f"data.val_files={tmp_path}/empty.parquet")
     assert main(["check", *arguments]) == 2
-    printed = "".join(capsys.readouterr())
-    assert "ppo_mini_batch_size" in printed
-    assert "gea" in printed
+    assert capsys.readouterr().out.count("empty.parquet: cannot be read as parquet") == 1
 
 
 def test_prepare_and_score_go_together(tmp_path, capsys):

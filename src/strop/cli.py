@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 from strop.command import run_command
-from strop.errors import ConfigError
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -28,21 +27,17 @@ def _train_rm(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from strop.config.check import check
     from strop.config.table import show_check
-    from strop.rewards.options_check import option_problems
-    from strop.trainer.main_ppo import config_from
-
-    config = config_from(arguments)
-    if problems := option_problems(config):  # the configuration itself knows no scorers
-        raise ConfigError(*problems, *check(config).errors)
-    return show_check(config, train_rows=_count_rows)
-
-
-def _count_rows(files: str | list[str]) -> int | None:
     from strop.data.parquet import count_rows
+    from strop.rewards.options_check import option_problems
+    from strop.trainer.data_check import data_problems
+    from strop.trainer.main_ppo import loaded_from
 
-    return count_rows(files)
+    return show_check(
+        loaded_from(arguments),
+        train_rows=count_rows,
+        more_problems=lambda config: [*option_problems(config), *data_problems(config)],
+    )
 
 
 def _eval(arguments: argparse.Namespace) -> int:

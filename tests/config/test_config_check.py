@@ -11,19 +11,22 @@ import strop
 from strop.algorithms.advantages import ESTIMATORS
 from strop.algorithms.advantages import needs as estimator_needs
 from strop.algorithms.policy_loss import POLICY_LOSSES as REGISTERED_LOSSES
-from strop.config.check import check
+from strop.algorithms.registry import asked_for
+from strop.config.check import check, check_loaded
 from strop.config.keys import all_keys, leaf_paths
-from strop.config.load import load_config, load_tree
+from strop.config.limits import LIMITS
+from strop.config.load import load_config, load_tree, read_tree
 from strop.config.micro_batches import MICRO_BATCHES
 from strop.config.names import (
     ESTIMATOR_NEEDS,
+    ESTIMATOR_TAKES,
     LOGGER_PACKAGES,
     POLICY_LOSSES,
     is_import_path,
     needs_critic,
 )
 from strop.config.supervised import require_valid
-from strop.config.support import LIMITS, status_in_words
+from strop.config.support import status_in_words
 from strop.config.trees import PPO, REWARD_MODELLING, SFT
 from strop.errors import ConfigError
 from strop.tracking.base import OPTIONAL_PACKAGES, TRACKERS
@@ -78,6 +81,52 @@ def test_all_errors_come_together(report):
     assert caught.value.problems == result.errors
 
 
+def test_what_cannot_be_loaded_comes_together_with_what_is_found_by_checking(valid):
+    loaded = read_tree(
+        PPO,
+        [
+            *valid, "trainer.totl_epochs=3", f"{ROLLOUT}.n=two", "trainer.seed=[1", "critic=7",
+            "algorithm.adv_estimator=gea", "data.train_batch_size=7",
+        ],
+    )  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        loaded.get()
+    result = check_loaded(loaded, train_rows=2048, more_problems=["of the data"])
+    assert result.errors[: len(caught.value.problems)] == caught.value.problems
+    found = result.errors[len(caught.value.problems) :]
+    assert [line.partition("=")[0] for line in found] == [
+        "algorithm.adv_estimator",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "of the data",
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "data.train_batch_size=7x",
+        "data.train_batch_size=[7",
+        "data.train_batchsize=7",
+        "dta={train_batch_size: 7}",
+    ],
+)
+def test_nothing_is_said_of_a_default_in_place_of_a_value_that_is_wrong(valid, wrong):
+    result = check_loaded(read_tree(PPO, [*valid, wrong]), train_rows=100)  # the default takes 1024
+    (line,) = result.errors
+    assert wrong.partition("=")[0] in line
+    # What was written well is still held to its word.
+    written = check_loaded(read_tree(PPO, [*valid, "data.train_batch_size=512", wrong]), train_rows=100)
+    assert len(written.errors) == (1 if wrong.startswith("data.train_batch_size=") else 2)
+
+
+def test_a_value_that_others_follow_is_replaced_with_them(valid):
+    loaded = read_tree(PPO, [*valid, "data.max_prompt_length=long"])
+    assert (
+        loaded.config.actor_rollout_ref.rollout.prompt_length == loaded.config.data.max_prompt_length == 512
+    )
+    assert "data.max_prompt_length" not in loaded.config.written
+
+
 # ------------------------------------------------------------------------------------------------------ names
 
 
@@ -89,6 +138,14 @@ def test_the_tables_of_names_mirror_the_registries():
     assert set(TRACKERS) == set(LOGGER_PACKAGES)
     assert {name for name, package in LOGGER_PACKAGES.items() if package == name} == set(OPTIONAL_PACKAGES)
     assert [name for name in ESTIMATORS if needs_critic(name)] == ["gae"]
+    keys = {
+        "whiten": "whiten_advantages",
+        "norm_by_std": "norm_adv_by_std_in_grpo",
+        "gamma": "gamma",
+        "lam": "lam",
+    }
+    told = {name: asked_for(function, keys).values() for name, function in ESTIMATORS.items()}
+    assert {name: frozenset(values) for name, values in told.items()} == ESTIMATOR_TAKES
 
 
 @pytest.mark.parametrize(
@@ -417,6 +474,84 @@ def test_the_longest_reward_sequence_counts_only_with_a_tokenizer_of_its_own(rep
     assert not any("reward_model.max_length=" in line for line in report(*overrides).warnings)
     shared = report(*overrides, "reward_model.model.input_tokenizer=null")
     assert any("reward_model.max_length=64" in line for line in shared.warnings)
+
+
+ABSENT = {
+    "critic.optim.lr": ("3e-5", ["algorithm.adv_estimator=grpo"]),
+    "critic.model.override_config.attention_dropout": ("0.1", ["algorithm.adv_estimator=remax"]),
+    "critic.use_dynamic_bsz": ("True", ["algorithm.adv_estimator=rloo"]),
+    "algorithm.gamma": ("0.9", ["algorithm.adv_estimator=grpo"]),
+    "algorithm.lam": ("0.9", ["algorithm.adv_estimator=reinforce_plus_plus"]),
+    "algorithm.whiten_advantages": ("True", ["algorithm.adv_estimator=remax"]),
+    "algorithm.norm_adv_by_std_in_grpo": ("True", []),
+    "algorithm.kl_penalty": ("mse", ["algorithm.kl_ctrl.kl_coef=0"]),
+    "algorithm.kl_ctrl.kl_coef": ("0.1", ["actor_rollout_ref.actor.use_kl_loss=True"]),
+    "algorithm.kl_ctrl.target_kl": ("0.2", []),
+    "algorithm.kl_ctrl.horizon": (
+        "20000",
+        ["algorithm.kl_ctrl.type=adaptive", "actor_rollout_ref.actor.use_kl_loss=True"],
+    ),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": ("4", ["algorithm.kl_ctrl.kl_coef=0"]),
+    "actor_rollout_ref.actor.kl_loss_coef": ("0.001", []),
+    "actor_rollout_ref.actor.kl_loss_type": ("kl", []),
+    "actor_rollout_ref.actor.rollout_is_threshold": ("3", []),
+    "reward_model.model.path": ("somebody/scorer", []),
+    "reward_model.micro_batch_size_per_gpu": ("2", []),
+    "custom_reward_function.name": ("mine", []),
+}
+
+
+@pytest.mark.parametrize("path", ABSENT)
+def test_a_key_of_what_the_run_does_not_have_is_named_if_it_was_written(report, path):
+    value, without = ABSENT[path]
+    key = path.removesuffix(".attention_dropout")
+    before, after = report(*without), report(*without, f"{path}={value}")
+    assert not any(f"{key}=" in line for line in before.warnings if line.startswith("no effect ("))
+    named = [line for line in after.warnings if line.startswith("no effect (") and f" {key}=" in line]
+    assert len(named) == 1
+    assert status_in_words(key).startswith("no effect")
+    assert after.errors == before.errors
+
+
+def test_no_key_of_what_the_run_has_is_named(report):
+    model = ["reward_model.enable=True", "reward_model.model.path=somebody/scorer"]
+    for options in (
+        ["critic.optim.lr=3e-5", "algorithm.gamma=0.9", "algorithm.lam=0.9", "algorithm.kl_penalty=mse"],
+        ["algorithm.adv_estimator=strop.algorithms:mine", "critic.optim.lr=1", "algorithm.lam=0.9"],
+        ["algorithm.adv_estimator=strop.algorithms:mine", "algorithm.norm_adv_by_std_in_grpo=True"],
+        ["algorithm.adv_estimator=grpo", "algorithm.gamma=1", "algorithm.whiten_advantages=False"],
+        ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2"],
+        ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.1"],
+        ["actor_rollout_ref.actor.use_kl_loss=True", "algorithm.kl_penalty=mse"],
+        ["reward_model.reward_manager=prime", "reward_model.timeout_s=3", "reward_model.parts={rule: 2}"],
+        [*model, "reward_model.micro_batch_size_per_gpu=2"],
+        # The reward model's key follows the critic's.
+        [*model, "algorithm.adv_estimator=grpo", "critic.use_dynamic_bsz=True"],
+    ):
+        assert [line for line in report(*options).warnings if line.startswith("no effect (")] == []
+
+
+def test_a_file_may_hold_defaults_without_effect_and_an_override_may_not(valid, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "algorithm: {adv_estimator: grpo, lam: 0.5}\ncritic: {optim: {lr: 1e-5}, grad_clip: 2.0}\n"
+    )
+    named = "no effect (algorithm.adv_estimator needs no values): critic."
+    warnings = check(load_config(valid, config_path=file)).warnings
+    assert [line for line in warnings if line.startswith(named)] == [f"{named}grad_clip=2.0"]
+    assert any(line.endswith(": algorithm.lam=0.5") for line in warnings)
+    typed = check(load_config([*valid, "critic.optim.lr=1e-5"], config_path=file)).warnings
+    assert f"{named}optim.lr=1e-05, critic.grad_clip=2.0" in typed
+
+
+def test_a_key_that_has_no_effect_for_two_reasons_is_named_once(report):
+    grpo = "algorithm.adv_estimator=grpo"
+    (line,) = [
+        line for line in report(grpo, "critic.forward_max_token_len_per_gpu=99").warnings if "=99" in line
+    ]
+    assert line.startswith("no effect (algorithm.adv_estimator needs no values): ")
+    result = report(grpo, "critic.strategy=megatron")
+    assert len([line for line in result.errors + result.warnings if "critic.strategy" in line]) == 1
 
 
 def test_keys_of_one_reason_share_a_line(report):

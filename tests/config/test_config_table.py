@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from strop.config.check import check
-from strop.config.load import load_config
+from strop.config.load import Loaded, load_config, read_tree
 from strop.config.table import render, show_check
+from strop.config.trees import PPO
 from strop.errors import DataError
 
 SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "generate_config_reference.py"
@@ -110,7 +111,7 @@ def test_strop_check_counts_the_rows_and_returns_the_status(overrides, capsys):
         return 2048
 
     config = load_config(overrides)
-    assert show_check(config, train_rows=count) == 0
+    assert show_check(Loaded(config, [], frozenset()), train_rows=count) == 0
     assert asked == [config.data.train_files]
     assert "2,048" in capsys.readouterr().out
 
@@ -119,10 +120,10 @@ def test_strop_check_reports_files_that_are_missing_or_broken(overrides, capsys)
     def broken(files):
         raise DataError(f"{files[0]}: not a parquet file")
 
-    assert show_check(load_config(overrides), train_rows=broken) == 2
+    assert show_check(read_tree(PPO, overrides), train_rows=broken) == 2
     assert "train.parquet: not a parquet file" in capsys.readouterr().out
     missing = load_config([*overrides, "data.train_files=/no/such.parquet"])
-    assert show_check(missing, train_rows=broken) == 2
+    assert show_check(Loaded(missing, [], frozenset()), train_rows=broken) == 2
     assert "data.train_files: no file /no/such.parquet" in capsys.readouterr().out
 
 

@@ -8,10 +8,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from strop.config.keys import all_keys, leaf_paths
-from strop.config.load import load_config, load_tree, to_yaml
+from strop.config.load import load_config, load_tree, read_tree, to_yaml
 from strop.config.resolve import written_paths
 from strop.config.schema.supervised import SupervisedConfig
-from strop.config.supervised import require_valid
+from strop.config.supervised import get_loaded, require_valid
 from strop.config.trees import REWARD_MODELLING, SFT
 from strop.errors import ConfigError
 
@@ -135,3 +135,11 @@ def test_attention_by_mask_matrices_cannot_be_packed(warnings, attention):
 def test_another_back_end_is_an_error(warnings):
     with pytest.raises(ConfigError, match=r"update\.strategy=megatron: not in this version"):
         warnings("update.strategy=megatron")
+
+
+def test_mistakes_of_loading_and_of_checking_come_together(tmp_path):
+    loaded = read_tree(SFT, ["update.optim.learning=1", "trainer.seed=x", f"model.path={tmp_path}/none"])
+    with pytest.raises(ConfigError) as caught:
+        get_loaded(loaded)
+    for text in ("update.optim.learning: unknown", "trainer.seed: found 'x'", "none: no such folder"):
+        assert any(text in line for line in caught.value.problems)

@@ -41,6 +41,10 @@ def inputs(tmp_path_factory):
     pq.write_table(
         pa.Table.from_pylist([{"prompt": row["prompt"]} for row in rows]), folder / "unnamed.parquet"
     )
+    pq.write_table(pa.Table.from_pylist(rows).drop_columns(["reward_model"]), folder / "no_target.parquet")
+    no_answer = [dict(row) for row in rows]
+    no_answer[5]["reward_model"] = {"style": "rule", "ground_truth": None}
+    pq.write_table(pa.Table.from_pylist(no_answer), folder / "no_answer.parquet")
     (folder / "reward.py").write_text(
         "def other(data_source, solution_str, ground_truth, extra_info=None): return 1\n"
     )
@@ -97,7 +101,19 @@ def inputs(tmp_path_factory):
             ["clip_ratio_c"],
         ),
         (["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=2"], ["horizon=2", "16 samples"]),
-        (["data.train_files={}/unnamed.parquet"], ["unnamed", "custom_reward_function"]),
+        (
+            ["data.train_files={}/unnamed.parquet"],
+            ["unnamed.parquet", "'data_source' (data.reward_fn_key)", "custom_reward_function"],
+        ),
+        (["data.train_files={}/no_target.parquet"], ["no_target.parquet", "no column 'reward_model'"]),
+        (
+            ["data.val_files={}/no_answer.parquet", "data.val_max_samples=2"],
+            ["no_answer.parquet, row 5, field reward_model.ground_truth: found null", "strop/arithmetic"],
+        ),
+        (
+            ["data.train_files=[{0}/train.parquet,{0}/unnamed.parquet]"],
+            ["unnamed.parquet: there is no column 'data_source'"],
+        ),
         (["actor_rollout_ref.rollout.name=vllm"], ["vllm", "hf"]),
         (["trainer.logger=[console,tensorbord]"], ["tensorbord", "tensorboard"]),
         (["trainer.default_local_dir={}/reward.py"], ["default_local_dir", "/reward.py is not a folder"]),
@@ -121,10 +137,12 @@ def test_all_mistakes_are_told_at_once(inputs, tmp_path, capsys):
         "actor_rollout_ref.actor.ppo_mini_batch_size=3",
         "algorithm.adv_estimator=gea",
         "trainer.resume_mode=/nothing/here",
+        "trainer.totl_epochs=3",
+        "data.max_prompt_length=long",
     )
     assert main(options) == 2
     printed = capsys.readouterr().err
-    for message in ("ppo_mini_batch_size", "gea", "/nothing/here"):
+    for message in ("ppo_mini_batch_size", "gea", "/nothing/here", "totl_epochs", "found 'long'"):
         assert message in printed
 
 

@@ -175,6 +175,15 @@ def test_a_tokenizer_without_a_pad_token_pads_with_its_end_token(folder, tmp_pat
     assert load_tokenizer(tmp_path).pad_token_id == tokenizer.eos_token_id
 
 
+def test_a_folder_without_a_vocabulary_is_an_error_that_names_it(folder, tmp_path):
+    load_causal_lm(folder).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"{tmp_path}: expected tokenizer files .* found none"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(ModelError, match=r"found a tokenizer with no more than \['<\|endoftext\|>'\]"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_of_ones_own_is_read_as_it_was_written(tmp_path):
     own = tiny_model.build_tokenizer("ab ")  # AutoTokenizer reads it as a Qwen2Tokenizer, which loses spaces
     own.save_pretrained(tmp_path)  # without a model, too

@@ -58,7 +58,7 @@ def test_what_the_run_would_take_is_none(overrides: list[str], count: int):
 def test_check_tells_them_with_the_other_errors(capsys: pytest.CaptureFixture[str]):
     arguments = ["+reward_model.reward_kwargs.foo=3", "algorithm.adv_estimator=gea"]
     assert main(["check", *arguments]) == 2
-    told = capsys.readouterr().err
+    told = capsys.readouterr().out
     assert "reward_kwargs.foo" in told
     assert "adv_estimator=gea" in told
 

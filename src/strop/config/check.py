@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from strop.config.batch_plan import BatchPlan
 from strop.config.deprecated import NEW_LIB, OLD_LIBS, deprecation_lines
+from strop.config.load import Loaded
 from strop.config.rules import ALL_RULES
 from strop.config.schema import Config
 from strop.config.support import unsupported
@@ -60,3 +62,17 @@ def check(config: Config, *, train_rows: int | None = None) -> CheckResult:
             "would never be trained"
         )
     return CheckResult(errors, warnings, plan)
+
+
+def check_loaded(
+    loaded: Loaded[Config], *, train_rows: int | None = None, more_problems: Iterable[str] = ()
+) -> CheckResult:
+    """As `check`, with what could not be loaded before it, and `more_problems` after it.
+
+    Findings about a default that stands in place of something wrong are left out.
+    """
+    if loaded.config is None:
+        return CheckResult(loaded.problems, [], None)
+    result = check(loaded.config, train_rows=train_rows)
+    errors = loaded.problems + loaded.reliable([*result.errors, *more_problems])
+    return CheckResult(errors, loaded.reliable(result.warnings), result.plan)

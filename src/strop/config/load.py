@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from strop.config.keys import all_keys, unknown_key
+from strop.config.keys import all_keys, nearest, unknown_key
 from strop.config.overrides import apply_override, split_overrides
-from strop.config.resolve import resolve, written_paths
+from strop.config.resolve import put_default, resolve, written_paths
 from strop.config.schema import Config, RootConfig
 from strop.config.trees import PPO, Root, Tree
 from strop.config.user_file import compose_file, locate
@@ -21,6 +23,29 @@ from strop.errors import ConfigError
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[Root]):
+    """What a file and overrides come to, with everything in them that cannot be used."""
+
+    config: Root | None
+    """With defaults in place of what is wrong; None where that is not possible."""
+    problems: list[str]
+    """One line for each unknown key, wrong value, dead interpolation and unreadable override."""
+    wrong: frozenset[str]
+    """The keys that the problems are about, and those that were perhaps meant: they stand at defaults."""
+
+    def reliable(self, findings: Iterable[str]) -> list[str]:
+        """Those `findings` about `config` that name none of the keys that are wrong."""
+        names = [re.compile(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)") for key in self.wrong]
+        return [line for line in findings if not any(name.search(line) for name in names)]
+
+    def get(self) -> Root:
+        """The configuration, or all problems as one `ConfigError`."""
+        if self.problems or self.config is None:
+            raise ConfigError(*self.problems)
+        return self.config
 
 
 def load_config(
@@ -50,6 +75,21 @@ def load_tree(
     Raises:
         ConfigError: one line for each unknown key, wrong value, dead interpolation and unreadable override.
     """
+    return read_tree(tree, overrides, config_name=config_name, config_path=config_path).get()
+
+
+def read_tree(
+    tree: Tree[Root],
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str | None = None,
+    config_path: str | Path | None = None,
+) -> Loaded[Root]:
+    """As `load_tree`, for who goes on to look for more mistakes.
+
+    Raises:
+        ConfigError: the file itself cannot be read.
+    """
     file = locate(config_path, config_name, tree.name)
     groups, settings, problems = split_overrides(overrides, file.parent if file else None)
     layer = compose_file(file, groups, tree.name) if file else OmegaConf.create({})
@@ -69,7 +109,7 @@ def as_config(config: Config | DictConfig | Mapping[str, Any]) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(f"configuration: {str(error).splitlines()[0]}") from error
     OmegaConf.set_struct(layer, False)
-    return _build(PPO, layer, [], [])
+    return _build(PPO, layer, [], {}).get()
 
 
 def to_dict(config: RootConfig) -> dict[str, Any]:
@@ -82,30 +122,59 @@ def to_yaml(config: RootConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=10_000)
 
 
-def _build(kind: Tree[Root], layer: DictConfig, settings: list[Override], problems: list[str]) -> Root:
-    """Lay `layer` and `settings` over the defaults, resolve, validate; `problems` are known already."""
+def _build(
+    kind: Tree[Root], layer: DictConfig, settings: list[Override], unreadable: dict[str, str]
+) -> Loaded[Root]:
+    """Lay `layer` and `settings` over the defaults, resolve, validate.
+
+    `unreadable` has problems that are known already, by the key that the override seems to be about.
+    """
     written = written_paths(cast(dict[Any, Any], OmegaConf.to_container(layer, resolve=False)))
     tree = cast(DictConfig, OmegaConf.merge(kind.defaults(), layer))  # a copy
     OmegaConf.set_readonly(tree, False)
+    problems, wrong = list(unreadable.values()), set(unreadable)
+    overridden: set[str] = set()
     for override in settings:
         problem = apply_override(tree, override, kind.schema)
         if problem:
             problems.append(problem)
-        written |= written_paths({override.key_or_group: override.value()})
+            wrong.add(override.key_or_group)
+        overridden |= written_paths({override.key_or_group: override.value()})
+    written |= overridden
     kind.settle(tree, written)
 
     by_path: dict[str, str] = {}
-    plain = resolve(tree, by_path)
-    try:
-        config = kind.schema.model_validate(plain)
-    except ValidationError as error:
-        for path, line in _readable(error, plain, kind.schema):
+    config = _validated(kind, tree, by_path)
+    wrong |= by_path.keys()
+    if config is not None:
+        config.note_written(written - wrong, overridden=overridden - wrong)
+    meant = _perhaps_meant(wrong, kind.schema) - written
+    return Loaded(config, [*problems, *by_path.values()], frozenset(wrong | meant))
+
+
+def _validated(kind: Tree[Root], tree: DictConfig, by_path: dict[str, str]) -> Root | None:
+    """`tree` by the schema; what does not fit is noted in `by_path`, and in `tree` put to its default."""
+    while True:
+        plain = resolve(tree, by_path)
+        try:
+            return kind.schema.model_validate(plain)
+        except ValidationError as error:
+            lines = _readable(error, plain, kind.schema)
+        for path, line in lines:
             by_path.setdefault(path, line)
-        raise ConfigError(*problems, *by_path.values()) from None
-    if problems or by_path:
-        raise ConfigError(*problems, *by_path.values())
-    config.note_written(written)
-    return config
+        replaced = [put_default(tree, kind.defaults(), path) for path, _ in lines]
+        if not any(replaced):
+            return None
+
+
+def _perhaps_meant(wrong: Collection[str], schema: type[RootConfig]) -> set[str]:
+    """The keys that are most like those of `wrong` that do not exist; of a section, all keys in it."""
+    keys, meant = all_keys(schema), set()
+    for path in wrong:
+        guess = path if path in keys else nearest(path, schema)
+        if guess is not None:
+            meant |= {key for key in keys if key == guess or key.startswith(f"{guess}.")}
+    return meant
 
 
 def _readable(

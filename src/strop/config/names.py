@@ -15,6 +15,16 @@ ESTIMATOR_NEEDS: dict[str, frozenset[str]] = {
 }
 """Estimator -> what it needs besides rewards: a critic's values, groups by prompt, greedy answers' scores."""
 
+ESTIMATOR_TAKES: dict[str, frozenset[str]] = {
+    "gae": frozenset({"gamma", "lam", "whiten_advantages"}),
+    "grpo": frozenset({"norm_adv_by_std_in_grpo"}),
+    "reinforce_plus_plus": frozenset({"gamma", "whiten_advantages"}),
+    "reinforce_plus_plus_baseline": frozenset({"whiten_advantages"}),
+    "rloo": frozenset(),
+    "remax": frozenset(),
+}
+"""Estimator -> the keys of `algorithm` that it is told."""
+
 POLICY_LOSSES = ("ppo", "gspo", "cispo")
 REWARD_MANAGERS = ("naive", "prime")
 

@@ -19,29 +19,37 @@ if TYPE_CHECKING:
 
 def split_overrides(
     overrides: Sequence[str], folder: Path | None
-) -> tuple[list[str], list[Override], list[str]]:
+) -> tuple[list[str], list[Override], dict[str, str]]:
     """Parse `overrides` into config-group choices, settings, and one line for each that cannot be read.
+
+    Those lines are by the key that stands before the equals sign.
 
     A group is a subfolder of `folder`, where the user's file lies; a choice is handed on as text, for Hydra.
     """
-    groups, settings, problems = [], [], []
+    groups: list[str] = []
+    settings: list[Override] = []
+    problems: dict[str, str] = {}
     for text in overrides:
         try:
             override = _parse(text)
         except ValueError as error:
-            problems.append(f"{text}: {error}")
+            _note(problems, text, str(error))
             continue
         key = override.key_or_group
         is_group = folder is not None and (folder / key).is_dir() and not isinstance(override.value(), dict)
         if is_group or key == "hydra.searchpath":
             groups.append(text)
         elif re.match(r"hydra\b", key):
-            problems.append(
-                f"{text}: Hydra's own settings have no effect; trainer.default_local_dir is the run folder"
-            )
+            why = "Hydra's own settings have no effect; trainer.default_local_dir is the run folder"
+            _note(problems, text, why)
         else:
             settings.append(override)
     return groups, settings, problems
+
+
+def _note(problems: dict[str, str], text: str, why: str) -> None:
+    key = text.partition("=")[0].strip().lstrip("+~")
+    problems[text if key in problems else key] = f"{text}: {why}"
 
 
 def apply_override(tree: DictConfig, override: Override, schema: type[RootConfig]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -35,3 +35,30 @@ def resolve(node: DictConfig, problems: dict[str, str], prefix: str = "") -> dic
             continue
         plain[key] = resolve(value, problems, f"{path}.") if isinstance(value, DictConfig) else value
     return plain
+
+
+def put_default(tree: DictConfig, defaults: DictConfig, path: str) -> bool:
+    """Replace the key `path` of `tree` by what `defaults` has there, or remove it; whether it changed."""
+    section, _, word = path.rpartition(".")
+    try:
+        parent = OmegaConf.select(tree, section) if section else tree
+    except OmegaConfBaseException:  # a name that is none of a key
+        return False
+    if not isinstance(parent, DictConfig):
+        return False
+    default: Any = OmegaConf.to_container(defaults, resolve=False)
+    for name in path.split("."):
+        default = default.get(name, _NOTHING) if isinstance(default, dict) else _NOTHING
+    before = _raw(parent)
+    for key in [key for key in parent if str(key) == word]:
+        del parent[key]
+    if default is not _NOTHING:
+        parent[word] = default
+    return _raw(parent) != before
+
+
+_NOTHING = object()
+
+
+def _raw(node: DictConfig) -> dict[Any, Any]:
+    return cast(dict[Any, Any], OmegaConf.to_container(node, resolve=False))

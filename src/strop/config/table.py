@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 from rich.console import Console, Group, RenderableType
 from rich.syntax import Syntax
@@ -12,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
-from strop.config.check import CheckResult, check
+from strop.config.check import CheckResult, check_loaded
 from strop.config.forecast import Forecast, forecast
-from strop.config.load import to_yaml
+from strop.config.load import Loaded, to_yaml
 from strop.config.old_log_probs import why_old_log_probs_are_computed_apart
 from strop.config.paths import expand
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.schema import Config
-from strop.errors import StropError
+from strop.errors import ConfigError, StropError
 
 _FORWARD_NAMES = {
     "log_prob": "old log-probs",
@@ -29,12 +28,21 @@ _FORWARD_NAMES = {
 }
 
 
-def show_check(config: Config, *, train_rows: Callable[[list[str]], int | None]) -> int:
-    """Check `config`, show everything about it on the standard output, return the exit status (2: errors).
+def show_check(
+    loaded: Loaded[Config],
+    *,
+    train_rows: Callable[[list[str]], int | None],
+    more_problems: Callable[[Config], list[str]] = lambda config: [],
+) -> int:
+    """Check a configuration, show everything about it on the standard output, return the status (2: errors).
 
     `train_rows` counts the prompts in parquet files; it is called when the training files are all local and
-    there.
+    there. `more_problems` are those that the configuration itself does not know of. A configuration that
+    could not be loaded is shown with defaults in place of what is wrong.
     """
+    config = loaded.config
+    if config is None:
+        raise ConfigError(*loaded.problems)
     files = [expand(file) for file in config.data.train_files]
     rows, problems = None, []
     if all(os.path.exists(file) for file in files):
@@ -42,8 +50,8 @@ def show_check(config: Config, *, train_rows: Callable[[list[str]], int | None])
             rows = train_rows(files)
         except StropError as error:
             problems.append(str(error))
-    result = check(config, train_rows=rows)
-    result = replace(result, errors=result.errors + problems)
+    problems = list(dict.fromkeys([*problems, *more_problems(config)]))
+    result = check_loaded(loaded, train_rows=rows, more_problems=problems)
     Console(soft_wrap=True).print(render(result, config))
     return 2 if result.errors else 0
 

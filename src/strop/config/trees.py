@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -45,3 +45,9 @@ class Tree(Generic[Root]):
 PPO = Tree(Config, "ppo_trainer", deprecated.settle)
 SFT = Tree(SftConfig, "sft_trainer")
 REWARD_MODELLING = Tree(RewardModellingConfig, "rm_trainer")
+_TREES: tuple[Tree[Any], ...] = (PPO, SFT, REWARD_MODELLING)
+
+
+def tree_of(config: RootConfig) -> Tree[Any]:
+    """The tree that a configuration is one of."""
+    return next(tree for tree in _TREES if type(config) is tree.schema)

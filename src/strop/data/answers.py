@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from strop.data.columns import UNNAMED_SOURCE
 from strop.data.parquet import Files, read_prompt_table
 from strop.data.prompts import encode_responses
-from strop.data.rl_dataset import UNNAMED_SOURCE, truncate
+from strop.data.rl_dataset import truncate
 from strop.data.tokenize import tokenize_table
 from strop.errors import DataError
 

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,26 @@ class PromptTable:
     """The rows of one or several files, in order.
 
     ``files`` are the names as the user wrote them, ``paths`` their local copies, ``starts`` the number of
-    each file's first row in ``table``.
+    each file's first row in ``table``, ``columns`` what each has (``table`` may hold a part of them).
     """
 
     table: pa.Table
     files: tuple[str, ...]
     paths: tuple[Path, ...]
     starts: tuple[int, ...]
+    columns: tuple[tuple[str, ...], ...]
 
     def __len__(self) -> int:
         return self.table.num_rows
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that any of the files has."""
+        return list(dict.fromkeys(itertools.chain.from_iterable(self.columns)))
+
+    def files_without(self, column: str) -> list[str]:
+        """The files that have no such column."""
+        return [name for name, columns in zip(self.files, self.columns, strict=True) if column not in columns]
 
     def locate(self, row: int) -> tuple[str, int]:
         """The file that row ``row`` of the whole came from, and its number there."""
@@ -79,19 +90,56 @@ def read_prompt_table(
     """
     names = list_files(files)
     paths = [_existing(name, local_path(name, cache_dir)) for name in names]
-    tables, starts, rows = [], [], 0
-    for name, path in zip(names, paths, strict=True):
-        table = _read_one(name, path, prompt_key)
-        tables.append(table)
-        starts.append(rows)
-        rows += table.num_rows
+    tables = [_read_one(name, path, prompt_key) for name, path in zip(names, paths, strict=True)]
+    return _joined(names, paths, tables, [table.column_names for table in tables])
+
+
+def read_part_of_prompt_table(
+    files: Files, *, prompt_key: str, wanted: Callable[[pq.ParquetFile], Collection[str]]
+) -> PromptTable:
+    """The columns of local files that are ``wanted`` of any of them: the others are known by name only.
+
+    Raises :class:`DataError` as ``read_prompt_table``.
+    """
+    names = list_files(files)
+    paths = [_existing(name, local_path(name)) for name in names]
+    opened = [_open(name, path) for name, path in zip(names, paths, strict=True)]
+    columns = [file.schema_arrow.names for file in opened]
+    for name, file, own in zip(names, opened, columns, strict=True):
+        _require_prompts(name, own, file.metadata.num_rows, prompt_key)
+    read = set(itertools.chain.from_iterable(wanted(file) for file in opened))
+    tables = [
+        _read_columns(name, file, sorted(read & set(own)))
+        for name, file, own in zip(names, opened, columns, strict=True)
+    ]
+    return _joined(names, paths, tables, columns)
+
+
+def _joined(
+    names: Sequence[str], paths: Sequence[Path], tables: Sequence[pa.Table], columns: Sequence[Sequence[str]]
+) -> PromptTable:
     try:
         whole = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise DataError(
             f"the columns of {', '.join(names)} have types that cannot be joined: {error}"
         ) from error
-    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts))
+    starts = itertools.accumulate((table.num_rows for table in tables[:-1]), initial=0)
+    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts), tuple(map(tuple, columns)))
+
+
+def _open(name: str, path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{name}: cannot be read as parquet: {error}") from error
+
+
+def _read_columns(name: str, file: pq.ParquetFile, columns: list[str]) -> pa.Table:
+    try:
+        return file.read(columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{name}: cannot be read as parquet: {error}") from error
 
 
 def _existing(name: str, path: Path) -> Path:
@@ -106,13 +154,15 @@ def _read_one(name: str, path: Path, prompt_key: str) -> pa.Table:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{name}: cannot be read as parquet: {error}") from error
-    if prompt_key not in table.column_names:
-        raise DataError(
-            f"{name}: there is no column {prompt_key!r} (data.prompt_key); found {table.column_names}"
-        )
-    if table.num_rows == 0:
-        raise DataError(f"{name}: the file has no rows")
+    _require_prompts(name, table.column_names, table.num_rows, prompt_key)
     return table
+
+
+def _require_prompts(name: str, columns: Sequence[str], rows: int, prompt_key: str) -> None:
+    if prompt_key not in columns:
+        raise DataError(f"{name}: there is no column {prompt_key!r} (data.prompt_key); found {list(columns)}")
+    if rows == 0:
+        raise DataError(f"{name}: the file has no rows")
 
 
 def _open_metadata(name: str) -> pq.FileMetaData:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 
-from strop.data.parquet import Files, PromptTable, read_prompt_table
+from strop.data.columns import (
+    UNNAMED_SOURCE,
+    check_columns,
+    no_sources,
+    require_ground_truths,
+    sources_of,
+)
+from strop.data.parquet import Files, read_prompt_table
 from strop.data.prompts import as_messages, encode_raw
 from strop.data.tokenize import tokenize_table
 from strop.errors import DataError
@@ -23,11 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("strop.data")
 
 TRUNCATIONS = ("error", "left", "right", "middle")
-# Columns that a batch makes itself; a file that brings them would be overwritten without a word.
-UNNAMED_SOURCE = "unnamed"
-"""The data source of rows whose files have no such column: only a reward of one's own can score them."""
-
-_RESERVED = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids", "uid", "seeds")
 
 
 class RLHFDataset:
@@ -71,7 +71,7 @@ class RLHFDataset:
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
         self.return_raw_chat, self.return_raw_input_ids = return_raw_chat, return_raw_input_ids
         self._table = read_prompt_table(files, prompt_key=prompt_key, cache_dir=cache_dir)
-        _check_columns(self._table, prompt_key, reward_fn_key)
+        check_columns(self._table, prompt_key, reward_fn_key)
         self._tokens = tokenize_table(
             self._table, tokenizer, prompt_key=prompt_key, num_workers=num_workers, cache_dir=cache_dir
         )
@@ -96,9 +96,15 @@ class RLHFDataset:
 
     def data_sources(self) -> set[str]:
         """The values of the column that says how a row is scored."""
-        if self.reward_fn_key not in self._table.table.column_names:
-            return {UNNAMED_SOURCE}
-        return set(self._table.table.column(self.reward_fn_key).unique().to_pylist())
+        return sources_of(self._table, self.reward_fn_key)
+
+    def no_sources(self) -> DataError:
+        """The error for files without that column, where it is needed."""
+        return no_sources(self._table, self.reward_fn_key)
+
+    def require_ground_truths(self, sources: Collection[str], *, by_model: bool) -> None:
+        """See :func:`strop.data.columns.require_ground_truths`."""
+        require_ground_truths(self._table, self.reward_fn_key, sources, by_model=by_model)
 
     def _usable_rows(self, filter_overlong: bool) -> np.ndarray:
         """Numbers of the rows to serve, int64; applies the filter or the rule ``truncation="error"``."""
@@ -170,38 +176,3 @@ def _row_index(fields: dict[str, Any], row_number: int) -> Any:
     if isinstance(extra_info, dict) and extra_info.get("index") is not None:
         return extra_info["index"]
     return fields.get("index", row_number)
-
-
-def _check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> None:
-    """Reject names that clash with a batch's own, and columns that the rewards could not use."""
-    names = table.table.column_names
-    clashes = [name for name in _RESERVED if name in names and name != prompt_key]
-    if clashes:
-        raise DataError(
-            f"{', '.join(table.files)}: the columns {clashes} have names that a batch uses; rename them"
-        )
-    if reward_fn_key in names:
-        _check_column(table, reward_fn_key, "a string", _is_string)
-    if "reward_model" in names:
-        _check_column(table, "reward_model", "a record {style, ground_truth}", pa.types.is_struct)
-    if "extra_info" in names:
-        _check_column(table, "extra_info", "a record or null", pa.types.is_struct, nulls=True)
-
-
-def _check_column(
-    table: PromptTable, name: str, expected: str, fits: Callable[[pa.DataType], bool], nulls: bool = False
-) -> None:
-    """Arrow gives all rows one type: the first value shows a wrong one, and else only nulls are wrong."""
-    column = table.table.column(name)
-    if column.null_count and not nulls:
-        row = pc.index(column.is_null(), True).as_py()
-        raise table.error(row, name, f"expected {expected}, found null")
-    if not fits(column.type) and column.null_count < len(column):
-        row = pc.index(column.is_valid(), True).as_py()
-        value = column[row].as_py()
-        raise table.error(row, name, f"expected {expected}, found {type(value).__name__} {value!r:.60}")
-
-
-def _is_string(kind: pa.DataType) -> bool:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)

@@ -48,3 +48,10 @@ class FirstOfEachSource:
     def data_sources(self) -> set[str]:
         """Those of ``dataset``."""
         return self.dataset.data_sources()
+
+
+def all_rows(dataset: RowDataset) -> RowDataset:
+    """The data set that ``dataset`` is a part of, or ``dataset`` itself."""
+    while isinstance(dataset, FirstRows | FirstOfEachSource):
+        dataset = dataset.dataset
+    return dataset

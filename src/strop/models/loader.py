@@ -85,12 +85,26 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
+    _require_vocabulary(tokenizer, path)
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise ModelError(f"the tokenizer in {path} has neither a pad token nor an end-of-sequence token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _require_vocabulary(tokenizer: Any, path: str | Path) -> None:
+    """``ModelError`` when it is what transformers makes of a folder without tokenizer files: an empty one."""
+    special = set(tokenizer.all_special_ids)
+    if len(tokenizer) > len(special):
+        return
+    has_files = any(Path(path).glob("tokenizer*"))
+    found = f"a tokenizer with no more than {sorted(tokenizer.all_special_tokens)}" if has_files else "none"
+    raise ModelError(
+        f"model path {path}: expected tokenizer files (tokenizer.json, with tokenizer_config.json), found "
+        f"{found}; copy the model's into the folder, or name another folder that has them (data.tokenizer)"
+    )
 
 
 def _is_only_its_file(folder: Path) -> bool:

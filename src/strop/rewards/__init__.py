@@ -2,7 +2,7 @@
 
 ``manager``        scores a batch (``RewardManager``, ``load_reward_manager``)
 ``reward_output``  its result, as tensors
-``router``         which scorer belongs to which data source
+``router``         which scorer belongs to which data source; ``coverage``: whether anything scores it
 ``score``          the scorers themselves: pure functions of text; ``answers`` finds what they compare
 ``part_scorers``   scorers by name, several for a sample; ``composition`` makes a score of their parts
 ``sandbox``        runs programs that nobody trusts

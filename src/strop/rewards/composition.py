@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.registry import resolve
+from strop.rewards.coverage import asked_parts
 from strop.rewards.custom import require_score_signature
 from strop.rewards.part_scorers import BuiltInScorer, OwnScorer
 from strop.rewards.records import ScoreFunction
@@ -47,11 +48,7 @@ class Composition:
 
     def asked(self, data_source: str, *, has_rule: bool) -> tuple[str, ...]:
         """The parts of a sample that functions give."""
-        rule = (RULE,) if has_rule and self.parts[RULE].weight(data_source) != 0 else ()
-        others = (
-            name for name, part in self.parts.items() if part.scorer is not None and part.weight(data_source)
-        )
-        return (*rule, *others)
+        return asked_parts(self.parts, data_source, has_rule=has_rule)
 
     def contributions(
         self, parts: Mapping[str, Tensor], sources: Sequence[str], *, failed_B: Tensor, validating: bool

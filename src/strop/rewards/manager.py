@@ -17,6 +17,7 @@ from strop.algorithms.registry import asked_for, resolve
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
 from strop.rewards.composition import Composition, part_scorers
+from strop.rewards.coverage import require_scored_source
 from strop.rewards.custom import load_custom_reward, require_score_signature
 from strop.rewards.error_budget import ErrorBudget
 from strop.rewards.examine import describe_sample
@@ -26,10 +27,10 @@ from strop.rewards.pool import RewardPool, default_num_workers
 from strop.rewards.process import RewardProcess
 from strop.rewards.records import Outcome, Sample, ScoreFunction
 from strop.rewards.reward_output import RewardOutput
-from strop.rewards.router import Router, unknown_source
+from strop.rewards.router import Router
 from strop.rewards.scoring import ScoringJob
 from strop.rewards.unused_parts import UnusedParts
-from strop.score_parts import KEY, REWARD_MODEL, RULE, read_parts
+from strop.score_parts import RULE, read_parts
 
 if TYPE_CHECKING:
     from strop.config.schema import Config
@@ -187,14 +188,13 @@ class RewardManager:
         for source in sorted(set(sources)):
             has_rule = self._has_scorer(source)
             self._require_ready(source, self.composition.asked(source, has_rule=has_rule))
-            if has_reward_model and parts[REWARD_MODEL].weight(source) != 0:
-                continue
-            if parts[RULE].weight(source) != 0 and not has_rule:
-                raise unknown_source(source, self._sources or [])
-            if not self.composition.asked(source, has_rule=has_rule):
-                raise RewardError(
-                    f"data_source {source!r}: nothing scores it, every part of {KEY} has the weight 0 for it"
-                )
+            require_scored_source(
+                parts,
+                source,
+                has_rule=has_rule,
+                has_reward_model=has_reward_model,
+                known=self._sources or (),
+            )
 
     def is_built_in(self, source: str) -> bool:
         """Whether the rule of a data source is its built-in scorer, and has a weight."""

@@ -51,6 +51,7 @@ class UnknownSourceError(RewardError):
 
     def __init__(self, data_source: str, known: Sequence[str]) -> None:
         super().__init__(data_source, known)
+        self.data_source = data_source
         self.what = f"data_source {data_source!r} has no scorer (known: {', '.join(known)})"
 
     def __str__(self) -> str:

@@ -14,15 +14,21 @@ from strop.config.schema import Config
 from strop.controller.local import LocalWorkerGroup
 from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role
+from strop.data.columns import UNNAMED_SOURCE
 from strop.data.hub import local_tokenizer, require_from_hub
+from strop.data.loader import RowDataset
+from strop.data.rl_dataset import RLHFDataset
+from strop.data.subset import all_rows
 from strop.errors import MissingExtraError
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.rewards.manager import RewardManager, load_reward_manager
+from strop.rewards.router import UnknownSourceError
 from strop.trainer.checkpoint import Checkpoints
 from strop.trainer.manifest import verify
 from strop.trainer.ppo import RayPPOTrainer
 from strop.trainer.reward_model_tokens import check_reward_model_tokens
 from strop.trainer.seeds import seed_global_generators
+from strop.trainer.validation import needs_reward_model
 from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
 from strop.workers.critic import CriticWorker
 from strop.workers.reward_model import RewardModelWorker
@@ -99,15 +105,43 @@ def _require_checkpoint(config: Config) -> None:
 
 
 def _require_scorers(trainer: RayPPOTrainer) -> None:
-    """Every ``data_source`` of the prompts can be scored, or ``RewardError``; the scoring processes start."""
-    used = [(trainer.val_reward_fn, trainer.val_loader)]
+    """Every row of the prompts can be scored, or an error that names it; the scoring processes start.
+
+    Raises:
+        RewardError: a ``data_source`` without a scorer.
+        DataError: a row without the column or the value that its scorer needs.
+    """
+    used = [(trainer.val_reward_fn, trainer.val_loader.dataset, needs_reward_model(trainer))]
     if not trainer.config.trainer.val_only:
-        used.insert(0, (trainer.reward_fn, trainer.train_loader))
-    by_function = [(reward_fn, loader.dataset.data_sources()) for reward_fn, loader in used]
-    of_the_run = set().union(*(sources for _, sources in by_function))
-    for reward_fn, sources in by_function:
+        used.insert(0, (trainer.reward_fn, trainer.train_loader.dataset, trainer.use_reward_model))
+    of_the_run = set().union(*(dataset.data_sources() for _, dataset, _ in used))
+    for reward_fn, dataset, by_model in used:
         if isinstance(reward_fn, RewardManager):
-            reward_fn.validate_sources(
-                sources, has_reward_model=trainer.use_reward_model, elsewhere=of_the_run
+            _require_scored_rows(
+                reward_fn,
+                all_rows(dataset),
+                has_reward_model=trainer.use_reward_model,
+                by_model=by_model,
+                of_the_run=of_the_run,
             )
             reward_fn.start()
+
+
+def _require_scored_rows(
+    reward_fn: RewardManager,
+    dataset: RowDataset,
+    *,
+    has_reward_model: bool,
+    by_model: bool,
+    of_the_run: set[str],
+) -> None:
+    sources = dataset.data_sources()
+    try:
+        reward_fn.validate_sources(sources, has_reward_model=has_reward_model, elsewhere=of_the_run)
+    except UnknownSourceError as error:
+        if error.data_source == UNNAMED_SOURCE and isinstance(dataset, RLHFDataset):
+            raise dataset.no_sources() from None
+        raise
+    if isinstance(dataset, RLHFDataset):
+        by_rule = {source for source in sources if reward_fn.is_built_in(source)}
+        dataset.require_ground_truths(by_rule, by_model=by_model)

@@ -7,12 +7,13 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from strop.config.load import load_config
+from strop.config.load import read_tree
 from strop.config.paths import expand, is_url
 from strop.config.schema import Config
+from strop.config.trees import PPO
 from strop.errors import ConfigError, RewardError
 from strop.rewards.router import UnknownSourceError
-from strop.trainer.main_ppo import logger, require_valid
+from strop.trainer.main_ppo import get_loaded, logger, require_valid
 
 RESULTS = "results.json"
 
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 def config_from(arguments: argparse.Namespace) -> Config:
     """The configuration that the arguments ask for, with the user's own keys over it; ``ConfigError``."""
     _require_model(arguments.model)
-    return load_config([*_settings(arguments), *arguments.overrides])
+    return get_loaded(read_tree(PPO, [*_settings(arguments), *arguments.overrides]))
 
 
 def _settings(arguments: argparse.Namespace) -> Iterator[str]:

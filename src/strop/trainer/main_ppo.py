@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from strop.command import run_command
-from strop.config.check import check
-from strop.config.load import load_config
+from strop.config.check import check, check_loaded
+from strop.config.load import Loaded, read_tree
 from strop.config.schema import Config
+from strop.config.trees import PPO
 
 logger = logging.getLogger("strop")
 
@@ -28,9 +29,25 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from(arguments: argparse.Namespace) -> Config:
-    """The configuration that a command line asks for."""
-    return load_config(
-        arguments.overrides, config_name=arguments.config_name, config_path=arguments.config_path
+    """The configuration that a command line asks for.
+
+    Raises:
+        ConfigError: keys that do not exist or do not fit, together with all other errors that can be seen.
+    """
+    return get_loaded(loaded_from(arguments))
+
+
+def get_loaded(loaded: Loaded[Config]) -> Config:
+    """The configuration; one that could not be loaded whole is a ``ConfigError`` with its other errors."""
+    if loaded.problems:
+        check_loaded(loaded).raise_errors()
+    return loaded.get()
+
+
+def loaded_from(arguments: argparse.Namespace) -> Loaded[Config]:
+    """What a command line comes to, with its mistakes."""
+    return read_tree(
+        PPO, arguments.overrides, config_name=arguments.config_name, config_path=arguments.config_path
     )
 
 

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from strop.config.load import load_tree
+from strop.config.load import read_tree
 from strop.config.schema.supervised import RewardModellingConfig, SftConfig
-from strop.config.supervised import Supervised, require_valid
+from strop.config.supervised import Supervised, get_loaded, require_valid
 from strop.config.trees import REWARD_MODELLING, SFT, Tree
 
 logger = logging.getLogger("strop")
@@ -27,8 +27,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_from(tree: Tree[Supervised], arguments: argparse.Namespace) -> Supervised:
     """The configuration that a command line asks for."""
-    return load_tree(
-        tree, arguments.overrides, config_name=arguments.config_name, config_path=arguments.config_path
+    return get_loaded(
+        read_tree(
+            tree, arguments.overrides, config_name=arguments.config_name, config_path=arguments.config_path
+        )
     )
 
 

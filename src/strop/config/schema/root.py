@@ -24,15 +24,23 @@ class RootConfig(Section):
     trainer: RunConfig
 
     _written: frozenset[str] | None = PrivateAttr(default=None)
+    _overridden: frozenset[str] = PrivateAttr(default=frozenset())
 
     @property
     def written(self) -> frozenset[str] | None:
         """Full paths of the keys that a file or an override wrote; None when that is not known."""
         return self._written
 
-    def note_written(self, paths: Iterable[str]) -> None:
+    @property
+    def overridden(self) -> frozenset[str]:
+        """Those that an override wrote: what is typed is meant, and a file may be a copy of another."""
+        return self._overridden
+
+    def note_written(self, paths: Iterable[str], *, overridden: Iterable[str] | None = None) -> None:
         """Keep which keys the user wrote: what stands on its default is not worth a warning."""
         self._written = frozenset(paths)
+        if overridden is not None:
+            self._overridden = frozenset(overridden)
 
     def __eq__(self, other: object) -> bool:
         """Equal values; who wrote them does not matter."""
