@@ -23,6 +23,9 @@ LOCK_FILE = ".lock"
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK}
 """What file systems without locks answer: Lustre mounted without flock, NFS without a lock service."""
 
+_MOMENT_S = 2.0
+"""So long the children of a process that was killed may take to let go of what they inherited."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -37,7 +40,7 @@ def run_lock(folder: Path) -> Generator[None]:
     folder = folder.resolve()  # the same folder by another name is the same lock
     lock = FileLock(folder / LOCK_FILE, is_singleton=True, fallback_to_soft=False)
     try:
-        lock.acquire(blocking=False)
+        lock.acquire(timeout=_MOMENT_S)
     except Timeout as error:
         raise ConfigError(
             f"trainer.default_local_dir={folder}: {_holder(folder / LOCK_FILE)} runs there, and two runs "
