@@ -49,7 +49,7 @@ class RunConfig(Section):
     max_restarts: Count
     """When a worker dies or hangs: start again from the last checkpoint, at most this many times."""
     phase_timeout_s: PositiveFloat | None
-    """Ray: a longer call to the workers has hung and ends the run (loading: 600 s at least); null: no limit."""
+    """Ray: a longer call to workers has hung and ends the run (loading: at least 600 s); null: no limit."""
     default_hdfs_dir: str | None
     """Folder for copies of the checkpoints: hdfs://, s3://, any fsspec URL or path; null, default: none."""
     default_local_dir: str
