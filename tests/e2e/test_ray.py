@@ -60,9 +60,7 @@ def test_one_rank_on_ray_is_the_local_run_bit_for_bit(ray_session, inputs, tmp_p
 ENDS = {"Ctrl-C": 130, "SIGTERM": 143, "SIGKILL": -9}
 
 
-@pytest.mark.parametrize(
-    ("how", "background"), [("Ctrl-C", False), ("SIGTERM", False), ("SIGTERM", True), ("SIGKILL", False)]
-)
+@pytest.mark.parametrize(("how", "background"), [("Ctrl-C", False), ("SIGTERM", True), ("SIGKILL", False)])
 def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, background):
     """With ``background`` the save of iteration 1 is in flight, and a call of the same worker hangs."""
     abandoned = abandoned_shared_memory()
@@ -88,6 +86,7 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, 
     verify(tmp_path / "run" / "global_step_1")
 
 
+@pytest.mark.slow
 def test_a_killed_gcs_is_told_and_the_run_can_be_resumed(inputs, undisturbed, tmp_path):
     options = overrides(inputs, tmp_path / "run", *SETTINGS)
     run = RayRun(options, sabotage=_sabotage(tmp_path, "update_actor", 3, "sleep"))
@@ -103,6 +102,7 @@ def test_a_killed_gcs_is_told_and_the_run_can_be_resumed(inputs, undisturbed, tm
     assert _results(tmp_path / "run") == undisturbed
 
 
+@pytest.mark.slow
 def test_a_killed_raylet_takes_its_workers_along_and_the_run_starts_again(inputs, undisturbed, tmp_path):
     run = RayRun(
         overrides(inputs, tmp_path / "run", *SETTINGS, "trainer.max_restarts=1"),

@@ -123,8 +123,8 @@ def results(inputs, ray_session):
     ("one", "other"),
     [
         ("local", "2 ranks"),
-        ("2 ranks", "4 ranks"),
-        ("local", "HSDP 2x2"),
+        pytest.param("2 ranks", "4 ranks", marks=pytest.mark.slow),
+        pytest.param("local", "HSDP 2x2", marks=pytest.mark.slow),
         ("local", "dynamic micro-batches on 2 ranks"),
         ("local", "2 ranks that share sequences"),
         ("local", "4 ranks, every role in its own way"),
@@ -167,7 +167,7 @@ def _state(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("layout", ["local", "4 ranks"])
+@pytest.mark.parametrize("layout", ["local", pytest.param("4 ranks", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_two_ranks_goes_on_with_others_bit_for_bit(results, tmp_path, layout):
     """Loaded, with no step taken, and saved again: weights, moments and step counts are those of the file."""
     results.hashes("2 ranks")

@@ -44,11 +44,19 @@ def model_paths(config: Config) -> dict[str, str]:
     return paths
 
 
+def critic_tokenizer(config: Config) -> str:
+    """The path of the critic's: its own, or the policy's, also where that is apart from its model."""
+    own = config.critic.model.tokenizer_path
+    if own == config.actor_rollout_ref.model.path:
+        return config.data.tokenizer or own
+    return own or config.critic.model.path
+
+
 def tokenizer_paths(config: Config) -> dict[str, str]:
     """Key -> path of every tokenizer that is loaded and has a key of its own."""
     paths = {"data.tokenizer": config.data.tokenizer}
     if uses_critic(config):
-        paths["critic.model.tokenizer_path"] = config.critic.model.tokenizer_path
+        paths["critic.model.tokenizer_path"] = critic_tokenizer(config)
     if config.reward_model.enable:
         paths["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
     return {key: path for key, path in paths.items() if path}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from strop.config.roles import critic_tokenizer
 from strop.controller.dispatch import Dispatch, register
 from strop.models.deferred import defer_scorer
 from strop.models.loader import load_scorer
@@ -22,7 +23,7 @@ class CriticWorker(RoleWorker):
     def init_model(self) -> None:
         """Load the value model; a language model gets a fresh value head, drawn from ``trainer.seed``."""
         critic = self.config.critic
-        self.tokenizer = self.load_tokenizer(critic.model.tokenizer_path or critic.model.path)
+        self.tokenizer = self.load_tokenizer(critic_tokenizer(self.config))
         options = self.model_options(critic.model)
         options["fresh_head_seed"] = self.config.trainer.seed
         scorer, weights = defer_scorer(**options) if self.sharded else (load_scorer(**options), None)
