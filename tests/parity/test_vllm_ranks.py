@@ -67,8 +67,5 @@ def test_every_layout_trains_the_same_policy(results, layout):
     ]
     assert len(differences) == 3
     assert max(differences) < 1e-5
-
-
-def test_nothing_is_left_in_shared_memory(results):
-    results("2 ranks, one engine")
-    assert [path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name] == []
+    left = [path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name]
+    assert left == []  # what vLLM's processes share on a CPU
