@@ -173,6 +173,16 @@ def test_a_worker_that_dies_with_its_results_is_named_by_who_reads_them():
     assert _failure(group.add, 1) == message
 
 
+def test_a_death_in_a_call_is_told_so_by_who_reads_another_result():
+    group = _group(pools(main=[1])[0])
+    rows = torch.ones(512, 512, dtype=torch.long)
+    result = group.double(DataProto({"input_ids": rows, "response_mask": rows}))
+    group.die.start(0)
+    time.sleep(5.0)
+    assert "Critic rank 0 on" in (message := _failure(result.batch["doubled"].sum))
+    assert "died in die; the last it printed:" in message
+
+
 @pytest.mark.parametrize(
     ("fault", "told", "is_final"),
     [

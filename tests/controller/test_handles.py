@@ -53,7 +53,7 @@ class Store:
             for rank, layout in enumerate(layouts)
         ]
 
-    def _fetch(self, column: str, references: dict[int, int]):
+    def _fetch(self, references: dict[int, int]):
         self.fetched.extend(references)
         return {rank: self.objects[reference] for rank, reference in references.items()}
 

@@ -57,7 +57,7 @@ class RayWorkerGroup:
         self.name = name or worker_cls.__name__
         self.worker_cls = worker_cls
         self.traffic = Traffic()
-        self._read: set[str] = set()  # columns that the driver has fetched, and will again
+        self._read: set[str] = set()  # the columns that the driver has read, and will again
         self._handles = settings is None or settings.handles
         self._pool = resource_pool
         device = "auto" if settings is None else settings.device
@@ -173,7 +173,7 @@ class RayWorkerGroup:
                 self.traffic.received += packed.nbytes
                 return unpack(packed, ())
         _, rows, shapes, apart, non_tensors, meta_info = info
-        layout = Layout([RemoteColumns(rank, reference, rows, self._fetch, apart)])
+        layout = Layout([RemoteColumns(rank, reference, rows, self._fetch, apart, self._read)])
         columns = {
             name: RemoteTensor.of(name, layout, row_shape=shape, dtype=dtype)
             for name, (shape, dtype) in shapes.items()
@@ -184,8 +184,7 @@ class RayWorkerGroup:
             )
         return DataProto(dict(columns), non_tensors, meta_info)
 
-    def _fetch(self, column: str, references: dict[int, Any]) -> dict[int, Columns]:
-        self._read.add(column)
+    def _fetch(self, references: dict[int, Any]) -> dict[int, Columns]:
         found = self._processes.read(self.name, references)
         self.traffic.received += sum(array.nbytes for own in found.values() for array, _ in own.values())
         return found

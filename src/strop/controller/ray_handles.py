@@ -19,8 +19,8 @@ from strop.controller.arrays import to_tensor
 
 Columns = dict[str, tuple[np.ndarray, torch.dtype]]
 """One rank's tensors in the store: name -> (array, dtype)."""
-Fetch = Callable[[str, dict[int, Any]], dict[int, Columns]]
-"""By rank the objects of the store that hold a column, all at once."""
+Fetch = Callable[[dict[int, Any]], dict[int, Columns]]
+"""Objects of the store by rank, all at once."""
 
 
 class RemoteValue:
@@ -34,11 +34,20 @@ class RemoteColumns:
     """The tensors that one rank returned from one call, in objects of the store: small ones share one."""
 
     def __init__(
-        self, rank: int, reference: Any, rows: int, fetch: Fetch, apart: Mapping[str, Any] | None = None
+        self,
+        rank: int,
+        reference: Any,
+        rows: int,
+        fetch: Fetch,
+        apart: Mapping[str, Any] | None = None,
+        read: set[str] | None = None,
     ) -> None:
-        """``apart``: the references of columns in objects of their own; ``reference``: of all others."""
+        """``apart``: the references of columns in other objects than ``reference``; ``read``: where to note
+        the names of columns that are read.
+        """
         self.rank, self.rows = rank, rows
         self._shared, self._apart = reference, dict(apart or {})
+        self._read = set() if read is None else read
         self._fetch = fetch
         self._fetched: dict[Any, Columns] = {}
 
@@ -52,9 +61,10 @@ class RemoteColumns:
         while missing := [part for part in parts if part.reference(name) not in part._fetched]:
             fetch = missing[0]._fetch
             by_rank = {part.rank: part for part in missing if part._fetch == fetch}
-            references = {rank: part.reference(name) for rank, part in by_rank.items()}
-            for rank, columns in fetch(name, references).items():
+            for rank, columns in fetch({r: part.reference(name) for r, part in by_rank.items()}).items():
                 by_rank[rank]._fetched[by_rank[rank].reference(name)] = columns
+        for part in parts:
+            part._read.add(name)
         found = [to_tensor(*part._fetched[part.reference(name)][name]) for part in parts]
         return found[0] if len(found) == 1 else torch.cat(found)
 

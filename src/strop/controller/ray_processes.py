@@ -145,7 +145,11 @@ class Processes:
     def _fail(self, call: Call, failures: list[Failure], references: list[Any]) -> NoReturn:
         """End everything, and say what happened, where, and what that process printed last."""
         self.require_alive()  # else another failure has ended them, of which this is but a consequence
-        ray.wait(references, num_returns=len(references), timeout=_GRACE_S)
+        others = [
+            own for pool in _LIVE.values() for other in pool.in_flight for own in other.references.values()
+        ]
+        every = list({*references, *others})  # a rank may have died in another call than the one waited for
+        ray.wait(every, num_returns=len(every), timeout=_GRACE_S)
         if all(failure.is_a_loss for failure in failures):  # somebody died, of which the news is on its way
             lifetimes = [reference for processes in _LIVE.values() for reference in processes.lifetimes]
             ray.wait(lifetimes, timeout=_GRACE_S)
