@@ -1,0 +1,205 @@
+"""Keys that are not honoured: which they are, when, and what is said of them."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from pathlib import Path
+
+import pytest
+
+import strop
+from strop.config.check import check
+from strop.config.keys import all_keys, leaf_paths
+from strop.config.limits import LIMITS
+from strop.config.load import load_config
+from strop.config.micro_batches import MICRO_BATCHES
+from strop.config.support import status_in_words
+from strop.config.trees import PPO, REWARD_MODELLING, SFT
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_every_key_that_counts_as_honoured_is_read_somewhere():
+    package = Path(strop.__file__).parent
+    files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "config"]
+    files += [package / "config" / name for name in ("placement.py", "vllm.py", "old_log_probs.py")]
+    text = "\n".join(path.read_text() for path in files)
+    in_batch_plan = {keys.per_gpu for keys in MICRO_BATCHES.values()}
+    for keys in MICRO_BATCHES.values():
+        in_batch_plan |= {keys.overall, keys.dynamic, keys.max_tokens, keys.sequence_parallel}
+    unread = [
+        path
+        for path in leaf_paths()
+        if status_in_words(path) == "honoured"
+        and path not in {*in_batch_plan, "actor_rollout_ref.model.external_libs"}
+        and not re.search(rf"\.{path.rpartition('.')[2]}\b", text)
+    ]
+    assert unread == []
+
+
+def test_every_limit_is_about_keys_that_exist():
+    paths = {path for tree in (PPO, SFT, REWARD_MODELLING) for path in all_keys(tree.schema)}
+    for limit in LIMITS:
+        for pattern in limit.keys:
+            assert fnmatch.filter(paths, pattern), pattern
+
+
+NOT_HONOURED = {
+    "actor_rollout_ref.rollout.min_p": "0.5",
+    "actor_rollout_ref.rollout.stop": "[x]",
+    "actor_rollout_ref.actor.strategy": "megatron",
+    "critic.strategy": "megatron",
+    "reward_model.num_workers": "4",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "4096",
+    "reward_model.forward_max_token_len_per_gpu": "4096",
+    "actor_rollout_ref.rollout.response_length": "7",
+    "actor_rollout_ref.rollout.prompt_length": "7",
+    "actor_rollout_ref.rollout.enforce_eager": "False",
+    "actor_rollout_ref.rollout.free_cache_engine": "False",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "2",
+    "critic.ulysses_sequence_parallel_size": "2",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": "4",
+    "actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params": "10",
+    "actor_rollout_ref.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap": "[Layer]",
+    "reward_model.model.fsdp_config.min_num_params": "10",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "True",
+    "critic.model.fsdp_config.grad_offload": "True",
+    "critic.model.fsdp_config.optimizer_offload": "True",
+    "critic.optim.total_training_steps": "100",
+}
+
+
+@pytest.mark.parametrize(("path", "value"), NOT_HONOURED.items())
+def test_a_key_that_is_not_honoured_is_named(report, path, value):
+    before, after = report(), report(f"{path}={value}")
+    lines = [line for line in after.errors + after.warnings if f"{path}=" in line]
+    assert len(lines) == 1
+    assert not any(f"{path}=" in line for line in before.errors + before.warnings)
+    assert status_in_words(path) != "honoured"
+    assert status_in_words(path).startswith("error") == bool(after.errors)
+
+
+def test_micro_batches_by_tokens_have_no_number_of_rows(report):
+    sizes = ("critic.use_dynamic_bsz=True", "critic.ppo_micro_batch_size_per_gpu=4")
+    (line,) = report(*sizes, "critic.ppo_max_token_len_per_gpu=4096").warnings
+    assert line.endswith("micro-batches are cut by tokens): critic.ppo_micro_batch_size_per_gpu=4")
+
+
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+def test_attention_by_mask_matrices_cannot_be_packed(report, attention):
+    packed = report(
+        "actor_rollout_ref.model.use_remove_padding=True", f"critic.model.attn_implementation={attention}"
+    )
+    (line,) = packed.errors
+    assert line.startswith("critic.model.use_remove_padding=True: ")
+    assert report("actor_rollout_ref.model.use_remove_padding=True").errors == []
+
+
+def test_neither_a_default_nor_a_key_that_says_what_happens_anyway_is_named(report):
+    assert report().warnings == []
+    quiet = report(
+        f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.dtype=float32",
+        "actor_rollout_ref.model.compute_dtype=float32", "trainer.n_gpus_per_node=1",
+        "trainer.default_hdfs_dir=null",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",
+    )  # fmt: skip
+    assert quiet.warnings == []
+    # The same value as the default, but written by the user: then somebody counts on it.
+    (line,) = report(f"{ROLLOUT}.gpu_memory_utilization=0.5").warnings
+    assert line.endswith(f"{ROLLOUT}.gpu_memory_utilization=0.5")
+
+
+def test_the_longest_reward_sequence_counts_only_with_a_tokenizer_of_its_own(report):
+    overrides = ["reward_model.enable=True", "reward_model.model.path=hub/name", "reward_model.max_length=64"]
+    assert not any("reward_model.max_length=" in line for line in report(*overrides).warnings)
+    shared = report(*overrides, "reward_model.model.input_tokenizer=null")
+    assert any("reward_model.max_length=64" in line for line in shared.warnings)
+
+
+ABSENT = {
+    "critic.optim.lr": ("3e-5", ["algorithm.adv_estimator=grpo"]),
+    "critic.model.override_config.attention_dropout": ("0.1", ["algorithm.adv_estimator=remax"]),
+    "critic.use_dynamic_bsz": ("True", ["algorithm.adv_estimator=rloo"]),
+    "algorithm.gamma": ("0.9", ["algorithm.adv_estimator=grpo"]),
+    "algorithm.lam": ("0.9", ["algorithm.adv_estimator=reinforce_plus_plus"]),
+    "algorithm.whiten_advantages": ("True", ["algorithm.adv_estimator=remax"]),
+    "algorithm.norm_adv_by_std_in_grpo": ("True", []),
+    "algorithm.kl_penalty": ("mse", ["algorithm.kl_ctrl.kl_coef=0"]),
+    "algorithm.kl_ctrl.kl_coef": ("0.1", ["actor_rollout_ref.actor.use_kl_loss=True"]),
+    "algorithm.kl_ctrl.target_kl": ("0.2", []),
+    "algorithm.kl_ctrl.horizon": (
+        "20000",
+        ["algorithm.kl_ctrl.type=adaptive", "actor_rollout_ref.actor.use_kl_loss=True"],
+    ),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": ("4", ["algorithm.kl_ctrl.kl_coef=0"]),
+    "actor_rollout_ref.actor.kl_loss_coef": ("0.001", []),
+    "actor_rollout_ref.actor.kl_loss_type": ("kl", []),
+    "actor_rollout_ref.actor.rollout_is_threshold": ("3", []),
+    "reward_model.model.path": ("somebody/scorer", []),
+    "reward_model.micro_batch_size_per_gpu": ("2", []),
+    "custom_reward_function.name": ("mine", []),
+}
+
+
+@pytest.mark.parametrize("path", ABSENT)
+def test_a_key_of_what_the_run_does_not_have_is_named_if_it_was_written(report, path):
+    value, without = ABSENT[path]
+    key = path.removesuffix(".attention_dropout")
+    before, after = report(*without), report(*without, f"{path}={value}")
+    assert not any(f"{key}=" in line for line in before.warnings if line.startswith("no effect ("))
+    named = [line for line in after.warnings if line.startswith("no effect (") and f" {key}=" in line]
+    assert len(named) == 1
+    assert status_in_words(key).startswith("no effect")
+    assert after.errors == before.errors
+
+
+def test_no_key_of_what_the_run_has_is_named(report):
+    model = ["reward_model.enable=True", "reward_model.model.path=somebody/scorer"]
+    for options in (
+        ["critic.optim.lr=3e-5", "algorithm.gamma=0.9", "algorithm.lam=0.9", "algorithm.kl_penalty=mse"],
+        ["algorithm.adv_estimator=strop.algorithms:mine", "critic.optim.lr=1", "algorithm.lam=0.9"],
+        ["algorithm.adv_estimator=strop.algorithms:mine", "algorithm.norm_adv_by_std_in_grpo=True"],
+        ["algorithm.adv_estimator=grpo", "algorithm.gamma=1", "algorithm.whiten_advantages=False"],
+        ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2"],
+        ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.1"],
+        ["actor_rollout_ref.actor.use_kl_loss=True", "algorithm.kl_penalty=mse"],
+        ["reward_model.reward_manager=prime", "reward_model.timeout_s=3", "reward_model.parts={rule: 2}"],
+        [*model, "reward_model.micro_batch_size_per_gpu=2"],
+        # The reward model's key follows the critic's.
+        [*model, "algorithm.adv_estimator=grpo", "critic.use_dynamic_bsz=True"],
+    ):
+        assert [line for line in report(*options).warnings if line.startswith("no effect (")] == []
+
+
+def test_a_file_may_hold_defaults_without_effect_and_an_override_may_not(valid, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "algorithm: {adv_estimator: grpo, lam: 0.5}\ncritic: {optim: {lr: 1e-5}, grad_clip: 2.0}\n"
+    )
+    named = "no effect (algorithm.adv_estimator needs no values): critic."
+    warnings = check(load_config(valid, config_path=file)).warnings
+    assert [line for line in warnings if line.startswith(named)] == [f"{named}grad_clip=2.0"]
+    assert any(line.endswith(": algorithm.lam=0.5") for line in warnings)
+    typed = check(load_config([*valid, "critic.optim.lr=1e-5"], config_path=file)).warnings
+    assert f"{named}optim.lr=1e-05, critic.grad_clip=2.0" in typed
+
+
+def test_a_key_that_has_no_effect_for_two_reasons_is_named_once(report):
+    grpo = "algorithm.adv_estimator=grpo"
+    (line,) = [
+        line for line in report(grpo, "critic.forward_max_token_len_per_gpu=99").warnings if "=99" in line
+    ]
+    assert line.startswith("no effect (algorithm.adv_estimator needs no values): ")
+    result = report(grpo, "critic.strategy=megatron")
+    assert len([line for line in result.errors + result.warnings if "critic.strategy" in line]) == 1
+
+
+def test_keys_of_one_reason_share_a_line(report):
+    sizes = (
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "critic.ulysses_sequence_parallel_size=4",
+    )
+    (line,) = [line for line in report(*sizes).warnings if "ulysses" in line]
+    reason = "one process has nobody to share a sequence with; the numbers are the same"
+    assert line == f"no effect ({reason}): {', '.join(sizes)}"
