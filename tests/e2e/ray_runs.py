@@ -91,7 +91,9 @@ class RayRun:
 
     def told_after(self, text: str) -> float:
         """Seconds from the deed to the first line with ``text``."""
-        return next(when for when, line in self.lines if text in line) - self.wait_until_struck()
+        told = next((when for when, line in self.lines if text in line), None)
+        assert told is not None, f"no {text!r} in:\n{self.console[-3000:]}"
+        return told - self.wait_until_struck()
 
     def processes(self) -> dict[int, str]:
         """Process ids and command lines of everything that the run started and that is alive."""

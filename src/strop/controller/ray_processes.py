@@ -26,6 +26,7 @@ _GRACE_S = 2.0
 """After the first failure: others of the same moment may say more about its cause."""
 _CHECK_S = 1.0
 _STACKS_S = 5.0
+_READING = "the reading of its results"
 START_S = 600.0
 """At least so long may it take to start processes and load models: that is no phase of a step."""
 
@@ -113,7 +114,7 @@ class Processes:
 
     def read(self, role: str, references: dict[int, Any]) -> dict[int, Any]:
         """What ranks put into the object store, where it lives as long as they do; see ``wait``."""
-        return self.wait(self.begin(role, "the reading of its results", references))
+        return self.wait(self.begin(role, _READING, references))
 
     def wait(self, call: Call, *, starting: bool = False) -> dict[int, Any]:
         """The results by rank.
@@ -197,11 +198,15 @@ class Processes:
         raise error
 
     def last_phase(self, rank: int) -> tuple[str, str]:
-        """Role and method that a dead process was in: of its calls, in their order, the first that failed."""
+        """Role and method that a dead process was in: of its calls, in order, the first without a result.
+
+        The news that a call has failed may come later than that of the death.
+        """
         for call in self.in_flight:
             reference = call.references.get(rank)
-            is_there = reference is not None and ray.wait([reference], timeout=0)[0]
-            if is_there and isinstance(_error(reference), RayActorError):
+            if reference is None or call.method == _READING:
+                continue
+            if not ray.wait([reference], timeout=0)[0] or isinstance(_error(reference), RayActorError):
                 return call.role, call.method
         return "+".join(sorted(self.groups)), "a wait for the next call"
 
