@@ -102,7 +102,8 @@ class Stack:
     def show(self, role: str = "") -> str:
         """Under a line that says whose it is."""
         text = self.text or "(no answer: it may be in native code that holds the interpreter)"
-        return f"--- {role} rank {self.rank} on {place(self.facts)}\n".replace("  ", " ") + text.rstrip()
+        whose = f"{role} rank {self.rank}".lstrip()
+        return f"--- {whose} on {place(self.facts)}\n{text.rstrip()}"
 
 
 def describe_hang(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,18 +129,23 @@ def _joined(
     return PromptTable(whole, tuple(names), tuple(paths), tuple(starts), tuple(map(tuple, columns)))
 
 
-def _open(name: str, path: Path) -> pq.ParquetFile:
+@contextmanager
+def _reading(name: str) -> Generator[None]:
+    """What goes wrong in here is a :class:`DataError` about the file that the user calls ``name``."""
     try:
-        return pq.ParquetFile(path)
+        yield
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{name}: cannot be read as parquet: {error}") from error
+
+
+def _open(name: str, path: Path) -> pq.ParquetFile:
+    with _reading(name):
+        return pq.ParquetFile(path)
 
 
 def _read_columns(name: str, file: pq.ParquetFile, columns: list[str]) -> pa.Table:
-    try:
+    with _reading(name):
         return file.read(columns=columns)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{name}: cannot be read as parquet: {error}") from error
 
 
 def _existing(name: str, path: Path) -> Path:
@@ -150,10 +156,8 @@ def _existing(name: str, path: Path) -> Path:
 
 
 def _read_one(name: str, path: Path, prompt_key: str) -> pa.Table:
-    try:
+    with _reading(name):
         table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{name}: cannot be read as parquet: {error}") from error
     _require_prompts(name, table.column_names, table.num_rows, prompt_key)
     return table
 
@@ -166,13 +170,12 @@ def _require_prompts(name: str, columns: Sequence[str], rows: int, prompt_key: s
 
 
 def _open_metadata(name: str) -> pq.FileMetaData:
-    try:
-        if not is_url(name):
-            return pq.read_metadata(_existing(name, local_path(name)))
-        fs, remote = open_filesystem(name)
-        with fs.open(remote, "rb") as handle:
-            return pq.read_metadata(handle)
-    except FileNotFoundError as error:
-        raise DataError(f"{name}: no such file") from error
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{name}: cannot be read as parquet: {error}") from error
+    with _reading(name):
+        try:
+            if not is_url(name):
+                return pq.read_metadata(_existing(name, local_path(name)))
+            fs, remote = open_filesystem(name)
+            with fs.open(remote, "rb") as handle:
+                return pq.read_metadata(handle)
+        except FileNotFoundError as error:
+            raise DataError(f"{name}: no such file") from error
