@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from small_disk import no_room, small_disk
 
-from strop.atomic import atomic_path
 from strop.cli import main
 from strop.command import run_command
+from strop.files import atomic_path
 
 
 def status_and_line(action, capsys) -> tuple[int, str]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import wandb
 
-from strop.atomic import atomic_write_text
 from strop.errors import ConfigError
+from strop.files import atomic_write_text
 from strop.tracking.validation import SAMPLES_NAME, ShownSample
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from strop.atomic import atomic_write_text
 from strop.errors import CheckpointError
+from strop.files import atomic_write_text
 from strop.trainer.manifest import force_to_disk
 
 LATEST = "latest_checkpointed_iteration.txt"

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from strop.atomic import atomic_write_text
 from strop.config.schema import Config
 from strop.data.progress import Bar, progress_bar
 from strop.errors import TrainingError
+from strop.files import atomic_write_text
 from strop.rewards.manager import RewardManager
 from strop.tracking.samples import write_table
 from strop.tracking.validation import ValidationReport

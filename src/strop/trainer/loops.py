@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from strop.atomic import atomic_write_text
 from strop.config.schema import Config
 from strop.data.loader import PromptLoader, train_loader, validation_loader
 from strop.data.rl_dataset import create_rl_dataset
 from strop.data.subset import FirstOfEachSource
+from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.tracking.headlines import validation_scores
 from strop.tracking.samples import write_samples, write_table

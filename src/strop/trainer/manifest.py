@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from strop.atomic import atomic_write_text
 from strop.errors import CheckpointError
+from strop.files import atomic_write_text
 
 MANIFEST = "manifest.json"
 

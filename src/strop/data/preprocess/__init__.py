@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strop.atomic import atomic_path, atomic_write_text
 from strop.data.preprocess.split import Split
 from strop.data.progress import progress_bar
 from strop.errors import DataError
+from strop.files import atomic_path, atomic_write_text
 
 logger = logging.getLogger("strop.data")
 
