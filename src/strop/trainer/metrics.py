@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from strop.algorithms.aggregation import masked_mean, masked_sum, masked_var
 from strop.algorithms.correction import rollout_statistics
 from strop.algorithms.kl import mean_sequence_kl
-from strop.algorithms.masked import masked_mean, masked_sum, masked_var
 from strop.protocol import DataProto
 
 _SEQUENCE_LOSSES = ("loss", "pg_loss", "vf_loss", "entropy_loss", "kl_loss")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strop.algorithms.masked import masked_sum
+from strop.algorithms.aggregation import masked_sum
 from strop.controller.worker_group import Future
 from strop.errors import TrainingError
 from strop.protocol import DataProto

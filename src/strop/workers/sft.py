@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from strop.algorithms.masked import masked_sum
+from strop.algorithms.aggregation import masked_sum
 from strop.config.schema.supervised import SftConfig
 from strop.controller.dispatch import Dispatch, register
 from strop.engines.base import Loss
