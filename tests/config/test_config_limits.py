@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import strop
+from strop.config.batch_plan import MICRO_BATCHES
 from strop.config.check import check
 from strop.config.keys import all_keys, leaf_paths
 from strop.config.limits import LIMITS
 from strop.config.load import load_config
-from strop.config.micro_batches import MICRO_BATCHES
 from strop.config.support import status_in_words
 from strop.config.trees import PPO, REWARD_MODELLING, SFT
 

@@ -9,9 +9,9 @@ import warnings
 import pytest
 from omegaconf import OmegaConf
 
-from strop.config.deprecated import deprecation_lines
 from strop.config.load import as_config, load_config, to_dict, to_yaml
 from strop.config.paths import expand, is_url
+from strop.config.trees import deprecation_lines
 from strop.errors import ConfigError
 
 

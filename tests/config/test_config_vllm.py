@@ -7,11 +7,15 @@ import importlib.util
 import pytest
 
 from strop.config.load import as_config, load_config, to_dict
-from strop.config.placement import processes_per_node
+from strop.config.placement import (
+    extra_sampling,
+    processes_per_node,
+    rollout_dtype,
+    settled,
+    tensor_parallel_size,
+)
 from strop.config.rules import generation, learning
-from strop.config.settled import settled
 from strop.config.support import unsupported
-from strop.config.vllm import extra_sampling, rollout_dtype, tensor_parallel_size
 from strop.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from strop.config.batch_plan import BatchPlan
-from strop.config.deprecated import NEW_LIB, OLD_LIBS, deprecation_lines
 from strop.config.load import Loaded
 from strop.config.rules import ALL_RULES
 from strop.config.schema import Config
 from strop.config.support import unsupported
+from strop.config.trees import NEW_LIB, OLD_LIBS, deprecation_lines
 from strop.errors import ConfigError
 
 

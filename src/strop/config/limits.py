@@ -12,13 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from strop.config.absent_parts import ABSENT_PARTS
+from strop.config.batch_plan import MICRO_BATCHES
 from strop.config.keys import value_at
 from strop.config.limit import Limit
-from strop.config.micro_batches import MICRO_BATCHES
-from strop.config.placement import processes_per_node, visible_gpus
+from strop.config.placement import NEUTRAL, processes_per_node, visible_gpus
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.rollout import VLLMSamplingConfig
-from strop.config.vllm import NEUTRAL
 
 
 def _uses_hf(config: Config, _: Any) -> bool:

@@ -14,9 +14,9 @@ from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
 from strop.config.check import CheckResult, check_loaded
 from strop.config.forecast import Forecast, forecast
 from strop.config.load import Loaded, to_yaml
-from strop.config.old_log_probs import why_old_log_probs_are_computed_apart
 from strop.config.paths import expand
 from strop.config.placement import Placement, runs_on_ray
+from strop.config.roles import why_old_log_probs_are_computed_apart
 from strop.config.schema import Config
 from strop.errors import ConfigError, StropError
 

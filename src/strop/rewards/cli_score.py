@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from strop.config.reward_parts import SCORERS
 from strop.errors import ConfigError, DataError, RewardError
 from strop.rewards.answer_file import (
     GROUND_TRUTH_COLUMNS,
@@ -31,7 +32,6 @@ from strop.rewards.part_scorers import BuiltInScorer
 from strop.rewards.pool import RewardPool
 from strop.rewards.records import Outcome, Sample, ScoreFunction
 from strop.rewards.router import Router
-from strop.score_parts import SCORERS
 
 _OF_THE_RESPONSE_ALONE = ("format", "length")
 """Scorers that look at no ground truth."""

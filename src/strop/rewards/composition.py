@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.registry import resolve
+from strop.config.reward_parts import KEY, REWARD_MODEL, RULE, SCORERS, RewardPart
 from strop.rewards.coverage import asked_parts
 from strop.rewards.custom import require_score_signature
 from strop.rewards.part_scorers import BuiltInScorer, OwnScorer
 from strop.rewards.records import ScoreFunction
-from strop.score_parts import KEY, REWARD_MODEL, RULE, SCORERS, RewardPart
 
 
 def part_scorers(parts: Mapping[str, RewardPart]) -> dict[str, ScoreFunction]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from strop.config.reward_parts import KEY, REWARD_MODEL, RULE, RewardPart
 from strop.errors import RewardError
 from strop.rewards.router import unknown_source
-from strop.score_parts import KEY, REWARD_MODEL, RULE, RewardPart
 
 
 def asked_parts(parts: Mapping[str, RewardPart], source: str, *, has_rule: bool) -> tuple[str, ...]:

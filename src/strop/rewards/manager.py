@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from strop.algorithms.registry import asked_for, resolve
+from strop.config.reward_parts import RULE, read_parts
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
 from strop.rewards.composition import Composition, part_scorers
@@ -30,7 +31,6 @@ from strop.rewards.reward_output import RewardOutput
 from strop.rewards.router import Router
 from strop.rewards.scoring import ScoringJob
 from strop.rewards.unused_parts import UnusedParts
-from strop.score_parts import RULE, read_parts
 
 if TYPE_CHECKING:
     from strop.config.schema import Config
@@ -63,7 +63,7 @@ class RewardManager:
     (``reward_model.style`` is "model") and, without ``compute_score``, for data sources without a scorer.
 
     ``parts`` gives these two, and further scorers, a weight for each data source
-    (:func:`strop.score_parts.read_parts`; :class:`strop.rewards.composition.Composition` for the order of
+    (:func:`strop.config.reward_parts.read_parts`; :class:`strop.rewards.composition.Composition` for the order of
     things, and for ``non_stop_penalty``, ``penalty_reward_value`` and ``min_response_length``).
 
     A sample whose scorer raises, takes longer than ``timeout_s`` seconds or ends its process scores

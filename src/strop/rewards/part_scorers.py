@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from strop.config.reward_parts import KEY, RULE
 from strop.errors import ConfigError, StropError
 from strop.rewards.records import ScoreFunction
-from strop.score_parts import KEY, RULE
 
 
 class BuiltInScorer:

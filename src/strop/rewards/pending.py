@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE
 from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.records import Outcome, Sample
 from strop.rewards.reward_output import RewardOutput, at_last_token, rule_parts, score_metrics
 from strop.rewards.scoring import ScoringJob, name_sample
-from strop.score_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE
 
 if TYPE_CHECKING:
     from strop.rewards.manager import RewardManager

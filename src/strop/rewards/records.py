@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from strop.score_parts import RESERVED
+from strop.config.reward_parts import RESERVED
 
 Status = Literal["scored", "raised", "timeout", "crashed"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from strop.config.reward_parts import RULE
 from strop.rewards.records import Outcome
-from strop.score_parts import RULE
 
 
 @dataclass(frozen=True)

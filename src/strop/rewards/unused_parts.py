@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 
+from strop.config.reward_parts import KEY, OTHER_SOURCES, REWARD_MODEL, RULE, RewardPart
 from strop.errors import RewardError
-from strop.score_parts import KEY, OTHER_SOURCES, REWARD_MODEL, RULE, RewardPart
 
 logger = logging.getLogger(__name__)
 

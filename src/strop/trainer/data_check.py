@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from strop.config.paths import expand, is_url
+from strop.config.reward_parts import RULE, RewardPart, read_parts
 from strop.config.schema import Config
 from strop.data.columns import (
     UNNAMED_SOURCE,
@@ -24,7 +25,6 @@ from strop.data.parquet import PromptTable
 from strop.errors import DataError, RewardError, StropError
 from strop.rewards.coverage import require_scored_source
 from strop.rewards.router import Router, UnknownSourceError
-from strop.score_parts import RULE, RewardPart, read_parts
 
 
 def data_problems(config: Config) -> list[str]:

@@ -21,8 +21,7 @@ from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
 from strop.config.check import check
 from strop.config.load import as_config
-from strop.config.old_log_probs import why_old_log_probs_are_computed_apart
-from strop.config.roles import uses_reference
+from strop.config.roles import uses_reference, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config
 from strop.controller.resource_pool import ResourcePoolManager
 from strop.controller.roles import Role

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from strop.config.load import to_yaml
+from strop.config.placement import settled
 from strop.config.schema import RootConfig
-from strop.config.settled import settled
 from strop.files import atomic_write_text
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 

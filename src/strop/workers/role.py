@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from strop.config.micro_batches import resolve_micro_batch, sequence_parallel_size
+from strop.config.batch_plan import resolve_micro_batch, sequence_parallel_size
 from strop.config.schema import Config
 from strop.controller.roles import Role
 from strop.data.hub import local_tokenizer

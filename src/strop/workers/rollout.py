@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from strop.config.placement import extra_sampling, rollout_dtype, tensor_parallel_size
 from strop.config.schema import Config
-from strop.config.vllm import extra_sampling, rollout_dtype, tensor_parallel_size
 from strop.data.hub import local_tokenizer
 from strop.engines.base import compute_dtype
 from strop.models.loader import end_token_ids

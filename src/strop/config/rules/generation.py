@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from strop.config.placement import visible_gpus
+from strop.config.placement import rollout_dtype, tensor_parallel_size, visible_gpus
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config
-from strop.config.vllm import rollout_dtype, tensor_parallel_size
 from strop.errors import ConfigError
 
 

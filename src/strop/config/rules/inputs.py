@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from strop.config.model_facts import read_model_facts
+from strop.config.forecast import read_model_facts
 from strop.config.paths import expand, is_url, may_be_a_hub_name
 from strop.config.roles import model_paths
 from strop.config.rules.finding import Finding, error, warning

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strop.config.names import ESTIMATOR_NEEDS, needs_critic
+from strop.config.placement import KEEPS_THE_POLICY, extra_sampling
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config
 from strop.config.schema.shared import OptimConfig
-from strop.config.vllm import KEEPS_THE_POLICY, extra_sampling
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -14,10 +14,10 @@ from strop.config.names import (
     REWARD_MANAGERS,
     is_import_path,
 )
+from strop.config.reward_parts import SCORERS, read_parts
 from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
-from strop.score_parts import SCORERS, read_parts
 
 _NOT_IN_A_WANDB_PROJECT = re.compile(r"[/\\#?%:]")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from strop.config.micro_batches import MICRO_BATCHES, sequence_parallel_size
-from strop.config.model_facts import read_model_facts
-from strop.config.nearest import divisors, nearest_in_words
+from strop.config.batch_plan import MICRO_BATCHES, sequence_parallel_size
+from strop.config.forecast import read_model_facts
+from strop.config.keys import divisors, nearest_in_words
 from strop.config.placement import Placement, group_is_on_ray, runs_on_ray
 from strop.config.roles import roles_of, uses_critic, uses_reference
 from strop.config.rules.finding import Finding, error, warning
