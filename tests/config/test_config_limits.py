@@ -10,11 +10,10 @@ import pytest
 
 import strop
 from strop.config.batch_plan import MICRO_BATCHES
-from strop.config.check import check
+from strop.config.checks.check import check
+from strop.config.checks.keys import LIMITS, status_in_words
 from strop.config.keys import all_keys, leaf_paths
-from strop.config.limits import LIMITS
 from strop.config.load import load_config
-from strop.config.support import status_in_words
 from strop.config.trees import PPO, REWARD_MODELLING, SFT
 
 ROLLOUT = "actor_rollout_ref.rollout"

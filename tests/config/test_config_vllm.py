@@ -6,6 +6,9 @@ import importlib.util
 
 import pytest
 
+from strop.config.checks import learning
+from strop.config.checks import processes as generation
+from strop.config.checks.keys import unsupported
 from strop.config.load import as_config, load_config, to_dict
 from strop.config.placement import (
     extra_sampling,
@@ -14,8 +17,6 @@ from strop.config.placement import (
     settled,
     tensor_parallel_size,
 )
-from strop.config.rules import generation, learning
-from strop.config.support import unsupported
 from strop.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"

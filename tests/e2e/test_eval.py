@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strop.cli import main
-from strop.config.check import check
+from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.models.loader import load_scorer
 from strop.tracking.jsonl import read_metrics

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
-from strop.config.check import CheckResult, check_loaded
+from strop.config.checks.check import CheckResult, check_loaded
 from strop.config.forecast import Forecast, forecast
 from strop.config.load import Loaded, to_yaml
 from strop.config.paths import expand

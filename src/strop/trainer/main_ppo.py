@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from strop.command import run_command
-from strop.config.check import check, check_loaded
+from strop.config.checks.check import check, check_loaded
 from strop.config.load import Loaded, read_tree
 from strop.config.schema import Config
 from strop.config.trees import PPO

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from strop.config.checks.supervised import Supervised, get_loaded, require_valid
 from strop.config.load import read_tree
 from strop.config.schema.supervised import RewardModellingConfig, SftConfig
-from strop.config.supervised import Supervised, get_loaded, require_valid
 from strop.config.trees import REWARD_MODELLING, SFT, Tree
 
 logger = logging.getLogger("strop")

@@ -19,7 +19,7 @@ from torch import Tensor
 from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
-from strop.config.check import check
+from strop.config.checks.check import check
 from strop.config.load import as_config
 from strop.config.roles import uses_reference, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config

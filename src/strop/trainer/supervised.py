@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
-from strop.config.supervised import (
+from strop.config.checks.supervised import (
     Supervised,
     processes_on_nodes,
     require_valid,

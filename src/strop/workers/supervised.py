@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from strop.config.supervised import Supervised, sequences_of_a_row
+from strop.config.checks.supervised import Supervised, sequences_of_a_row
 from strop.data.hub import local_tokenizer
 from strop.engines.base import Engine
 from strop.engines.micro_batches import MicroBatching

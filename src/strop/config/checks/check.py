@@ -6,10 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from strop.config.batch_plan import BatchPlan
+from strop.config.checks import inputs, learning, processes
+from strop.config.checks import inputs as reward_models
+from strop.config.checks import learning as named
+from strop.config.checks import processes as generation
+from strop.config.checks.finding import Rule
+from strop.config.checks.keys import unsupported
 from strop.config.load import Loaded
-from strop.config.rules import ALL_RULES
 from strop.config.schema import Config
-from strop.config.support import unsupported
 from strop.config.trees import NEW_LIB, OLD_LIBS, deprecation_lines
 from strop.errors import ConfigError
 
@@ -76,3 +80,40 @@ def check_loaded(
     result = check(loaded.config, train_rows=train_rows)
     errors = loaded.problems + loaded.reliable([*result.errors, *more_problems])
     return CheckResult(errors, loaded.reliable(result.warnings), result.plan)
+
+
+# The rules between keys, each a generator of findings about one matter; `check` runs them all.
+
+ALL_RULES: tuple[Rule, ...] = (
+    named.pluggable_names,
+    named.trackers,
+    named.reward_parts,
+    learning.groups,
+    learning.kl,
+    learning.sampling,
+    learning.validation_sampling,
+    learning.schedules,
+    learning.critic_warmup,
+    learning.kl_horizon,
+    learning.dual_clip,
+    generation.tensor_parallelism,
+    generation.batches,
+    generation.precision,
+    processes.worker_group,
+    processes.placement,
+    processes.without_effect,
+    processes.hybrid_sharding,
+    processes.shared_sequences,
+    processes.restarts,
+    inputs.data_files,
+    inputs.models,
+    inputs.tokenizer,
+    inputs.context_window,
+    inputs.custom_reward,
+    inputs.resume,
+    inputs.run_folder,
+    reward_models.input_tokenizer,
+    reward_models.shared_vocabulary,
+    reward_models.context_window,
+    reward_models.longest_sequence,
+)

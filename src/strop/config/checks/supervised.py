@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
+from strop.config.checks import inputs, learning, processes
+from strop.config.checks import learning as named
+from strop.config.checks.finding import Finding, error, warning
+from strop.config.checks.keys import unsupported
 from strop.config.load import Loaded
 from strop.config.placement import group_is_on_ray, processes_per_node
-from strop.config.rules import inputs, learning, named, processes
-from strop.config.rules.finding import Finding, error, warning
 from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
-from strop.config.support import unsupported
 from strop.errors import ConfigError
 
 Supervised = TypeVar("Supervised", bound=SupervisedConfig)
