@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from strop.config.schema.rollout import RolloutConfig, VLLMSamplingConfig
+from strop.config.schema.policy import RolloutConfig, VLLMSamplingConfig
 from strop.errors import ConfigError, DataError, ModelError
 from strop.rollout.base import SamplingParams
 from strop.rollout.weights import Place, checksum, checksums, require_equal_checksums

@@ -21,8 +21,8 @@ from strop.config.paths import expand, is_url
 from strop.config.placement import Placement, rollout_dtype, tensor_parallel_size
 from strop.config.roles import uses_reference
 from strop.config.schema import Config
-from strop.config.schema.actor_rollout_ref import ActorModelConfig
 from strop.config.schema.critic import CriticModelConfig
+from strop.config.schema.policy import ActorModelConfig
 
 # What a model folder tells without loading the model: the size from the weights' headers, and the shape.
 

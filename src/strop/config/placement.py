@@ -11,7 +11,7 @@ from typing import Any
 from strop.config.load import to_dict
 from strop.config.roles import policy_roles
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.rollout import VLLMSamplingConfig
+from strop.config.schema.policy import VLLMSamplingConfig
 from strop.config.trees import Root
 from strop.errors import ConfigError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.config.schema.run import RunConfig
+from strop.config.schema.trainer import RunConfig
 from strop.controller.dispatch import require_dispatch
 from strop.controller.resource_pool import ResourcePool
 from strop.controller.worker_group import GroupMethod

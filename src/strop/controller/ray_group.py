@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 import ray
 
-from strop.config.schema.run import RunConfig
+from strop.config.schema.trainer import RunConfig
 from strop.controller import ray_cluster, ray_processes
 from strop.controller.dispatch import Dispatch, require_dispatch, runs_beside_calls
 from strop.controller.ray_handles import Columns, Layout, RemoteColumns, RemoteTensor, RemoteValue

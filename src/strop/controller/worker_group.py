@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.config.schema.run import RunConfig
+from strop.config.schema.trainer import RunConfig
 from strop.controller.resource_pool import ResourcePool
 
 

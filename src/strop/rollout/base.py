@@ -13,7 +13,7 @@ from strop.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from strop.config.schema.rollout import RolloutConfig
+    from strop.config.schema.policy import RolloutConfig
     from strop.protocol import DataProto
 
 

@@ -13,7 +13,7 @@ from strop.config.forecast import read_model_facts
 from strop.config.paths import expand, is_url, may_be_a_hub_name
 from strop.config.roles import model_paths
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.rows import RowsConfig
+from strop.config.schema.data import RowsConfig
 
 
 def data_files(config: RootConfig) -> Iterator[Finding]:

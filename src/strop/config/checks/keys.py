@@ -22,7 +22,7 @@ from strop.config.load import load_tree
 from strop.config.names import ESTIMATOR_TAKES, needs_critic
 from strop.config.placement import NEUTRAL, processes_per_node, visible_gpus
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.rollout import VLLMSamplingConfig
+from strop.config.schema.policy import VLLMSamplingConfig
 from strop.config.trees import Tree, tree_of
 
 # What a limit is: some keys, and when this version does not honour them.

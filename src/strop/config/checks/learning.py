@@ -19,7 +19,7 @@ from strop.config.names import (
 from strop.config.placement import KEEPS_THE_POLICY, extra_sampling
 from strop.config.reward_parts import SCORERS, read_parts
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.shared import OptimConfig
+from strop.config.schema.base import OptimConfig
 from strop.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"

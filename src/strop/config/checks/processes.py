@@ -19,8 +19,7 @@ from strop.config.placement import (
 )
 from strop.config.roles import roles_of, uses_critic, uses_reference
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.run import RunConfig
-from strop.config.schema.trainer import TrainerConfig
+from strop.config.schema.trainer import RunConfig, TrainerConfig
 from strop.errors import ConfigError
 
 
