@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from strop.controller.local import LocalWorkerGroup
-from strop.controller.ray_group import RayWorkerGroup
-from strop.controller.ray_handles import RemoteTensor
+from strop.controller.group import LocalWorkerGroup
+from strop.controller.ray.group import RayWorkerGroup
+from strop.controller.ray.handles import RemoteTensor
 from strop.trainer.checkpoint import Checkpoints
 from strop.trainer.manifest import verify
 

@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 
-from strop.controller.roles import Role
+from strop.controller.pools import Role
 from strop.controller.shards import shard
 from strop.engines.micro_batches import MicroBatching
 from strop.models.loader import load_scorer

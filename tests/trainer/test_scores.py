@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from strop.config.load import load_config
-from strop.controller.local import LocalWorkerGroup
-from strop.controller.worker_group import GroupMethod
+from strop.controller.group import GroupMethod, LocalWorkerGroup
 from strop.errors import ModelError, RewardError
 from strop.models.loader import load_scorer
 from strop.protocol import DataProto

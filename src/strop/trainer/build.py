@@ -11,9 +11,8 @@ import importlib.util
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import model_paths, roles_of, tokenizer_paths
 from strop.config.schema import Config
-from strop.controller.local import LocalWorkerGroup
-from strop.controller.resource_pool import ResourcePoolManager
-from strop.controller.roles import Role
+from strop.controller.group import LocalWorkerGroup
+from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.columns import UNNAMED_SOURCE
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import RowDataset
@@ -92,7 +91,7 @@ def group_class(*, on_ray: bool) -> type:
         return LocalWorkerGroup
     if importlib.util.find_spec("ray") is None:
         raise MissingExtraError("ray", "ray", "a run with several processes")
-    from strop.controller.ray_group import RayWorkerGroup
+    from strop.controller.ray.group import RayWorkerGroup
 
     return RayWorkerGroup
 

@@ -23,9 +23,8 @@ from strop.config.checks.check import check
 from strop.config.load import as_config
 from strop.config.roles import uses_reference, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config
-from strop.controller.resource_pool import ResourcePoolManager
-from strop.controller.roles import Role
-from strop.controller.worker_group import Future
+from strop.controller.group import Future
+from strop.controller.pools import ResourcePoolManager, Role
 from strop.protocol import DataProto
 from strop.rollout.base import Finished
 from strop.trainer import loops

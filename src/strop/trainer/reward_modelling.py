@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
 from strop.config.schema.supervised import RewardModellingConfig
-from strop.controller.roles import Role
+from strop.controller.pools import Role
 from strop.data.answer_batches import pair_batch
 from strop.data.loader import PromptLoader
 from strop.data.subset import FirstRows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.aggregation import masked_sum
-from strop.controller.worker_group import Future
+from strop.controller.group import Future
 from strop.errors import TrainingError
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager

@@ -6,7 +6,7 @@ import math
 from typing import Any, ClassVar
 
 from strop.config.schema.supervised import SftConfig
-from strop.controller.roles import Role
+from strop.controller.pools import Role
 from strop.data.answer_batches import response_batch
 from strop.data.loader import PromptLoader
 from strop.protocol import DataProto

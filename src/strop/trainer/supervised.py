@@ -20,8 +20,7 @@ from strop.config.checks.supervised import (
     require_valid,
     supervised_runs_on_ray,
 )
-from strop.controller.resource_pool import ResourcePool
-from strop.controller.roles import Role
+from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import CollateFn, PromptLoader

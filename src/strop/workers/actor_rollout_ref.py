@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from strop.config.roles import uses_reference
 from strop.config.schema import Config
-from strop.controller.dispatch import Dispatch, register
-from strop.controller.roles import Role
+from strop.controller.group import Dispatch, register
+from strop.controller.pools import Role
 from strop.engines.base import Engine, Loss
 from strop.errors import ModelError
 from strop.models.deferred import WeightSource, defer_causal_lm

@@ -12,8 +12,8 @@ from typing import Any, Generic
 from torch import Tensor
 
 from strop.config.trees import Root
-from strop.controller.dispatch import Dispatch, register
-from strop.controller.roles import Role
+from strop.controller.group import Dispatch, register
+from strop.controller.pools import Role
 from strop.data.hub import is_hub_name, local_model
 from strop.engines.base import Engine, Loss, build_engine, pick_device
 from strop.engines.fingerprint import weights_hash

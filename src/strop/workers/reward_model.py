@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from strop.controller.dispatch import Dispatch, register
+from strop.controller.group import Dispatch, register
 from strop.data.rewriting import Rewriter
 from strop.models.deferred import defer_scorer
 from strop.models.loader import load_scorer, load_tokenizer

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from strop.algorithms.preference import bradley_terry_loss, centering_loss, pairwise_accuracy
 from strop.config.schema.supervised import RewardModellingConfig
-from strop.controller.dispatch import Dispatch, register
+from strop.controller.group import Dispatch, register
 from strop.engines.base import Loss
 from strop.models.deferred import defer_scorer
 from strop.models.loader import load_scorer

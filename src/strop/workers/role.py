@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from strop.config.batch_plan import resolve_micro_batch, sequence_parallel_size
 from strop.config.schema import Config
-from strop.controller.roles import Role
+from strop.controller.pools import Role
 from strop.data.hub import local_tokenizer
 from strop.engines.base import Engine
 from strop.engines.micro_batches import MicroBatching

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from strop.algorithms.aggregation import masked_sum
 from strop.config.schema.supervised import SftConfig
-from strop.controller.dispatch import Dispatch, register
+from strop.controller.group import Dispatch, register
 from strop.engines.base import Loss
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import load_causal_lm

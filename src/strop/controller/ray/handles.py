@@ -7,6 +7,7 @@ operation fetches the bytes. So a column that the driver never computes with nev
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,11 +16,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strop.controller.arrays import to_tensor
+# Tensors as numpy arrays, which cross between processes out of band and without a copy.
+
+
+def to_array(tensor: Tensor) -> np.ndarray:
+    """The bytes of a tensor, on the CPU; numpy has no bfloat16, which travels as int16."""
+    tensor = tensor.detach().cpu().contiguous()
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def to_tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """The tensor whose bytes these are; it shares them, and like every tensor of a batch it is only read."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
+
 
 Columns = dict[str, tuple[np.ndarray, torch.dtype]]
+
 """One rank's tensors in the store: name -> (array, dtype)."""
+
 Fetch = Callable[[dict[int, Any]], dict[int, Columns]]
+
 """Objects of the store by rank, all at once."""
 
 
@@ -251,6 +270,7 @@ _OPERATORS = (
     "lshift",
     "rshift",
 )
+
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 
 

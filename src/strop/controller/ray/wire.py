@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strop.controller.arrays import to_array, to_tensor
-from strop.controller.ray_handles import Columns, RemoteTensor, RemoteValue
+from strop.controller.ray.handles import Columns, RemoteTensor, RemoteValue, to_array, to_tensor
 from strop.protocol import DataProto
 
 

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from strop.controller import ray_cluster
-from strop.controller.ray_failure import Failure, Stack, describe_hang, last_lines, stack_by_signal, worst
-from strop.controller.ray_head import HeadWatch, end_without_head
-from strop.controller.ray_host import RemoteHost
-from strop.controller.resource_pool import ResourcePool
+from strop.controller.pools import ResourcePool
+from strop.controller.ray import cluster as ray_cluster
+from strop.controller.ray.cluster import HeadWatch, end_without_head
+from strop.controller.ray.failure import Failure, Stack, describe_hang, last_lines, stack_by_signal, worst
+from strop.controller.ray.host import RemoteHost
 from strop.errors import WorkerError
 
 _LIVE: dict[ResourcePool, Processes] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError, RayError, RayTaskError
 
-from strop.controller.ray_host import STACK_SIGNAL
+from strop.controller.ray.host import STACK_SIGNAL
 from strop.errors import StropError
 
 _LINES = 20

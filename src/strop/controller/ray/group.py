@@ -12,15 +12,15 @@ import cloudpickle
 import ray
 
 from strop.config.schema.trainer import RunConfig
-from strop.controller import ray_cluster, ray_processes
-from strop.controller.dispatch import Dispatch, require_dispatch, runs_beside_calls
-from strop.controller.ray_handles import Columns, Layout, RemoteColumns, RemoteTensor, RemoteValue
-from strop.controller.ray_processes import Call
-from strop.controller.ray_reports import Listener, Reporter
-from strop.controller.ray_wire import Packed, pack, unpack
-from strop.controller.resource_pool import ResourcePool
+from strop.controller.group import Dispatch, GroupMethod, require_dispatch, runs_beside_calls
+from strop.controller.pools import ResourcePool
+from strop.controller.ray import cluster as ray_cluster
+from strop.controller.ray import processes as ray_processes
+from strop.controller.ray.handles import Columns, Layout, RemoteColumns, RemoteTensor, RemoteValue
+from strop.controller.ray.host import Listener, Reporter
+from strop.controller.ray.processes import Call
+from strop.controller.ray.wire import Packed, pack, unpack
 from strop.controller.shards import Shards, shard
-from strop.controller.worker_group import GroupMethod
 from strop.protocol import DataProto
 
 _WORTH_A_PUT = 100_000
