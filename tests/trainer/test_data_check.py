@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.config.load import load_config
-from strop.data.columns import read_scoring_columns
+from strop.data.parquet import read_scoring_columns
 from strop.trainer.data_check import data_problems
 
 from builders import write_prompts

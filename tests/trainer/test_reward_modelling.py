@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
 from strop.config.load import load_tree
 from strop.config.trees import REWARD_MODELLING
-from strop.data.answer_batches import pair_batch
+from strop.data.answers import pair_batch
 from strop.errors import ConfigError, DataError
 from strop.models.loader import fresh_head, load_scorer
 from strop.models.pair_scorer import PairScorer

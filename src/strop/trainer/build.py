@@ -13,11 +13,10 @@ from strop.config.roles import model_paths, roles_of, tokenizer_paths
 from strop.config.schema import Config
 from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role
-from strop.data.columns import UNNAMED_SOURCE
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import RowDataset
-from strop.data.rl_dataset import RLHFDataset
-from strop.data.subset import all_rows
+from strop.data.parquet import UNNAMED_SOURCE
+from strop.data.rl_dataset import RLHFDataset, all_rows
 from strop.errors import MissingExtraError
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.rewards.manager import RewardManager, load_reward_manager

@@ -13,15 +13,15 @@ from typing import NamedTuple
 from strop.config.paths import expand, is_url
 from strop.config.reward_parts import RULE, RewardPart, read_parts
 from strop.config.schema import Config
-from strop.data.columns import (
+from strop.data.parquet import (
     UNNAMED_SOURCE,
+    PromptTable,
     check_columns,
     no_sources,
     read_scoring_columns,
     require_ground_truths,
     sources_of,
 )
-from strop.data.parquet import PromptTable
 from strop.errors import DataError, RewardError, StropError
 from strop.rewards.coverage import require_scored_source
 from strop.rewards.router import Router, UnknownSourceError

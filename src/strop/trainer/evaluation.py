@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.config.schema import Config
-from strop.data.progress import Bar, progress_bar
+from strop.data.fetch import Bar, progress_bar
 from strop.errors import TrainingError
 from strop.files import atomic_write_text
 from strop.rewards.manager import RewardManager

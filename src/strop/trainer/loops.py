@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop.config.schema import Config
 from strop.data.loader import PromptLoader, train_loader, validation_loader
-from strop.data.rl_dataset import create_rl_dataset
-from strop.data.subset import FirstOfEachSource
+from strop.data.rl_dataset import FirstOfEachSource, create_rl_dataset
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.tracking.headlines import validation_scores

@@ -15,8 +15,7 @@ from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
 from strop.config.paths import expand
-from strop.data.files import open_filesystem
-from strop.data.progress import progress_bar
+from strop.data.fetch import open_filesystem, progress_bar
 from strop.errors import CheckpointError
 from strop.trainer.checkpoint_folder import LATEST, PREFIX
 from strop.trainer.manifest import MANIFEST, parse_manifest, require_sizes

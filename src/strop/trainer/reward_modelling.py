@@ -11,9 +11,9 @@ from torch import Tensor
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
 from strop.config.schema.supervised import RewardModellingConfig
 from strop.controller.pools import Role
-from strop.data.answer_batches import pair_batch
+from strop.data.answers import pair_batch
 from strop.data.loader import PromptLoader
-from strop.data.subset import FirstRows
+from strop.data.rl_dataset import FirstRows
 from strop.protocol import DataProto
 from strop.trainer.supervised import SupervisedTrainer
 from strop.workers.reward_modelling import RewardModellingWorker

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from strop.config.schema.supervised import SftConfig
 from strop.controller.pools import Role
-from strop.data.answer_batches import response_batch
+from strop.data.answers import response_batch
 from strop.data.loader import PromptLoader
 from strop.protocol import DataProto
 from strop.trainer.supervised import SupervisedTrainer

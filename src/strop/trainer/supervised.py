@@ -23,8 +23,7 @@ from strop.config.checks.supervised import (
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset
 from strop.data.hub import local_tokenizer, require_from_hub
-from strop.data.loader import CollateFn, PromptLoader
-from strop.data.sampler import EpochSampler, SequentialBatches
+from strop.data.loader import CollateFn, EpochSampler, PromptLoader, SequentialBatches
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.protocol import DataProto
 from strop.trainer.build import group_class
@@ -75,7 +74,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
     @property
     @abstractmethod
     def collate(self) -> Any:
-        """Rows -> batch: a function of ``strop.data.answer_batches``."""
+        """Rows -> batch: a function of ``strop.data.answers``."""
 
     @abstractmethod
     def denominators(self, batch: DataProto) -> dict[str, float]:

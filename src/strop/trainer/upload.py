@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.data.progress import progress_bar
+from strop.data.fetch import progress_bar
 from strop.errors import CheckpointError
 from strop.trainer.manifest import MANIFEST, parse_manifest
 from strop.trainer.remote import RemoteCheckpoints

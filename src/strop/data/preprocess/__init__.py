@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from strop.data.fetch import progress_bar
 from strop.data.preprocess.split import Split
-from strop.data.progress import progress_bar
 from strop.errors import DataError
 from strop.files import atomic_path, atomic_write_text
 

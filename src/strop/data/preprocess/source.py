@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from strop.config.paths import is_url
-from strop.data.files import local_path
+from strop.data.fetch import local_path
 from strop.errors import DataError, MissingExtraError
 
 Splits = Mapping[str, Sequence[dict[str, Any]]]
