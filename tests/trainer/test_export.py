@@ -11,7 +11,7 @@ import torch
 from saving_groups import STATE
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from strop.engines.settings import OptimizerSettings
+from strop.engines.base import OptimizerSettings
 from strop.engines.torch.engine import TorchEngine
 from strop.errors import CheckpointError
 from strop.models.policy import PolicyModel

@@ -15,11 +15,18 @@ from strop.config.trees import Root
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role
 from strop.data.hub import is_hub_name, local_model
-from strop.engines.base import Engine, Loss, build_engine, pick_device
-from strop.engines.fingerprint import weights_hash
+from strop.engines.base import (
+    Engine,
+    Loss,
+    OffloadSettings,
+    OptimizerSettings,
+    ShardingSettings,
+    build_engine,
+    learning_rate_factor,
+    pick_device,
+    weights_hash,
+)
 from strop.engines.micro_batches import MicroBatching
-from strop.engines.schedule import learning_rate_factor
-from strop.engines.settings import OffloadSettings, OptimizerSettings, ShardingSettings
 from strop.engines.torch import ranks
 from strop.errors import ModelError
 from strop.models.base import RoleModel
