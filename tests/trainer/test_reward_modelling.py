@@ -17,8 +17,7 @@ from strop.config.trees import REWARD_MODELLING
 from strop.data.answers import pair_batch
 from strop.errors import ConfigError, DataError
 from strop.models.loader import fresh_head, load_scorer
-from strop.models.pair_scorer import PairScorer
-from strop.models.scorer import SequenceScorer
+from strop.models.scorer import PairScorer, SequenceScorer
 from strop.trainer import reward_modelling
 from strop.trainer.reward_modelling import RewardModelTrainer
 from strop.trainer.supervised import build

@@ -12,8 +12,7 @@ from strop.controller.group import Dispatch, register
 from strop.engines.base import Loss
 from strop.models.deferred import defer_scorer
 from strop.models.loader import load_scorer
-from strop.models.pair_scorer import PairScorer
-from strop.models.scorer import REWARD_MEAN, REWARD_STD
+from strop.models.scorer import REWARD_MEAN, REWARD_STD, PairScorer
 from strop.protocol import DataProto
 from strop.workers.supervised import SupervisedWorker
 
