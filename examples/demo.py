@@ -22,8 +22,8 @@ from transformers.utils import logging
 
 from strop.config.load import load_config, load_tree
 from strop.config.trees import SFT
-from strop.data.preprocess import prepare
 from strop.models.loader import load_causal_lm, load_tokenizer
+from strop.prepare import prepare
 from strop.trainer import main_ppo, main_supervised
 
 import tiny_model

@@ -99,7 +99,7 @@ _COMMANDS: dict[str, tuple[str, str, Run]] = {
     ),
     "prepare": (
         "turn a data set into parquet files",
-        "strop.data.preprocess.cli_args:add_arguments",
+        "strop.prepare.cli_args:add_arguments",
         _prepare,
     ),
     "score": ("score a file of answers", "strop.rewards.cli_score:add_arguments", _score),

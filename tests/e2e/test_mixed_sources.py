@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from strop.config.load import load_config
-from strop.data.preprocess import prepare
 from strop.models.loader import load_scorer
+from strop.prepare import prepare
 from strop.rollout.request import Samples, answer
 from strop.trainer.build import build_trainer
 

@@ -15,8 +15,8 @@ import pytest
 from rewards_support import SHARED_DATA, real_rows
 from rich.console import Console
 
-from strop.data.preprocess import prepare
 from strop.errors import ConfigError, DataError, RewardError
+from strop.prepare import prepare
 from strop.rewards.cli_score import add_arguments, run
 from strop.rewards.pool import RewardPool
 from strop.rewards.sandbox import require_bubblewrap

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from rewards_support import SHARED_DATA, children, real_rows
 
-from strop.data.preprocess import prepare
 from strop.errors import ConfigError
+from strop.prepare import prepare
 from strop.rewards.manager import RewardManager
 from strop.rewards.process import RewardProcess
 from strop.rewards.process_tree import descendants

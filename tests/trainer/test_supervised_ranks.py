@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from strop.cli import main
-from strop.data.preprocess import prepare
+from strop.prepare import prepare
 
 from supervised_runs import final_weights, make_inputs, metrics, overrides, train
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from strop.data.preprocess import DATASETS, Prepared, prepare
+from strop.prepare import DATASETS, Prepared, prepare
 
 _GIVEN_ONLY = (
     argparse.SUPPRESS

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from strop.data.preprocess.split import Split, make_row
 from strop.errors import DataError
+from strop.prepare.source import Split, make_row
 
 DATA_SOURCE = "strop/arithmetic"
 _MOST_ROWS = 5_000_000

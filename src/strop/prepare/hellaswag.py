@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.data.preprocess.source import read_source
-from strop.data.preprocess.split import Split, make_row, text_field
 from strop.errors import DataError
+from strop.prepare.source import Split, make_row, read_source, text_field
 
 logger = logging.getLogger("strop.data")
 

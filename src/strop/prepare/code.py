@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 from typing import Any
 
-from strop.data.preprocess.code import assert_tests, in_block
-from strop.data.preprocess.source import Splits, read_source
-from strop.data.preprocess.split import Split, make_row, text_field
 from strop.errors import DataError
+from strop.prepare.source import Split, Splits, make_row, read_source, text_field
 
-DATA_SOURCE = "google-research-datasets/mbpp"
-INSTRUCTION = "Answer with the code in a ```python block. It must pass tests like this one:"
+# The ground truth of a code row: what a scorer needs to run a program (format: ``docs/data.md``).
+
+
+def assert_tests(tests: list[str], *, entry_point: str, prefix: str = "") -> str:
+    """JSON of tests that are Python sources, run in order in one namespace after ``prefix + answer``."""
+    return json.dumps({"kind": "assert", "prefix": prefix, "entry_point": entry_point, "tests": tests})
+
+
+def in_block(code: str) -> str:
+    """The code as a block of Markdown."""
+    return f"```python\n{code.rstrip()}\n```"
+
+
+MBPP = "google-research-datasets/mbpp"
+
+
+MBPP_INSTRUCTION = "Answer with the code in a ```python block. It must pass tests like this one:"
+
 
 _WHOLE = "whole"
+
+
 # Split and its last task number, as published (appendix of the paper, and the hub).
 _LAST_TASKS = {"prompt": 10, "test": 510, "validation": 600, "train": 974}
 
 
-def splits(
-    source: str | Path | None = None, *, instruction: str = INSTRUCTION, cache_dir: str | Path | None = None
+def mbpp_splits(
+    source: str | Path | None = None,
+    *,
+    instruction: str = MBPP_INSTRUCTION,
+    cache_dir: str | Path | None = None,
 ) -> dict[str, Split]:
     """Every split of ``source`` (default: the hub); files without a split in their names are divided by task.
 
@@ -34,7 +54,7 @@ def splits(
         setup = _lines(record.get("test_setup_code") or "")
         shown = f"{setup}\n{tests[0]}".strip()
         return make_row(
-            data_source=DATA_SOURCE,
+            data_source=MBPP,
             prompt=f"{text.strip()}\n{instruction}\n\n{in_block(shown)}",
             ability="code",
             ground_truth=assert_tests(
@@ -46,7 +66,7 @@ def splits(
             answer=code,
         )
 
-    records = read_source(source or DATA_SOURCE, hub_config="full", cache_dir=cache_dir, unnamed_split=_WHOLE)
+    records = read_source(source or MBPP, hub_config="full", cache_dir=cache_dir, unnamed_split=_WHOLE)
     if _WHOLE in records:
         records = _by_task(records[_WHOLE])
     return {split: Split(found, convert) for split, found in records.items()}
@@ -96,3 +116,41 @@ def _tests(record: dict[str, Any]) -> list[str]:
 def _lines(code: str) -> str:
     """With line ends that are one character, and without white space around."""
     return code.replace("\r\n", "\n").strip()
+
+
+# HumanEval (Chen et al. 2021): Python functions to complete from signature and docstring.
+
+HUMANEVAL = "openai/openai_humaneval"
+
+HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function in a ```python block."
+
+
+def humaneval_splits(
+    source: str | Path | None = None,
+    *,
+    instruction: str = HUMANEVAL_INSTRUCTION,
+    cache_dir: str | Path | None = None,
+) -> dict[str, Split]:
+    """Every split of ``source`` (default: the hub); a file without a split in its name is ``test``.
+
+    Records need ``task_id``, ``prompt``, ``entry_point`` and ``test``.
+    """
+
+    def convert(record: Any, split: str, index: int) -> dict[str, Any]:
+        code, entry_point = text_field(record, "prompt"), text_field(record, "entry_point")
+        test = text_field(record, "test")
+        if "def check(" not in test:
+            raise DataError("field test: there is no function check(candidate)")
+        return make_row(
+            data_source=HUMANEVAL,
+            prompt=f"{instruction}\n\n{in_block(code)}",
+            ability="code",
+            ground_truth=assert_tests([test], entry_point=entry_point, prefix=code),
+            split=split,
+            index=index,
+            task_id=text_field(record, "task_id"),
+            answer=record.get("canonical_solution") or "",
+        )
+
+    records = read_source(source or HUMANEVAL, cache_dir=cache_dir, unnamed_split="test")
+    return {split: Split(found, convert) for split, found in records.items()}

@@ -23,20 +23,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from strop.data.fetch import progress_bar
-from strop.data.preprocess.split import Split
 from strop.errors import DataError
 from strop.files import atomic_path, atomic_write_text
+from strop.prepare.source import Split
 
 logger = logging.getLogger("strop.data")
 
 DATASETS = {
-    "arithmetic": "strop.data.preprocess.arithmetic:splits",
-    "full_hh_rlhf": "strop.data.preprocess.full_hh_rlhf:splits",
-    "gsm8k": "strop.data.preprocess.gsm8k:splits",
-    "hellaswag": "strop.data.preprocess.hellaswag:splits",
-    "humaneval": "strop.data.preprocess.humaneval:splits",
-    "math": "strop.data.preprocess.math:splits",
-    "mbpp": "strop.data.preprocess.mbpp:splits",
+    "arithmetic": "strop.prepare.arithmetic:splits",
+    "full_hh_rlhf": "strop.prepare.full_hh_rlhf:splits",
+    "gsm8k": "strop.prepare.maths:splits",
+    "hellaswag": "strop.prepare.hellaswag:splits",
+    "humaneval": "strop.prepare.code:splits",
+    "math": "strop.prepare.maths:splits",
+    "mbpp": "strop.prepare.code:splits",
 }
 
 _REASONS_SHOWN = 5

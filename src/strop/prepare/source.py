@@ -8,7 +8,8 @@ import gzip
 import importlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from strop.errors import DataError, MissingExtraError
 
 Splits = Mapping[str, Sequence[dict[str, Any]]]
 
+
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+
 _SPLIT_NAMES = {
     "train": "train",
     "test": "test",
@@ -30,9 +33,11 @@ _SPLIT_NAMES = {
     "val": "validation",
     "dev": "validation",
 }
+
 # train.jsonl, train-00000-of-00002.parquet, train_0.jsonl, and between dots harmless-base.test.jsonl; not
 # train_socratic.jsonl, which is another data set.
 _SPLIT_FILE = re.compile(r"(train|test|validation|valid|val|dev)([-_.]\d.*)?", re.IGNORECASE)
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -131,3 +136,47 @@ def _read_hub(name: str, config: str | None) -> Splits:
             f"source {name}: neither a local path nor a hub data set that can be loaded: {error}"
         ) from error
     return {_SPLIT_NAMES.get(str(split), str(split)): records for split, records in found.items()}
+
+
+# What a data set's function gives for each split, and the one shape of a prepared row.
+
+
+@dataclass(frozen=True)
+class Split:
+    """Raw records, and how one becomes a row: ``convert(record, split, index)``, or a :class:`DataError`."""
+
+    records: Sequence[Any]
+    convert: Callable[[Any, str, int], dict[str, Any]]
+
+
+def make_row(
+    *,
+    data_source: str,
+    prompt: str | list[dict[str, str]],
+    ability: str,
+    ground_truth: str,
+    split: str,
+    index: int,
+    style: str = "rule",
+    **extra_info: Any,
+) -> dict[str, Any]:
+    """A row for ``strop train``; a ``prompt`` that is a text becomes one user message.
+
+    The ground truth is a string in every data set, so that their files join.
+    """
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+        "ability": ability,
+        "reward_model": {"style": style, "ground_truth": ground_truth},
+        "extra_info": {"split": split, "index": index, **extra_info},
+    }
+
+
+def text_field(record: Any, name: str) -> str:
+    """A non-empty string of a record, or :class:`DataError` naming the field."""
+    value = record.get(name) if isinstance(record, dict) else None
+    if not isinstance(value, str) or not value.strip():
+        keys = sorted(record) if isinstance(record, dict) else type(record).__name__
+        raise DataError(f"field {name}: expected text, found {value!r:.60} (the record has {keys})")
+    return value

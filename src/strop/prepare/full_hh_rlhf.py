@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from strop.data.preprocess.source import read_source
-from strop.data.preprocess.split import Split, make_row
 from strop.errors import DataError
+from strop.prepare.source import Split, make_row, read_source
 
 DATA_SOURCE = "Dahoas/full-hh-rlhf"
 
