@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from strop.rewards.error_budget import ErrorBudget
+from strop.rewards.batch import ErrorBudget
 from strop.rewards.records import Outcome, Sample, call_scorer, outcome_of
 
 

@@ -28,10 +28,9 @@ from strop.rewards.answer_file import (
 )
 from strop.rewards.custom import load_custom_reward
 from strop.rewards.feed import Feed
-from strop.rewards.part_scorers import BuiltInScorer
 from strop.rewards.pool import RewardPool
 from strop.rewards.records import Outcome, Sample, ScoreFunction
-from strop.rewards.router import Router
+from strop.rewards.router import BuiltInScorer, Router
 
 _OF_THE_RESPONSE_ALONE = ("format", "length")
 """Scorers that look at no ground truth."""

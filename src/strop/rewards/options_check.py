@@ -8,8 +8,7 @@ from typing import Any
 from strop.config.reward_parts import KEY, SCORERS, read_parts
 from strop.config.schema import Config
 from strop.errors import ConfigError, MissingExtraError
-from strop.rewards.part_scorers import BuiltInScorer
-from strop.rewards.router import Router
+from strop.rewards.router import BuiltInScorer, Router
 
 _SCORER_KWARGS = "reward_model.reward_kwargs.scorer_kwargs"
 MANAGER_OPTIONS = (

@@ -23,7 +23,7 @@ from strop.data.parquet import (
     sources_of,
 )
 from strop.errors import DataError, RewardError, StropError
-from strop.rewards.coverage import require_scored_source
+from strop.rewards.parts import require_scored_source
 from strop.rewards.router import Router, UnknownSourceError
 
 

@@ -13,8 +13,8 @@ from strop.algorithms.aggregation import masked_sum
 from strop.controller.group import Future
 from strop.errors import TrainingError
 from strop.protocol import DataProto
+from strop.rewards.batch import PendingRewards
 from strop.rewards.manager import RewardManager
-from strop.rewards.pending import PendingRewards
 from strop.rollout.base import Finished
 
 
