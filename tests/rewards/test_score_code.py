@@ -23,7 +23,7 @@ from strop.rewards.process_tree import descendants
 from strop.rewards.records import Sample
 from strop.rewards.router import Router, default_compute_score
 from strop.rewards.sandbox import Limits, require_bubblewrap
-from strop.rewards.sandbox.cgroups import _parents
+from strop.rewards.sandbox.process import _parents
 from strop.rewards.score.code import compute_score, extract_program, judge
 
 pytestmark = pytest.mark.skipif(

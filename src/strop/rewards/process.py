@@ -23,7 +23,7 @@ from strop.rewards.feed import Feed, Samples
 from strop.rewards.output import OutputReader
 from strop.rewards.process_tree import MARKER, describe_exit, hold_descendants, kill_held, kill_tree
 from strop.rewards.records import Outcome, Sample, ScoreFunction, Setup
-from strop.rewards.sandbox.cgroups import remove_groups_of
+from strop.rewards.sandbox.process import remove_groups_of
 
 _GOODBYE_S = 2.0
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.errors import RewardError
-from strop.rewards.sandbox.limits import Limits
+from strop.rewards.sandbox.bubblewrap import Limits
 from strop.rewards.sandbox.process import SandboxedProcess
 
 _WATCH_S = 0.02
