@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strop.rewards.score import format as format_score
-from strop.rewards.score import length
+from strop.rewards.score import exact as format_score
+from strop.rewards.score import exact as length
 
 
 @pytest.mark.parametrize(

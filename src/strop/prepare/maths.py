@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import DataError
-from strop.latex import closing_brace
 from strop.prepare.source import Split, make_row, read_source, text_field
+from strop.rewards.score.math import closing_brace
 
 GSM8K = "openai/gsm8k"
 

@@ -12,8 +12,8 @@ import torch
 
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.answers import Extractor, answer_extractor
 from strop.rewards.manager import RewardManager
+from strop.rewards.score.answers import Extractor, answer_extractor
 from strop.rollout.base import Finished
 from strop.tracking.samples import samples_table
 from strop.tracking.validation import ValidationReport

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pyarrow as pa
 
-from strop.rewards.answers import Extractor
+from strop.rewards.score.answers import Extractor
 from strop.tracking.validation import Estimate, ShownSample, SourceReport, ValidationReport
 from strop.trainer.sample_statistics import (
     MOST_VOTERS,

@@ -7,8 +7,7 @@ from typing import Any
 
 from strop.rewards.score.choice import extract_label
 from strop.rewards.score.gsm8k import extract_number
-from strop.rewards.score.math import last_boxed
-from strop.rewards.score.math_normalize import normalize_answer
+from strop.rewards.score.math import last_boxed, normalize_answer
 
 Extractor = Callable[[str], str | None]
 """A response's answer in one spelling; None: it gives none."""
