@@ -22,12 +22,12 @@ from strop.errors import ConfigError, RewardError
 from strop.rewards import batch as scoring
 from strop.rewards.batch import ErrorBudget
 from strop.rewards.custom import load_custom_reward
-from strop.rewards.feed import Cancelled, Feed
 from strop.rewards.manager import RewardManager, load_reward_manager
-from strop.rewards.pool import RewardPool, default_num_workers
-from strop.rewards.process import RewardProcess
-from strop.rewards.records import Outcome, Sample
 from strop.rewards.router import BuiltInScorer
+from strop.rewards.worker.feed import Cancelled, Feed
+from strop.rewards.worker.pool import RewardPool, default_num_workers
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Outcome, Sample
 
 from runs import hashes, make_inputs, metrics, overrides, train
 

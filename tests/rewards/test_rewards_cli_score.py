@@ -18,8 +18,8 @@ from rich.console import Console
 from strop.errors import ConfigError, DataError, RewardError
 from strop.prepare import prepare
 from strop.rewards.cli_score import add_arguments, run
-from strop.rewards.pool import RewardPool
 from strop.rewards.sandbox import require_bubblewrap
+from strop.rewards.worker.pool import RewardPool
 
 ROWS: list[dict[str, Any]] = [
     {"data_source": "openai/gsm8k", "response": "#### 7", "reward_model": {"ground_truth": "7"}},

@@ -18,13 +18,13 @@ from rewards_support import SHARED_DATA, children, real_rows
 from strop.errors import ConfigError
 from strop.prepare import prepare
 from strop.rewards.manager import RewardManager
-from strop.rewards.process import RewardProcess
 from strop.rewards.process_tree import descendants
-from strop.rewards.records import Sample
 from strop.rewards.router import Router, default_compute_score
 from strop.rewards.sandbox import Limits, require_bubblewrap
 from strop.rewards.sandbox.process import _parents
 from strop.rewards.score.code import compute_score, extract_program, judge
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Sample
 
 pytestmark = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt-get install bubblewrap"

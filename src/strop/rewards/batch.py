@@ -18,11 +18,11 @@ from torch import Tensor
 from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.feed import Feed, Maker
-from strop.rewards.pool import RewardPool
-from strop.rewards.process import RewardProcess
-from strop.rewards.records import Outcome, Sample
 from strop.rewards.reward_output import RewardOutput, at_last_token, rule_parts, score_metrics
+from strop.rewards.worker.feed import Feed, Maker
+from strop.rewards.worker.pool import RewardPool
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Outcome, Sample
 
 if TYPE_CHECKING:
     from strop.rewards.manager import RewardManager

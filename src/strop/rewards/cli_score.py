@@ -27,10 +27,10 @@ from strop.rewards.answer_file import (
     value_at,
 )
 from strop.rewards.custom import load_custom_reward
-from strop.rewards.feed import Feed
-from strop.rewards.pool import RewardPool
-from strop.rewards.records import Outcome, Sample, ScoreFunction
 from strop.rewards.router import BuiltInScorer, Router
+from strop.rewards.worker.feed import Feed
+from strop.rewards.worker.pool import RewardPool
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 
 _OF_THE_RESPONSE_ALONE = ("format", "length")
 """Scorers that look at no ground truth."""

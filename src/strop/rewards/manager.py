@@ -20,11 +20,11 @@ from strop.protocol import DataProto
 from strop.rewards.batch import ErrorBudget, Fields, PendingRewards, ScoringJob, real_tokens
 from strop.rewards.custom import load_custom_reward, require_score_signature
 from strop.rewards.parts import Composition, UnusedParts, part_scorers, require_scored_source
-from strop.rewards.pool import RewardPool, default_num_workers
-from strop.rewards.process import RewardProcess
-from strop.rewards.records import Outcome, Sample, ScoreFunction
 from strop.rewards.reward_output import RewardOutput, describe_sample
 from strop.rewards.router import BuiltInScorer, PartScorers, Router
+from strop.rewards.worker.pool import RewardPool, default_num_workers
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 
 if TYPE_CHECKING:
     from strop.config.schema import Config

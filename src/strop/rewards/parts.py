@@ -13,8 +13,8 @@ from strop.algorithms.registry import resolve
 from strop.config.reward_parts import KEY, OTHER_SOURCES, REWARD_MODEL, RULE, SCORERS, RewardPart
 from strop.errors import RewardError
 from strop.rewards.custom import require_score_signature
-from strop.rewards.records import ScoreFunction
 from strop.rewards.router import BuiltInScorer, OwnScorer, unknown_source
+from strop.rewards.worker.records import ScoreFunction
 
 # Whether something scores the rows of a data source; without torch, for ``strop check``.
 

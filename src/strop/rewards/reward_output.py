@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from strop.config.reward_parts import RULE
-from strop.rewards.records import Outcome, Sample
+from strop.rewards.worker.records import Outcome, Sample
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from strop.config.reward_parts import KEY, RULE
 from strop.errors import ConfigError, RewardError, StropError
 from strop.rewards.custom import require_score_signature
-from strop.rewards.records import ScoreFunction
+from strop.rewards.worker.records import ScoreFunction
 
 # Scorers by name, and a reward function of several of them. Nothing here is slow to import.
 

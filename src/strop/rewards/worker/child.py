@@ -1,7 +1,7 @@
-"""The process that scores: ``python -m strop.rewards.worker LIFELINE``, started by ``RewardProcess``.
+"""The process that scores: ``python -m strop.rewards.worker.child LIFELINE``, started by ``RewardProcess``.
 
 It runs one scorer on one sample after another, so that a sample which hangs or crashes costs a process and
-never the run. Messages (:mod:`strop.rewards.wire`) come in through standard input and go out through standard
+never the run. Messages (:mod:`strop.rewards.worker.wire`) come in through standard input and go out through standard
 output; the scorer itself sees an empty standard input, and what it prints goes to standard error. Requests
 are pickles: first ``Setup``, then ``Sample``s. Answers are JSON, so that nothing a scorer returns can run
 code in the process that started us.
@@ -26,8 +26,8 @@ import threading
 import traceback
 import zlib
 
-from strop.rewards import wire
-from strop.rewards.records import Outcome, Sample, ScoreFunction, Setup, call_scorer
+from strop.rewards.worker import wire
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, Setup, call_scorer
 
 _F_SETSIG = 10  # Linux; the module fcntl does not name it on Python 3.11
 _MAX_ERROR_CHARACTERS = 8000

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 
-from strop.rewards.feed import Feed
-from strop.rewards.process import RewardProcess
-from strop.rewards.records import Outcome, Sample, ScoreFunction
+from strop.rewards.worker.feed import Feed
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 
 _MOST_BY_DEFAULT = 16
 

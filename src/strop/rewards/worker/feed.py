@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from strop.rewards.records import Sample
+from strop.rewards.worker.records import Sample
 
 Maker = Callable[[], Sample]
 """Makes a sample when its turn comes: decoding is the taker's work, not the giver's."""
