@@ -16,7 +16,7 @@ import torch
 from strop.config.load import load_config
 from strop.models.loader import load_scorer
 from strop.prepare import prepare
-from strop.rollout.request import Samples, answer
+from strop.rollout.base import Samples, answer
 from strop.trainer.build import build_trainer
 
 import tiny_model

@@ -212,7 +212,7 @@ def test_wrong_weights_are_named(model, tmp_path):
 
 
 def test_a_layer_that_keeps_its_old_weights_is_named(model, tmp_path, monkeypatch):
-    from strop.rollout.vllm.transfer import InProcessWeightTransfer
+    from strop.rollout.vllm.settings import InProcessWeightTransfer
 
     rollout = rollout_of(model, tmp_path)
     newer = model_of("qwen2", tied=True, seed=3)

@@ -18,7 +18,7 @@ from strop.errors import ModelError, RewardError
 from strop.models.loader import load_scorer
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
-from strop.rollout import decoding
+from strop.rollout.hf import decoding
 from strop.trainer.build import build_trainer
 from strop.trainer.scores import PendingScores, Samples
 

@@ -5,22 +5,70 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strop.errors import ModelError
 from strop.protocol import DataProto
-from strop.rollout.attention import attention_windows
-from strop.rollout.base import Finished, SamplingParams
-from strop.rollout.decoding import Prompts, decode
-from strop.rollout.packed_linear import packed_linears
-from strop.rollout.request import PROMPT_COLUMNS, Samples, answer, seeds_of
+from strop.rollout.base import PROMPT_COLUMNS, Finished, Samples, SamplingParams, answer, seeds_of
+from strop.rollout.hf.decoding import Prompts, decode
+from strop.rollout.hf.kv_cache import attention_windows
+from strop.rollout.hf.packed_linear import packed_linears
 from strop.rollout.sampling import draw_uniforms
-from strop.rollout.self_check import check_decoding
+from strop.rollout.weights import WeightLedger, checksums
+
+# Does step-by-step decoding give what one forward pass gives? Asked once, when the engine is built.
+
+_PROMPTS = ((1, 2, 3, 4, 5), (0, 0, 3, 2, 1))
+
+_LENGTHS = (5, 3)
+
+
+def check_decoding(
+    model: PreTrainedModel, generate: Callable[[DataProto, SamplingParams], DataProto]
+) -> None:
+    """Decode four tokens after two short prompts and compare log-probs with the model's own forward pass.
+
+    A family whose cache, positions or masks mean something else than this package assumes is refused here,
+    with a ``ModelError``, instead of being trained on wrong samples. The model is in eval mode, without
+    gradient and autocast.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    lengths = torch.tensor(_LENGTHS)
+    mask = (torch.arange(5) >= 5 - lengths[:, None]).long()
+    prompts = DataProto.from_dict(
+        {
+            "input_ids": torch.tensor(_PROMPTS) % vocabulary,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        }
+    )
+    decoded = generate(prompts, SamplingParams(max_tokens=4, do_sample=False, ignore_eos=True)).to(
+        model.device
+    )
+    whole = model(
+        **{name: decoded.batch[name] for name in ("input_ids", "attention_mask", "position_ids")},
+        use_cache=False,
+    ).logits[:, 4:-1]
+    expected = whole.float().log_softmax(-1)
+    spread = float(expected.std(-1).max())
+    expected = expected.gather(2, decoded.batch["responses"][..., None])[..., 0]
+    error = float((decoded.batch["rollout_log_probs"] - expected).abs().max())
+    # A wrong mask or position moves log-probs by a good part of their spread; rounding does not.
+    tolerance = 1e-5 + spread * (0.01 if model.dtype == torch.float32 else 0.1)
+    if error > tolerance:
+        raise ModelError(
+            f"rollout.name=hf decodes {type(model).__name__} wrongly: log-probs differ from a plain "
+            f"forward pass by {error:.3g} (tolerance {tolerance:.3g}); use another rollout back-end"
+        )
+
 
 _PACK_FROM = 8
+
+
 """Steps from which packing the weights pays for itself."""
 
 
@@ -28,7 +76,7 @@ class HFRollout:
     """Generates with a transformers causal LM, in place: the trainer's weights, and no cache outlives a call.
 
     On a CPU, long generations pack a copy of the large linear layers for the length of one call
-    (``strop.rollout.packed_linear``): memory of one more model in the computing dtype.
+    (``strop.rollout.hf.packed_linear``): memory of one more model in the computing dtype.
     """
 
     def __init__(
@@ -147,3 +195,80 @@ def _eval_mode(model: PreTrainedModel) -> Generator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+# Rollout ``hf`` with a model of its own: beside a sharded actor, or in a pool of its own.
+
+
+class HFReplica:
+    """Generates on an unsharded copy in the computing dtype, which exists from an update to ``release``."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        weights: Iterable[tuple[str, Tensor]],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        **options: Any,
+    ) -> None:
+        """``model`` has its parameters on the meta device; ``options`` are those of ``HFRollout``."""
+        self._model, self._device, self._dtype = model, device, dtype
+        self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
+        for owner, name, buffer in list(_own(model, "_buffers")):
+            setattr(owner, name, buffer.to(device))
+        self.update_weights(weights)
+        self._rollout = HFRollout(model, **options)
+
+    def generate(
+        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
+    ) -> DataProto:
+        """See ``RolloutEngine.generate``; ``ModelError`` before all weights have come."""
+        self._ledger.require_complete()
+        return self._rollout.generate(prompts, params, finished)
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
+        """See ``RolloutEngine.update_weights``."""
+        if not self._ledger.open:
+            self._begin()
+        places = dict(self._model.named_parameters())
+        for name, weight in weights:
+            self._ledger.take(name, weight)
+            places[name].copy_(weight)
+            del weight  # before the next one is gathered
+        if last:
+            self._ledger.end()
+
+    def checksums(self) -> dict[str, int]:
+        """See ``RolloutEngine.checksums``."""
+        return checksums(self._model.named_parameters(), self._dtype)
+
+    def release(self) -> None:
+        """See ``RolloutEngine.release``."""
+        self._ledger.forget()
+        _replace_parameters(self._model, lambda weight: weight.to("meta"))
+
+    def _begin(self) -> None:
+        self._ledger.begin()
+        if next(self._model.parameters()).is_meta:
+            _replace_parameters(
+                self._model, lambda weight: torch.empty_like(weight, dtype=self._dtype, device=self._device)
+            )
+
+
+def _own(model: nn.Module, kind: str) -> Iterable[tuple[nn.Module, str, Tensor]]:
+    """Every parameter or buffer with the module that owns it; tied ones once for each owner."""
+    for owner in model.modules():
+        for name, tensor in getattr(owner, kind).items():
+            if tensor is not None:
+                yield owner, name, tensor
+
+
+def _replace_parameters(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Put ``make(parameter)`` in the place of every parameter; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for owner, name, parameter in list(_own(model, "_parameters")):
+        if id(parameter) not in made:
+            made[id(parameter)] = nn.Parameter(make(parameter.detach()), requires_grad=False)
+        setattr(owner, name, made[id(parameter)])

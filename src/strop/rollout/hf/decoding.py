@@ -13,10 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from strop.rollout.attention import decoding_attention
-from strop.rollout.base import SamplingParams
-from strop.rollout.kv_cache import DecodeCache, keys_and_values
-from strop.rollout.request import Samples
+from strop.rollout.base import Samples, SamplingParams
+from strop.rollout.hf.kv_cache import DecodeCache, decoding_attention, keys_and_values
 from strop.rollout.sampling import next_tokens
 
 _PREFILL_TOKENS = 8192
