@@ -21,7 +21,7 @@ from strop.config.names import (
 )
 from strop.config.trees import PPO, SFT
 from strop.errors import ConfigError
-from strop.tracking.base import OPTIONAL_PACKAGES, TRACKERS
+from strop.tracking.trackers import OPTIONAL_PACKAGES, TRACKERS
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -19,24 +19,27 @@ from rich.table import Table
 from rich.text import Text
 
 from strop.errors import DataError
-from strop.tracking.headlines import (
+from strop.tracking.jsonl import METRICS_FILE, read_metrics
+from strop.tracking.text import (
     HEADLINES,
     REWARD,
     SUPERVISED_HEADLINES,
     VALIDATION_PREFIX,
     format_number,
     names_in_order,
+    printable,
     sparkline,
 )
-from strop.tracking.jsonl import METRICS_FILE, read_metrics
 
 COURSE_WIDTH = 12
 
+
 Steps = Sequence[Mapping[str, Any]]
 
+
 _SAMPLE_FILE = re.compile(r"step_(\d+)\.parquet")
+
 _SAMPLE_COLUMNS = ("uid", "data_source", "prompt", "response", "ground_truth", "truncated", "score")
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -216,8 +219,3 @@ def _sample_panel(sample: Mapping[str, Any]) -> Panel:
         body.append(f"\nground truth: {printable(sample['ground_truth'])}", style="green")
     title = Text(f"{sample.get('uid', '')}  score {format_number(score)}  ({', '.join(facts)})")
     return Panel(body, title=title, title_align="left", box=box.ROUNDED, border_style="dim")
-
-
-def printable(text: str) -> str:
-    """The text with control characters written out: a model's answer must not steer the terminal."""
-    return _CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

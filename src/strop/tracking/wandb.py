@@ -11,11 +11,11 @@ import wandb
 
 from strop.errors import ConfigError
 from strop.files import atomic_write_text
-from strop.tracking.validation import SAMPLES_NAME, ShownSample
+from strop.tracking.report import SAMPLES_NAME, ShownSample
 
 if TYPE_CHECKING:
     from strop.tracking.base import RunInfo
-    from strop.tracking.validation import ValidationReport
+    from strop.tracking.report import ValidationReport
 
 RUN_ID_FILE = "wandb_run_id.txt"
 

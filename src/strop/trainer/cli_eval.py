@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--out {out}: it holds an evaluation ({RESULTS}); name another folder")
     require_valid(config)
     from strop.tracking.console import plain_console
-    from strop.tracking.validation import report_table, shown_table
+    from strop.tracking.report import report_table, shown_table
     from strop.trainer.evaluation import evaluate  # torch and transformers: seconds
 
     try:

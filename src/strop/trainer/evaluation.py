@@ -14,8 +14,8 @@ from strop.data.fetch import Bar, progress_bar
 from strop.errors import TrainingError
 from strop.files import atomic_write_text
 from strop.rewards.manager import RewardManager
+from strop.tracking.report import ValidationReport
 from strop.tracking.samples import write_table
-from strop.tracking.validation import ValidationReport
 from strop.trainer.build import build_trainer
 from strop.trainer.run_folder import RunFolder
 from strop.trainer.validation import report_on, validation_samples

@@ -10,8 +10,8 @@ from strop.data.loader import PromptLoader, train_loader, validation_loader
 from strop.data.rl_dataset import FirstOfEachSource, create_rl_dataset
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
-from strop.tracking.headlines import validation_scores
 from strop.tracking.samples import write_samples, write_table
+from strop.tracking.text import validation_scores
 from strop.trainer.checkpoint import TRAINED
 from strop.trainer.metrics import speed_metrics
 from strop.trainer.run import Run

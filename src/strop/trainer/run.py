@@ -12,8 +12,8 @@ from typing import Any
 from strop.config.load import to_dict
 from strop.errors import ConfigError, TrainingError
 from strop.protocol import DataProto
-from strop.tracking.base import Tracking
 from strop.tracking.curves import draw_curves
+from strop.tracking.trackers import Tracking
 from strop.trainer.checkpoint import Checkpoints
 from strop.trainer.run_folder import RunFolder
 from strop.trainer.run_lock import run_lock

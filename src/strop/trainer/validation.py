@@ -15,8 +15,8 @@ from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
 from strop.rewards.score.answers import Extractor, answer_extractor
 from strop.rollout.base import Finished
+from strop.tracking.report import ValidationReport
 from strop.tracking.samples import samples_table
-from strop.tracking.validation import ValidationReport
 from strop.trainer.scores import PendingScores
 from strop.trainer.seeds import sample_seeds
 from strop.trainer.validation_report import make_report

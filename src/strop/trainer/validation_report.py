@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from strop.rewards.score.answers import Extractor
-from strop.tracking.validation import Estimate, ShownSample, SourceReport, ValidationReport
+from strop.tracking.report import Estimate, ShownSample, SourceReport, ValidationReport
 from strop.trainer.sample_statistics import (
     MOST_VOTERS,
     bootstrap_intervals,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,10 +23,15 @@ class Headline(NamedTuple):
 
 
 REWARD = Headline("reward", ("critic/score/mean", "objective/scores"))
+
 KL = Headline("kl to reference", ("critic/kl", "actor/kl_loss"))
+
 UPDATE_KL = Headline("kl of update", ("policy/approxkl_avg", "actor/ppo_kl"))
+
 LENGTH = Headline("response length", ("response_length/mean", "val/sequence_lengths"))
+
 THROUGHPUT = Headline("tokens/s", ("perf/throughput",))
+
 
 HEADLINES = (
     REWARD,
@@ -44,10 +50,15 @@ HEADLINES = (
     THROUGHPUT,
 )
 
+
 LOSS = Headline("loss", ("train/loss",))
+
 ACCURACY = Headline("accuracy", ("train/accuracy",))
+
 VAL_LOSS = Headline("validation loss", ("val/loss",))
+
 VAL_ACCURACY = Headline("validation accuracy", ("val/accuracy",))
+
 
 SUPERVISED_HEADLINES = (
     LOSS,
@@ -56,6 +67,7 @@ SUPERVISED_HEADLINES = (
     VAL_ACCURACY,
     Headline("gradient norm", ("grad_norm",)),
 )
+
 """Of fine-tuning and reward modelling, which no run of reinforcement learning logs."""
 
 
@@ -113,3 +125,11 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     if high == low:
         return blocks[0] * n_bars
     return "".join(blocks[round((mean - low) / (high - low) * (len(blocks) - 1))] for mean in means)
+
+
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out: a model's answer must not steer the terminal."""
+    return _CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from strop.tracking.headlines import VALIDATION_PREFIX, format_number
-from strop.tracking.view import printable
+from strop.tracking.text import VALIDATION_PREFIX, format_number, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
