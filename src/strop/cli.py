@@ -53,7 +53,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from strop.trainer.export import export
+    from strop.checkpoint.export import export
 
     out = export(arguments.checkpoint, arguments.out, role=arguments.role, dtype=arguments.dtype)
     print(f"model in {out}")

@@ -12,10 +12,11 @@ from lock_holder import holding
 from small_disk import no_room, small_disk
 
 from strop import cli
+from strop.checkpoint import store as checkpoint
 from strop.errors import TrainingError
 from strop.models.loader import load_scorer
 from strop.tracking.jsonl import JsonlTracker, read_metrics
-from strop.trainer import checkpoint, run
+from strop.trainer import run
 from strop.trainer.main_ppo import main
 
 import supervised_runs

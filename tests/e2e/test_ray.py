@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.trainer.manifest import verify
+from strop.checkpoint.folder import verify
 
 from ray_runs import RayRun, abandoned_shared_memory, trained_weights
 from runs import hashes, make_inputs, metrics, overrides, train

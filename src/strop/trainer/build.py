@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 
+from strop.checkpoint.folder import verify
+from strop.checkpoint.store import Checkpoints
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import model_paths, roles_of, tokenizer_paths
 from strop.config.schema import Config
@@ -21,8 +23,6 @@ from strop.errors import MissingExtraError
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.rewards.manager import RewardManager, load_reward_manager
 from strop.rewards.router import UnknownSourceError
-from strop.trainer.checkpoint import Checkpoints
-from strop.trainer.manifest import verify
 from strop.trainer.ppo import RayPPOTrainer
 from strop.trainer.reward_model_tokens import check_reward_model_tokens
 from strop.trainer.seeds import seed_global_generators

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from strop.checkpoint.store import TRAINED
 from strop.config.schema import Config
 from strop.data.loader import PromptLoader, train_loader, validation_loader
 from strop.data.rl_dataset import FirstOfEachSource, create_rl_dataset
@@ -12,7 +13,6 @@ from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.tracking.samples import write_samples, write_table
 from strop.tracking.text import validation_scores
-from strop.trainer.checkpoint import TRAINED
 from strop.trainer.metrics import speed_metrics
 from strop.trainer.run import Run
 from strop.trainer.validation import validate

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from strop.checkpoint.store import Checkpoints
 from strop.config.load import to_dict
 from strop.errors import ConfigError, TrainingError
 from strop.protocol import DataProto
 from strop.tracking.curves import draw_curves
 from strop.tracking.trackers import Tracking
-from strop.trainer.checkpoint import Checkpoints
 from strop.trainer.run_folder import RunFolder
 from strop.trainer.run_lock import run_lock
 

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
+from strop.checkpoint.folder import verify
+from strop.checkpoint.store import Checkpoints
 from strop.config.checks.supervised import (
     Supervised,
     processes_on_nodes,
@@ -27,8 +29,6 @@ from strop.data.loader import CollateFn, EpochSampler, PromptLoader, SequentialB
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.protocol import DataProto
 from strop.trainer.build import group_class
-from strop.trainer.checkpoint import Checkpoints
-from strop.trainer.manifest import verify
 from strop.trainer.run import Run
 from strop.trainer.seeds import seed_global_generators
 from strop.trainer.shared_folder import require_shared_folder

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import random
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -18,11 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 
-from strop.config.schema import RootConfig
-from strop.errors import CheckpointError, ConfigError, StropError, WorkerError
-from strop.trainer.checkpoint_folder import (
+from strop.checkpoint.folder import (
     building_folder,
     is_renamed,
     latest_step,
@@ -30,20 +30,54 @@ from strop.trainer.checkpoint_folder import (
     publish,
     remove_unfinished,
     saved_steps,
+    seal,
+    verify,
 )
-from strop.trainer.manifest import seal, verify
-from strop.trainer.random_state import random_state, restore_random_state
-from strop.trainer.remote import RemoteCheckpoints
-from strop.trainer.resume import find_checkpoint
-from strop.trainer.upload import Uploader
+from strop.checkpoint.remote import RemoteCheckpoints, Uploader
+from strop.checkpoint.resume import find_checkpoint
+from strop.config.schema import RootConfig
+from strop.errors import CheckpointError, ConfigError, StropError, WorkerError
+
+# The global random generators of the driver: strop draws from none of them, a user's code may.
+
+
+def random_state() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators, as types that ``torch.load`` trusts."""
+    version, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state()
+    name, keys, position, has_gauss, cached = numpy_state
+    return {
+        "python": (version, list(words), gauss),
+        "numpy": (str(name), keys.tolist(), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set the generators to what ``random_state`` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
 
 logger = logging.getLogger(__name__)
 
+
 _TRAINER = "trainer.pt"
+
 TRAINED = ("actor", "critic")
+
 """The groups of reinforcement learning that have a state: reference and reward model never change."""
+
 AFTER_AN_INTERRUPT_S = 300.0
+
 """For how long a save, and then uploads, hold up the end of a run that was told to end: neither may hang."""
+
 _LOOK_EVERY_S = 0.1
 
 

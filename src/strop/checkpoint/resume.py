@@ -6,11 +6,10 @@ import hashlib
 import shutil
 from pathlib import Path
 
+from strop.checkpoint.folder import building_folder, latest_checkpoint, publish, seal
+from strop.checkpoint.remote import RemoteCheckpoints, download, read_manifest
 from strop.config.paths import is_url
 from strop.errors import CheckpointError
-from strop.trainer.checkpoint_folder import building_folder, latest_checkpoint, publish
-from strop.trainer.manifest import seal
-from strop.trainer.remote import RemoteCheckpoints, download, read_manifest
 
 
 def find_checkpoint(folder: Path, resume_mode: str, remote: RemoteCheckpoints | None) -> Path | None:

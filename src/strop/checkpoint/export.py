@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from strop.checkpoint.folder import verify
+from strop.checkpoint.remote import download, read_manifest
 from strop.config.paths import is_url
 from strop.engines.torch.export import export_from_shards
 from strop.errors import CheckpointError, ConfigError
-from strop.trainer.manifest import verify
-from strop.trainer.remote import download, read_manifest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
