@@ -24,7 +24,7 @@ _PUBLIC = {
     "RayWorkerGroup": "strop.controller.ray.group",
     "NVMegatronRayWorkerGroup": "strop.controller.ray.group",
     "Worker": "strop.workers.base",
-    "ActorRolloutRefWorker": "strop.workers.actor_rollout_ref",
+    "ActorRolloutRefWorker": "strop.workers.policy",
     "CriticWorker": "strop.workers.critic",
     "RewardModelWorker": "strop.workers.reward_model",
     "RayPPOTrainer": "strop.trainer.ppo",

@@ -21,7 +21,7 @@ from strop.models.scorer import PairScorer, SequenceScorer
 from strop.trainer import reward_modelling
 from strop.trainer.reward_modelling import RewardModelTrainer
 from strop.trainer.supervised import build
-from strop.workers.reward_modelling import pair_objective
+from strop.workers.supervised import pair_objective
 
 from supervised_runs import final_weights, make_inputs, metrics, overrides, row, train, write_rows
 

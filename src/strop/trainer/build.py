@@ -27,8 +27,8 @@ from strop.trainer.ppo import RayPPOTrainer
 from strop.trainer.reward_model_tokens import check_reward_model_tokens
 from strop.trainer.seeds import seed_global_generators
 from strop.trainer.validation import needs_reward_model
-from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
 from strop.workers.critic import CriticWorker
+from strop.workers.policy import ActorRolloutRefWorker
 from strop.workers.reward_model import RewardModelWorker
 
 

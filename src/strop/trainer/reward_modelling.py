@@ -16,7 +16,7 @@ from strop.data.loader import PromptLoader
 from strop.data.rl_dataset import FirstRows
 from strop.protocol import DataProto
 from strop.trainer.supervised import SupervisedTrainer
-from strop.workers.reward_modelling import RewardModellingWorker
+from strop.workers.supervised import RewardModellingWorker
 
 _CALIBRATION_PAIRS = 1000
 """Training pairs from which the mean score is taken where there are no validation files."""

@@ -11,7 +11,7 @@ from strop.data.answers import response_batch
 from strop.data.loader import PromptLoader
 from strop.protocol import DataProto
 from strop.trainer.supervised import SupervisedTrainer
-from strop.workers.sft import SftWorker
+from strop.workers.supervised import SftWorker
 
 
 class SftTrainer(SupervisedTrainer[SftConfig]):

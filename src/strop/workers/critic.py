@@ -10,8 +10,8 @@ from strop.models.deferred import defer_scorer
 from strop.models.loader import load_scorer
 from strop.models.scorer import ValueModel
 from strop.protocol import DataProto
+from strop.workers.base import RoleWorker
 from strop.workers.losses import critic_objective
-from strop.workers.role import RoleWorker
 
 
 class CriticWorker(RoleWorker):

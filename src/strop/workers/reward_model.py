@@ -10,7 +10,7 @@ from strop.models.deferred import defer_scorer
 from strop.models.loader import load_scorer, load_tokenizer
 from strop.models.scorer import SequenceScorer
 from strop.protocol import DataProto
-from strop.workers.role import RoleWorker
+from strop.workers.base import RoleWorker
 
 
 class RewardModelWorker(RoleWorker):
