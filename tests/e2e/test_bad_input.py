@@ -16,7 +16,7 @@ from strop.checkpoint import store as checkpoint
 from strop.errors import TrainingError
 from strop.models.loader import load_scorer
 from strop.tracking.jsonl import JsonlTracker, read_metrics
-from strop.trainer import run
+from strop.trainer import loop as run
 from strop.trainer.main_ppo import main
 
 import supervised_runs

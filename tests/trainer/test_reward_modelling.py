@@ -18,9 +18,8 @@ from strop.data.answers import pair_batch
 from strop.errors import ConfigError, DataError
 from strop.models.loader import fresh_head, load_scorer
 from strop.models.scorer import PairScorer, SequenceScorer
-from strop.trainer import reward_modelling
-from strop.trainer.reward_modelling import RewardModelTrainer
-from strop.trainer.supervised import build
+from strop.trainer import supervised as reward_modelling
+from strop.trainer.supervised import RewardModelTrainer, build
 from strop.workers.supervised import pair_objective
 
 from supervised_runs import final_weights, make_inputs, metrics, overrides, row, train, write_rows

@@ -17,7 +17,7 @@ from strop.trainer.sample_statistics import (
     expected_worst,
     sample_counts,
 )
-from strop.trainer.validation_report import make_report
+from strop.trainer.validation import make_report
 
 
 def draws(n, k):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from strop.trainer.timing import PhaseTimer
+from strop.trainer.metrics import PhaseTimer
 from strop.trainer.weight_sync import WeightSync
 from strop.workers.policy import ActorRolloutRefWorker
 

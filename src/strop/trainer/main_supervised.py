@@ -49,8 +49,7 @@ def run_train_rm(arguments: argparse.Namespace) -> int:
 def sft(config: SftConfig) -> None:
     """Fine-tune as ``config`` says."""
     _prepare(config)
-    from strop.trainer.sft import SftTrainer  # torch and transformers: seconds
-    from strop.trainer.supervised import train_once
+    from strop.trainer.supervised import SftTrainer, train_once
 
     _train(config, partial(train_once, SftTrainer))
 
@@ -58,8 +57,7 @@ def sft(config: SftConfig) -> None:
 def train_reward_model(config: RewardModellingConfig) -> None:
     """Train a reward model as ``config`` says."""
     _prepare(config)
-    from strop.trainer.reward_modelling import RewardModelTrainer
-    from strop.trainer.supervised import train_once
+    from strop.trainer.supervised import RewardModelTrainer, train_once
 
     _train(config, partial(train_once, RewardModelTrainer))
 

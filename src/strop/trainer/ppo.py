@@ -2,7 +2,7 @@
 
 The trainer is the single controller. It sees workers only through worker groups, so the same text drives
 models in this process and models on a cluster; ``ray_worker_group_cls`` decides which. Everything that is
-not the algorithm (validation, checkpoints, logging) hangs on the loop in ``strop.trainer.loops``.
+not the algorithm (validation, checkpoints, logging) hangs on the loop in ``strop.trainer.loop``.
 
 Shapes: B samples (prompts x rollout.n), T response tokens.
 """
@@ -27,17 +27,17 @@ from strop.controller.group import Future
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.protocol import DataProto
 from strop.rollout.base import Finished
-from strop.trainer import loops
+from strop.trainer import loop as loops
 from strop.trainer.metrics import (
+    PhaseTimer,
     batch_metrics,
     objective_metrics,
     policy_metrics,
     sampler_metrics,
 )
+from strop.trainer.run_folder import require_shared_folder
 from strop.trainer.scores import PendingScores, Samples, require_finite
 from strop.trainer.seeds import sample_seeds
-from strop.trainer.shared_folder import require_shared_folder
-from strop.trainer.timing import PhaseTimer
 from strop.trainer.updates import PendingUpdates, mini_batches
 from strop.trainer.validation import needs_reward_model
 from strop.trainer.weight_sync import WeightSync

@@ -9,8 +9,7 @@ from strop.config.schema import Config
 from strop.config.trees import Root
 from strop.errors import WorkerError
 from strop.trainer.build import build_trainer
-from strop.trainer.run_folder import RunFolder
-from strop.trainer.run_lock import run_lock
+from strop.trainer.run_folder import RunFolder, run_lock
 
 logger = logging.getLogger(__name__)
 
