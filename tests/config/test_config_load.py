@@ -333,7 +333,7 @@ def test_home_is_expanded_in_local_paths_only(monkeypatch):
 
 def test_loading_and_checking_import_neither_torch_nor_other_heavy_packages():
     program = (
-        "import sys, strop.config.load, strop.config.checks.check, strop.config.table\n"
+        "import sys, strop.config.load, strop.config.checks.check, strop.cli.check\n"
         "config = strop.config.load.load_config(['actor_rollout_ref.rollout.name=hf'])\n"
         "strop.config.checks.check.check(config)\n"
         "print([name for name in ('torch', 'transformers', 'pyarrow', 'numpy', 'ray') if name in "

@@ -11,7 +11,7 @@ import types
 import pyarrow.parquet as pq
 import pytest
 
-from strop.data.preprocess.cli_args import add_arguments, prepare_from_arguments
+from strop.cli.prepare import add_arguments, prepare_from_arguments
 from strop.errors import DataError, MissingExtraError
 from strop.prepare import DATASETS, Prepared, prepare
 from strop.prepare.maths import boxed_answer, final_number

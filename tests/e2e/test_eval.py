@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from strop.cli import main
+from strop.cli.evaluate import add_arguments, config_from
+from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.models.loader import load_scorer
 from strop.tracking.jsonl import read_metrics
 from strop.trainer.build import build_trainer
-from strop.trainer.cli_eval import add_arguments, config_from
 
 import tiny_model
 from builders import write_prompts

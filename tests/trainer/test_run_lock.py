@@ -13,8 +13,8 @@ import threading
 import pytest
 from lock_holder import holding
 
+from strop.cli import train as restart
 from strop.errors import ConfigError
-from strop.trainer import restart
 from strop.trainer.run_folder import LOCK_FILE, run_lock
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strop.algorithms import aggregation as masked
+from strop.algorithms import aggregation
 from strop.algorithms.aggregation import masked_sum, zero_masked
 from strop.algorithms.registry import asked_for, name_of, required_parameters, resolve
 from strop.errors import ConfigError
@@ -177,7 +177,7 @@ def gae(
     advantages_BT = zero_masked(advantages_BT, response_mask)
     returns_BT = advantages_BT + values_BT
     if whiten:
-        advantages_BT = masked.whiten(advantages_BT, response_mask)
+        advantages_BT = aggregation.whiten(advantages_BT, response_mask)
     return advantages_BT, returns_BT
 
 
@@ -208,7 +208,7 @@ def reinforce_plus_plus(
     is, without ``whiten``). returns: G.
     """
     returns_BT = _discounted_returns(rewards, response_mask, gamma)
-    return masked.whiten(returns_BT, response_mask) if whiten else returns_BT, returns_BT
+    return aggregation.whiten(returns_BT, response_mask) if whiten else returns_BT, returns_BT
 
 
 @register_estimator("reinforce_plus_plus_baseline")
@@ -224,7 +224,7 @@ def reinforce_plus_plus_baseline(
     baseline_B, _ = _baseline_and_std(scores_B, uid)
     advantages_BT = _on_tokens(scores_B.double() - baseline_B, rewards, response_mask)
     if whiten:
-        advantages_BT = masked.whiten(advantages_BT, response_mask)
+        advantages_BT = aggregation.whiten(advantages_BT, response_mask)
     return advantages_BT, _on_tokens(scores_B, rewards, response_mask)
 
 

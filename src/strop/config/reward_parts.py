@@ -21,8 +21,16 @@ NON_STOP_PENALTY = "non_stop_penalty"
 """What the penalty makes of the others' sum; it has no weight."""
 RESERVED = (RULE, REWARD_MODEL, NON_STOP_PENALTY)
 OTHER_SOURCES = "*"
-SCORERS = ("choice", "code", "exact", "format", "gsm8k", "length", "math")
-"""Built-in scorers, by the name of their module in ``strop.rewards.score``."""
+SCORERS: dict[str, str] = {
+    "choice": "strop.rewards.score.choice:compute_score",
+    "code": "strop.rewards.score.code:compute_score",
+    "exact": "strop.rewards.score.exact:compute_score",
+    "format": "strop.rewards.score.exact:compute_format_score",
+    "gsm8k": "strop.rewards.score.gsm8k:compute_score",
+    "length": "strop.rewards.score.exact:compute_length_score",
+    "math": "strop.rewards.score.math:compute_score",
+}
+"""Built-in scorers: name -> "module:function"."""
 
 _FIELDS = ("weight", "scorer", "kwargs")
 

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from strop.config import trees as deprecated
 from strop.config.keys import value_at
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import RewardModellingConfig, SftConfig
@@ -94,7 +93,7 @@ class Tree(Generic[Root]):
         return cast(DictConfig, OmegaConf.load(self.defaults_file))
 
 
-PPO = Tree(Config, "ppo_trainer", deprecated.settle)
+PPO = Tree(Config, "ppo_trainer", settle)
 
 SFT = Tree(SftConfig, "sft_trainer")
 

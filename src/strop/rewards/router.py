@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
-from strop.config.reward_parts import KEY, RULE
+from strop.config.reward_parts import KEY, RULE, SCORERS
 from strop.errors import ConfigError, RewardError, StropError
 from strop.rewards.custom import require_score_signature
 from strop.rewards.worker.records import ScoreFunction
@@ -48,19 +47,18 @@ class BuiltInScorer:
             self(solution_str="", ground_truth="0")
 
     def __call__(self, *, solution_str: str, ground_truth: Any, **_others: Any) -> Any:
-        return self._module().compute_score(solution_str, ground_truth, **self._options)
+        return _load(SCORERS[self._name])(solution_str, ground_truth, **self._options)
 
     def require_ready(self, deadline_s: float) -> None:
         """At start-up: ``ConfigError`` when it cannot work here, or not before a sample's deadline."""
         if self._name != "code":  # the others need nothing
             return
+        from strop.rewards.score import code
+
         try:
-            self._module().require_ready(deadline_s=deadline_s, **self._options)
+            code.require_ready(deadline_s=deadline_s, **self._options)
         except ConfigError as error:
             raise ConfigError(f"{self._where}: {error}") from None
-
-    def _module(self) -> ModuleType:
-        return importlib.import_module(f"strop.rewards.score.{self._name}")
 
 
 class OwnScorer:

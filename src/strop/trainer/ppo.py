@@ -27,7 +27,7 @@ from strop.controller.group import Future
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.protocol import DataProto
 from strop.rollout.base import Finished
-from strop.trainer import loop as loops
+from strop.trainer import loop
 from strop.trainer.metrics import (
     PhaseTimer,
     batch_metrics,
@@ -35,6 +35,7 @@ from strop.trainer.metrics import (
     policy_metrics,
     sampler_metrics,
 )
+from strop.trainer.ray_trainer import build_loaders, total_training_steps
 from strop.trainer.run_folder import require_shared_folder
 from strop.trainer.scores import PendingScores, Samples, require_finite
 from strop.trainer.seeds import sample_seeds
@@ -78,15 +79,13 @@ class RayPPOTrainer:
         self.worker_group_cls = ray_worker_group_cls
         self.reward_fn: Callable[[DataProto], Any] = reward_fn
         self.val_reward_fn: Callable[[DataProto], Any] = val_reward_fn or reward_fn
-        self.train_loader, self.val_loader = loops.build_loaders(
-            self.config, tokenizer, train_dataset, val_dataset
-        )
+        self.train_loader, self.val_loader = build_loaders(self.config, tokenizer, train_dataset, val_dataset)
         trains = not self.config.trainer.val_only
         result = check(self.config, train_rows=len(self.train_loader.dataset) if trains else None)
         for line in result.warnings:
             logger.warning("warning: %s", line)
         result.raise_errors()
-        self.total_steps = loops.total_training_steps(self.config, len(self.train_loader)) if trains else 0
+        self.total_steps = total_training_steps(self.config, len(self.train_loader)) if trains else 0
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()
         self.actor: Any = None  # worker groups: their methods are those of the workers
@@ -163,7 +162,7 @@ class RayPPOTrainer:
 
     def fit(self) -> None:
         """Train: ``init_workers`` comes first. Ends after ``total_steps`` iterations."""
-        loops.fit(self)
+        loop.fit(self)
 
     # ------------------------------------------------------------------------------------------ one iteration
 

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from strop.config.batch_plan import BatchPlan
 from strop.config.checks import inputs, learning, processes
-from strop.config.checks import inputs as reward_models
-from strop.config.checks import learning as named
-from strop.config.checks import processes as generation
 from strop.config.checks.finding import Rule
 from strop.config.checks.keys import unsupported
 from strop.config.load import Loaded
@@ -85,9 +82,9 @@ def check_loaded(
 # The rules between keys, each a generator of findings about one matter; `check` runs them all.
 
 ALL_RULES: tuple[Rule, ...] = (
-    named.pluggable_names,
-    named.trackers,
-    named.reward_parts,
+    learning.pluggable_names,
+    learning.trackers,
+    learning.reward_parts,
     learning.groups,
     learning.kl,
     learning.sampling,
@@ -96,9 +93,9 @@ ALL_RULES: tuple[Rule, ...] = (
     learning.critic_warmup,
     learning.kl_horizon,
     learning.dual_clip,
-    generation.tensor_parallelism,
-    generation.batches,
-    generation.precision,
+    processes.tensor_parallelism,
+    processes.batches,
+    processes.precision,
     processes.worker_group,
     processes.placement,
     processes.without_effect,
@@ -112,8 +109,8 @@ ALL_RULES: tuple[Rule, ...] = (
     inputs.custom_reward,
     inputs.resume,
     inputs.run_folder,
-    reward_models.input_tokenizer,
-    reward_models.shared_vocabulary,
-    reward_models.context_window,
-    reward_models.longest_sequence,
+    inputs.input_tokenizer,
+    inputs.shared_vocabulary,
+    inputs.reward_model_context_window,
+    inputs.longest_sequence,
 )

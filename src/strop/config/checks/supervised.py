@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from strop.config.checks import inputs, learning, processes
-from strop.config.checks import learning as named
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.keys import unsupported
 from strop.config.load import Loaded
@@ -56,7 +55,7 @@ def _errors_and_warnings(config: SupervisedConfig) -> tuple[list[str], list[str]
 
 
 def _findings(config: SupervisedConfig) -> Iterator[Finding]:
-    for rule in (inputs.data_files, inputs.tokenizer, inputs.resume, inputs.run_folder, named.trackers):
+    for rule in (inputs.data_files, inputs.tokenizer, inputs.resume, inputs.run_folder, learning.trackers):
         yield from rule(config)
     yield from inputs.model_folder("model.path", config.model.path)
     yield from inputs.context_of_model(config.model.path, config.data)

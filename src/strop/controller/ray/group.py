@@ -14,8 +14,7 @@ import ray
 from strop.config.schema.trainer import RunConfig
 from strop.controller.group import Dispatch, GroupMethod, require_dispatch, runs_beside_calls
 from strop.controller.pools import ResourcePool
-from strop.controller.ray import cluster as ray_cluster
-from strop.controller.ray import processes as ray_processes
+from strop.controller.ray import cluster, processes
 from strop.controller.ray.handles import Columns, Layout, RemoteColumns, RemoteTensor, RemoteValue
 from strop.controller.ray.host import Listener, Reporter
 from strop.controller.ray.processes import Call
@@ -61,8 +60,8 @@ class RayWorkerGroup:
         self._handles = settings is None or settings.handles
         self._pool = resource_pool
         device = "auto" if settings is None else settings.device
-        ray_cluster.connect(sum(pool.world_size for pool in resource_pool.all_of_run))
-        self._processes = ray_processes.processes_of(
+        cluster.connect(sum(pool.world_size for pool in resource_pool.all_of_run))
+        self._processes = processes.processes_of(
             resource_pool,
             gpus=device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0),
             timeout_s=None if settings is None else settings.phase_timeout_s,

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from strop.controller.pools import ResourcePool
-from strop.controller.ray import cluster as ray_cluster
+from strop.controller.ray import cluster
 from strop.controller.ray.cluster import HeadWatch, end_without_head
 from strop.controller.ray.failure import Failure, Stack, describe_hang, last_lines, stack_by_signal, worst
 from strop.controller.ray.host import RemoteHost
@@ -45,7 +45,7 @@ class Call:
 def processes_of(pool: ResourcePool, *, gpus: bool, timeout_s: float | None) -> Processes:
     """The processes of a pool; the first group that asks starts them, once there is room for all pools."""
     if pool not in _PLACES:
-        _PLACES.update(ray_cluster.take_places(pool.all_of_run, gpus=gpus))
+        _PLACES.update(cluster.take_places(pool.all_of_run, gpus=gpus))
     if pool not in _LIVE:
         _LIVE[pool] = Processes(pool, gpus=gpus, timeout_s=timeout_s)
     return _LIVE[pool]
@@ -61,7 +61,7 @@ def end_all(failure: WorkerError | None = None) -> None:
 
 def _release(pool: ResourcePool) -> None:
     with contextlib.suppress(RayError):
-        ray_cluster.release(_PLACES.pop(pool, []))
+        cluster.release(_PLACES.pop(pool, []))
 
 
 class Processes:

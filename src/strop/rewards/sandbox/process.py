@@ -120,15 +120,13 @@ def _remove_abandoned(parent: Path) -> None:
 
 _JOIN_GROUPS = 'for f in $GROUPS_TO_JOIN; do echo $$ > "$f/cgroup.procs" || exit 97; done; exec "$@"'
 
-_START = (
-    "import sys; sys.path.insert(0, '/strop'); from guest import {module}; {module}.main(int({descriptor}))"
-)
+_START = "import sys; sys.path.insert(0, '/strop'); from guest import {module}; {module}.{function}(int({descriptor}))"
 
 _SHOWN_BYTES = 2000
 
 
 class SandboxedProcess:
-    """``guest/MODULE.py`` in a sandbox of its own, with ``job`` to read.
+    """``function`` of ``guest/MODULE.py`` in a separate sandbox, with ``job`` to read.
 
     It ends with ``close``, and with the thread that made it. What it prints on standard error is kept, in a
     file of limited size, for the words of an error of ours.
@@ -139,6 +137,7 @@ class SandboxedProcess:
         module: str,
         job: dict[str, Any],
         *,
+        function: str = "main",
         stdin: int,
         stdout: int,
         limits: Limits,
@@ -150,7 +149,7 @@ class SandboxedProcess:
         filter_file = open_filter()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - close() closes it
         command = sandbox_command(
-            ["-c", _START.format(module=module, descriptor=job_file)],
+            ["-c", _START.format(module=module, function=function, descriptor=job_file)],
             limits=limits,
             filter_descriptor=filter_file,
         )

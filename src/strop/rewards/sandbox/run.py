@@ -94,7 +94,7 @@ def run_stdin_tests(
         nothing, answers = Pipe(pipes), Pipe(pipes)
         job = {"program": program, "inputs": list(inputs)}
         process = SandboxedProcess(
-            "stdin_runs", job, stdin=nothing.reader, stdout=answers.writer, limits=limits
+            "solution", job, function="main_stdin", stdin=nothing.reader, stdout=answers.writer, limits=limits
         )
         try:
             answers.close_writer()

@@ -7,45 +7,44 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from strop.command import run_command
+from strop.cli.run import run_command
 
 Run = Callable[[argparse.Namespace], int]
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from strop.trainer import main_ppo
+    from strop.cli import train
 
-    return main_ppo.run(main_ppo.config_from(arguments))
+    return train.run(train.config_from(arguments))
 
 
 def _sft(arguments: argparse.Namespace) -> int:
-    return importlib.import_module("strop.trainer.main_supervised").run_sft(arguments)
+    return importlib.import_module("strop.cli.train").run_sft(arguments)
 
 
 def _train_rm(arguments: argparse.Namespace) -> int:
-    return importlib.import_module("strop.trainer.main_supervised").run_train_rm(arguments)
+    return importlib.import_module("strop.cli.train").run_train_rm(arguments)
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from strop.config.table import show_check
+    from strop.cli.check import data_problems, option_problems, show_check
+    from strop.cli.train import loaded_from
+    from strop.config.trees import PPO
     from strop.data.parquet import count_rows
-    from strop.rewards.options_check import option_problems
-    from strop.trainer.data_check import data_problems
-    from strop.trainer.main_ppo import loaded_from
 
     return show_check(
-        loaded_from(arguments),
+        loaded_from(arguments, PPO),
         train_rows=count_rows,
         more_problems=lambda config: [*option_problems(config), *data_problems(config)],
     )
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    return importlib.import_module("strop.trainer.cli_eval").run(arguments)
+    return importlib.import_module("strop.cli.evaluate").run(arguments)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
-    from strop.data.preprocess.cli_args import prepare_from_arguments
+    from strop.cli.prepare import prepare_from_arguments
 
     for split, (path, rows) in prepare_from_arguments(arguments).items():
         print(f"{split}: {rows} rows in {path}")
@@ -61,11 +60,11 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _score(arguments: argparse.Namespace) -> int:
-    return importlib.import_module("strop.rewards.cli_score").run(arguments)
+    return importlib.import_module("strop.cli.score").run(arguments)
 
 
 def _view(arguments: argparse.Namespace) -> int:
-    return importlib.import_module("strop.tracking.view").run(arguments)
+    return importlib.import_module("strop.cli.view").run(arguments)
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,31 +79,31 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _COMMANDS: dict[str, tuple[str, str, Run]] = {
-    "train": ("train a model", "strop.trainer.main_ppo:add_config_arguments", _train),
-    "sft": ("fine-tune a model on responses", "strop.trainer.main_supervised:add_config_arguments", _sft),
+    "train": ("train a model", "strop.cli.train:add_config_arguments", _train),
+    "sft": ("fine-tune a model on responses", "strop.cli.train:add_config_arguments", _sft),
     "train-rm": (
         "train a reward model on pairs of answers",
-        "strop.trainer.main_supervised:add_config_arguments",
+        "strop.cli.train:add_config_arguments",
         _train_rm,
     ),
     "check": (
         "check a configuration without loading a model",
-        "strop.trainer.main_ppo:add_config_arguments",
+        "strop.cli.train:add_config_arguments",
         _check,
     ),
     "eval": (
         "answer the prompts of a data set with a model, and score the answers",
-        "strop.trainer.cli_eval:add_arguments",
+        "strop.cli.evaluate:add_arguments",
         _eval,
     ),
     "prepare": (
         "turn a data set into parquet files",
-        "strop.prepare.cli_args:add_arguments",
+        "strop.cli.prepare:add_arguments",
         _prepare,
     ),
-    "score": ("score a file of answers", "strop.rewards.cli_score:add_arguments", _score),
-    "export": ("turn a checkpoint into a Hugging Face folder", "strop.cli:_export_arguments", _export),
-    "view": ("look at a run", "strop.tracking.view:add_arguments", _view),
+    "score": ("score a file of answers", "strop.cli.score:add_arguments", _score),
+    "export": ("turn a checkpoint into a Hugging Face folder", "strop.cli.main:_export_arguments", _export),
+    "view": ("look at a run", "strop.cli.view:add_arguments", _view),
 }
 _THAT_TRAIN = ("train", "sft", "train-rm")
 
@@ -136,7 +135,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(
         lambda: run(arguments), debug=arguments.debug, makes_checkpoints=argv[0] in _THAT_TRAIN
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
