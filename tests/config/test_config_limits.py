@@ -22,7 +22,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def test_every_key_that_counts_as_honoured_is_read_somewhere():
     package = Path(strop.__file__).parent
     files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "config"]
-    files += [package / "config" / name for name in ("placement.py", "vllm.py", "old_log_probs.py")]
+    files += [package / "config" / name for name in ("placement.py", "roles.py")]
     text = "\n".join(path.read_text() for path in files)
     in_batch_plan = {keys.per_gpu for keys in MICRO_BATCHES.values()}
     for keys in MICRO_BATCHES.values():

@@ -120,7 +120,12 @@ def _remove_abandoned(parent: Path) -> None:
 
 _JOIN_GROUPS = 'for f in $GROUPS_TO_JOIN; do echo $$ > "$f/cgroup.procs" || exit 97; done; exec "$@"'
 
-_START = "import sys; sys.path.insert(0, '/strop'); from guest import {module}; {module}.{function}(int({descriptor}))"
+_START = """\
+import sys
+sys.path.insert(0, "/strop")
+from guest import {module}
+{module}.{function}({descriptor})
+"""
 
 _SHOWN_BYTES = 2000
 

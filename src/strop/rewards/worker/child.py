@@ -1,10 +1,10 @@
 """The process that scores: ``python -m strop.rewards.worker.child LIFELINE``, started by ``RewardProcess``.
 
 It runs one scorer on one sample after another, so that a sample which hangs or crashes costs a process and
-never the run. Messages (:mod:`strop.rewards.worker.wire`) come in through standard input and go out
-through standard output; the scorer itself sees an empty standard input, and what it prints goes to standard error. Requests
-are pickles: first ``Setup``, then ``Sample``s. Answers are JSON, so that nothing a scorer returns can run
-code in the process that started us.
+never the run. Messages (:mod:`strop.rewards.worker.wire`) arrive on standard input and leave on standard
+output; the scorer itself sees an empty standard input, and its prints go to standard error. Requests are
+pickles: first ``Setup``, then ``Sample``s. Answers are JSON, so that nothing a scorer returns can run code
+in the process that started this one.
 
 LIFELINE is the number of a pipe that nobody writes to. It closes when the process at its other end is gone,
 however it went, and takes this whole process group with it.
