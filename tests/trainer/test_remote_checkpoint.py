@@ -212,7 +212,7 @@ def test_an_upload_that_fails_for_good_is_told_at_once_and_at_the_end(
     upload.submit(4, later)
     with pytest.raises(CheckpointError, match=r"not uploaded .*global_step_3: ConnectionResetError.*Nothing"):
         upload.close()
-    assert "global_step_3 was not uploaded" in caplog.text
+    assert "global_step_3 was not uploaded to" in caplog.text
     verify(folder)
     assert RemoteCheckpoints("memory://bucket/run").latest() == 4
 

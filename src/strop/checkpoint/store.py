@@ -177,7 +177,7 @@ class Checkpoints:
             self._in_flight = None
             remove_unfinished(self.folder)
             if self._uploader is not None:
-                self._uploader.give_up()
+                self._uploader.cancel()
 
     def _finish_in_time(self) -> None:
         """``finish``; ``CheckpointError`` when the groups have not written after ``AFTER_AN_INTERRUPT_S``."""
