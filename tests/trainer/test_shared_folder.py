@@ -43,7 +43,7 @@ def test_nodes_with_a_disk_of_their_own_are_named_with_the_path_and_the_remedy(t
         require_shared_folder(tmp_path / "run", groups, patience_s=0)
     message = str(caught.value)
     assert f"trainer.default_local_dir={tmp_path / 'run'} is not shared" in message
-    assert f"on {socket.gethostname()} is not seen on gpu-2 (10.0.0.2), gpu-3 (10.0.0.3)." in message
+    assert f"{socket.gethostname()} is missing on gpu-2 (10.0.0.2), gpu-3 (10.0.0.3)." in message
     assert "every node mounts" in message
     assert list((tmp_path / "run").iterdir()) == []
 
