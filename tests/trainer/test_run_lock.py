@@ -110,6 +110,6 @@ def test_no_attempt_is_made_in_a_folder_where_another_runs(tmp_path):
     from strop.config.load import load_config
 
     attempts = []
-    with holding(tmp_path), pytest.raises(ConfigError, match="trainer.default_local_dir"):
+    with holding(tmp_path), pytest.raises(ConfigError, match="default_local_dir"):
         restart.with_restarts(load_config([f"trainer.default_local_dir={tmp_path}"]), attempts.append)
     assert attempts == []

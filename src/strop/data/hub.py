@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
@@ -89,22 +90,23 @@ def _from_hub(name: str, cache_dir: str | Path | None, *, weights: bool) -> Path
     except Exception as error:  # httpx's errors, the client's, OSError for a disk, ValueError for an index
         raise ModelError(
             f"model {name}: not a local folder, not complete in {constants.HF_HUB_CACHE}, and cannot be "
-            f"downloaded from the Hugging Face hub ({_reason(error)}). Check the name; log in for a private or "
-            f"gated model (`hf auth login`, or HF_TOKEN); or run `hf download {name}` where there is a network"
+            f"downloaded from the Hugging Face hub ({_reason(error)}). Check the name; log in for a private "
+            f"or gated model (`hf auth login`, or HF_TOKEN); or run `hf download {name}` where there is a "
+            "network"
         ) from error
 
 
 def _small_files(name: str) -> Path:
     """Return the snapshot folder with everything but weights."""
-    patterns = {"allow_patterns": _SMALL, "ignore_patterns": _OTHER_FORMATS}
+    options: dict[str, Any] = {"allow_patterns": _SMALL, "ignore_patterns": _OTHER_FORMATS}
     try:
         # Only with the hub's file list in the cache can a cached snapshot be known to be complete.
         get_cached_repo_tree(name)
-        return Path(snapshot_download(name, **patterns, local_files_only=True))
+        return Path(snapshot_download(name, **options, local_files_only=True))
     except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
         pass
     try:
-        return Path(snapshot_download(name, **patterns))
+        return Path(snapshot_download(name, **options))
     except IncompleteSnapshotError as error:
         logger.warning("model %s: %s", name, _reason(error))
         return Path(error.snapshot_path)

@@ -1,4 +1,4 @@
-"""The run folder (``trainer.default_local_dir``): its file names, its lock, and the check that nodes share it."""
+"""The run folder (``trainer.default_local_dir``): file names, lock, and the check that nodes share it."""
 
 from __future__ import annotations
 
@@ -154,9 +154,9 @@ def require_shared_folder(
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"trainer.default_local_dir={folder} is not shared: a file written by the driver on "
-                    f"{socket.gethostname()} is missing on {', '.join(nodes)}. All processes write their part "
-                    "of a checkpoint into one folder: set it to one on a file system that every node mounts "
-                    "at the same path (NFS, Lustre, ...); trainer.default_hdfs_dir is for copies"
+                    f"{socket.gethostname()} is missing on {', '.join(nodes)}. All processes write their "
+                    "part of a checkpoint into one folder: set it to one on a file system that every node "
+                    "mounts at the same path (NFS, Lustre, ...); trainer.default_hdfs_dir is for copies"
                 )
             time.sleep(_RETRY_S)
     finally:
