@@ -16,6 +16,7 @@ from strop.protocol import DataProto
 from strop.rewards.batch import PendingRewards
 from strop.rewards.manager import RewardManager
 from strop.rollout.base import Finished
+from strop.trainer.metrics import PhaseTimer
 
 
 class PendingScores:
@@ -77,6 +78,8 @@ class Samples(NamedTuple):
 
     batch: DataProto
     scores: PendingScores
+    timer: PhaseTimer
+    """Seconds by phase of the iteration that made them."""
     greedy_scores: PendingScores | None = None
     """Of the greedy response to each prompt, for ReMax."""
 
