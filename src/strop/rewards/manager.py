@@ -17,6 +17,7 @@ from strop.algorithms.registry import asked_for, resolve
 from strop.config.reward_parts import RULE, read_parts
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
+from strop.rewards.base import BatchReward, PendingReward, Reward
 from strop.rewards.batch import ErrorBudget, Fields, PendingRewards, ScoringJob, real_tokens
 from strop.rewards.custom import load_custom_reward, require_score_signature
 from strop.rewards.parts import Composition, UnusedParts, part_scorers, require_scored_source
@@ -44,7 +45,7 @@ _SECTION_KEYS = (
 _OFF_UNLESS_SET = ("parts", "non_stop_penalty", "min_response_length")
 
 
-class RewardManager:
+class RewardManager(Reward):
     """Scores samples in processes that can be killed, each sample under a deadline.
 
     One process takes one sample after another; with ``num_workers`` above 1, as many samples are under way.
@@ -143,12 +144,20 @@ class RewardManager:
         Of ``with_model`` batches the reward model's scores are handed in then. Batches are scored in the
         order in which they were begun. ``RewardError`` for a data source without a scorer.
         """
-        pending = self.expect(batch, with_model=with_model)
+        pending = self._expect(batch, n=1, with_model=with_model)
         pending.complete(batch)
         return pending
 
-    def expect(self, prompts: DataProto, *, n: int = 1, with_model: bool = False) -> PendingRewards:
-        """As ``begin``, before there is a batch: for ``n`` adjacent rows a prompt, that are still to come."""
+    def expect(self, prompts: DataProto, *, n: int = 1, with_model: bool = False) -> PendingReward:
+        """Start scoring a batch of ``n`` adjacent samples for each prompt, which are still to be generated.
+
+        A subclass with its own ``__call__`` scores whole batches: that call would otherwise be skipped.
+        """
+        if type(self).__call__ is not RewardManager.__call__:
+            return BatchReward(self).expect(prompts)
+        return self._expect(prompts, n=n, with_model=with_model)
+
+    def _expect(self, prompts: DataProto, *, n: int, with_model: bool) -> PendingRewards:
         fields = [fields for fields in self._fields(prompts) for _ in range(n)]
         asked = [parts for parts in self._asked(prompts, has_model=with_model) for _ in range(n)]
         self._last_job = ScoringJob(

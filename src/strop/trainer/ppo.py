@@ -26,6 +26,7 @@ from strop.config.schema import Config
 from strop.controller.group import Future
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.protocol import DataProto
+from strop.rewards.base import as_reward
 from strop.rollout.base import Finished
 from strop.trainer import loop
 from strop.trainer.metrics import (
@@ -77,8 +78,8 @@ class RayPPOTrainer:
         self.role_worker_mapping = dict(role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
         self.worker_group_cls = ray_worker_group_cls
-        self.reward_fn: Callable[[DataProto], Any] = reward_fn
-        self.val_reward_fn: Callable[[DataProto], Any] = val_reward_fn or reward_fn
+        self.reward_fn = as_reward(reward_fn)
+        self.val_reward_fn = as_reward(val_reward_fn or reward_fn)
         self.train_loader, self.val_loader = build_loaders(self.config, tokenizer, train_dataset, val_dataset)
         trains = not self.config.trainer.val_only
         result = check(self.config, train_rows=len(self.train_loader.dataset) if trains else None)

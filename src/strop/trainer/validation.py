@@ -14,7 +14,6 @@ import torch
 
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.manager import RewardManager
 from strop.rewards.score.answers import Extractor, answer_extractor
 from strop.rollout.base import Finished
 from strop.tracking.report import Estimate, ShownSample, SourceReport, ValidationReport
@@ -139,8 +138,7 @@ def report_on(trainer: RayPPOTrainer, samples: pa.Table, *, show: int = 0) -> Va
 
     def extractor_of(source: str) -> Extractor | None:
         """How answers are found in responses; None where something else than a built-in scorer judges."""
-        manager = trainer.val_reward_fn
-        if not isinstance(manager, RewardManager) or not manager.is_built_in(source):
+        if not trainer.val_reward_fn.is_built_in(source):
             return None
         return answer_extractor(source, options.get(source))
 
@@ -150,7 +148,7 @@ def report_on(trainer: RayPPOTrainer, samples: pa.Table, *, show: int = 0) -> Va
 
 def needs_reward_model(trainer: RayPPOTrainer) -> bool:
     """Validation is by rules; only sources that no rule can score are scored by the reward model."""
-    if not trainer.use_reward_model or not isinstance(trainer.val_reward_fn, RewardManager):
+    if not trainer.use_reward_model:
         return False
     try:
         trainer.val_reward_fn.require_scored(trainer.val_loader.dataset.data_sources())
