@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from strop.algorithms.registry import asked_for, resolve
+from strop.algorithms.registry import accepted, resolve
 from strop.config.reward_parts import RULE, read_parts
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
@@ -320,7 +320,7 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
         "num_examine": num_examine,
         "compute_score": custom,
         "reward_fn_key": config.data.reward_fn_key,
-        **asked_for(build, own),
+        **accepted(build, own),
         **reward_kwargs,
     }
     try:
@@ -335,7 +335,7 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
 
 def _require_honoured(build: Callable[..., Any], settings: Mapping[str, Any], name: str) -> None:
     """``ConfigError`` when a manager of the user's own does not take what the configuration turns on."""
-    taken = asked_for(build, settings)
+    taken = accepted(build, settings)
     if ignored := [key for key in _OFF_UNLESS_SET if settings[key] and key not in taken]:
         keys = ", ".join(f"reward_model.{key}" for key in ignored)
         raise ConfigError(f"{_KEY}={name!r} does not take {keys}: leave these out, or take them as arguments")

@@ -19,6 +19,7 @@ from torch import Tensor
 from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
+from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
 from strop.config.checks.check import check
 from strop.config.load import as_config
 from strop.config.roles import uses_reference, why_old_log_probs_are_computed_apart
@@ -111,6 +112,12 @@ class RayPPOTrainer:
         self.is_one_step = why_old_log_probs_are_computed_apart(self.config) is None
         self.use_critic = trains and "values" in self._estimator_needs
         self.use_reward_model = self.config.reward_model.enable
+        self._loss_inputs: list[str] = []
+        if trains:
+            computed = {"values": self.use_critic, "ref_log_prob": self.use_reference}
+            absent = [name for name, is_computed in computed.items() if not is_computed]
+            loss = get_policy_loss(actor.policy_loss, actor.policy_loss_kwargs, absent=absent)
+            self._loss_inputs = extra_inputs(loss)
 
     # ------------------------------------------------------------------------------------------- building
 
@@ -351,7 +358,7 @@ class RayPPOTrainer:
     def update_actor(self, batch: DataProto) -> PendingUpdates:
         """Start the actor's optimizer steps of this iteration."""
         section = self.config.actor_rollout_ref.actor
-        optional = [name for name in _ACTOR_OPTIONAL if name in batch]
+        optional = [name for name in dict.fromkeys((*_ACTOR_OPTIONAL, *self._loss_inputs)) if name in batch]
         columns = batch.select(*_ACTOR_COLUMNS, *optional)
         self.weights.policy_changes()
         with self.timer.phase("update_actor"):
