@@ -37,7 +37,6 @@ def evaluate(config: Config, out: Path) -> ValidationReport:
     does, and ``TrainingError`` when a file cannot be written.
     """
     from strop.data.fetch import progress_bar  # torch and transformers: seconds
-    from strop.rewards.manager import RewardManager
     from strop.tracking.samples import write_table
     from strop.trainer.build import build_trainer
     from strop.trainer.run_folder import RunFolder
@@ -52,8 +51,7 @@ def evaluate(config: Config, out: Path) -> ValidationReport:
         seconds = time.perf_counter() - started
     finally:
         trainer.shutdown()
-        if isinstance(trainer.val_reward_fn, RewardManager):
-            trainer.val_reward_fn.close()
+        trainer.val_reward_fn.close()
     try:
         RunFolder(out).write_config(config)
         write_table(out / "samples.parquet", samples)  # hours of work: whatever the report comes to

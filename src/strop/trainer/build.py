@@ -26,7 +26,8 @@ from strop.data.rl_dataset import RLHFDataset, all_rows
 from strop.data.tokenize import tokenizer_fingerprint
 from strop.errors import MissingExtraError, ModelError
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
-from strop.rewards.manager import RewardManager, load_reward_manager
+from strop.rewards.base import Reward
+from strop.rewards.manager import load_reward_manager
 from strop.rewards.router import UnknownSourceError
 from strop.trainer.ray_trainer import RayPPOTrainer
 from strop.trainer.seeds import seed_global_generators
@@ -210,19 +211,18 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
         used.insert(0, (trainer.reward_fn, trainer.train_loader.dataset, has_reward_model))
     of_the_run = set().union(*(dataset.data_sources() for _, dataset, _ in used))
     for reward_fn, dataset, by_model in used:
-        if isinstance(reward_fn, RewardManager):
-            _require_scored_rows(
-                reward_fn,
-                all_rows(dataset),
-                has_reward_model=has_reward_model,
-                by_model=by_model,
-                of_the_run=of_the_run,
-            )
-            reward_fn.start()
+        _require_scored_rows(
+            reward_fn,
+            all_rows(dataset),
+            has_reward_model=has_reward_model,
+            by_model=by_model,
+            of_the_run=of_the_run,
+        )
+        reward_fn.start()
 
 
 def _require_scored_rows(
-    reward_fn: RewardManager,
+    reward_fn: Reward,
     dataset: RowDataset,
     *,
     has_reward_model: bool,

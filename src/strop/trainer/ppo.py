@@ -9,7 +9,7 @@ Shapes: B samples (prompts x rollout.n), P prompt tokens, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,10 +17,12 @@ from torch import Tensor
 from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
+from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
 from strop.config.roles import uses_reference, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config
 from strop.controller.group import Future
 from strop.protocol import DataProto
+from strop.rewards.base import Reward
 from strop.rollout.base import Finished
 from strop.trainer.metrics import (
     PhaseTimer,
@@ -50,12 +52,19 @@ class Groups(NamedTuple):
     reward_model: Any = None
 
 
+def loss_inputs(config: Config) -> list[str]:
+    """Return the further columns that the policy loss takes; ``ConfigError`` if this run lacks one."""
+    has_critic = "values" in needs(get_estimator(config.algorithm.adv_estimator))
+    computed = {"values": has_critic, "ref_log_prob": uses_reference(config)}
+    actor, absent = config.actor_rollout_ref.actor, [name for name, found in computed.items() if not found]
+    return extra_inputs(get_policy_loss(actor.policy_loss, actor.policy_loss_kwargs, absent=absent))
+
+
 class PPO:
     """The algorithm over worker groups. Iterations count from 1.
 
     Args:
         groups: those that the configuration needs: ``ref`` for a KL term, ``critic`` for values.
-        reward_fn: maps a batch to a ``RewardOutput``, or to token-level scores [B, T].
         weights: brings the rollout to the current policy before it generates.
         total_iterations: length of the run, for schedules.
     """
@@ -64,7 +73,7 @@ class PPO:
         self,
         config: Config,
         groups: Groups,
-        reward_fn: Callable[[DataProto], Any],
+        reward_fn: Reward,
         weights: WeightSync,
         *,
         total_iterations: int,
@@ -74,6 +83,7 @@ class PPO:
         algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
         self.estimator = get_estimator(algorithm.adv_estimator)
         self._estimator_needs = needs(self.estimator)
+        self._loss_inputs = loss_inputs(config)
         control = algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
             control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
@@ -247,7 +257,7 @@ class PPO:
         self, batch: DataProto, timer: PhaseTimer, iteration: int, on_policy: bool
     ) -> PendingUpdates:
         section, actor = self.config.actor_rollout_ref.actor, self.groups.actor
-        optional = [name for name in _ACTOR_OPTIONAL if name in batch]
+        optional = [name for name in dict.fromkeys((*_ACTOR_OPTIONAL, *self._loss_inputs)) if name in batch]
         with timer.phase("update_actor"):
             parts = self._mini_batches(batch.select(*_ACTOR_COLUMNS, *optional), section, "actor", iteration)
             update = actor.update_actor_on_policy if on_policy else actor.update_actor

@@ -19,11 +19,12 @@ from strop.data.loader import PromptLoader, train_loader, validation_loader
 from strop.data.rl_dataset import FirstOfEachSource, create_rl_dataset
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
+from strop.rewards.base import as_reward
 from strop.tracking.samples import write_samples, write_table
 from strop.tracking.text import validation_scores
 from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer, speed_metrics
-from strop.trainer.ppo import PPO, Groups
+from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
 from strop.trainer.validation import Validator, needs_reward_model
 from strop.trainer.weight_sync import WeightSync
@@ -65,14 +66,16 @@ class RayPPOTrainer:
         self.role_worker_mapping = dict(role_worker_mapping)
         self.resource_pool_manager = resource_pool_manager
         self.worker_group_cls = ray_worker_group_cls
-        self.reward_fn: Callable[[DataProto], Any] = reward_fn
-        self.val_reward_fn: Callable[[DataProto], Any] = val_reward_fn or reward_fn
+        self.reward_fn = as_reward(reward_fn)
+        self.val_reward_fn = as_reward(val_reward_fn or reward_fn)
         self.train_loader, self.val_loader = build_loaders(self.config, tokenizer, train_dataset, val_dataset)
         trains = not self.config.trainer.val_only
         result = check(self.config, train_rows=len(self.train_loader.dataset) if trains else None)
         for line in result.warnings:
             logger.warning("warning: %s", line)
         result.raise_errors()
+        if trains:
+            loss_inputs(self.config)  # raises if this run cannot compute them
         self.total_steps = total_training_steps(self.config, len(self.train_loader)) if trains else 0
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()

@@ -13,8 +13,7 @@ from strop.algorithms.aggregation import masked_sum
 from strop.controller.group import Future
 from strop.errors import TrainingError
 from strop.protocol import DataProto
-from strop.rewards.batch import PendingRewards
-from strop.rewards.manager import RewardManager
+from strop.rewards.base import Reward, as_reward
 from strop.rollout.base import Finished
 from strop.trainer.metrics import PhaseTimer
 
@@ -28,28 +27,29 @@ class PendingScores:
     """
 
     def __init__(
-        self, prompts: DataProto, n: int, reward_fn: Callable[[DataProto], Any], reward_model: Any
+        self,
+        prompts: DataProto,
+        n: int,
+        reward_fn: Reward | Callable[[DataProto], Any],
+        reward_model: Any,
     ) -> None:
-        """For ``n`` samples of each prompt; ``reward_model`` is a worker group, or None."""
-        self._n, self._reward_fn, self._reward_model = n, reward_fn, reward_model
+        """Expect ``n`` samples of each prompt; ``reward_model`` is a worker group, or None."""
+        self._n, self._reward_model = n, reward_model
         self._batch = DataProto()
         self._model: Future | None = None
-        self._rules: PendingRewards | None = None
-        if isinstance(reward_fn, RewardManager) and type(reward_fn).__call__ is RewardManager.__call__:
-            self._rules = reward_fn.expect(prompts, n=n, with_model=reward_model is not None)
+        self._rewards = as_reward(reward_fn).expect(prompts, n=n, with_model=reward_model is not None)
 
     @property
     def finished(self) -> Finished | None:
         """What the rollout is to tell of samples that are finished; None: they are only scored together."""
-        if (rules := self._rules) is None:
+        if not self._rewards.takes_samples:
             return None
-        return lambda prompt, number, token_ids: rules.add(prompt * self._n + number, token_ids)
+        return lambda prompt, number, token_ids: self._rewards.add(prompt * self._n + number, token_ids)
 
     def complete(self, batch: DataProto) -> None:
         """All samples are."""
         self._batch = batch
-        if self._rules is not None:
-            self._rules.complete(batch)
+        self._rewards.complete(batch)
         if self._reward_model is not None:
             self._model = self._reward_model.compute_rm_score.start(batch)
 
@@ -58,9 +58,7 @@ class PendingScores:
         batch = self._batch
         if self._model is not None:
             batch = batch.union(self._model.get())
-        if self._rules is None:
-            return attach_scores(batch, self._reward_fn(batch))
-        return attach_scores(batch, self._rules.get(batch.batch.get("rm_scores")))
+        return attach_scores(batch, self._rewards.get(batch.batch.get("rm_scores")))
 
     @contextlib.contextmanager
     def cancelled_on_error(self) -> Generator[None]:
@@ -68,8 +66,7 @@ class PendingScores:
         try:
             yield
         except BaseException:
-            if self._rules is not None:
-                self._rules.cancel()
+            self._rewards.cancel()
             raise
 
 

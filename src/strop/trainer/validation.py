@@ -15,7 +15,7 @@ import torch
 from strop.config.schema import Config
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.manager import RewardManager
+from strop.rewards.base import Reward
 from strop.rewards.score.answers import Extractor, answer_extractor
 from strop.rollout.base import Finished
 from strop.tracking.report import Estimate, ShownSample, SourceReport, ValidationReport
@@ -115,7 +115,7 @@ class Validator:
         config: Config,
         tokenizer: Any,
         loader: Iterable[DataProto],
-        reward_fn: Callable[[DataProto], Any],
+        reward_fn: Reward,
         *,
         reward_model: Any,
         generate: Callable[..., DataProto],
@@ -138,8 +138,7 @@ class Validator:
 
         def extractor_of(source: str) -> Extractor | None:
             """How answers are found in responses; None where something else than a built-in scorer judges."""
-            manager = self._reward_fn
-            if not isinstance(manager, RewardManager) or not manager.is_built_in(source):
+            if not self._reward_fn.is_built_in(source):
                 return None
             return answer_extractor(source, options.get(source))
 
@@ -168,13 +167,11 @@ class Validator:
         return DataProto.concat(_with_equal_columns(scored))
 
 
-def needs_reward_model(reward_fn: Callable[[DataProto], Any], dataset: Any) -> bool:
+def needs_reward_model(reward_fn: Reward, dataset: Any) -> bool:
     """True if ``dataset`` has a source that no rule of ``reward_fn`` can score.
 
     Validation is by rules alone where there is one.
     """
-    if not isinstance(reward_fn, RewardManager):
-        return False
     try:
         reward_fn.require_scored(dataset.data_sources())
     except RewardError:
