@@ -12,6 +12,8 @@ from strop.algorithms.advantages import ESTIMATORS, estimate, get_estimator, nee
 from strop.algorithms.policy_loss import POLICY_LOSSES, get_policy_loss, register_policy_loss
 from strop.errors import ConfigError
 
+from messages import naming
+
 OWN_MODULE = """
 def centred(rewards, response_mask, scale=2.0):
     return (rewards - rewards.mean()) * scale, rewards
@@ -88,11 +90,9 @@ def test_an_optional_parameter_is_passed_when_it_is_available(own_module):
 
 
 def test_an_unknown_name_is_refused_with_the_known_and_the_nearest():
-    with pytest.raises(
-        ConfigError, match=r"algorithm.adv_estimator='grop' is unknown; did you mean 'grpo'.*remax"
-    ):
+    with pytest.raises(ConfigError, match=naming("algorithm.adv_estimator='grop'", "'grpo'", "remax")):
         get_estimator("grop")
-    with pytest.raises(ConfigError, match=r"actor.policy_loss='xyz' is unknown \(known: cispo, gspo, ppo"):
+    with pytest.raises(ConfigError, match=naming("actor.policy_loss='xyz'", "cispo", "gspo", "ppo")):
         get_policy_loss("xyz")
 
 
@@ -100,13 +100,13 @@ def test_an_unknown_name_is_refused_with_the_known_and_the_nearest():
     "path", ["no_such_package_at_all:fn", "no_such_package_at_all.fn", "own_strop_broken:fn"]
 )
 def test_a_module_that_cannot_be_imported_is_refused(own_module, path):
-    with pytest.raises(ConfigError, match=r"cannot be imported \(No module named '(no_such|a)_package"):
+    with pytest.raises(ConfigError, match=r"\(No module named '(no_such|a)_package"):
         get_estimator(path)
 
 
 @pytest.mark.parametrize("attribute", ["missing", "number"])
 def test_a_module_without_the_function_is_refused(own_module, attribute):
-    with pytest.raises(ConfigError, match=f"'{own_module}' has no function '{attribute}'"):
+    with pytest.raises(ConfigError, match=naming(f"'{own_module}'", f"'{attribute}'")):
         get_estimator(f"{own_module}:{attribute}")
 
 
@@ -117,22 +117,18 @@ def test_half_an_import_path_is_unknown(name):
 
 
 def test_an_estimator_that_asks_for_what_nobody_supplies_is_refused_at_once(own_module):
-    with pytest.raises(
-        ConfigError, match=r"needs_a_wish' asks for wish, .*available: baseline_scores, gamma"
-    ):
+    with pytest.raises(ConfigError, match=naming("needs_a_wish", "wish", "baseline_scores", "gamma")):
         get_estimator(f"{own_module}:needs_a_wish")
 
 
 def test_a_policy_loss_with_other_parameters_is_refused_at_once(own_module):
-    with pytest.raises(ConfigError, match=r"old_style_loss' must take .*too many positional arguments"):
+    with pytest.raises(ConfigError, match=naming("old_style_loss'", "too many positional arguments")):
         get_policy_loss(f"{own_module}:old_style_loss")
 
 
 def test_a_missing_input_is_named():
     ones = torch.ones(1, 2)
-    with pytest.raises(
-        ConfigError, match=r"gae needs values, .*\(available: gamma, lam, response_mask, rewards"
-    ):
+    with pytest.raises(ConfigError, match=naming("gae", "values", "response_mask", "rewards")):
         estimate(
             advantages.gae, rewards=ones, response_mask=ones, values=None, gamma=1.0, lam=1.0, whiten=True
         )
@@ -140,14 +136,14 @@ def test_a_missing_input_is_named():
 
 def test_a_missing_input_of_a_partial_is_named_too():
     ones = torch.ones(1, 2)
-    with pytest.raises(ConfigError, match=r"functools.partial.* needs uid"):
+    with pytest.raises(ConfigError, match=naming("functools.partial", "uid")):
         estimate(functools.partial(advantages.grpo, norm_by_std=False), rewards=ones, response_mask=ones)
 
 
 @pytest.mark.parametrize("name", ["one_result", "wrong_shape"])
 def test_a_result_of_another_form_is_refused(own_module, name):
     ones = torch.ones(2, 2)
-    with pytest.raises(ValueError, match=rf"{name} must return two tensors .*\(2, 2\), not \["):
+    with pytest.raises(ValueError, match=naming(name, "(2, 2)", "[")):
         estimate(get_estimator(f"{own_module}:{name}"), rewards=ones, response_mask=ones)
 
 
@@ -167,7 +163,7 @@ def test_a_registered_function_is_known_by_name_and_a_name_is_taken_once(monkeyp
 
     assert get_estimator("mine") is mine
     assert get_policy_loss("mine") is my_loss
-    with pytest.raises(ValueError, match="'gae' is registered already"):
+    with pytest.raises(ValueError, match=naming("'gae'")):
         register_estimator("gae")(mine)
-    with pytest.raises(ValueError, match="'ppo' is registered already"):
+    with pytest.raises(ValueError, match=naming("'ppo'")):
         register_policy_loss("ppo")(my_loss)

@@ -10,6 +10,7 @@ import pytest
 from strop.errors import ConfigError
 
 from killing import SETTINGS, kill
+from messages import naming
 from runs import hashes, make_inputs, metrics, overrides, train
 
 
@@ -91,7 +92,7 @@ def test_a_resume_from_another_runs_checkpoint_does_not_mix_the_two(inputs, undi
 
 def test_a_resume_with_nothing_left_to_train_is_an_error(inputs, undisturbed):
     run, _ = undisturbed
-    with pytest.raises(ConfigError, match="already at iteration 6 of 6"):
+    with pytest.raises(ConfigError, match=naming("6 of 6")):
         train(overrides(inputs, run, *SETTINGS))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import packing_jobs as jobs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
 
@@ -56,7 +56,6 @@ def test_gradients_of_two_ranks_are_those_of_one_padded_process(
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 40), cap=st.integers(11, 60), seed=st.integers(0, 99))
 def test_a_packed_micro_batch_is_filled_with_real_tokens_and_never_above_the_cap(rows, cap, seed):
     samples, micro = random_samples(rows, seed=seed), MicroBatching(max_tokens=cap)
