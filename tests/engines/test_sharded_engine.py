@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import sharded_jobs as jobs
 import torch
-from ranks import Ranks
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from strop.engines.micro_batches import MicroBatching
@@ -13,6 +12,7 @@ from strop.engines.torch.export import export_from_shards
 
 import tiny_model
 from messages import mentions
+from ranks import Ranks
 
 ROWS = MicroBatching(rows=8)
 

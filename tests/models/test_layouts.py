@@ -7,12 +7,12 @@ import torch
 import ulysses_jobs as jobs
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from ranks import Ranks
 
 from strop.controller.roles import Role
 from strop.engines.micro_batches import MicroBatching
 
 import tiny_model
+from ranks import Ranks
 
 PACKED = ("actor_rollout_ref.model.use_remove_padding=true",)
 LONGEST = 13

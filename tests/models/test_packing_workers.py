@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Ranks
 
 from strop.config.load import load_config
 from strop.controller.roles import Role
@@ -17,6 +16,7 @@ from strop.workers.reward_model import RewardModelWorker
 
 import tiny_model
 from builders import random_samples
+from ranks import Ranks
 from runs import make_inputs, overrides, train
 
 PACKED = "actor_rollout_ref.model.use_remove_padding=true"  # the critic's follows it

@@ -7,7 +7,6 @@ import torch
 import ulysses_jobs as jobs
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from ranks import Ranks
 
 from strop.controller.roles import Role
 from strop.controller.shards import shard
@@ -16,6 +15,7 @@ from strop.models.loader import load_scorer
 
 import tiny_model
 from messages import mentions
+from ranks import Ranks
 
 PACKED = "actor_rollout_ref.model.use_remove_padding=true"  # the critic's follows it
 CHECKPOINTING = (

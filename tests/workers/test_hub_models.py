@@ -8,7 +8,6 @@ import hub_jobs as jobs
 import pytest
 from hub import COMMIT, cache_by_hand
 from huggingface_hub import constants
-from ranks import Ranks
 
 from strop.config.load import load_config
 from strop.errors import ModelError
@@ -17,6 +16,7 @@ from strop.trainer.build import build_trainer
 import supervised_runs
 import tiny_model
 from messages import mentions, naming
+from ranks import Ranks
 from runs import make_inputs, overrides, train
 
 NAME = "org/tiny"

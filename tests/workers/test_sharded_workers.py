@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import worker_jobs as jobs
-from ranks import Ranks
 from transformers import AutoModelForCausalLM
 
 from strop.controller.roles import Role
@@ -13,6 +12,7 @@ from strop.engines.torch.export import export_from_shards
 
 import tiny_model
 from messages import mentions
+from ranks import Ranks
 
 ACTOR_KEYS = "actor_rollout_ref.actor.fsdp_config"
 
