@@ -33,9 +33,8 @@ import torch
 from torch import Tensor
 
 from strop.config.load import load_config
-from strop.controller.ray_group import RayWorkerGroup
-from strop.controller.resource_pool import ResourcePoolManager
-from strop.controller.roles import Role
+from strop.controller.pools import ResourcePoolManager, Role
+from strop.controller.ray.group import RayWorkerGroup
 from strop.protocol import DataProto
 from strop.trainer.ppo import RayPPOTrainer
 

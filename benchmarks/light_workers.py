@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from strop.config.schema import Config
-from strop.controller.dispatch import Dispatch, register
-from strop.controller.roles import Role
+from strop.controller.group import Dispatch, register
+from strop.controller.pools import Role
 from strop.protocol import DataProto
 from strop.rollout.base import Finished
 

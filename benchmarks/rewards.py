@@ -36,12 +36,11 @@ from typing import Any, NamedTuple
 
 from machine import description
 
-from strop.rewards.error_budget import ErrorBudget
-from strop.rewards.part_scorers import BuiltInScorer
-from strop.rewards.pool import RewardPool
-from strop.rewards.process import RewardProcess
-from strop.rewards.records import Outcome, Sample
-from strop.rewards.scoring import ScoringJob
+from strop.rewards.batch import ErrorBudget, ScoringJob
+from strop.rewards.router import BuiltInScorer
+from strop.rewards.worker.pool import RewardPool
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Outcome, Sample
 
 WAIT_S = 0.02
 FAULTS = {0: "loop", 100: "sleep", 50: "exit", 150: "segfault"}

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from strop.protocol import DataProto
 from strop.rollout.base import SamplingParams
-from strop.rollout.hf import HFRollout
+from strop.rollout.hf.engine import HFRollout
 
 MODELS = {
     "140k": {

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from strop.rollout.hf import HFRollout
+from strop.rollout.hf.engine import HFRollout
 from strop.rollout.vllm.engine import VLLMRollout
 from strop.rollout.vllm.settings import VLLMSettings
 from strop.rollout.weights import checksums, require_equal_checksums

@@ -36,7 +36,8 @@ from typing import NamedTuple
 from machine import description
 
 from strop.rewards.process_tree import MARKER, descendants, marked_processes
-from strop.rewards.sandbox import Limits, Verdict, cgroups, run_assert_tests, run_stdin_tests
+from strop.rewards.sandbox import Limits, Verdict, run_assert_tests, run_stdin_tests
+from strop.rewards.sandbox import process as cgroups
 from strop.rewards.sandbox.process import resident_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "rewards"))

@@ -13,8 +13,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from strop.config.checks.keys import status_in_words
 from strop.config.keys import Key, all_keys
-from strop.config.support import status_in_words
 from strop.config.trees import PPO, REWARD_MODELLING, SFT, Tree
 
 PAGE = Path(__file__).with_name("config.md")

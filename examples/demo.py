@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
+from strop.cli import train as command
 from strop.config.load import load_config, load_tree
 from strop.config.trees import SFT
-from strop.data.preprocess import prepare
 from strop.models.loader import load_causal_lm, load_tokenizer
-from strop.trainer import main_ppo, main_supervised
+from strop.prepare import prepare
 
 import tiny_model
 from evaluate import Accuracy, evaluate, sample_answers
@@ -63,7 +63,7 @@ def warm_up(model: Path, data: Path, run: Path, *, seed: int) -> list[Path]:
         ],
         config_path=HERE / "warm_up.yaml",
     )
-    main_supervised.sft(config)
+    command.sft(config)
     steps = sorted(run.glob("global_step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
     return [step / "actor" / "huggingface" for step in steps]
 
@@ -92,7 +92,7 @@ def train(model: Path, data: Path, run: Path, *, seed: int, algorithm: str, over
         ],
         config_path=HERE / "demo.yaml",
     )
-    main_ppo.run(config)
+    command.run(config)
 
 
 def show(before: Accuracy, after: Accuracy, answers: list[tuple[str, str, str]]) -> None:

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from strop.data.collate import collate
+from strop.data.loader import collate
 from strop.models.loader import end_token_ids
 from strop.protocol import DataProto
 from strop.rollout.base import SamplingParams
-from strop.rollout.hf import HFRollout
+from strop.rollout.hf.engine import HFRollout
 
 
 class Accuracy(NamedTuple):

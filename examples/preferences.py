@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from transformers.utils import logging
 
-from strop import cli
+from strop.cli import main as cli
 from strop.models.loader import load_causal_lm
 
 import preferences_task as task

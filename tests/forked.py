@@ -1,7 +1,8 @@
 """Child processes forked from a server that has torch, transformers and the trainer loaded.
 
-An interpreter that loads them takes 6 s of CPU time, a fork takes milliseconds. The server starts with the first
-child, one for each process that runs tests, and only imports and forks: no thread exists where it forks.
+An interpreter that loads them takes 6 s of CPU time, a fork takes milliseconds. Each process that runs tests has
+one server, started with its first child. It only imports and forks, so it has no threads but those of
+pyarrow's allocator, which survives a fork.
 """
 
 from __future__ import annotations
@@ -32,16 +33,15 @@ CONTEXT.set_forkserver_preload(
         "transformers.models.qwen2.modeling_qwen2",
         "pyarrow.parquet",
         "matplotlib.figure",
-        "strop.cli",
-        "strop.config.check",
-        "strop.controller.local",
+        "strop.cli.evaluate",
+        "strop.cli.main",
+        "strop.cli.train",
         "strop.engines.torch.engine",
-        "strop.rollout.hf",
+        "strop.rollout.hf.engine",
         "strop.trainer.build",
-        "strop.trainer.main_ppo",
         "strop.trainer.supervised",
-        "strop.workers.actor_rollout_ref",
         "strop.workers.critic",
+        "strop.workers.policy",
         "strop.workers.reward_model",
     ]
 )

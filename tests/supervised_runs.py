@@ -12,9 +12,7 @@ import pyarrow.parquet as pq
 
 from strop.config.load import load_tree
 from strop.config.trees import REWARD_MODELLING, SFT
-from strop.trainer.reward_modelling import RewardModelTrainer
-from strop.trainer.sft import SftTrainer
-from strop.trainer.supervised import build
+from strop.trainer.supervised import RewardModelTrainer, SftTrainer, build
 
 import tiny_model
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from strop import cli
-from strop.cli import main
+from strop.cli import main as cli
+from strop.cli.main import main
 
 from runs import make_inputs, overrides, train
 

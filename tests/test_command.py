@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from small_disk import no_room, small_disk
 
-from strop.atomic import atomic_path
-from strop.cli import main
-from strop.command import run_command
+from strop.cli.main import main
+from strop.cli.run import run_command
+from strop.files import atomic_path
 
 from messages import naming
 

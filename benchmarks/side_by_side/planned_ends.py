@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from side_by_side.setting import Setting
-from strop.rollout import decoding, hf
 from strop.rollout.base import SamplingParams
+from strop.rollout.hf import decoding
+from strop.rollout.hf import engine as hf
 
 _END = 2.0  # no uniform number is that large: it marks the step at which a row ends
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from strop.algorithms.masked import masked_mean, masked_sum, masked_var, whiten, zero_masked
+from strop.algorithms.aggregation import masked_mean, masked_sum, masked_var, whiten, zero_masked
 
 NAN, INF = math.nan, math.inf
 VALUES = torch.tensor([[1.0, 2.0, NAN], [4.0, INF, 6.0]])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from strop.algorithms.value_loss import value_loss
+from strop.algorithms.policy_loss import value_loss
 
 
 def test_value_loss_by_hand():

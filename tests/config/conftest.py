@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.config.check import check
+from strop.config.checks.check import check
 from strop.config.load import load_config
 
 

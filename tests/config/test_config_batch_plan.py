@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.config.batch_plan import BatchPlan
+from strop.config.batch_plan import BatchPlan, MicroBatchSize, resolve_micro_batch
+from strop.config.keys import divisors, nearest_in_words
 from strop.config.load import load_config
-from strop.config.micro_batches import MicroBatchSize, resolve_micro_batch
-from strop.config.nearest import divisors, nearest_in_words
 from strop.errors import ConfigError
 
 from messages import Message, naming

@@ -8,7 +8,8 @@ from strop.algorithms.advantages import ESTIMATORS
 from strop.algorithms.advantages import needs as estimator_needs
 from strop.algorithms.policy_loss import POLICY_LOSSES as REGISTERED_LOSSES
 from strop.algorithms.registry import asked_for
-from strop.config.check import check_loaded
+from strop.config.checks.check import check_loaded
+from strop.config.checks.supervised import require_valid
 from strop.config.load import load_tree, read_tree
 from strop.config.names import (
     ESTIMATOR_NEEDS,
@@ -18,10 +19,9 @@ from strop.config.names import (
     is_import_path,
     needs_critic,
 )
-from strop.config.supervised import require_valid
 from strop.config.trees import PPO, SFT
 from strop.errors import ConfigError
-from strop.tracking.base import OPTIONAL_PACKAGES, TRACKERS
+from strop.tracking.trackers import OPTIONAL_PACKAGES, TRACKERS
 
 from messages import Message, mentions, naming
 

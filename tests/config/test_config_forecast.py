@@ -6,9 +6,8 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from strop.config.batch_plan import BatchPlan
-from strop.config.forecast import forecast
+from strop.config.forecast import forecast, read_model_facts
 from strop.config.load import load_config
-from strop.config.model_facts import read_model_facts
 
 SHAPE = {
     "vocab_size": 50,

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 import strop
-from strop.config.check import check
+from strop.config.batch_plan import MICRO_BATCHES
+from strop.config.checks.check import check
+from strop.config.checks.keys import LIMITS, status_in_words
 from strop.config.keys import all_keys, leaf_paths
-from strop.config.limits import LIMITS
 from strop.config.load import load_config
-from strop.config.micro_batches import MICRO_BATCHES
-from strop.config.support import status_in_words
 from strop.config.trees import PPO, REWARD_MODELLING, SFT
 
 from messages import mentions
@@ -25,7 +24,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def test_every_key_that_counts_as_honoured_is_read_somewhere():
     package = Path(strop.__file__).parent
     files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "config"]
-    files += [package / "config" / name for name in ("placement.py", "vllm.py", "old_log_probs.py")]
+    files += [package / "config" / name for name in ("placement.py", "roles.py")]
     text = "\n".join(path.read_text() for path in files)
     in_batch_plan = {keys.per_gpu for keys in MICRO_BATCHES.values()}
     for keys in MICRO_BATCHES.values():

@@ -9,9 +9,9 @@ import warnings
 import pytest
 from omegaconf import OmegaConf
 
-from strop.config.deprecated import deprecation_lines
 from strop.config.load import as_config, load_config, to_dict, to_yaml
 from strop.config.paths import expand, is_url
+from strop.config.trees import deprecation_lines
 from strop.errors import ConfigError
 
 from messages import Message, mentions, naming
@@ -335,9 +335,9 @@ def test_home_is_expanded_in_local_paths_only(monkeypatch):
 
 def test_loading_and_checking_import_neither_torch_nor_other_heavy_packages():
     program = (
-        "import sys, strop.config.load, strop.config.check, strop.config.table\n"
+        "import sys, strop.config.load, strop.config.checks.check, strop.cli.check\n"
         "config = strop.config.load.load_config(['actor_rollout_ref.rollout.name=hf'])\n"
-        "strop.config.check.check(config)\n"
+        "strop.config.checks.check.check(config)\n"
         "print([name for name in ('torch', 'transformers', 'pyarrow', 'numpy', 'ray') if name in "
         "sys.modules])"
     )

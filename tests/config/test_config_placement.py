@@ -5,10 +5,10 @@ import json
 import pytest
 
 from strop.config import placement
-from strop.config.check import check
+from strop.config.checks import processes
+from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.config.placement import Placement, processes_per_node, runs_on_ray
-from strop.config.rules import processes
 from strop.errors import ConfigError
 
 from messages import Message, mentions

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from strop.config.check import check
+from strop.config.checks.check import check
+from strop.config.checks.keys import status_in_words
 from strop.config.load import as_config, load_config
-from strop.config.support import status_in_words
 from strop.config.trees import PPO
 
 DOCUMENT = Path(__file__).resolve().parents[2] / ".." / "shared" / "reference" / "config_explanation.rst"

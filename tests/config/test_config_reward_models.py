@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from strop.config.check import check
+from strop.config.checks.check import check
 from strop.config.load import load_config
 
 from messages import mentions

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from strop.config.check import check
+from strop.cli.check import render, show_check
+from strop.config.checks.check import check
 from strop.config.load import Loaded, load_config, read_tree
-from strop.config.table import render, show_check
 from strop.config.trees import PPO
 from strop.errors import DataError
 

@@ -6,12 +6,16 @@ import importlib.util
 
 import pytest
 
+from strop.config.checks import learning, processes
+from strop.config.checks.keys import unsupported
 from strop.config.load import as_config, load_config, to_dict
-from strop.config.placement import processes_per_node
-from strop.config.rules import generation, learning
-from strop.config.settled import settled
-from strop.config.support import unsupported
-from strop.config.vllm import extra_sampling, rollout_dtype, tensor_parallel_size
+from strop.config.placement import (
+    extra_sampling,
+    processes_per_node,
+    rollout_dtype,
+    settled,
+    tensor_parallel_size,
+)
 from strop.errors import ConfigError
 
 from messages import mentions, naming
@@ -46,10 +50,10 @@ def test_the_dtype_is_the_trainers_unless_it_is_written():
 
 def test_another_precision_than_the_trainers_is_pointed_out_unless_it_is_corrected():
     options = (f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.model.compute_dtype=float32")
-    (line,) = findings(generation.precision, *options)
+    (line,) = findings(processes.precision, *options)
     assert "rollout_is corrects" in line
-    assert findings(generation.precision, *options, "actor_rollout_ref.actor.rollout_is=token") == []
-    assert findings(generation.precision) == []
+    assert findings(processes.precision, *options, "actor_rollout_ref.actor.rollout_is=token") == []
+    assert findings(processes.precision) == []
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,7 @@ def test_a_written_size_that_does_not_divide_the_ranks_is_an_error():
     options = ("trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=3")
     with pytest.raises(ConfigError, match=naming("=3", "4 ranks")):
         tensor_parallel_size(load_config([*VLLM, *options]))
-    assert len(findings(generation.tensor_parallelism, *options)) == 1
+    assert len(findings(processes.tensor_parallelism, *options)) == 1
 
 
 def test_only_what_was_set_is_passed_to_vllm():
@@ -107,5 +111,5 @@ def test_keys_that_make_the_sampler_another_policy_are_pointed_out():
 
 def test_a_step_has_room_for_every_sequence():
     options = (f"{ROLLOUT}.max_num_batched_tokens=256", f"{ROLLOUT}.max_num_seqs=512")
-    assert len(findings(generation.batches, *options)) == 1
-    assert findings(generation.batches) == []
+    assert len(findings(processes.batches, *options)) == 1
+    assert findings(processes.batches) == []

@@ -7,11 +7,10 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
+from strop.config.checks.supervised import get_loaded, require_valid
 from strop.config.keys import all_keys, leaf_paths
-from strop.config.load import load_config, load_tree, read_tree, to_yaml
-from strop.config.resolve import written_paths
+from strop.config.load import load_config, load_tree, read_tree, to_yaml, written_paths
 from strop.config.schema.supervised import SupervisedConfig
-from strop.config.supervised import get_loaded, require_valid
 from strop.config.trees import REWARD_MODELLING, SFT
 from strop.errors import ConfigError
 

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from strop.controller.dispatch import Dispatch, dispatch_of, register, runs_beside_calls
-from strop.controller.local import LocalWorkerGroup
-from strop.controller.resource_pool import ResourcePoolManager
-from strop.controller.roles import Role
+from strop.controller.group import Dispatch, LocalWorkerGroup, dispatch_of, register, runs_beside_calls
+from strop.controller.pools import ResourcePoolManager, Role
 from strop.errors import ConfigError
 
 from messages import naming

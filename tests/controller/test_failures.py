@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from strop.controller.ray_group import RayWorkerGroup
+from strop.controller.ray.group import RayWorkerGroup
 from strop.errors import WorkerError
 from strop.protocol import DataProto
 
@@ -155,7 +155,7 @@ def test_the_stacks_of_a_hang_are_those_of_all_pools(pair_that_waits):
 
 
 def test_the_limit_that_is_told_is_the_one_that_held(monkeypatch):
-    monkeypatch.setattr("strop.controller.ray_processes.START_S", 5.0)
+    monkeypatch.setattr("strop.controller.ray.processes.START_S", 5.0)
     group = _group(pools(main=[1])[0], worker_cls=SlowToLoad, phase_timeout_s=1.0)
     assert mentions(_failure(group.init_model), "init_model", "5 s", "trainer.phase_timeout_s")
 

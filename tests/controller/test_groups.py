@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from strop.controller.local import LocalWorkerGroup
-from strop.controller.ray_group import RayWorkerGroup
-from strop.controller.ray_handles import RemoteTensor
-from strop.trainer.checkpoint import Checkpoints
-from strop.trainer.manifest import verify
+from strop.checkpoint.folder import verify
+from strop.checkpoint.store import Checkpoints
+from strop.controller.group import LocalWorkerGroup
+from strop.controller.ray.group import RayWorkerGroup
+from strop.controller.ray.handles import RemoteTensor
 
 from builders import random_samples
 from messages import naming

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.controller.arrays import to_array
-from strop.controller.ray_handles import Layout, RemoteColumns, RemoteTensor
-from strop.controller.ray_wire import pack, unpack
+from strop.controller.ray.handles import Layout, RemoteColumns, RemoteTensor, to_array
+from strop.controller.ray.wire import pack, unpack
 from strop.protocol import DataProto
 
 ROWS = (3, 1, 4)

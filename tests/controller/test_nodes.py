@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from strop.controller.ray_group import RayWorkerGroup
+from strop.controller.ray.group import RayWorkerGroup
 from strop.errors import ConfigError, WorkerError
 
 from messages import naming

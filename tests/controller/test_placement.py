@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strop.controller.ray_cluster import Node, _fit
-from strop.controller.resource_pool import ResourcePool, ResourcePoolManager
-from strop.controller.roles import Role
+from strop.controller.pools import ResourcePool, ResourcePoolManager, Role
+from strop.controller.ray.cluster import Node, _fit
 
 
 def fit(pools, room):

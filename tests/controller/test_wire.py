@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.controller.ray_wire import pack, unpack
+from strop.controller.ray.wire import pack, unpack
 from strop.protocol import DataProto
 
 from builders import random_samples

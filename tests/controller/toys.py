@@ -18,9 +18,8 @@ import ray
 import torch
 import torch.distributed as dist
 
-from strop.controller.dispatch import Dispatch, register
-from strop.controller.resource_pool import ResourcePoolManager
-from strop.controller.roles import Role
+from strop.controller.group import Dispatch, register
+from strop.controller.pools import ResourcePoolManager, Role
 from strop.errors import MissingExtraError, ModelError
 from strop.protocol import DataProto
 

@@ -5,8 +5,7 @@ from itertools import islice
 import pytest
 import torch
 
-from strop.data.collate import collate
-from strop.data.loader import PromptLoader, train_loader, validation_loader
+from strop.data.loader import PromptLoader, collate, train_loader, validation_loader
 from strop.errors import CheckpointError, DataError
 
 from messages import naming

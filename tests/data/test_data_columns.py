@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.data.columns import require_ground_truths
-from strop.data.parquet import read_prompt_table
+from strop.data.parquet import read_prompt_table, require_ground_truths
 from strop.errors import DataError
 
 from messages import naming

@@ -8,9 +8,9 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from strop.atomic import atomic_path
-from strop.data.files import DEFAULT_CACHE_DIR, cache_folder, content_digest, local_path
+from strop.data.fetch import DEFAULT_CACHE_DIR, cache_folder, content_digest, local_path
 from strop.errors import DataError
+from strop.files import atomic_path
 
 from messages import naming
 

@@ -11,12 +11,11 @@ import types
 import pyarrow.parquet as pq
 import pytest
 
-from strop.data.preprocess import DATASETS, Prepared, prepare
-from strop.data.preprocess.cli_args import add_arguments, prepare_from_arguments
-from strop.data.preprocess.gsm8k import final_number
-from strop.data.preprocess.math import boxed_answer
-from strop.data.preprocess.source import read_source
+from strop.cli.prepare import add_arguments, prepare_from_arguments
 from strop.errors import DataError, MissingExtraError
+from strop.prepare import DATASETS, Prepared, prepare
+from strop.prepare.maths import boxed_answer, final_number
+from strop.prepare.source import read_source
 
 from messages import mentions, naming
 
@@ -308,9 +307,9 @@ def test_every_data_set_has_its_function():
 
 def test_preparing_and_counting_import_no_torch():
     code = (
-        "import sys, strop.data.files, strop.data.parquet, strop.data.sampler\n"
-        "import strop.data.preprocess.cli_args\n"
-        "from strop.data.preprocess import arithmetic, gsm8k, math\n"
+        "import sys, strop.data.fetch, strop.data.parquet, strop.data.loader\n"
+        "import strop.prepare.cli_args\n"
+        "from strop.prepare import arithmetic, gsm8k, math\n"
         "sys.exit(' '.join(name for name in ('torch', 'transformers') if name in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

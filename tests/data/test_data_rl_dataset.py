@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from strop.data.loader import validation_loader
-from strop.data.preprocess import prepare
 from strop.data.rl_dataset import RLHFDataset, create_rl_dataset
 from strop.errors import DataError
+from strop.prepare import prepare
 
 from messages import mentions, naming
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.data.sampler import EpochSampler, SequentialBatches
+from strop.data.loader import EpochSampler, SequentialBatches
 from strop.errors import CheckpointError, DataError
 
 from messages import naming

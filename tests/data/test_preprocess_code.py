@@ -6,9 +6,9 @@ from collections import Counter
 import pyarrow.parquet as pq
 import pytest
 
-from strop.data.preprocess import prepare
-from strop.data.preprocess.mbpp import called_function
 from strop.errors import DataError
+from strop.prepare import prepare
+from strop.prepare.code import called_function
 
 from messages import mentions, naming
 

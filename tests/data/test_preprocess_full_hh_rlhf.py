@@ -10,9 +10,9 @@ from collections import Counter
 import pyarrow.parquet as pq
 import pytest
 
-from strop.data.preprocess import prepare
-from strop.data.preprocess.full_hh_rlhf import dialogue, read_pair
 from strop.errors import DataError
+from strop.prepare import prepare
+from strop.prepare.full_hh_rlhf import dialogue, read_pair
 
 from messages import mentions, naming
 

@@ -6,9 +6,9 @@ import logging
 import pyarrow.parquet as pq
 import pytest
 
-from strop.data.preprocess import prepare
-from strop.data.preprocess.hellaswag import readable
 from strop.errors import DataError
+from strop.prepare import prepare
+from strop.prepare.hellaswag import readable
 from strop.rewards.router import default_compute_score
 
 from messages import mentions, naming

@@ -6,11 +6,11 @@ import logging
 import pyarrow.parquet as pq
 import pytest
 
+from strop.cli.prepare import add_arguments, prepare_from_arguments
 from strop.data.parquet import read_prompt_table
-from strop.data.preprocess import prepare
-from strop.data.preprocess.cli_args import add_arguments, prepare_from_arguments
-from strop.data.preprocess.source import read_source
 from strop.errors import DataError
+from strop.prepare import prepare
+from strop.prepare.source import read_source
 
 from messages import mentions, naming
 

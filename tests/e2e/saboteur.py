@@ -18,8 +18,8 @@ from typing import Any
 
 from strop.engines.torch import state
 from strop.errors import ModelError
-from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
 from strop.workers.base import Worker
+from strop.workers.policy import ActorRolloutRefWorker
 
 plan = json.loads(os.environ.get("SABOTAGE", "null"))
 calls = 0

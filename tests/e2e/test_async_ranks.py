@@ -6,9 +6,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from strop.checkpoint.export import export
+from strop.checkpoint.folder import verify
 from strop.engines.torch.state import stored_shapes
-from strop.trainer.export import export
-from strop.trainer.manifest import verify
 
 from runs import hashes, make_inputs, metrics, overrides, train
 

@@ -11,12 +11,13 @@ import pytest
 from lock_holder import holding
 from small_disk import no_room, small_disk
 
-from strop import cli
+from strop.checkpoint import store as checkpoint
+from strop.cli import main as cli
+from strop.cli.train import main
 from strop.errors import TrainingError
 from strop.models.loader import load_scorer
 from strop.tracking.jsonl import JsonlTracker, read_metrics
-from strop.trainer import checkpoint, run
-from strop.trainer.main_ppo import main
+from strop.trainer import loop as run
 
 import supervised_runs
 import tiny_model
@@ -158,7 +159,7 @@ def test_nothing_of_an_earlier_run_is_touched_by_a_run_that_cannot_start(inputs,
 
 def test_a_run_folder_that_becomes_a_file_is_one_line(inputs, tmp_path, capsys, monkeypatch):
     """What the check of the configuration cannot see any more is told at the end of the command."""
-    monkeypatch.setattr("strop.trainer.main_ppo.require_valid", lambda config: None)
+    monkeypatch.setattr("strop.cli.train.require_valid", lambda config: None)
     (tmp_path / "run").write_text("")
     assert main(overrides(inputs, tmp_path / "run")) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from strop.cli import main
-from strop.config.check import check
+from strop.cli.evaluate import add_arguments, config_from
+from strop.cli.main import main
+from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.models.loader import load_scorer
 from strop.tracking.jsonl import read_metrics
 from strop.trainer.build import build_trainer
-from strop.trainer.cli_eval import add_arguments, config_from
 
 import tiny_model
 from builders import write_prompts
@@ -216,7 +216,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     def load(*_, **__):
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("strop.workers.actor_rollout_ref.load_causal_lm", load)
+    monkeypatch.setattr("strop.workers.policy.load_causal_lm", load)
     monkeypatch.chdir(tmp_path)
     (inputs / "rewards" / "global_step_7" / "reward_model").mkdir(parents=True, exist_ok=True)
     (inputs / "done").mkdir(exist_ok=True)

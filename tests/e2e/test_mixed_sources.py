@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from strop.config.load import load_config
-from strop.data.preprocess import prepare
 from strop.models.loader import load_scorer
-from strop.rollout.request import Samples, answer
+from strop.prepare import prepare
+from strop.rollout.base import Samples, answer
 from strop.trainer.build import build_trainer
 
 import tiny_model

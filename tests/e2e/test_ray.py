@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.trainer.manifest import verify
+from strop.checkpoint.folder import verify
 
 from messages import mentions
 from ray_runs import RayRun, abandoned_shared_memory, trained_weights

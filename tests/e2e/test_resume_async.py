@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from strop.checkpoint.folder import verify
 from strop.engines.torch.state import stored_shapes
-from strop.trainer.manifest import verify
 
 from runs import hashes, make_inputs, metrics, overrides, train
 

@@ -11,9 +11,8 @@ import torch
 
 from strop import ActorRolloutRefWorker, CriticWorker, RayPPOTrainer, RewardManager
 from strop.config.load import load_config
-from strop.controller.local import LocalWorkerGroup
-from strop.controller.resource_pool import ResourcePoolManager
-from strop.controller.roles import Role
+from strop.controller.group import LocalWorkerGroup
+from strop.controller.pools import ResourcePoolManager, Role
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
 
 import tiny_model

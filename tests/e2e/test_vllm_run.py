@@ -69,7 +69,7 @@ def test_sampler_and_trainer_agree_before_any_update_and_after_twenty(inputs, tm
 
 
 def test_weights_that_do_not_arrive_end_the_run_by_name(inputs, tmp_path, monkeypatch):
-    from strop.rollout.vllm.transfer import InProcessWeightTransfer
+    from strop.rollout.vllm.settings import InProcessWeightTransfer
 
     receive, calls = InProcessWeightTransfer.receive_weights, []
 

@@ -17,12 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from strop.config.load import load_config
-from strop.engines.fingerprint import weights_hash
+from strop.engines.base import OffloadSettings, OptimizerSettings, ShardingSettings, weights_hash
 from strop.engines.micro_batches import MicroBatching
-from strop.engines.settings import OffloadSettings, OptimizerSettings, ShardingSettings
 from strop.engines.torch import ranks
 from strop.engines.torch.engine import TorchEngine
-from strop.engines.torch.offload import Offload
+from strop.engines.torch.sharding import Offload
 from strop.errors import CheckpointError, ConfigError, ModelError
 from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer

@@ -6,10 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.config.load import load_config
-from strop.engines.base import build_engine, pick_device
-from strop.engines.fingerprint import weights_hash
+from strop.engines.base import OffloadSettings, OptimizerSettings, build_engine, pick_device, weights_hash
 from strop.engines.micro_batches import MicroBatching, trim
-from strop.engines.settings import OffloadSettings, OptimizerSettings
 from strop.engines.torch.engine import TorchEngine
 from strop.errors import CheckpointError, ConfigError
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from strop.engines.schedule import learning_rate_factor
+from strop.engines.base import learning_rate_factor
 
 
 def _factors(style: str, *, total: int = 10, warmup_ratio: float = 0.0, min_ratio: float | None = None):

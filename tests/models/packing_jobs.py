@@ -8,7 +8,7 @@ import sharded_jobs
 import torch
 import worker_jobs
 
-from strop.controller.roles import Role
+from strop.controller.pools import Role
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch import ranks
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.config.load import load_config
-from strop.controller.roles import Role
+from strop.controller.pools import Role
 from strop.engines.micro_batches import MicroBatching
 from strop.models.loader import load_scorer
 from strop.workers.reward_model import RewardModelWorker

@@ -8,7 +8,7 @@ import ulysses_jobs as jobs
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from strop.controller.roles import Role
+from strop.controller.pools import Role
 from strop.controller.shards import shard
 from strop.engines.micro_batches import MicroBatching
 from strop.models.loader import load_scorer

@@ -13,7 +13,7 @@ import worker_jobs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from strop.config.load import load_config
-from strop.controller.roles import Role
+from strop.controller.pools import Role
 from strop.controller.shards import shard
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch import ranks

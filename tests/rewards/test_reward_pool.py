@@ -19,15 +19,15 @@ from rewards_support import none_within
 
 from strop.config.load import load_config
 from strop.errors import ConfigError, RewardError
-from strop.rewards import scoring
+from strop.rewards import batch as scoring
+from strop.rewards.batch import ErrorBudget
 from strop.rewards.custom import load_custom_reward
-from strop.rewards.error_budget import ErrorBudget
-from strop.rewards.feed import Cancelled, Feed
 from strop.rewards.manager import RewardManager, load_reward_manager
-from strop.rewards.part_scorers import BuiltInScorer
-from strop.rewards.pool import RewardPool, default_num_workers
-from strop.rewards.process import RewardProcess
-from strop.rewards.records import Outcome, Sample
+from strop.rewards.router import BuiltInScorer
+from strop.rewards.worker.feed import Cancelled, Feed
+from strop.rewards.worker.pool import RewardPool, default_num_workers
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Outcome, Sample
 
 from messages import mentions, naming
 from runs import hashes, make_inputs, metrics, overrides, train

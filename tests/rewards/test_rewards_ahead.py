@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from rewards_support import none_within
 
-from strop.rewards.feed import Cancelled, Feed
-from strop.rewards.process import RewardProcess
-from strop.rewards.records import Outcome, Sample
+from strop.rewards.worker.feed import Cancelled, Feed
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Outcome, Sample
 
 TIMEOUT_S = 0.4
 HANG = "while True: pass"
@@ -152,7 +152,7 @@ def test_ctrl_c_while_samples_are_under_way_mixes_nothing_up(
         def interrupt(*arguments: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("strop.rewards.process.wire.Lane.exchange", interrupt)
+        patch.setattr("strop.rewards.worker.process.wire.Lane.exchange", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(outcomes)
     assert process.evaluate(Sample("d", "result = 40.0")).score == 40.0

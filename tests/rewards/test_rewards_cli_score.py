@@ -15,11 +15,11 @@ import pytest
 from rewards_support import SHARED_DATA, real_rows
 from rich.console import Console
 
-from strop.data.preprocess import prepare
+from strop.cli.score import add_arguments, run
 from strop.errors import ConfigError, DataError, RewardError
-from strop.rewards.cli_score import add_arguments, run
-from strop.rewards.pool import RewardPool
+from strop.prepare import prepare
 from strop.rewards.sandbox import require_bubblewrap
+from strop.rewards.worker.pool import RewardPool
 
 from messages import naming
 
@@ -225,5 +225,5 @@ def test_the_prepared_data_sets_score_1_on_their_own_answers(score: Callable[...
 
 
 def test_the_command_needs_no_torch():
-    code = "import sys, strop.rewards.cli_score; sys.exit('torch' in sys.modules)"
+    code = "import sys, strop.cli.score; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

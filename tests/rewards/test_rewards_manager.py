@@ -13,10 +13,10 @@ from rewards_support import WIDTH
 
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
+from strop.rewards.batch import name_sample
 from strop.rewards.manager import RewardManager
-from strop.rewards.records import Sample
 from strop.rewards.reward_output import at_last_token
-from strop.rewards.scoring import name_sample
+from strop.rewards.worker.records import Sample
 
 from messages import mentions, naming
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from rewards_support import real_rows
 
 from strop.errors import MissingExtraError
-from strop.rewards.score.math import compute_score, last_boxed
-from strop.rewards.score.math_normalize import normalize_answer
+from strop.rewards.score.math import compute_score, last_boxed, normalize_answer
 
 from messages import naming
 

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from strop.cli import main
+from strop.cli.check import MANAGER_OPTIONS, option_problems
+from strop.cli.main import main
 from strop.config.load import load_config
 from strop.errors import ConfigError
 from strop.rewards.manager import RewardManager, load_reward_manager
-from strop.rewards.options_check import MANAGER_OPTIONS, option_problems
 
 
 def test_the_options_of_the_manager_are_its_parameters():
@@ -64,5 +64,5 @@ def test_check_tells_them_with_the_other_errors(capsys: pytest.CaptureFixture[st
 
 
 def test_looking_needs_no_torch():
-    code = "import sys, strop.rewards.options_check; sys.exit('torch' in sys.modules)"
+    code = "import sys, strop.cli.check; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from strop.config.load import load_config
+from strop.config.reward_parts import read_parts
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager, load_reward_manager
-from strop.score_parts import read_parts
 
 from messages import mentions, naming
 

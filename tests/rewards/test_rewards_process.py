@@ -18,9 +18,9 @@ from rewards_support import none_within
 
 from strop.errors import ConfigError, RewardError
 from strop.rewards.custom import load_custom_reward
-from strop.rewards.process import RewardProcess
 from strop.rewards.process_tree import describe_exit
-from strop.rewards.records import Outcome, Sample
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Outcome, Sample
 
 from messages import mentions, naming
 
@@ -269,7 +269,7 @@ def test_ctrl_c_while_waiting_does_not_mix_up_answers(
         def interrupt(*arguments: object) -> bytes:
             raise KeyboardInterrupt
 
-        patch.setattr("strop.rewards.process.wire.Lane.exchange", interrupt)
+        patch.setattr("strop.rewards.worker.process.wire.Lane.exchange", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(process, "result = 1.0")
     assert run(process, "result = 2.0").score == 2.0

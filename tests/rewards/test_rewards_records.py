@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from strop.rewards.error_budget import ErrorBudget
-from strop.rewards.records import Outcome, Sample, call_scorer, outcome_of
+from strop.rewards.batch import ErrorBudget
+from strop.rewards.worker.records import Outcome, Sample, call_scorer, outcome_of
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1.0), np.int64(1), torch.tensor(1.0)])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from strop.rewards import wire
+from strop.rewards.worker import wire
 
 
 @pytest.fixture

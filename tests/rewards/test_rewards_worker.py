@@ -10,9 +10,9 @@ import sys
 import cloudpickle
 import pytest
 
-from strop.rewards import wire
-from strop.rewards.records import Sample, Setup
-from strop.rewards.worker import evaluate, serve
+from strop.rewards.worker import wire
+from strop.rewards.worker.child import evaluate, serve
+from strop.rewards.worker.records import Sample, Setup
 
 
 def answers_to(*messages: bytes) -> list[dict]:

@@ -35,11 +35,11 @@ from strop.rewards.sandbox import (
     Limits,
     Verdict,
     bubblewrap,
-    cgroups,
     require_bubblewrap,
     run_assert_tests,
     run_stdin_tests,
 )
+from strop.rewards.sandbox import process as cgroups
 
 from messages import mentions, naming
 

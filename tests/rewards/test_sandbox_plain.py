@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.rewards.sandbox.guest.plain import decode, encode
+from strop.rewards.sandbox.guest.channel import decode, encode
 
 
 def no_object(value: object) -> int:

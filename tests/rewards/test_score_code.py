@@ -15,16 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 from rewards_support import SHARED_DATA, children, real_rows
 
-from strop.data.preprocess import prepare
 from strop.errors import ConfigError
+from strop.prepare import prepare
 from strop.rewards.manager import RewardManager
-from strop.rewards.process import RewardProcess
 from strop.rewards.process_tree import descendants
-from strop.rewards.records import Sample
 from strop.rewards.router import Router, default_compute_score
 from strop.rewards.sandbox import Limits, require_bubblewrap
-from strop.rewards.sandbox.cgroups import _parents
+from strop.rewards.sandbox.process import _parents
 from strop.rewards.score.code import compute_score, extract_program, judge
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Sample
 
 from messages import naming
 

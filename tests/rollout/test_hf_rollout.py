@@ -8,7 +8,7 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM, MambaC
 
 from strop.errors import DataError, ModelError, TrainingError
 from strop.rollout.base import SamplingParams
-from strop.rollout.hf import HFRollout
+from strop.rollout.hf.engine import HFRollout
 
 from tiny_lms import EOS, FAMILIES, PAD, VOCABULARY, full_log_probs, prompts_of, tiny_lm
 
@@ -231,8 +231,8 @@ def test_greedy_log_probs_are_the_models_own_and_need_no_seeds():
 
 
 def test_long_responses_outgrow_the_first_allocation(monkeypatch):
-    monkeypatch.setattr("strop.rollout.kv_cache._GROWTH", 3)
-    monkeypatch.setattr("strop.rollout.decoding._PREFILL_TOKENS", 10)
+    monkeypatch.setattr("strop.rollout.hf.kv_cache._GROWTH", 3)
+    monkeypatch.setattr("strop.rollout.hf.decoding._PREFILL_TOKENS", 10)
     model, prompts = tiny_lm("gemma3"), prompts_of(LENGTHS, n=3)
     params = SamplingParams(max_tokens=25, n=3, stop_token_ids=(7, 8, 9))
     in_pieces = rollout_of(model).generate(prompts, params).batch

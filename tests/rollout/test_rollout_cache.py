@@ -8,11 +8,11 @@ from torch import nn
 from transformers import DynamicCache
 
 from strop.errors import ModelError
-from strop.rollout import kv_cache
 from strop.rollout.base import SamplingParams
-from strop.rollout.hf import HFRollout
-from strop.rollout.kv_cache import DecodeCache, keys_and_values
-from strop.rollout.packed_linear import packed_linears
+from strop.rollout.hf import kv_cache
+from strop.rollout.hf.engine import HFRollout
+from strop.rollout.hf.kv_cache import DecodeCache, keys_and_values
+from strop.rollout.hf.packed_linear import packed_linears
 
 from messages import naming
 from tiny_lms import prompts_of, tiny_lm
@@ -96,12 +96,12 @@ def test_layers_are_unpacked_again_after_an_error():
 
 
 def test_packing_during_generation_changes_no_token(monkeypatch):
-    monkeypatch.setattr("strop.rollout.packed_linear._SMALLEST", 1)
+    monkeypatch.setattr("strop.rollout.hf.packed_linear._SMALLEST", 1)
     model = tiny_lm()
     prompts, params = prompts_of([3, 9, 5], n=4), SamplingParams(max_tokens=12, n=4)
     rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[1])
     packed = rollout.generate(prompts, params).batch
-    monkeypatch.setattr("strop.rollout.hf._PACK_FROM", 99)
+    monkeypatch.setattr("strop.rollout.hf.engine._PACK_FROM", 99)
     plain = rollout.generate(prompts, params).batch
     assert torch.equal(packed["responses"], plain["responses"])
     torch.testing.assert_close(packed["rollout_log_probs"], plain["rollout_log_probs"], atol=1e-5, rtol=1e-5)

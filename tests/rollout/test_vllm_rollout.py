@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from strop.config.schema.rollout import RolloutConfig, VLLMSamplingConfig
+from strop.config.schema.policy import RolloutConfig, VLLMSamplingConfig
 from strop.errors import ConfigError, DataError, ModelError
 from strop.rollout.base import SamplingParams
 from strop.rollout.weights import Place, checksum, checksums, require_equal_checksums
@@ -213,7 +213,7 @@ def test_wrong_weights_are_named(model, tmp_path):
 
 
 def test_a_layer_that_keeps_its_old_weights_is_named(model, tmp_path, monkeypatch):
-    from strop.rollout.vllm.transfer import InProcessWeightTransfer
+    from strop.rollout.vllm.settings import InProcessWeightTransfer
 
     rollout = rollout_of(model, tmp_path)
     newer = model_of("qwen2", tied=True, seed=3)

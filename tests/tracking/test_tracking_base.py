@@ -16,8 +16,8 @@ import torch
 from strop.config.names import LOGGER_PACKAGES
 from strop.errors import ConfigError, MissingExtraError, TrainingError
 from strop.tracking import Tracking
-from strop.tracking.base import TRACKERS, resolve_tracker
 from strop.tracking.jsonl import read_metrics
+from strop.tracking.trackers import TRACKERS, resolve_tracker
 
 from messages import naming
 

@@ -13,7 +13,7 @@ import pytest
 
 from strop.tracking.base import RunInfo
 from strop.tracking.console import Pace, PlainLines
-from strop.tracking.headlines import format_duration, format_number, sparkline
+from strop.tracking.text import format_duration, format_number, sparkline
 
 METRICS = {
     "critic/score/mean": 0.53,

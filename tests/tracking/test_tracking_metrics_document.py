@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.tracking.curves import PANELS
-from strop.tracking.headlines import HEADLINES, names_in_order
 from strop.tracking.jsonl import read_metrics
 from strop.tracking.samples import TOKEN_COLUMNS
+from strop.tracking.text import HEADLINES, names_in_order
 
 from runs import make_inputs, overrides, train
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from strop.tracking import Tracking
-from strop.tracking.validation import (
+from strop.tracking.report import (
     Estimate,
     ShownSample,
     SourceReport,

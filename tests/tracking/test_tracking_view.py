@@ -8,10 +8,10 @@ import pytest
 import torch
 from test_tracking_samples import Letters, two_samples
 
-from strop.cli import main
+from strop.cli.main import main
 from strop.tracking import Tracking
 from strop.tracking.samples import write_samples
-from strop.tracking.view import printable
+from strop.tracking.text import printable
 
 
 @pytest.fixture(autouse=True)

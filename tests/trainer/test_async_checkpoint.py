@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from saving_groups import STATE, Group
 
+from strop.checkpoint import folder as checkpoint_folder
+from strop.checkpoint import store as checkpoint
+from strop.checkpoint.folder import verify
+from strop.checkpoint.store import Checkpoints
 from strop.errors import CheckpointError, TrainingError, WorkerError
-from strop.trainer import checkpoint, checkpoint_folder
-from strop.trainer.checkpoint import Checkpoints
-from strop.trainer.manifest import verify
 
 from messages import mentions, naming
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from saving_groups import STATE, Group
 
+from strop.checkpoint.export import export
+from strop.checkpoint.folder import verify
+from strop.checkpoint.store import Checkpoints
 from strop.errors import CheckpointError
-from strop.trainer.checkpoint import Checkpoints
-from strop.trainer.export import export
-from strop.trainer.manifest import verify
 
 from messages import naming
 

@@ -4,9 +4,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from strop.cli.check import data_problems
 from strop.config.load import load_config
-from strop.data.columns import read_scoring_columns
-from strop.trainer.data_check import data_problems
+from strop.data.parquet import read_scoring_columns
 
 from builders import write_prompts
 from messages import mentions

@@ -11,13 +11,13 @@ import torch
 from saving_groups import STATE
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from strop.engines.settings import OptimizerSettings
+from strop.checkpoint.export import export
+from strop.checkpoint.store import Checkpoints
+from strop.engines.base import OptimizerSettings
 from strop.engines.torch.engine import TorchEngine
 from strop.errors import CheckpointError
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
-from strop.trainer.checkpoint import Checkpoints
-from strop.trainer.export import export
 
 import tiny_model
 from messages import naming

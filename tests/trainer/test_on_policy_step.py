@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.config.load import load_config
-from strop.config.old_log_probs import why_old_log_probs_are_computed_apart
-from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
+from strop.config.roles import why_old_log_probs_are_computed_apart
+from strop.workers.policy import ActorRolloutRefWorker
 
 from runs import hashes, make_inputs, metrics, overrides, train
 

@@ -12,12 +12,11 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.memory import MemoryFileSystem
 from saving_groups import STATE, Group
 
+from strop.checkpoint import store as checkpoint
+from strop.checkpoint.folder import verify
+from strop.checkpoint.remote import RemoteCheckpoints, Uploader, download
+from strop.checkpoint.store import Checkpoints
 from strop.errors import CheckpointError, ConfigError, WorkerError
-from strop.trainer import checkpoint
-from strop.trainer.checkpoint import Checkpoints
-from strop.trainer.manifest import verify
-from strop.trainer.remote import RemoteCheckpoints, download
-from strop.trainer.upload import Uploader
 
 from messages import mentions, naming
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from strop.cli import train as restart
 from strop.config.load import load_config
 from strop.errors import WorkerError
-from strop.trainer import restart
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def run(tmp_path, monkeypatch):
             f"trainer.max_restarts={max_restarts}",
             f"trainer.resume_mode={resume_mode}",
         ]
-        restart.train_with_restarts(load_config(options))
+        restart.with_restarts(load_config(options), restart.train_once)
         return modes
 
     return train

@@ -14,15 +14,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
 from strop.config.load import load_tree
 from strop.config.trees import REWARD_MODELLING
-from strop.data.answer_batches import pair_batch
+from strop.data.answers import pair_batch
 from strop.errors import ConfigError, DataError
 from strop.models.loader import fresh_head, load_scorer
-from strop.models.pair_scorer import PairScorer
-from strop.models.scorer import SequenceScorer
-from strop.trainer import reward_modelling
-from strop.trainer.reward_modelling import RewardModelTrainer
-from strop.trainer.supervised import build
-from strop.workers.reward_modelling import pair_objective
+from strop.models.scorer import PairScorer, SequenceScorer
+from strop.trainer import supervised as reward_modelling
+from strop.trainer.supervised import RewardModelTrainer, build
+from strop.workers.supervised import pair_objective
 
 from messages import mentions, naming
 from supervised_runs import final_weights, make_inputs, metrics, overrides, row, train, write_rows

@@ -13,9 +13,9 @@ import threading
 import pytest
 from lock_holder import holding
 
+from strop.cli import train as restart
 from strop.errors import ConfigError
-from strop.trainer import restart
-from strop.trainer.run_lock import LOCK_FILE, run_lock
+from strop.trainer.run_folder import LOCK_FILE, run_lock
 
 
 def test_a_second_process_is_refused_and_names_the_first(tmp_path):
@@ -63,7 +63,7 @@ print(child, flush=True)
 
 
 def test_a_run_inside_a_command_takes_it_again_and_an_error_gives_it_back(tmp_path):
-    tried = "from pathlib import Path; from strop.trainer.run_lock import run_lock\n"
+    tried = "from pathlib import Path; from strop.trainer.run_folder import run_lock\n"
     tried += f"with run_lock(Path({str(tmp_path)!r})): print('free')"
 
     def is_free() -> bool:

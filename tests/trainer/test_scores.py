@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from strop.config.load import load_config
-from strop.controller.local import LocalWorkerGroup
-from strop.controller.worker_group import GroupMethod
+from strop.controller.group import GroupMethod, LocalWorkerGroup
 from strop.errors import ModelError, RewardError
 from strop.models.loader import load_scorer
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
-from strop.rollout import decoding
+from strop.rollout.hf import decoding
 from strop.trainer.build import build_trainer
 from strop.trainer.scores import PendingScores, Samples
 

@@ -11,12 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strop.config.load import load_tree
 from strop.config.trees import SFT
-from strop.data.answer_batches import response_batch
-from strop.data.answers import AnsweredDataset
+from strop.data.answers import AnsweredDataset, response_batch
 from strop.data.rl_dataset import RLHFDataset
 from strop.errors import ConfigError, DataError
-from strop.trainer.sft import SftTrainer
-from strop.trainer.supervised import build
+from strop.trainer.supervised import SftTrainer, build
 
 from messages import mentions, naming
 from supervised_runs import final_weights, make_inputs, metrics, overrides, row, train, write_rows

@@ -7,7 +7,7 @@ import pytest
 from small_disk import small_disk
 
 from strop.errors import CheckpointError
-from strop.trainer.shared_folder import require_shared_folder
+from strop.trainer.run_folder import require_shared_folder
 
 from messages import mentions, naming
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from strop.cli import main
-from strop.data.preprocess import prepare
+from strop.cli.main import main
+from strop.prepare import prepare
 
 from supervised_runs import final_weights, make_inputs, metrics, overrides, train
 

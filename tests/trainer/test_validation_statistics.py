@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from strop.rewards.answers import answer_extractor
+from strop.rewards.score.answers import answer_extractor
 from strop.trainer.sample_statistics import (
     bootstrap_intervals,
     expected_best,
@@ -17,7 +17,7 @@ from strop.trainer.sample_statistics import (
     expected_worst,
     sample_counts,
 )
-from strop.trainer.validation_report import make_report
+from strop.trainer.validation import make_report
 
 from messages import mentions, naming
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from strop.trainer.timing import PhaseTimer
+from strop.trainer.metrics import PhaseTimer
 from strop.trainer.weight_sync import WeightSync
-from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
+from strop.workers.policy import ActorRolloutRefWorker
 
 from runs import make_inputs, overrides, train
 

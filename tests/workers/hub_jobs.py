@@ -8,7 +8,7 @@ from typing import Any
 import worker_jobs
 from huggingface_hub import constants
 
-from strop.controller.roles import Role
+from strop.controller.pools import Role
 from strop.errors import ModelError
 from strop.models import deferred
 

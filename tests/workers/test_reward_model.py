@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from strop.config.load import load_config
-from strop.controller.resource_pool import ResourcePoolManager
-from strop.controller.roles import Role
+from strop.controller.pools import ResourcePoolManager, Role
 from strop.errors import ModelError
 from strop.models.loader import load_scorer, load_tokenizer
 from strop.protocol import DataProto
@@ -196,7 +195,7 @@ def test_a_critic_that_starts_from_it_gives_every_state_the_score_of_the_text_so
 def test_sharded_beside_the_critic_and_in_a_pool_of_its_own_it_scores_as_in_one_process(
     ray_session, inputs, samples
 ):
-    from strop.controller.ray_group import RayWorkerGroup
+    from strop.controller.ray.group import RayWorkerGroup
 
     manager = ResourcePoolManager(
         {"both": [2], "apart": [1]}, {Role.Critic: "both", Role.RewardModel: "apart"}

@@ -7,7 +7,7 @@ import torch
 import worker_jobs as jobs
 from transformers import AutoModelForCausalLM
 
-from strop.controller.roles import Role
+from strop.controller.pools import Role
 from strop.engines.torch.export import export_from_shards
 
 import tiny_model

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from sharded_jobs import mine, rank, world_size
 
 from strop.config.load import load_config
-from strop.controller.roles import Role
+from strop.controller.pools import Role
 from strop.errors import ModelError
 from strop.protocol import DataProto
-from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
 from strop.workers.critic import CriticWorker
+from strop.workers.policy import ActorRolloutRefWorker
 
 from builders import random_samples
 

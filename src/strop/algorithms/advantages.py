@@ -23,27 +23,71 @@ scale divided out.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from strop.algorithms import masked
-from strop.algorithms.groups import group_statistics
-from strop.algorithms.masked import masked_sum, zero_masked
+from strop.algorithms import aggregation
+from strop.algorithms.aggregation import masked_sum, zero_masked
 from strop.algorithms.registry import asked_for, name_of, required_parameters, resolve
 from strop.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
 
+
+# Statistics over groups of samples, usually the n responses to one prompt. Shapes: B samples.
+
+
+class GroupStatistics(NamedTuple):
+    """For each sample, the statistics of the group that it is in; float64."""
+
+    size_B: Tensor
+    mean_B: Tensor
+    std_B: Tensor
+    """unbiased; 0 in a group of one"""
+
+
+def group_statistics(scores_B: Tensor, uid: Sequence[Hashable] | np.ndarray) -> GroupStatistics:
+    """Size, mean and unbiased standard deviation of each sample's group.
+
+    In float64: in float32, the rounding of a mean of equal scores such as 0.1, divided by a standard
+    deviation that is rounding as well, makes advantages out of nothing.
+
+    Raises:
+        ValueError: there is not one uid for each sample.
+    """
+    if len(uid) != len(scores_B):
+        raise ValueError(f"{len(uid)} uids do not fit {len(scores_B)} samples")
+    numbers: dict[Hashable, int] = {}
+    members = [numbers.setdefault(one, len(numbers)) for one in uid]
+    index_B = torch.tensor(members, dtype=torch.int64, device=scores_B.device)
+
+    def group_sum(values_B: Tensor) -> Tensor:
+        totals_G = values_B.new_zeros(len(numbers)).index_add(0, index_B, values_B)
+        return totals_G[index_B]
+
+    scores_B = scores_B.double()
+    size_B = group_sum(torch.ones_like(scores_B))
+    mean_B = group_sum(scores_B) / size_B
+    variance_B = group_sum((scores_B - mean_B).square()) / (size_B - 1).clamp(min=1)
+    return GroupStatistics(size_B, mean_B, variance_B.sqrt())
+
+
+if TYPE_CHECKING:
+    import numpy as np
+
     Uid = Sequence[Hashable] | np.ndarray
 
+
 Estimator = Callable[..., tuple[Tensor, Tensor]]
+
 
 AVAILABLE = frozenset(
     ["rewards", "response_mask", "values", "uid", "baseline_scores", "gamma", "lam", "whiten", "norm_by_std"]
 )
+
 ESTIMATORS: dict[str, Estimator] = {}
 
 
@@ -133,7 +177,7 @@ def gae(
     advantages_BT = zero_masked(advantages_BT, response_mask)
     returns_BT = advantages_BT + values_BT
     if whiten:
-        advantages_BT = masked.whiten(advantages_BT, response_mask)
+        advantages_BT = aggregation.whiten(advantages_BT, response_mask)
     return advantages_BT, returns_BT
 
 
@@ -164,7 +208,7 @@ def reinforce_plus_plus(
     is, without ``whiten``). returns: G.
     """
     returns_BT = _discounted_returns(rewards, response_mask, gamma)
-    return masked.whiten(returns_BT, response_mask) if whiten else returns_BT, returns_BT
+    return aggregation.whiten(returns_BT, response_mask) if whiten else returns_BT, returns_BT
 
 
 @register_estimator("reinforce_plus_plus_baseline")
@@ -180,7 +224,7 @@ def reinforce_plus_plus_baseline(
     baseline_B, _ = _baseline_and_std(scores_B, uid)
     advantages_BT = _on_tokens(scores_B.double() - baseline_B, rewards, response_mask)
     if whiten:
-        advantages_BT = masked.whiten(advantages_BT, response_mask)
+        advantages_BT = aggregation.whiten(advantages_BT, response_mask)
     return advantages_BT, _on_tokens(scores_B, rewards, response_mask)
 
 

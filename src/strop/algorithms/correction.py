@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from strop.algorithms.masked import masked_mean, masked_sum, zero_masked
+from strop.algorithms.aggregation import masked_mean, masked_sum, zero_masked
 from strop.errors import ConfigError
 
 ROLLOUT_IS_LEVELS = ("token", "sequence")

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from strop.algorithms.masked import masked_mean, zero_masked
+from strop.algorithms.aggregation import masked_mean, zero_masked
 from strop.errors import ConfigError, TrainingError
 
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")

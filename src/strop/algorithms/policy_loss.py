@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from strop.algorithms.masked import masked_mean, zero_masked
+from strop.algorithms.aggregation import masked_mean, zero_masked
 from strop.algorithms.registry import resolve
 from strop.errors import ConfigError
 
@@ -35,6 +35,7 @@ class PolicyLoss(NamedTuple):
 
 
 PolicyLossFunction = Callable[..., PolicyLoss]
+
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
 
@@ -186,4 +187,36 @@ def _masked(loss: Tensor, ratio: Tensor, clipped: Tensor, k: Tensor, response_ma
         ratio_BT=zero_masked(ratio.detach(), response_mask),
         clipped_BT=zero_masked(clipped.to(loss.dtype), response_mask),
         approx_kl_BT=zero_masked(k.exp() - 1 - k, response_mask),
+    )
+
+
+# The clipped value loss per token, before aggregation. Shapes: B samples, T response tokens.
+
+
+class ValueLoss(NamedTuple):
+    """Per token, 0 where the mask is 0; only the loss has a gradient."""
+
+    loss_BT: Tensor
+    clipped_BT: Tensor
+    """1 where the clipped value gave the loss, else 0"""
+
+
+def value_loss(
+    values: Tensor, returns: Tensor, old_values: Tensor, response_mask: Tensor, *, cliprange_value: float
+) -> ValueLoss:
+    """0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) with c = ``cliprange_value``; all tensors
+    [B,T].
+
+    The value analogue of the policy's clip, as in OpenAI baselines' ppo2; Huang et al., arXiv:2403.17031,
+    keep it for language models.
+    """
+    values_BT = zero_masked(values, response_mask)
+    returns_BT = zero_masked(returns, response_mask)
+    old_values_BT = zero_masked(old_values, response_mask)
+    near_BT = values_BT.clamp(old_values_BT - cliprange_value, old_values_BT + cliprange_value)
+    plain_BT = (values_BT - returns_BT).square()
+    bounded_BT = (near_BT - returns_BT).square()
+    return ValueLoss(
+        loss_BT=zero_masked(0.5 * torch.maximum(plain_BT, bounded_BT), response_mask),
+        clipped_BT=zero_masked((bounded_BT > plain_BT).to(values.dtype), response_mask),
     )

@@ -1,10 +1,5 @@
 """The configuration: typed schema, defaults, loading, and the checks that run before a model is loaded.
 
-Nothing here imports torch, transformers or pyarrow: `strop --help` and `strop check` answer at once.
+This package does not import torch, transformers or pyarrow, so that `strop --help` and `strop check` answer
+at once. It imports nothing itself: the scoring process loads `reward_parts` without pydantic.
 """
-
-from __future__ import annotations
-
-from strop.config.schema import Config
-
-__all__ = ["Config"]

@@ -6,18 +6,26 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from strop.config.load import to_dict
 from strop.config.roles import policy_roles
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.policy import VLLMSamplingConfig
+from strop.config.trees import Root
 from strop.errors import ConfigError
 
 GLOBAL_POOL = "global_pool"
+
+
 _PASS_ROLES = {
     "ref": "RefPolicy",
     "critic": "Critic",
     "values": "Critic",
     "reward_model": "RewardModel",
 }
+
+
 """Passes over the samples that are not the policy's own."""
 
 
@@ -98,3 +106,83 @@ def visible_gpus() -> int:
     if listed is not None:
         return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
     return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+
+
+# What keys of the rollout come to where nobody wrote them: the defaults are those of a GPU.
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+NEUTRAL: dict[str, Any] = {
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "bad_words": [],
+    "stop": [],
+}
+
+
+"""The values of vLLM's sampling keys with which they do nothing; null for the others."""
+
+
+KEEPS_THE_POLICY = frozenset({"stop", "repetition_detection"})
+
+
+"""Those that end a response and leave its distribution as it is."""
+
+
+def rollout_dtype(config: Config) -> str:
+    """Of vLLM's weights: the actor's computing dtype, unless another one is written."""
+    dtype = config.actor_rollout_ref.rollout.dtype
+    if dtype == "auto" or not _is_written(config, "dtype"):
+        return config.actor_rollout_ref.model.compute_dtype
+    return dtype
+
+
+def tensor_parallel_size(config: Config) -> int:
+    """Ranks that run one vLLM engine together; a default that does not suit the ranks counts as 1.
+
+    Raises ``ConfigError`` when the written size does not divide them.
+    """
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    placement = Placement.from_config(config)
+    ranks = placement.ranks("Rollout" if "Rollout" in placement.roles else "ActorRollout")
+    if not _is_written(config, "tensor_model_parallel_size"):
+        return size if ranks % size == 0 and config.trainer.device != "cpu" and visible_gpus() else 1
+    if ranks % size:
+        raise ConfigError(
+            f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide the {ranks} ranks of the rollout"
+        )
+    return size
+
+
+def extra_sampling(config: Config) -> dict[str, object]:
+    """The fields of vLLM's ``SamplingParams`` that the run sets beyond those of every generator."""
+    rollout = config.actor_rollout_ref.rollout
+    values = {name: getattr(rollout, name) for name in VLLMSamplingConfig.model_fields}
+    return {name: value for name, value in values.items() if value != NEUTRAL.get(name)}
+
+
+def _is_written(config: Config, key: str) -> bool:
+    return config.written is None or f"{_ROLLOUT}.{key}" in config.written
+
+
+# The configuration as a file that repeats the run: what depends on who wrote a key is written out.
+
+
+def settled(config: Root) -> Root:
+    """``config`` with the values that unwritten keys come to in this run: in a file every key is written."""
+    tree = to_dict(config)
+    if not tree["trainer"].get("resource_pools"):
+        tree["trainer"]["n_gpus_per_node"] = processes_per_node(config)
+    if isinstance(config, Config):
+        _settle_rollout(config, tree["actor_rollout_ref"]["rollout"])
+    return type(config).model_validate(tree)
+
+
+def _settle_rollout(config: Config, rollout: dict[str, Any]) -> None:
+    if rollout["name"] == "vllm":
+        rollout["dtype"] = rollout_dtype(config)
+        rollout["tensor_model_parallel_size"] = tensor_parallel_size(config)

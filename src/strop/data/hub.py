@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 )
 
 from strop.config.paths import is_url, may_be_a_hub_name
-from strop.data.files import cache_folder, local_path
+from strop.data.fetch import cache_folder, local_path
 from strop.errors import ModelError
 
 logger = logging.getLogger("strop")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from strop.data.columns import (
+from strop.data.loader import RowDataset
+from strop.data.parquet import (
     UNNAMED_SOURCE,
+    Files,
     check_columns,
     no_sources,
+    read_prompt_table,
     require_ground_truths,
     sources_of,
 )
-from strop.data.parquet import Files, read_prompt_table
 from strop.data.prompts import as_messages, encode_raw
 from strop.data.tokenize import tokenize_table
 from strop.errors import DataError
@@ -25,7 +28,9 @@ from strop.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 logger = logging.getLogger("strop.data")
+
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 
@@ -103,7 +108,7 @@ class RLHFDataset:
         return no_sources(self._table, self.reward_fn_key)
 
     def require_ground_truths(self, sources: Collection[str], *, by_model: bool) -> None:
-        """See :func:`strop.data.columns.require_ground_truths`."""
+        """See :func:`strop.data.parquet.require_ground_truths`."""
         require_ground_truths(self._table, self.reward_fn_key, sources, by_model=by_model)
 
     def _usable_rows(self, filter_overlong: bool) -> np.ndarray:
@@ -176,3 +181,55 @@ def _row_index(fields: dict[str, Any], row_number: int) -> Any:
     if isinstance(extra_info, dict) and extra_info.get("index") is not None:
         return extra_info["index"]
     return fields.get("index", row_number)
+
+
+# Parts of a data set.
+
+
+class FirstRows:
+    """The first ``limit`` rows of ``dataset``, or all where there are fewer."""
+
+    def __init__(self, dataset: RowDataset, limit: int) -> None:
+        self.dataset = dataset
+        self._length = min(limit, len(dataset))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.dataset[row]
+
+    def data_sources(self) -> set[str]:
+        """Those of ``dataset``."""
+        return self.dataset.data_sources()
+
+
+class FirstOfEachSource:
+    """The first ``limit`` rows of every data source, in the order of ``dataset``."""
+
+    def __init__(self, dataset: RowDataset, limit: int) -> None:
+        self.dataset = dataset
+        self._rows: list[int] = []
+        taken: Counter[str] = Counter()
+        for row in range(len(dataset)):
+            source = dataset[row]["data_source"]
+            taken[source] += 1
+            if taken[source] <= limit:
+                self._rows.append(row)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.dataset[self._rows[row]]
+
+    def data_sources(self) -> set[str]:
+        """Those of ``dataset``."""
+        return self.dataset.data_sources()
+
+
+def all_rows(dataset: RowDataset) -> RowDataset:
+    """The data set that ``dataset`` is a part of, or ``dataset`` itself."""
+    while isinstance(dataset, FirstRows | FirstOfEachSource):
+        dataset = dataset.dataset
+    return dataset

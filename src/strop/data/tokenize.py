@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strop.atomic import atomic_path
-from strop.data.files import cache_folder, content_digest
+from strop.data.fetch import Bar, cache_folder, content_digest, progress_bar
 from strop.data.parquet import PromptTable
-from strop.data.progress import Bar, progress_bar
 from strop.data.prompts import PromptError, encode_prompts
+from strop.files import atomic_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

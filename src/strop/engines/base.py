@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,11 @@ from strop.models.base import RoleModel
 from strop.protocol import DataProto
 
 Outputs = dict[str, Tensor]
+
+
 Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+
+
 """(outputs of the model, columns of the micro-batch) -> (loss to differentiate, metrics).
 
 The loss and the metrics are sums over this micro-batch divided by the denominators of the whole mini-batch,
@@ -97,6 +103,8 @@ class Engine(Protocol):
 
 
 ENGINES: dict[str, str] = {"fsdp": "strop.engines.torch.engine:TorchEngine"}
+
+
 """Name in ``actor.strategy`` and ``critic.strategy`` -> "module:class", imported when it is asked for."""
 
 
@@ -122,3 +130,79 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+# What a worker tells an engine about optimizer, sharding and memory.
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW and gradient clipping by global norm."""
+
+    betas: tuple[float, float]
+    weight_decay: float
+    eps: float
+    grad_clip: float
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """Which modules are units, and how many ranks share one copy of the parameters, or one sequence."""
+
+    layer_classes: tuple[str, ...] = ()
+    """Names of the classes to shard as units; none: the model's own decoder layers."""
+    min_num_params: int = 0
+    """Instead, units of at least this many parameters; 0: by class."""
+    fsdp_size: int = -1
+    """Ranks that share one copy; -1: all. 1: every rank has its own."""
+    sequence_parallel_size: int = 1
+    """Neighbouring ranks that get the same batches and run passes over them together."""
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """What waits in CPU memory; on a CPU nothing moves."""
+
+    parameters: bool = False
+    optimizer: bool = False
+
+
+# The learning rate as a pure function of the iteration (NUMERICS: schedules and steps).
+
+
+def learning_rate_factor(
+    iteration: int, *, total: int, warmup_ratio: float, style: str, min_ratio: float | None
+) -> float:
+    """What the base learning rate is multiplied with at ``iteration`` (counted from 0) of ``total``.
+
+    Warm-up: (iteration + 1) / W over the first W = int(warmup_ratio x total) iterations. After it: 1
+    (``constant``), a half cosine (``cosine``) or a line (``linear``) from 1 towards ``min_ratio`` (null: 0).
+    """
+    warmup = int(warmup_ratio * total)
+    if iteration < warmup:
+        return (iteration + 1) / warmup
+    if style == "constant":
+        return 1.0
+    floor = min_ratio or 0.0
+    progress = min((iteration - warmup) / max(total - warmup, 1), 1.0)
+    if style == "cosine":
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    return floor + (1 - floor) * (1 - progress)
+
+
+# One number for all weights: what runs that must be equal are compared by.
+
+
+def weights_hash(named_weights: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names and the SHA-256 of bytes, in name order; one tensor at a time is held.
+
+    Equal exactly when every parameter is bit-identical, in whatever order and from how many ranks they come.
+    """
+    digests = {
+        name: hashlib.sha256(weight.detach().cpu().contiguous().view(torch.uint8).numpy()).digest()
+        for name, weight in named_weights
+    }
+    whole = hashlib.sha256()
+    for name in sorted(digests):
+        whole.update(name.encode() + digests[name])
+    return whole.hexdigest()

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strop.errors import ModelError
-from strop.models.packing import Packing, packed_attention, packed_hidden_states
-from strop.models.packing_checks import check_packable, check_packed_pass
+from strop.models.attention import packed_attention
+from strop.models.packing import Packing, check_packable, check_packed_pass, packed_hidden_states
 from strop.models.prompts_once import PromptsOnce
 from strop.models.ulysses import SequenceGroup, check_shareable
 

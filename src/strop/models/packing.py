@@ -16,134 +16,33 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from strop.errors import ModelError
-from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup, SharedRow
+from strop.models.attention import (
+    _PACKED,
+    Runs,
+    _packed_attention,
+    _row_attention,
+    is_flash,
+    packed_attention,
+    portable_attention,
+)
+from strop.models.ulysses import SequenceGroup, SharedRow
 
 if TYPE_CHECKING:
-    from strop.models.prompts_once import WholeSequences
+    pass
 
-Runs = tuple[tuple[int, int], ...]
+
 """(S, K) of each run: so many neighbouring sequences of the same length."""
 
-_FLOAT32_UP_TO = 512
+
 """Tokens of a sequence. Torch's bfloat16 attention on a CPU takes longer than float32 with its casts: forward
 and backward 3.0 times as long with 96 tokens, 1.8 to 2.3 with 128, 1.2 with 256, and as long with 512."""
-_PACKED = "strop_packed"  # transformers makes no mask for a back-end that it does not know
-
-
-def _packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    sequence_runs: Runs | None = None,
-    sliding_window: int | None = None,
-    position_bias: Tensor | None = None,
-    whole_sequences: WholeSequences | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Query [1, Q, N, D], key and value [1, G, N, D] -> [1, N, Q, D]; each sequence sees itself alone.
-
-    One call of transformers' own ``sdpa`` for each run, so that grouped heads, scaling and whatever else a
-    family passes in ``options`` mean what they mean in its padded pass.
-    """
-    if whole_sequences is not None and position_bias is None:
-        return whole_sequences.attend(module, query, key, value, sliding_window, **options), None
-    if sequence_runs is None or position_bias is not None:
-        raise ModelError(
-            f"{type(module).__name__} does not hand the lengths of packed sequences to attention"
-        )
-    # split, not slices: each slice's backward pass would make a gradient of full size
-    sizes = [sequences * length for sequences, length in sequence_runs]
-    parts = zip(*(heads.transpose(1, 2)[0].split(sizes) for heads in (query, key, value)), strict=True)
-    outputs = []
-    for (sequences, length), tokens in zip(sequence_runs, parts, strict=True):
-        heads = [part.unflatten(0, (sequences, length)).transpose(1, 2) for part in tokens]
-        mask_KK = _window_mask(length, sliding_window, query.device)
-        outputs.append(attend(module, *heads, mask_KK, **options).flatten(0, 1))
-    return torch.cat(outputs)[None], None
-
-
-def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-) -> Tensor:
-    """The ``sdpa`` of transformers: query [S, Q, T, D], key and value [S, G, K, D] -> [S, T, Q, D].
-
-    ``mask`` [1, 1, T, K] is of what each query sees; None: the keys up to its own.
-    """
-    heads = [query, key, value]
-    with _in_float32(query.device, key.shape[2]) as cast:
-        if cast:
-            heads = [states.float() for states in heads]
-        output, _ = sdpa_attention_forward(module, *heads, attention_mask=mask, **options)
-    return output.to(value.dtype)
-
-
-@contextmanager
-def _in_float32(device: torch.device, length: int) -> Generator[bool]:
-    """Whether to attend to sequences of that length in float32 whatever comes; autocast is off then."""
-    if device.type != "cpu" or length > _FLOAT32_UP_TO:
-        yield False
-        return
-    with torch.autocast("cpu", enabled=False):
-        yield True
-
-
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[1, 1, K, K] of what each token sees, itself and ``window - 1`` before it; None: all before it."""
-    if window is None or length <= window:
-        return None
-    place_K = torch.arange(length, device=device)
-    distance_KK = place_K[:, None] - place_K
-    return ((distance_KK >= 0) & (distance_KK < window))[None, None]
 
 
 AttentionInterface.register(_PACKED, _packed_attention)
-
-
-@contextmanager
-def packed_attention(model: PreTrainedModel, group: SequenceGroup | None = None) -> Generator[None]:
-    """Attention by sequence in place of ``sdpa``; flash-attention stays, and takes the lengths itself.
-
-    With a ``group`` either is called on whole rows, of which the model has a piece. Not for good: a rollout
-    generates with the same model, from padded prompts and with a cache.
-    """
-    config = model.config
-    before = config._attn_implementation
-    config._attn_implementation = _row_attention(before) if group is None else SHARED_ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def _row_attention(implementation: str) -> str:
-    """The back-end that attends to a packed row, for a model that was loaded with ``implementation``."""
-    return implementation if is_flash(implementation) else _PACKED
-
-
-@contextmanager
-def portable_attention(model: PreTrainedModel) -> Generator[None]:
-    """``sdpa`` in place of flash-attention, which runs neither on a CPU nor in float32, for checks."""
-    config = model.config
-    before = config._attn_implementation
-    if is_flash(before):
-        config._attn_implementation = "sdpa"
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def is_flash(implementation: str | None) -> bool:
-    """Whether attention is flash-attention's, which takes the lengths of sequences itself."""
-    return implementation is not None and implementation.startswith("flash_attention")
 
 
 class Packing:
@@ -224,3 +123,91 @@ def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], pa
             use_cache=False,
             **options,
         ).last_hidden_state[0]
+
+
+# Which models can be packed: by their configuration before weights are read, and by trying it after.
+
+_WINDOW = 2
+
+"""The sliding window of a check: shorter than its sequences, as real windows are shorter than real ones."""
+
+
+def check_packable(model: PreTrainedModel, key: str) -> None:
+    """``ModelError`` for attention that cannot be replaced or told where sequences end; needs no weights.
+
+    ``key`` is the configuration's key that asked for packed passes.
+    """
+    config = model.config.get_text_config()
+    implementation = model.config._attn_implementation
+    kinds = set(getattr(config, "layer_types", None) or ())  # families of one kind have no such field
+    unknown = sorted(kinds - {"full_attention", "sliding_attention"})
+    if unknown:
+        reason = f"has layers of type {', '.join(unknown)}"
+    elif model.config.is_encoder_decoder:
+        reason = "has an encoder"
+    elif not (model._supports_attention_backend and model._can_set_attn_implementation()):
+        reason = "does not let its attention be replaced (transformers' AttentionInterface)"
+    elif implementation != "sdpa" and not is_flash(implementation):
+        reason = f"attends with attn_implementation={implementation}, expected sdpa or flash_attention_2"
+    else:
+        return
+    raise ModelError(f"{key}=True: {type(model).__name__} {reason}; set {key}=False")
+
+
+@torch.no_grad()
+def check_packed_pass(model: PreTrainedModel, key: str, group: SequenceGroup | None = None) -> None:
+    """``ModelError`` when tokens of one sequence change another's hidden states; needs the weights.
+
+    Three short sequences, packed and padded: a family that mixes tokens anywhere but in attention, counts
+    positions by itself or keeps its sliding window to its mask would otherwise train on wrong numbers. The
+    ranks of a ``group`` share the sequences.
+    """
+    mask_BL = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]], device=model.device)
+    ids_BL = torch.arange(12, device=model.device).view(3, 4) % model.config.get_text_config().vocab_size
+    batch = {
+        "input_ids": ids_BL,
+        "attention_mask": mask_BL,
+        "position_ids": (mask_BL.cumsum(dim=1) - 1).clamp(min=0),
+    }
+    with portable_attention(model), _short_windows(model):
+        padded_NH = model.base_model(**batch, use_cache=False).last_hidden_state[mask_BL.bool()]
+        try:
+            packed_NH = _whole_hidden_states(model, batch, Packing(mask_BL, group))
+        except (TypeError, ModelError) as error:  # a layer that takes, or hands on, no such option
+            raise ModelError(f"{key}=True: {type(model).__name__}: {error}; set {key}=False") from error
+    difference = float((packed_NH - padded_NH).float().norm() / padded_NH.float().norm())
+    tolerance = 1e-3 if padded_NH.dtype == torch.float32 else 5e-2
+    if not difference < tolerance:
+        raise ModelError(
+            f"{key}=True: the hidden states of {type(model).__name__} change by {difference:.1e} (of their "
+            f"norm) when sequences are packed, expected less than {tolerance:.0e}; set {key}=False"
+        )
+
+
+def _whole_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], packing: Packing) -> Tensor:
+    """The hidden states [N, H] of the packed row, on every rank of a group."""
+    hidden_nH = packed_hidden_states(model, batch, packing)
+    if packing.group is None:
+        return hidden_nH
+    mask_BL, own_BL = batch["attention_mask"].bool(), packing.own_BL
+    own_N = own_BL[mask_BL]
+    hidden_NH = hidden_nH.new_zeros(len(own_N), hidden_nH.shape[1])
+    hidden_NH[own_N] = hidden_nH[packing.places(own_BL)]
+    return packing.group.sum_of_parts(hidden_NH)
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Generator[None]:
+    """Sliding windows of ``_WINDOW`` tokens wherever the model has one: in the configuration, that masks are
+    made by, and in its layers, that pass one to attention.
+    """
+    places: list[Any] = [model.config.get_text_config(), *model.modules()]
+    before = [(place, getattr(place, "sliding_window", None)) for place in places]
+    before = [(place, window) for place, window in before if isinstance(window, int) and window]
+    try:
+        for place, _ in before:
+            place.sliding_window = _WINDOW
+        yield
+    finally:
+        for place, window in before:
+            place.sliding_window = window

@@ -17,8 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from strop.algorithms.logprobs import token_log_probs
 from strop.algorithms.output_layer import OutputLayer
 from strop.errors import ModelError
+from strop.models.attention import portable_attention
 from strop.models.base import ResponseTokens, RoleModel
-from strop.models.packing import portable_attention
 
 Projection = Callable[[Tensor], Tensor]
 _CHUNK = 256  # tokens whose logits exist at once where the head is not but a matrix

@@ -11,16 +11,15 @@ queries and K keys each, M of either in all runs; Q query heads, G key-value hea
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from strop.models.packing import Packing, attend
+from strop.models.attention import WholeSequences
+from strop.models.packing import Packing
 
-_LIKE = 0.8
 """Pieces of sequences of at least this share of the longest are filled up to it, and attend in one call."""
 
 
@@ -74,97 +73,3 @@ class PromptsOnce(Packing):
         """How attention is told what the whole sequences are."""
         whole = WholeSequences(self._mask_BL, self._computed_BL, self._shared_place_BL, self._starts)
         return {"whole_sequences": whole}
-
-
-class _Run(NamedTuple):
-    """Sequences that attend in one call: their tokens from ``first`` to ``end``, to all before."""
-
-    rows: list[int]
-    first: int
-    end: int
-
-    def mask(self, window: int | None, device: torch.device) -> Tensor | None:
-        """[1, 1, T, K] of what each query sees; None where queries and keys are the same tokens, all seen."""
-        if self.first == 0 and (window is None or self.end <= window):
-            return None
-        place_K = torch.arange(self.end, device=device)
-        distance_TK = place_K[self.first :, None] - place_K
-        seen_TK = distance_TK >= 0
-        return (seen_TK if window is None else seen_TK & (distance_TK < window))[None, None]
-
-
-class WholeSequences:
-    """Who attends to whom: prompts that are shared to themselves, once, and their responses to both.
-
-    A run fills sequences up to the longest; what fills one up follows it, so no token of it attends to that.
-    """
-
-    def __init__(
-        self, mask_BL: Tensor, computed_BL: Tensor, place_BL: Tensor, starts: list[list[int]]
-    ) -> None:
-        """The real tokens, those computed, where each of the former is in the packed row, and the ``starts``.
-
-        Those are, for each row, the tokens of its sequence at which a piece begins that attends by itself.
-        """
-        lengths = mask_BL.sum(dim=1).tolist()
-        token_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
-        place_BK = place_BL.new_zeros(len(lengths), max(lengths))
-        rows, columns = mask_BL.nonzero(as_tuple=True)
-        place_BK[rows, token_BL[rows, columns]] = place_BL[rows, columns]
-        self._runs = _runs(starts, lengths)
-        queries, keys, laid_BK, laid = [], [], torch.zeros_like(place_BK), 0
-        for run in self._runs:
-            queries.append(place_BK[run.rows, run.first : run.end].flatten())
-            keys.append(place_BK[run.rows, : run.end].flatten())
-            places = torch.arange(laid, laid + len(queries[-1]), device=laid_BK.device)
-            laid_BK[run.rows, run.first : run.end] = places.view(len(run.rows), -1)
-            laid += len(places)
-        self._queries_M, self._keys_M = torch.cat(queries), torch.cat(keys)
-        self._laid_N = laid_BK.gather(1, token_BL)[computed_BL]
-        self._masks: dict[int | None, list[Tensor | None]] = {}
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
-        **options: Any,
-    ) -> Tensor:
-        """Query [1, Q, N, D], key and value [1, G, N, D] of computed tokens -> [1, N, Q, D]."""
-        if window not in self._masks:
-            self._masks[window] = [run.mask(window, query.device) for run in self._runs]
-        # one selection for all runs and split, not one each: each would make a gradient of full size
-        sizes = [len(run.rows) * (run.end - run.first) for run in self._runs]
-        queries = _tokens(query).index_select(0, self._queries_M).split(sizes)
-        sizes = [len(run.rows) * run.end for run in self._runs]
-        keys, values = (_tokens(states).index_select(0, self._keys_M).split(sizes) for states in (key, value))
-        outputs = []
-        for run, mask, *tokens in zip(self._runs, self._masks[window], queries, keys, values, strict=True):
-            heads = [part.unflatten(0, (len(run.rows), -1)).transpose(1, 2) for part in tokens]
-            outputs.append(attend(module, *heads, mask, **options).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, self._laid_N)[None]
-
-
-def _tokens(heads: Tensor) -> Tensor:
-    """[1, A, N, D] -> [N, A, D]"""
-    return heads.transpose(1, 2)[0]
-
-
-def _runs(starts: list[list[int]], lengths: list[int]) -> list[_Run]:
-    """All pieces, those that begin at the same token and are of like length together."""
-    pieces = [
-        (first, end, row)
-        for row, (begins, length) in enumerate(zip(starts, lengths, strict=True))
-        for first, end in itertools.pairwise([*begins, length])
-        if end > first
-    ]
-    runs: list[_Run] = []
-    for first, end, row in sorted(pieces, key=lambda piece: (piece[0], -piece[1])):
-        longest = runs[-1] if runs else None
-        if longest and first == longest.first and end - first >= _LIKE * (longest.end - first):
-            longest.rows.append(row)
-        else:
-            runs.append(_Run([row], first, end))
-    return runs

@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from strop.models.base import ResponseTokens, RoleModel
+from strop.models.prompts_once import prompt_width
 
 REWARD_MEAN, REWARD_STD = "strop_reward_mean", "strop_reward_std"
+
 """Entries of a reward model's config.json: mean and standard deviation of its scores where it was trained."""
 
 
@@ -67,3 +69,35 @@ class SequenceScorer(RoleModel):
         scores_n = self.hugging_face_model.get_submodule("score")(hidden_nH).squeeze(-1).float()
         scores_B = scores_n.new_zeros(len(mask_BL)).masked_scatter(is_last_BL.any(dim=1), scores_n)
         return self.whole({"scores": scores_B})["scores"]
+
+
+# A reward model in training: both answers to a prompt in one pass.
+
+
+class PairScorer(SequenceScorer):
+    """Scores the chosen and the rejected answer of each row of ``pair_batch``.
+
+    A packed pass computes the prompt that they share once.
+    """
+
+    packing_key = "model.use_remove_padding"
+
+    def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``chosen_scores`` and ``rejected_scores``, [B] float32 each, uncentred."""
+        chosen_B, rejected_B = self.uncentred_scores(as_sequences(batch)).chunk(2)
+        return {"chosen_scores": chosen_B, "rejected_scores": rejected_B}
+
+
+def as_sequences(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """B pairs -> 2 B sequences in the layout of rollouts: the chosen ones, then the rejected ones."""
+    width = prompt_width(batch)
+    prompts_BP, prompt_mask_BP = batch["input_ids"][:, :width], batch["attention_mask"][:, :width]
+    responses = torch.cat([batch["responses"], batch["rejected"]])
+    response_mask = torch.cat([batch["response_mask"], batch["rejected_mask"]])
+    attention_mask = torch.cat([prompt_mask_BP.repeat(2, 1), response_mask.to(prompt_mask_BP.dtype)], dim=1)
+    return {
+        "input_ids": torch.cat([prompts_BP.repeat(2, 1), responses], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+        "response_mask": response_mask,
+    }

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from strop.errors import ConfigError
-from strop.rewards.records import KEYWORDS
+from strop.rewards.worker.records import KEYWORDS
 
 KEY = "custom_reward_function"
 

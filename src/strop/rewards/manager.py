@@ -14,23 +14,17 @@ import numpy as np
 from torch import Tensor
 
 from strop.algorithms.registry import asked_for, resolve
+from strop.config.reward_parts import RULE, read_parts
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
-from strop.rewards.composition import Composition, part_scorers
-from strop.rewards.coverage import require_scored_source
+from strop.rewards.batch import ErrorBudget, Fields, PendingRewards, ScoringJob, real_tokens
 from strop.rewards.custom import load_custom_reward, require_score_signature
-from strop.rewards.error_budget import ErrorBudget
-from strop.rewards.examine import describe_sample
-from strop.rewards.part_scorers import BuiltInScorer, PartScorers
-from strop.rewards.pending import Fields, PendingRewards, real_tokens
-from strop.rewards.pool import RewardPool, default_num_workers
-from strop.rewards.process import RewardProcess
-from strop.rewards.records import Outcome, Sample, ScoreFunction
-from strop.rewards.reward_output import RewardOutput
-from strop.rewards.router import Router
-from strop.rewards.scoring import ScoringJob
-from strop.rewards.unused_parts import UnusedParts
-from strop.score_parts import RULE, read_parts
+from strop.rewards.parts import Composition, UnusedParts, part_scorers, require_scored_source
+from strop.rewards.reward_output import RewardOutput, describe_sample
+from strop.rewards.router import BuiltInScorer, PartScorers, Router
+from strop.rewards.worker.pool import RewardPool, default_num_workers
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 
 if TYPE_CHECKING:
     from strop.config.schema import Config
@@ -63,11 +57,11 @@ class RewardManager:
     (``reward_model.style`` is "model") and, without ``compute_score``, for data sources without a scorer.
 
     ``parts`` gives these two, and further scorers, a weight for each data source
-    (:func:`strop.score_parts.read_parts`; :class:`strop.rewards.composition.Composition` for the order of
+    (:func:`strop.config.reward_parts.read_parts`; :class:`strop.rewards.parts.Composition` for the order of
     things, and for ``non_stop_penalty``, ``penalty_reward_value`` and ``min_response_length``).
 
     A sample whose scorer raises, takes longer than ``timeout_s`` seconds or ends its process scores
-    ``error_score``. Beyond ``max_error_rate`` of them (:mod:`strop.rewards.error_budget`) scoring stops.
+    ``error_score``. Beyond ``max_error_rate`` of them (:mod:`strop.rewards.batch`) scoring stops.
 
     ``num_examine`` samples of each data source in every batch go to ``printer`` (default: the log) as text.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from strop.rewards.records import Outcome
-from strop.score_parts import RULE
+from strop.config.reward_parts import RULE
+from strop.rewards.worker.records import Outcome, Sample
 
 
 @dataclass(frozen=True)
@@ -90,3 +91,28 @@ def _by_source(sources: Sequence[str], contributions: Mapping[str, Tensor]) -> d
         for name, total in added.items():
             metrics[f"reward/added/{source}/{name}"] = total / len(sources)
     return metrics
+
+
+# Samples with their scores, as text to read.
+
+
+def describe_sample(
+    sample: Sample, *, prompt: str, score: float, parts: Mapping[str, float], error: str
+) -> str:
+    """Source, prompt, response, ground truth and score, one below the other."""
+    named = "".join(f", {name} {value:g}" for name, value in parts.items())
+    lines = [
+        _field("data source", sample.data_source),
+        _field("prompt", prompt),
+        _field("response", sample.solution_str),
+        _field("ground truth", sample.ground_truth),
+        _field("score", f"{score:g}{named}"),
+    ]
+    if error:
+        lines.append(_field("error", error.strip()))
+    return "\n".join(lines)
+
+
+def _field(name: str, value: Any) -> str:
+    text = str(value)
+    return f"[{name}]\n{text}" if "\n" in text else f"[{name}] {text}"

@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from strop.errors import ConfigError
+import torch
+from torch import Tensor
+
+from strop.errors import ConfigError, DataError, TrainingError
+from strop.protocol import DataProto
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from strop.config.schema.rollout import RolloutConfig
+    from strop.config.schema.policy import RolloutConfig
     from strop.protocol import DataProto
 
 
@@ -82,6 +86,7 @@ class SamplingParams:
 
 
 Finished = Callable[[int, int, list[int]], None]
+
 """Told of a sample before the others are finished: row of its prompt, its number among the prompt's samples,
 and its token ids with the stop token."""
 
@@ -92,7 +97,7 @@ class RolloutEngine(Protocol):
     def generate(
         self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
     ) -> DataProto:
-        """``params.n`` rows for every prompt, adjacent; columns as in ``strop.rollout.request``.
+        """``params.n`` rows for every prompt, adjacent; columns as in ``strop.rollout.base``.
 
         ``finished`` is told of as many samples as are known early; of none twice.
         """
@@ -117,12 +122,15 @@ class RolloutEngine(Protocol):
         ...
 
 
-ROLLOUTS: dict[str, str] = {"hf": "strop.rollout.hf:HFRollout"}
+ROLLOUTS: dict[str, str] = {"hf": "strop.rollout.hf.engine:HFRollout"}
+
 """Name in ``actor_rollout_ref.rollout.name`` -> "module:class", imported when it is asked for."""
+
 REPLICAS: dict[str, str] = {
-    "hf": "strop.rollout.replica:HFReplica",
+    "hf": "strop.rollout.hf.engine:HFReplica",
     "vllm": "strop.rollout.vllm.engine:VLLMRollout",
 }
+
 """The same for a rollout that cannot share the actor's weights and takes them over."""
 
 
@@ -133,3 +141,74 @@ def build_rollout(name: str, *arguments: Any, own_weights: bool = False, **optio
         raise ConfigError(f"actor_rollout_ref.rollout.name={name!r} is unknown (known: {', '.join(known)})")
     module_name, _, class_name = known[name].partition(":")
     return getattr(importlib.import_module(module_name), class_name)(*arguments, **options)
+
+
+# What every rollout takes and gives: the check of a request's columns, and the columns of its answer.
+
+PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Tokens and float32 log-probs [R, T] (of no meaning from ``lengths`` on); lengths and truncated [R]."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    lengths: Tensor
+    truncated: Tensor
+
+
+def seeds_of(prompts: DataProto, params: SamplingParams) -> list[int]:
+    """The seeds of all samples, in order; none if greedy.
+
+    ``DataError``: a column is missing or has another shape, or a prompt is empty or not left-padded.
+    """
+    needed = PROMPT_COLUMNS if params.greedy else (*PROMPT_COLUMNS, "seeds")
+    missing = [name for name in needed if name not in prompts.batch]
+    if missing:
+        raise DataError(f"generate: the prompts have no column {', '.join(missing)}")
+    mask_BP = prompts.batch["attention_mask"].bool()
+    misplaced_B = ~mask_BP[:, -1] | (mask_BP[:, 1:] < mask_BP[:, :-1]).any(1)
+    if misplaced_B.any():
+        row = int(misplaced_B.nonzero()[0])
+        raise DataError(f"generate: prompt {row} is empty or not left-padded (see its attention_mask)")
+    if params.greedy:
+        return []
+    seeds = prompts.batch["seeds"]
+    if seeds.shape != (len(prompts), params.n):
+        raise DataError(
+            f"generate: seeds have shape {list(seeds.shape)}, expected [{len(prompts)}, {params.n}]: "
+            "one for each sample of each prompt"
+        )
+    return seeds.flatten().tolist()
+
+
+def answer(prompts: DataProto, params: SamplingParams, samples: Samples, *, pad_token_id: int) -> DataProto:
+    """``params.n`` rows for every prompt; ``TrainingError`` for log-probs that are not finite."""
+    device = prompts.batch["input_ids"].device
+    lengths, truncated = samples.lengths.to(device), samples.truncated.to(device)
+    sampled = torch.arange(params.max_tokens, device=device) < lengths[:, None]
+    log_probs = samples.log_probs.to(device).masked_fill(~sampled, 0.0)
+    if not log_probs.isfinite().all():
+        raise TrainingError("generate: the model's logits are not finite; have its weights diverged?")
+    responses = samples.tokens.to(device).masked_fill(~sampled, pad_token_id)
+    rest = DataProto(
+        {name: column for name, column in prompts.batch.items() if name not in (*PROMPT_COLUMNS, "seeds")},
+        prompts.non_tensor_batch,
+        prompts.meta_info,
+    )
+    prompt_ids, prompt_mask = (
+        prompts.batch[name].repeat_interleave(params.n, dim=0) for name in ("input_ids", "attention_mask")
+    )
+    attention_mask = torch.cat([prompt_mask, sampled.to(prompt_mask.dtype)], dim=1)
+    generated = {
+        "prompts": prompt_ids,
+        "responses": responses,
+        "input_ids": torch.cat([prompt_ids, responses], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "response_mask": sampled.float(),
+        "rollout_log_probs": log_probs,
+        "truncated": truncated,
+    }
+    return rest.repeat(params.n).union(DataProto.from_dict(generated))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from strop.tracking.base import RunInfo, Tracker, Tracking
+from strop.tracking.base import RunInfo, Tracker
+from strop.tracking.trackers import Tracking
 
 __all__ = ["RunInfo", "Tracker", "Tracking"]

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import TYPE_CHECKING, TextIO, cast
 
-from strop.tracking.headlines import (
+from strop.tracking.report import report_table, shown_table
+from strop.tracking.text import (
     ACCURACY,
     HEADLINES,
     KL,
@@ -34,13 +35,12 @@ from strop.tracking.headlines import (
     sparkline,
     validation_scores,
 )
-from strop.tracking.validation import report_table, shown_table
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from strop.tracking.base import RunInfo
-    from strop.tracking.validation import ValidationReport
+    from strop.tracking.report import ValidationReport
 
 PLAIN_LINE_EVERY_S = 2.0
 STEPS_FOR_ETA = 50

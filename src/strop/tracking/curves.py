@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.atomic import atomic_path
 from strop.errors import DataError
-from strop.tracking.headlines import VALIDATION_PREFIX, names_in_order
+from strop.files import atomic_path
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
+from strop.tracking.text import VALIDATION_PREFIX, names_in_order
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.atomic import atomic_path
 from strop.errors import DataError, TrainingError
+from strop.files import atomic_path
 
 if TYPE_CHECKING:
     from strop.tracking.base import RunInfo

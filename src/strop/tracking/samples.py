@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from strop.atomic import atomic_path
+from strop.files import atomic_path
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from torch.utils.tensorboard import SummaryWriter
 
-from strop.tracking.validation import SAMPLES_NAME
+from strop.tracking.report import SAMPLES_NAME
 
 if TYPE_CHECKING:
     from strop.tracking.base import RunInfo
-    from strop.tracking.validation import ShownSample, ValidationReport
+    from strop.tracking.report import ShownSample, ValidationReport
 
 
 class TensorboardTracker:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import wandb
 
-from strop.atomic import atomic_write_text
 from strop.errors import ConfigError
-from strop.tracking.validation import SAMPLES_NAME, ShownSample
+from strop.files import atomic_write_text
+from strop.tracking.report import SAMPLES_NAME, ShownSample
 
 if TYPE_CHECKING:
     from strop.tracking.base import RunInfo
-    from strop.tracking.validation import ValidationReport
+    from strop.tracking.report import ValidationReport
 
 RUN_ID_FILE = "wandb_run_id.txt"
 

@@ -7,31 +7,125 @@ together is public. What can be checked before a model loads is checked here.
 from __future__ import annotations
 
 import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
 
+from strop.checkpoint.folder import verify
+from strop.checkpoint.store import Checkpoints
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import model_paths, roles_of, tokenizer_paths
 from strop.config.schema import Config
-from strop.controller.local import LocalWorkerGroup
-from strop.controller.resource_pool import ResourcePoolManager
-from strop.controller.roles import Role
-from strop.data.columns import UNNAMED_SOURCE
+from strop.controller.group import LocalWorkerGroup
+from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import RowDataset
-from strop.data.rl_dataset import RLHFDataset
-from strop.data.subset import all_rows
-from strop.errors import MissingExtraError
-from strop.models.loader import import_external_lib, load_tokenizer
+from strop.data.parquet import UNNAMED_SOURCE
+from strop.data.prompts import encode_prompts, encode_responses
+from strop.data.rl_dataset import RLHFDataset, all_rows
+from strop.data.tokenize import tokenizer_fingerprint
+from strop.errors import MissingExtraError, ModelError
+from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
 from strop.rewards.manager import RewardManager, load_reward_manager
 from strop.rewards.router import UnknownSourceError
-from strop.trainer.checkpoint import Checkpoints
-from strop.trainer.manifest import verify
 from strop.trainer.ppo import RayPPOTrainer
-from strop.trainer.reward_model_tokens import check_reward_model_tokens
 from strop.trainer.seeds import seed_global_generators
 from strop.trainer.validation import needs_reward_model
-from strop.workers.actor_rollout_ref import ActorRolloutRefWorker
 from strop.workers.critic import CriticWorker
+from strop.workers.policy import ActorRolloutRefWorker
 from strop.workers.reward_model import RewardModelWorker
+
+# Whether two models mean the same by a token id; if not, one's score of the other's ids is noise.
+
+_REMEDY = (
+    "Set reward_model.model.input_tokenizer to the policy's tokenizer, so that samples are decoded and "
+    "written anew for the reward model"
+)
+
+
+def require_same_vocabulary(
+    policy: str | Path, reward_model: str | Path, tokenizer: Any, *, trusted: tuple[bool, bool]
+) -> None:
+    """``ModelError`` when the models in two folders have embeddings of other sizes, or give ids other tokens.
+
+    ``tokenizer`` is the policy's; ``trusted``: whether each of the two may run its own code. Tokens that one
+    of them lacks, and those added to a vocabulary, such as reserved ones that got a name, may differ. A
+    reward model without a tokenizer is taken at its size.
+    """
+    sizes = [
+        load_model_config(path, override_config={}, trust_remote_code=trust).get_text_config().vocab_size
+        for path, trust in zip((policy, reward_model), trusted, strict=True)
+    ]
+    if sizes[0] != sizes[1]:
+        raise ModelError(
+            f"the vocabularies differ: policy {sizes[0]}, reward model {sizes[1]} tokens. {_REMEDY}"
+        )
+    try:
+        other = load_tokenizer(reward_model, trust_remote_code=trusted[1])
+    except ModelError:
+        return
+    ours, theirs = _ordinary_tokens(tokenizer), _ordinary_tokens(other)
+    differing = sorted(token_id for token_id in ours.keys() & theirs if ours[token_id] != theirs[token_id])
+    if differing:
+        first = differing[0]
+        raise ModelError(
+            f"the vocabularies have {sizes[0]} tokens each, but {len(differing)} ids mean other tokens: the "
+            f"first, {first}, is {ours[first]!r} to the policy and {theirs[first]!r} to the reward model. "
+            f"{_REMEDY}"
+        )
+
+
+def _ordinary_tokens(tokenizer: Any) -> dict[int, str]:
+    added = tokenizer.get_added_vocab()
+    return {token_id: token for token, token_id in tokenizer.get_vocab().items() if token not in added}
+
+
+# Before a model loads: the reward model reads what the policy writes, in words that it learned from.
+
+logger = logging.getLogger("strop")
+
+
+_DIALOGUE = [{"role": "user", "content": "1"}], {"role": "assistant", "content": "2"}
+
+
+def check_reward_model_tokens(config: Config, tokenizer: Any) -> None:
+    """``ModelError`` when the policy's token ids are to be scored, and mean other tokens to the reward model.
+
+    A warning when they are to be written anew although both have one ``tokenizer``, and this gives others
+    than the policy generates.
+    """
+    rewards = config.reward_model
+    if not rewards.enable:
+        return
+    import_external_lib(rewards.model.external_lib)
+    models = config.actor_rollout_ref.model, rewards.model
+    policy, reward_model = (local_tokenizer(model.path, config.data.cache_dir) for model in models)
+    if rewards.model.input_tokenizer is None:
+        trusted = models[0].trust_remote_code, models[1].trust_remote_code
+        require_same_vocabulary(policy, reward_model, tokenizer, trusted=trusted)
+        return
+    own = load_tokenizer(reward_model, trust_remote_code=rewards.model.trust_remote_code)
+    is_shared = tokenizer_fingerprint(own) == tokenizer_fingerprint(tokenizer)
+    if is_shared and own.chat_template is not None and _written_anew(own) != _as_generated(own):
+        logger.warning(
+            "reward_model.model.input_tokenizer=%s: policy and reward model have one tokenizer, and its chat "
+            "template ends a conversation otherwise than a policy does. A reward model of `strop train-rm` "
+            "has learned from what a policy generates: set the key to null for it",
+            rewards.model.input_tokenizer,
+        )
+
+
+def _written_anew(tokenizer: Any) -> list[int]:
+    prompt, response = _DIALOGUE
+    return tokenizer.apply_chat_template([*prompt, response], return_dict=False)
+
+
+def _as_generated(tokenizer: Any) -> list[int]:
+    prompt, response = _DIALOGUE
+    return [
+        *encode_prompts([prompt], tokenizer)[0],
+        *encode_responses([response["content"]], tokenizer)[0],
+    ]
 
 
 def build_trainer(config: Config) -> RayPPOTrainer:
@@ -92,7 +186,7 @@ def group_class(*, on_ray: bool) -> type:
         return LocalWorkerGroup
     if importlib.util.find_spec("ray") is None:
         raise MissingExtraError("ray", "ray", "a run with several processes")
-    from strop.controller.ray_group import RayWorkerGroup
+    from strop.controller.ray.group import RayWorkerGroup
 
     return RayWorkerGroup
 

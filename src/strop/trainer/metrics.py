@@ -6,15 +6,42 @@ never means of means.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from strop.algorithms.aggregation import masked_mean, masked_sum, masked_var
 from strop.algorithms.correction import rollout_statistics
 from strop.algorithms.kl import mean_sequence_kl
-from strop.algorithms.masked import masked_mean, masked_sum, masked_var
 from strop.protocol import DataProto
+
+# Wall-clock seconds by phase of one iteration.
+
+
+class PhaseTimer:
+    """Adds up seconds by name; ``take`` hands them out as ``timing_s/<name>`` and starts again."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Count the time inside towards ``name``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """Everything counted since the last call."""
+        taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds = {}
+        return taken
+
 
 _SEQUENCE_LOSSES = ("loss", "pg_loss", "vf_loss", "entropy_loss", "kl_loss")
 

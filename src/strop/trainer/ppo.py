@@ -2,7 +2,7 @@
 
 The trainer is the single controller. It sees workers only through worker groups, so the same text drives
 models in this process and models on a cluster; ``ray_worker_group_cls`` decides which. Everything that is
-not the algorithm (validation, checkpoints, logging) hangs on the loop in ``strop.trainer.loops``.
+not the algorithm (validation, checkpoints, logging) hangs on the loop in ``strop.trainer.loop``.
 
 Shapes: B samples (prompts x rollout.n), T response tokens.
 """
@@ -19,27 +19,26 @@ from torch import Tensor
 from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
-from strop.config.check import check
+from strop.config.checks.check import check
 from strop.config.load import as_config
-from strop.config.old_log_probs import why_old_log_probs_are_computed_apart
-from strop.config.roles import uses_reference
+from strop.config.roles import uses_reference, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config
-from strop.controller.resource_pool import ResourcePoolManager
-from strop.controller.roles import Role
-from strop.controller.worker_group import Future
+from strop.controller.group import Future
+from strop.controller.pools import ResourcePoolManager, Role
 from strop.protocol import DataProto
 from strop.rollout.base import Finished
-from strop.trainer import loops
+from strop.trainer import loop
 from strop.trainer.metrics import (
+    PhaseTimer,
     batch_metrics,
     objective_metrics,
     policy_metrics,
     sampler_metrics,
 )
+from strop.trainer.ray_trainer import build_loaders, total_training_steps
+from strop.trainer.run_folder import require_shared_folder
 from strop.trainer.scores import PendingScores, Samples, require_finite
 from strop.trainer.seeds import sample_seeds
-from strop.trainer.shared_folder import require_shared_folder
-from strop.trainer.timing import PhaseTimer
 from strop.trainer.updates import PendingUpdates, mini_batches
 from strop.trainer.validation import needs_reward_model
 from strop.trainer.weight_sync import WeightSync
@@ -80,15 +79,13 @@ class RayPPOTrainer:
         self.worker_group_cls = ray_worker_group_cls
         self.reward_fn: Callable[[DataProto], Any] = reward_fn
         self.val_reward_fn: Callable[[DataProto], Any] = val_reward_fn or reward_fn
-        self.train_loader, self.val_loader = loops.build_loaders(
-            self.config, tokenizer, train_dataset, val_dataset
-        )
+        self.train_loader, self.val_loader = build_loaders(self.config, tokenizer, train_dataset, val_dataset)
         trains = not self.config.trainer.val_only
         result = check(self.config, train_rows=len(self.train_loader.dataset) if trains else None)
         for line in result.warnings:
             logger.warning("warning: %s", line)
         result.raise_errors()
-        self.total_steps = loops.total_training_steps(self.config, len(self.train_loader)) if trains else 0
+        self.total_steps = total_training_steps(self.config, len(self.train_loader)) if trains else 0
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()
         self.actor: Any = None  # worker groups: their methods are those of the workers
@@ -165,7 +162,7 @@ class RayPPOTrainer:
 
     def fit(self) -> None:
         """Train: ``init_workers`` comes first. Ends after ``total_steps`` iterations."""
-        loops.fit(self)
+        loop.fit(self)
 
     # ------------------------------------------------------------------------------------------ one iteration
 

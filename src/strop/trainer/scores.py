@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strop.algorithms.masked import masked_sum
-from strop.controller.worker_group import Future
+from strop.algorithms.aggregation import masked_sum
+from strop.controller.group import Future
 from strop.errors import TrainingError
 from strop.protocol import DataProto
+from strop.rewards.batch import PendingRewards
 from strop.rewards.manager import RewardManager
-from strop.rewards.pending import PendingRewards
 from strop.rollout.base import Finished
 
 

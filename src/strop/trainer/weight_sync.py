@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from strop.trainer.timing import PhaseTimer
+from strop.trainer.metrics import PhaseTimer
 
 
 class WeightSync:

@@ -4,29 +4,63 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 from torch import Tensor
 
+from strop.config.batch_plan import resolve_micro_batch, sequence_parallel_size
+from strop.config.schema import Config
 from strop.config.trees import Root
-from strop.controller.dispatch import Dispatch, register
-from strop.controller.roles import Role
-from strop.data.hub import is_hub_name, local_model
-from strop.engines.base import Engine, Loss, build_engine, pick_device
-from strop.engines.fingerprint import weights_hash
+from strop.controller.group import Dispatch, register
+from strop.controller.pools import Role
+from strop.data.hub import is_hub_name, local_model, local_tokenizer
+from strop.engines.base import (
+    Engine,
+    Loss,
+    OffloadSettings,
+    OptimizerSettings,
+    ShardingSettings,
+    build_engine,
+    learning_rate_factor,
+    pick_device,
+    weights_hash,
+)
 from strop.engines.micro_batches import MicroBatching
-from strop.engines.schedule import learning_rate_factor
-from strop.engines.settings import OffloadSettings, OptimizerSettings, ShardingSettings
 from strop.engines.torch import ranks
-from strop.errors import ModelError
+from strop.errors import ConfigError, ModelError
 from strop.models.base import RoleModel
 from strop.models.deferred import WeightSource
-from strop.models.loader import import_external_lib
+from strop.models.loader import import_external_lib, load_tokenizer
 from strop.protocol import DataProto
-from strop.workers.transfer import BUCKET_BYTES, weight_buckets
+
+# Weights on their way to a rollout with a copy of its own: in buckets, so that memory stays bounded.
+
+BUCKET_BYTES = 256 << 20
+
+
+def weight_buckets(
+    weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, keep: bool
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Lists of weights in CPU memory of up to ``max_bytes``, or of one weight that is larger.
+
+    Without ``keep`` (a rank that only takes part in the gathers) the lists are as many, and empty.
+    """
+    bucket: list[tuple[str, Tensor]] = []
+    used = 0
+    for name, weight in weights:
+        if used and used + weight.nbytes > max_bytes:
+            yield bucket
+            bucket, used = [], 0
+        used += weight.nbytes
+        if keep:
+            bucket.append((name, weight.to("cpu", copy=True)))  # a later update must not change it
+    if used:
+        yield bucket
+
 
 logger = logging.getLogger(__name__)
 
@@ -217,3 +251,64 @@ class Worker(Generic[Root]):
         if bucket is None:
             self._buckets = None
         return bucket if self.rank == 0 else None
+
+
+# What the workers of reinforcement learning share: passes whose micro-batches the configuration names.
+
+
+class RoleWorker(Worker[Config]):
+    """One process of actor, rollout, reference, critic or reward model."""
+
+    shared_passes: ClassVar[Mapping[str, str]] = {}
+    """Data-parallel methods whose rows several ranks may share -> their pass, a key of ``MICRO_BATCHES``."""
+
+    def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(config, role, rank=rank, world_size=world_size)
+        is_critic = role is Role.Critic
+        self.strategy = config.critic.strategy if is_critic else config.actor_rollout_ref.actor.strategy
+
+    def load_tokenizer(self, path: str) -> Any:
+        """The tokenizer of a local path, a URL or a name on the hub."""
+        return load_tokenizer(
+            local_tokenizer(path, self.config.data.cache_dir),
+            trust_remote_code=self.config.actor_rollout_ref.model.trust_remote_code,
+        )
+
+    def data_parallel_place(self, method: str) -> tuple[int, int]:
+        """Which part of the rows of a data-parallel ``method`` this rank gets, and how many parts there are.
+
+        Neighbouring ranks that share sequences get the same part.
+        """
+        size, name = 1, self.shared_passes.get(method)
+        if name is not None:
+            with suppress(ConfigError):  # a pass of another role: `check` has seen this role's own
+                size = sequence_parallel_size(self.config, name, self.world_size)
+        return self.rank // size, self.world_size // size
+
+    def build_engine(
+        self,
+        module: RoleModel,
+        *,
+        name: str,
+        compute_dtype: str,
+        fsdp: Any,
+        weights: WeightSource | None = None,
+        checkpointing: bool = False,
+        trained: Any | None = None,
+    ) -> Engine:
+        """See ``build_engine_on``; ``name`` is one of the module's passes, a key of ``MICRO_BATCHES``."""
+        return self.build_engine_on(
+            module,
+            strategy=self.strategy,
+            compute_dtype=compute_dtype,
+            fsdp=fsdp,
+            sequence_parallel_size=sequence_parallel_size(self.config, name, self.world_size),
+            weights=weights,
+            checkpointing=checkpointing,
+            trained=trained,
+        )
+
+    def micro_batching(self, name: str) -> MicroBatching:
+        """How the pass ``name`` (a key of ``MICRO_BATCHES``) is cut on this rank."""
+        size = resolve_micro_batch(self.config, name, self.world_size)
+        return MicroBatching(rows=size.rows, max_tokens=size.max_tokens)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from strop.config.roles import critic_tokenizer
-from strop.controller.dispatch import Dispatch, register
+from strop.controller.group import Dispatch, register
 from strop.models.deferred import defer_scorer
 from strop.models.loader import load_scorer
 from strop.models.scorer import ValueModel
 from strop.protocol import DataProto
+from strop.workers.base import RoleWorker
 from strop.workers.losses import critic_objective
-from strop.workers.role import RoleWorker
 
 
 class CriticWorker(RoleWorker):

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.algorithms.aggregation import aggregate
+from strop.algorithms.aggregation import aggregate, masked_sum
 from strop.algorithms.kl import kl_penalty
-from strop.algorithms.masked import masked_sum
-from strop.algorithms.policy_loss import get_policy_loss
-from strop.algorithms.value_loss import value_loss
+from strop.algorithms.policy_loss import get_policy_loss, value_loss
 from strop.engines.base import Loss
 from strop.protocol import DataProto
 

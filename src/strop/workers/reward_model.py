@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from strop.controller.dispatch import Dispatch, register
+from strop.controller.group import Dispatch, register
 from strop.data.rewriting import Rewriter
 from strop.models.deferred import defer_scorer
 from strop.models.loader import load_scorer, load_tokenizer
 from strop.models.scorer import SequenceScorer
 from strop.protocol import DataProto
-from strop.workers.role import RoleWorker
+from strop.workers.base import RoleWorker
 
 
 class RewardModelWorker(RoleWorker):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from strop.config.schema.base import PositiveFloat, PositiveInt, Section
-from strop.config.schema.shared import (
+from strop.config.schema.base import (
     FsdpConfig,
     LossAggregation,
     ModelConfig,
     OptimConfig,
+    PositiveFloat,
+    PositiveInt,
+    Section,
     Strategy,
 )
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from strop.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from strop.config.schema.base import (
+    FsdpConfig,
+    ModelConfig,
+    NonNegativeFloat,
+    OptimConfig,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Strategy,
+)
+from strop.config.schema.data import RowsConfig
 from strop.config.schema.root import RootConfig
-from strop.config.schema.rows import RowsConfig
-from strop.config.schema.run import RunConfig
-from strop.config.schema.shared import FsdpConfig, ModelConfig, OptimConfig, Strategy
+from strop.config.schema.trainer import RunConfig
 
 
 class AnsweredDataConfig(RowsConfig):

@@ -20,15 +20,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from strop.engines.base import Loss, Outputs, StepResult
+from strop.engines.base import Loss, OffloadSettings, OptimizerSettings, Outputs, ShardingSettings, StepResult
 from strop.engines.base import compute_dtype as dtype_of
 from strop.engines.micro_batches import MicroBatching, restore, trim
-from strop.engines.settings import OffloadSettings, OptimizerSettings, ShardingSettings
 from strop.engines.torch import ranks, state
 from strop.engines.torch.export import write_weights
-from strop.engines.torch.materialize import materialize
-from strop.engines.torch.offload import Offload
-from strop.engines.torch.sharding import reshard, sequence_group, shard
+from strop.engines.torch.sharding import Offload, materialize, reshard, sequence_group, shard
 from strop.errors import CheckpointError
 from strop.models.base import RoleModel
 from strop.models.deferred import WeightSource

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -16,10 +16,13 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from strop.engines.settings import ShardingSettings
-from strop.errors import ConfigError
+from strop.engines.base import OffloadSettings, ShardingSettings
+from strop.engines.torch import ranks
+from strop.errors import ConfigError, StropError
 from strop.models.base import RoleModel
+from strop.models.deferred import WeightSource
 from strop.models.ulysses import SequenceGroup
 
 
@@ -132,3 +135,113 @@ def _large(decoder: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
         if sum(weight.numel() for weight in own) >= min_num_params:
             taken.update(map(id, own))
             yield unit
+
+
+# Give a sharded model its memory and its weights, one full tensor at a time.
+
+
+def materialize(module: RoleModel, source: WeightSource, device: torch.device) -> None:
+    """Allocate this rank's part of every parameter on ``device`` and fill it; collective.
+
+    Every rank reads safetensors files for itself; of other files rank zero reads the whole model, on the
+    CPU, and hands it round. Raises what the source raises, then on every rank.
+    """
+    _allocate(module, device)
+    places = dict(module.hugging_face_model.named_parameters())
+    weights = source.stream() if source.readable else _from_first_rank(places, source, device)
+    for name, weight in weights:
+        _keep_part(places.pop(name), weight)
+        del weight  # before the next one comes
+    if places:
+        raise StropError(f"no weights came for {sorted(places)[:5]}")
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Like ``Module.to_empty``, which would also throw away the values of the buffers."""
+    buffers = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    module.to_empty(device=device)
+    for owner, name, buffer in buffers:
+        setattr(owner, name, buffer.to(device))
+
+
+@torch.no_grad()
+def _keep_part(parameter: Tensor, weight: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        # src_data_rank=None: every rank has the tensor already, nothing is sent
+        mesh, placements = parameter.device_mesh, parameter.placements
+        mine = distribute_tensor(
+            weight.to(parameter.to_local().device), mesh, placements, src_data_rank=None
+        ).to_local()
+        parameter.to_local().copy_(mine)
+    else:
+        parameter.copy_(weight)
+
+
+def _from_first_rank(
+    places: dict[str, nn.Parameter], source: WeightSource, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    weights: dict[str, Tensor] = {}
+    failure: Exception | None = None
+    if ranks.is_first():
+        try:
+            weights = dict(source.stream())
+        except StropError as error:
+            failure = error
+    ranks.raise_together(failure)
+    for name, parameter in list(places.items()):
+        weight = weights.pop(name).to(device) if ranks.is_first() else _empty(parameter, device)
+        dist.broadcast(weight, src=0)
+        yield name, weight
+
+
+def _empty(parameter: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(parameter.shape, dtype=torch.float32, device=device)
+
+
+# Keep parameters or optimizer state in CPU memory between the phases that use them.
+
+
+class Offload:
+    """Moves a module and its optimizer's moments between the device and the CPU."""
+
+    def __init__(
+        self,
+        settings: OffloadSettings,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+    ) -> None:
+        self._parameters = settings.parameters and device.type != "cpu"
+        self._moments = settings.optimizer and device.type != "cpu"
+        self._module, self._optimizer, self._device = module, optimizer, device
+
+    def bring_parameters(self) -> None:
+        """To the device, if they are not there."""
+        if self._parameters:
+            self._module.to(self._device)
+
+    def park_parameters(self) -> None:
+        """To the CPU, if they are to wait there."""
+        if self._parameters:
+            self._module.to("cpu")
+
+    def bring_moments(self) -> None:
+        """To the device, if they are not there."""
+        if self._moments:
+            self._move_moments(self._device)
+
+    def park_moments(self) -> None:
+        """To the CPU, if they are to wait there."""
+        if self._moments:
+            self._move_moments(torch.device("cpu"))
+
+    def _move_moments(self, device: torch.device) -> None:
+        if self._optimizer is None:
+            return
+        for moments in self._optimizer.state.values():
+            for name, tensor in moments.items():
+                moments[name] = tensor.to(device)

@@ -3,28 +3,135 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from strop.rewards.process_tree import MARKER, descendants, hold_descendants, kill_held
-from strop.rewards.sandbox.bubblewrap import sandbox_command
-from strop.rewards.sandbox.cgroups import ControlGroups
-from strop.rewards.sandbox.limits import Limits
-from strop.rewards.sandbox.seccomp import memory_file, open_filter
+from strop.rewards.sandbox.bubblewrap import Limits, memory_file, open_filter, sandbox_command
+
+# Limits of memory and processes for a sandbox as a whole, where this program may make control groups.
+
+_PREFIX = "strop-sandbox-"
+
+_END_S = 2.0
+
+_numbers = itertools.count()
+
+
+class ControlGroups:
+    """The groups of one sandbox; ``folders`` is empty where none can be made.
+
+    A process joins by writing its id to ``cgroup.procs`` of each. ``limits_memory``: whether one does.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        settings = {
+            "memory.limit_in_bytes": limits.memory_mb << 20,  # version 1
+            "memory.max": limits.memory_mb << 20,  # version 2
+            "memory.swap.max": 0,
+            "pids.max": limits.processes + 8,  # bubblewrap's own are in there too
+        }
+        self.folders: list[Path] = []
+        self.limits_memory = False
+        name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
+        for parent in _parents():
+            _remove_abandoned(parent)
+            with contextlib.suppress(OSError):  # not ours to write, or mounted read-only
+                (parent / name).mkdir()
+                written = [key for key in settings if _write(parent / name / key, settings[key])]
+                if not written:
+                    (parent / name).rmdir()
+                    continue
+                self.folders.append(parent / name)
+                self.limits_memory |= any(key.startswith("memory.") for key in written)
+
+    def remove(self) -> None:
+        """Wait for the last of the killed processes to go, and remove the groups."""
+        _remove(self.folders)
+
+
+def remove_groups_of(process_id: int) -> None:
+    """Remove the groups of a process that was killed before it could, when its sandboxes are ending too."""
+    _remove(folder for parent in _parents() for folder in parent.glob(f"{_PREFIX}{process_id}-*"))
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    deadline = time.monotonic() + _END_S
+    for folder in folders:
+        while not _removed(folder) and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+
+def _removed(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:  # busy: a process in it is on its way out
+        return False
+    return True
+
+
+def _write(path: Path, value: int) -> bool:
+    """Whether there is such a setting and it could be written."""
+    if not path.exists():
+        return False
+    try:
+        path.write_text(str(value))
+    except OSError:
+        return False
+    return True
+
+
+def _parents() -> Iterator[Path]:
+    """Where groups with limits of memory or processes may be made below this process's own."""
+    own = {}
+    listing = Path("/proc/self/cgroup")
+    for line in listing.read_text().splitlines() if listing.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        own[controllers] = path.lstrip("/")
+    if "" in own:  # version 2: what a group's children may limit is listed
+        group = Path("/sys/fs/cgroup") / own[""]
+        with contextlib.suppress(OSError):
+            listed = (group / "cgroup.subtree_control").read_text().split()
+            if {"memory", "pids"} & set(listed):
+                yield group
+    for controller in ("memory", "pids"):  # version 1: one hierarchy each
+        group = Path("/sys/fs/cgroup") / controller / own.get(controller, "")
+        if controller in own and group.is_dir():
+            yield group
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove groups of programs that were killed before they could."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if not Path(f"/proc/{owner}").exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
 
 _JOIN_GROUPS = 'for f in $GROUPS_TO_JOIN; do echo $$ > "$f/cgroup.procs" || exit 97; done; exec "$@"'
-_START = (
-    "import sys; sys.path.insert(0, '/strop'); from guest import {module}; {module}.main(int({descriptor}))"
-)
+
+_START = """\
+import sys
+sys.path.insert(0, "/strop")
+from guest import {module}
+{module}.{function}({descriptor})
+"""
+
 _SHOWN_BYTES = 2000
 
 
 class SandboxedProcess:
-    """``guest/MODULE.py`` in a sandbox of its own, with ``job`` to read.
+    """``function`` of ``guest/MODULE.py`` in a separate sandbox, with ``job`` to read.
 
     It ends with ``close``, and with the thread that made it. What it prints on standard error is kept, in a
     file of limited size, for the words of an error of ours.
@@ -35,6 +142,7 @@ class SandboxedProcess:
         module: str,
         job: dict[str, Any],
         *,
+        function: str = "main",
         stdin: int,
         stdout: int,
         limits: Limits,
@@ -46,7 +154,7 @@ class SandboxedProcess:
         filter_file = open_filter()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - close() closes it
         command = sandbox_command(
-            ["-c", _START.format(module=module, descriptor=job_file)],
+            ["-c", _START.format(module=module, function=function, descriptor=job_file)],
             limits=limits,
             filter_descriptor=filter_file,
         )

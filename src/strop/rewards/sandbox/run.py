@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.errors import RewardError
-from strop.rewards.sandbox.limits import Limits
+from strop.rewards.sandbox.bubblewrap import Limits
 from strop.rewards.sandbox.process import SandboxedProcess
 
 _WATCH_S = 0.02
@@ -94,7 +94,7 @@ def run_stdin_tests(
         nothing, answers = Pipe(pipes), Pipe(pipes)
         job = {"program": program, "inputs": list(inputs)}
         process = SandboxedProcess(
-            "stdin_runs", job, stdin=nothing.reader, stdout=answers.writer, limits=limits
+            "solution", job, function="main_stdin", stdin=nothing.reader, stdout=answers.writer, limits=limits
         )
         try:
             answers.close_writer()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any, Literal
+
 
 def compute_score(solution_str: str, ground_truth: str | int, *, score: float = 1.0) -> float:
     """``score`` when the stripped response equals the stripped ground truth, else 0.
@@ -11,3 +14,74 @@ def compute_score(solution_str: str, ground_truth: str | int, *, score: float = 
     if ground_truth is None or not str(ground_truth).strip():
         raise ValueError(f"the ground truth is {ground_truth!r}: expected the text of the answer")
     return score if solution_str.strip() == str(ground_truth).strip() else 0.0
+
+
+# The form of a response, whatever it says: a term beside the score of the answer.
+
+# The shape that DeepSeek-R1 (2025, section 2.2.2) rewards; each tag once.
+THINK_ANSWER = (
+    r"<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>(?:(?!</?(?:think|answer)>).)*</answer>"
+)
+
+
+def compute_format_score(
+    solution_str: str, ground_truth: Any = None, *, pattern: str = THINK_ANSWER, score: float = 1.0
+) -> float:
+    """``score`` when the whole response, without white space around it, has the form of ``pattern``, else 0.
+
+    ``pattern`` is a regular expression whose dot also matches line ends. The ground truth is not looked at.
+
+    Raises:
+        ValueError: ``pattern`` is not a regular expression.
+    """
+    try:
+        form = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}") from error
+    return score if form.fullmatch(solution_str.strip()) else 0.0
+
+
+# The length of a response: a term beside the score of the answer.
+
+Unit = Literal["words", "characters"]
+
+
+def overlong_penalty(length: float, *, max_length: float, buffer: float) -> float:
+    """0 up to ``max_length - buffer``, then in a straight line down to -1 at ``max_length``, and -1 beyond.
+
+    DAPO (Yu et al. 2025), equation 13; in tokens there, in any one unit here. ``buffer=0`` is a step.
+
+    Raises:
+        ValueError: not ``0 <= buffer <= max_length``, or ``max_length`` is not positive.
+    """
+    if max_length <= 0 or not 0 <= buffer <= max_length:
+        raise ValueError(
+            f"expected 0 <= buffer <= max_length and max_length > 0, "
+            f"found buffer={buffer}, max_length={max_length}"
+        )
+    over = length - (max_length - buffer)
+    if over <= 0:
+        return 0.0
+    return -1.0 if over >= buffer else -over / buffer
+
+
+def compute_length_score(
+    solution_str: str,
+    ground_truth: Any = None,
+    *,
+    max_length: float = 1000,
+    buffer: float = 200,
+    unit: Unit = "words",
+    score: float = 1.0,
+) -> float:
+    """``overlong_penalty`` of the response, times ``score``; the ground truth is not looked at.
+
+    A scorer sees text, no tokens: ``unit`` counts words (between white space) or characters.
+
+    Raises:
+        ValueError: an unknown ``unit``, or lengths as in :func:`overlong_penalty`.
+    """
+    if unit not in ("words", "characters"):
+        raise ValueError(f"unit={unit!r} is unknown (known: 'words', 'characters')")
+    length = len(solution_str.split()) if unit == "words" else len(solution_str)
+    return score * overlong_penalty(length, max_length=max_length, buffer=buffer)

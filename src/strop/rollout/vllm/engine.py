@@ -25,17 +25,16 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from strop.errors import ConfigError, ModelError, TrainingError
 from strop.protocol import DataProto
-from strop.rollout.base import Finished, SamplingParams
-from strop.rollout.request import Samples, answer, seeds_of
+from strop.rollout.base import Finished, Samples, SamplingParams, answer, seeds_of
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
-from strop.rollout.vllm.ranks import joined
 from strop.rollout.vllm.settings import (
+    IN_PROCESS,
     VLLMSettings,
     engine_arguments,
     head_width,
+    joined,
     keeping_process_state,
 )
-from strop.rollout.vllm.transfer import IN_PROCESS
 from strop.rollout.weights import UNREADABLE, WeightLedger
 
 logger = logging.getLogger(__name__)

@@ -6,16 +6,32 @@ import contextlib
 import math
 import os
 import random
-from collections.abc import Generator, Mapping
+import secrets
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedConfig
+from vllm.distributed import get_tp_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 _BLOCK = 128
+
+
 """Tokens of a KV-cache block: at most this many of a sequence's last block are unused."""
 
 
@@ -118,3 +134,88 @@ def keeping_process_state() -> Generator[None]:
             random.setstate(python)
             np.random.set_state(numpy_state)
             torch.set_num_threads = set_num_threads
+
+
+# Engines on several ranks: these have met in ``torch.distributed``, and vLLM is to use that.
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextlib.contextmanager
+def joined(rank: int, world_size: int) -> Generator[None]:
+    """Inside, all ranks build their engines.
+
+    Ranks of one engine share memory. On a CPU vLLM names it after the address at which processes meet; here
+    they meet nowhere, and the name would be the same for every run on the machine: it gets one of its own.
+    All names are removed when all ranks have opened them, so that nothing stays behind however they end.
+    """
+    if world_size == 1:
+        yield
+        return
+    name: list[Any] = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name, src=0)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0"}
+    address = (f"tcp://strop:{name[0]}", rank, 0)
+    with mock.patch.object(ExecutorWithExternalLauncher, "_distributed_args", return_value=address):
+        yield
+    queue = get_tp_group().mq_broadcaster
+    buffer = None if queue is None else queue.buffer
+    dist.barrier()
+    names = [path.name for path in _SHARED_MEMORY.glob(f"{name[0]}-*")]
+    names += [] if buffer is None else [buffer.shared_memory.name]
+    for left in names:
+        (_SHARED_MEMORY / left).unlink(missing_ok=True)
+
+
+# Weights handed to vLLM in the process that has them: its weight-transfer interface, without a wire.
+
+IN_PROCESS = "strop_in_process"
+
+"""Name of the back-end in vLLM's registry."""
+
+
+@dataclass
+class InProcessInit(WeightTransferInitInfo):
+    """Nothing to agree on."""
+
+
+@dataclass
+class InProcessUpdate(WeightTransferUpdateInfo):
+    """Some of the weights, by Hugging Face name."""
+
+    weights: Iterable[tuple[str, Tensor]]
+
+
+class InProcessWeightTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
+    """Between ``start`` and ``finish`` any number of ``receive``, each of any weights in any order."""
+
+    init_info_cls = InProcessInit
+    update_info_cls = InProcessUpdate
+
+    def init_transfer_engine(self, init_info: InProcessInit) -> None:
+        """Nothing to open."""
+
+    def start_weight_update(self) -> None:
+        """From now on a layer is loaded when all of its weights have come."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: InProcessUpdate) -> None:
+        """Load some weights, in vLLM's names, layout and dtype."""
+        load: Any = self.model.load_weights
+        load(update_info.weights)
+
+    def finish_weight_update(self) -> None:
+        """Load what has padding, and what depends on other layers."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self.model.modules():
+            # An output layer that is tied to the embedding gets no weight of its own, so that vLLM (0.32)
+            # leaves what it has packed for the CPU as it was.
+            if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+                method: Any = layer.quant_method
+                method.process_weights_after_loading(layer)
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+
+WeightTransferEngineFactory.register_engine(IN_PROCESS, InProcessWeightTransfer)

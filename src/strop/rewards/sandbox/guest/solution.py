@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
 import types
 from typing import Any
 
-from .begin import offer_exit, read_job, take_over_streams
-from .channel import Channel, Closed
-from .plain import decode, encode
+from .channel import (
+    Channel,
+    Closed,
+    decode,
+    encode,
+    offer_exit,
+    read_job,
+    take_over_streams,
+)
 
 _ITEMS = 1_000_000
 
@@ -77,3 +84,89 @@ class Objects:
 
 def _raised(error: Exception) -> dict[str, list[str]]:
     return {"raised": [type(error).__name__, str(error)[:1000]]}
+
+
+# A program that reads standard input and writes standard output, run once for each input.
+
+_CHUNK = 1 << 16
+
+
+def main_stdin(job_descriptor: int) -> None:
+    """Say hello, run the program on one input after the other, and send what it wrote each time.
+
+    Each run is a process of its own, forked from here. The answers stop at the first run that fails. Runs may
+    disturb one another and this process, but what they should have written is not in this sandbox.
+    """
+    job = read_job(job_descriptor)
+    requests, answers = take_over_streams()
+    offer_exit()
+    channel = Channel(requests, answers, job["limits"]["output_bytes"])
+    channel.send("hello")
+    try:
+        code = compile(job["program"], "<solution>", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        channel.send({"failure": f"{type(error).__name__}: {error}"[:1000]})
+        return
+    for given in job["inputs"]:
+        answer = _run(code, given, channel_descriptors=(requests, answers), limits=job["limits"])
+        channel.send(answer)
+        if "failure" in answer:
+            return
+
+
+def _run(
+    code: types.CodeType, given: str, *, channel_descriptors: tuple[int, int], limits: dict[str, Any]
+) -> dict[str, str]:
+    source = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
+    with open(source, "wb", closefd=False) as file:
+        file.write(given.encode(errors="surrogatepass"))
+    os.lseek(source, 0, os.SEEK_SET)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(source, 0)
+        os.dup2(writer, 1)
+        for descriptor in (source, reader, writer, *channel_descriptors):
+            os.close(descriptor)
+        _be_the_program(code)
+    os.close(source)
+    os.close(writer)
+    written, is_whole = _read_up_to(reader, limits["output_bytes"] // 8)
+    os.close(reader)
+    if not is_whole:
+        os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not is_whole:
+        return {"failure": "it writes too much"}
+    if status != 0:
+        return {"failure": f"it ended with status {status}"}
+    return {"written": written.decode(errors="replace")}
+
+
+def _be_the_program(code: types.CodeType) -> None:
+    """Run it as ``__main__`` and end as the interpreter does."""
+    status = 0
+    try:
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        sys.argv = ["solution.py"]
+        exec(code, module.__dict__)
+    except SystemExit as error:
+        status = 0 if error.code is None else error.code if type(error.code) is int else 1
+    except BaseException:  # noqa: BLE001 - a program may raise anything
+        status = 1
+    try:
+        sys.stdout.flush()
+    except BaseException:  # noqa: BLE001 - it may have replaced it
+        status = status or 1
+    os._exit(status & 0xFF)
+
+
+def _read_up_to(reader: int, limit: int) -> tuple[bytes, bool]:
+    """What comes until the end, and whether that is all; a program's own child may keep the pipe open."""
+    content = bytearray()
+    while chunk := os.read(reader, _CHUNK):
+        content += chunk
+        if len(content) > limit:
+            return bytes(content), False
+    return bytes(content), True

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: write, seal, find, resume, upload and export them."""

@@ -1,0 +1,113 @@
+"""``strop export``: a checkpoint becomes a Hugging Face folder.
+
+Needs no GPU and none of the processes that wrote the checkpoint. Where a save in the background left no
+weights beside the configuration and the tokenizer, they are put together from the shards.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from strop.checkpoint.folder import verify
+from strop.checkpoint.remote import download, read_manifest
+from strop.config.paths import is_url
+from strop.engines.torch.export import export_from_shards
+from strop.errors import CheckpointError, ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def export(checkpoint: str | Path, out: str | Path, *, role: str = "actor", dtype: str | None = None) -> Path:
+    """Write the model of ``role`` in a ``global_step_N`` folder or URL to ``out``, which must not exist yet.
+
+    ``dtype`` is a name in ``DTYPES``; None leaves the weights as they were saved. ``out`` appears when it is
+    whole. Raises ``CheckpointError`` when the checkpoint is not whole or lacks that role.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is not known; expected one of {', '.join(DTYPES)}")
+    out = Path(out).expanduser()
+    if out.exists():
+        raise CheckpointError(f"{out} exists already; name a folder that does not")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        # Beside `out`: on its disk, so that the last step is a rename.
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+            building = Path(scratch) / "model"
+            _build(_local_role(checkpoint, role, Path(scratch)), building)
+            if dtype is not None:
+                _convert(building, dtype)
+            building.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write the model to {out}: {error}") from error
+    return out
+
+
+def _local_role(checkpoint: str | Path, role: str, scratch: Path) -> Path:
+    """The folder of ``role`` on a local disk; of a remote checkpoint only what is needed is fetched."""
+    if is_url(checkpoint):
+        url = str(checkpoint).rstrip("/")
+        wanted = _needed(read_manifest(url), role)
+        local = scratch / "checkpoint"
+        _require_role(url, role, {name.partition("/")[0] for name in read_manifest(url) if "/" in name})
+        download(url, local, wanted=wanted)
+        return local / role
+    local = Path(checkpoint).expanduser()
+    verify(local)
+    _require_role(str(local), role, {path.name for path in local.iterdir() if path.is_dir()})
+    return local / role
+
+
+def _require_role(where: str, role: str, found: set[str]) -> None:
+    if role not in found:
+        raise CheckpointError(f"{where} holds no {role}; it holds {sorted(found)}")
+
+
+def _needed(manifest: Mapping[str, int], role: str) -> Callable[[str], bool]:
+    """Which files of a checkpoint an export reads: the optimizer's may stay away when weights lie ready."""
+    folder = f"{role}/huggingface/"
+    if not any(name.startswith(folder) and name.endswith(".safetensors") for name in manifest):
+        folder = f"{role}/"
+    return lambda name: name.startswith(folder)
+
+
+def _build(source: Path, building: Path) -> None:
+    huggingface = source / "huggingface"
+    if any(huggingface.glob("*.safetensors")):
+        shutil.copytree(huggingface, building)
+    else:
+        export_from_shards(source, huggingface, building)
+
+
+def _convert(folder: Path, dtype: str) -> None:
+    """Write the weights in another dtype; what is not a floating-point number stays."""
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        converted = {
+            name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
+        save_file(converted, path, metadata=metadata)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        content = json.loads(index.read_text())
+        content["metadata"]["total_size"] = sum(_bytes(path) for path in folder.glob("*.safetensors"))
+        index.write_text(json.dumps(content, indent=2) + "\n")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("torch_dtype", None)  # what older transformers called it
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+
+
+def _bytes(path: Path) -> int:
+    """Of all tensors in a file."""
+    with safe_open(path, framework="pt") as file:
+        return sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 - not a mapping

@@ -1,0 +1,61 @@
+"""Which checkpoint a run resumes from, and how a remote one comes to the disk that all nodes share."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+from strop.checkpoint.folder import building_folder, latest_checkpoint, publish, seal
+from strop.checkpoint.remote import RemoteCheckpoints, download, read_manifest
+from strop.config.paths import is_url
+from strop.errors import CheckpointError
+
+
+def find_checkpoint(folder: Path, resume_mode: str, remote: RemoteCheckpoints | None) -> Path | None:
+    """The checkpoint that ``trainer.resume_mode`` means, or None for a fresh start.
+
+    ``disable``: none. ``auto``: the latest of the run folder; if it has none, the latest of ``remote``,
+    which is downloaded and then the latest here. Otherwise a path, or the URL of a ``global_step_N``
+    folder, which is downloaded into ``<folder>/downloaded``.
+    """
+    if resume_mode == "disable":
+        return None
+    if resume_mode == "auto":
+        found = latest_checkpoint(folder)
+        return _fetch_latest(folder, remote) if found is None and remote is not None else found
+    if is_url(resume_mode):
+        return _fetch_named(folder, resume_mode.rstrip("/"))
+    return Path(resume_mode).expanduser()
+
+
+def _fetch_latest(folder: Path, remote: RemoteCheckpoints) -> Path | None:
+    try:
+        step = remote.latest()
+    except Exception as error:  # each back-end raises its own kinds: botocore's, pyarrow's, OSError
+        raise CheckpointError(
+            f"{remote.url} cannot be searched for a checkpoint to resume from ({type(error).__name__}: "
+            f"{error}); set trainer.resume_mode=disable to begin anew without looking"
+        ) from error
+    if step is None:
+        return None
+    building = building_folder(folder, step)
+    shutil.rmtree(building, ignore_errors=True)
+    download(remote.url_of(step), building)
+    seal(building)
+    return publish(folder, step)
+
+
+def _fetch_named(folder: Path, url: str) -> Path:
+    """A local copy of a remote checkpoint; the copy from an earlier start is used if it is the same."""
+    manifest = read_manifest(url)
+    key = hashlib.sha256(f"{url} {manifest}".encode()).hexdigest()[:16]
+    home = folder / "downloaded" / key
+    name = url.rpartition("/")[2]
+    if not home.exists():
+        shutil.rmtree(home.parent, ignore_errors=True)  # one that was cut off, or another checkpoint's
+        building = home.with_name(f"{key}.tmp")
+        download(url, building / name)
+        seal(building / name)
+        building.rename(home)
+    return home / name

@@ -1,0 +1,9 @@
+"""``python -m strop.cli``: the command ``strop`` where its script is not on the PATH."""
+
+from __future__ import annotations
+
+import sys
+
+from strop.cli.main import main
+
+sys.exit(main())

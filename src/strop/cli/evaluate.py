@@ -1,0 +1,230 @@
+"""``strop eval MODEL --data FILE``: from a command line to the configuration of a run that only validates."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strop.cli.train import get_loaded, log_to_console, require_valid
+from strop.config.load import read_tree
+from strop.config.paths import expand, is_url
+from strop.config.schema import Config
+from strop.config.trees import PPO
+from strop.errors import ConfigError, RewardError, TrainingError
+from strop.files import atomic_write_text
+
+if TYPE_CHECKING:
+    from strop.data.fetch import Bar
+    from strop.tracking.report import ValidationReport
+
+logger = logging.getLogger(__name__)
+
+
+_SECONDS_BETWEEN_LINES = 10.0
+RESULTS = "results.json"
+
+
+def evaluate(config: Config, out: Path) -> ValidationReport:
+    """Validate as ``config``, which has ``trainer.val_only``, says; the samples and figures go to ``out``.
+
+    It gets ``samples.parquet``, ``config.yaml`` and, when all is done, ``results.json``. Raises as a run
+    does, and ``TrainingError`` when a file cannot be written.
+    """
+    from strop.data.fetch import progress_bar  # torch and transformers: seconds
+    from strop.rewards.manager import RewardManager
+    from strop.tracking.samples import write_table
+    from strop.trainer.build import build_trainer
+    from strop.trainer.run_folder import RunFolder
+    from strop.trainer.validation import report_on, validation_samples
+
+    trainer = build_trainer(config)
+    try:
+        trainer.init_workers()
+        total = len(trainer.val_loader.dataset) * config.actor_rollout_ref.rollout.val_kwargs.n
+        started = time.perf_counter()
+        with progress_bar("Answering", total) as bar:
+            samples = validation_samples(trainer, progress=_Progress(bar, total))
+        seconds = time.perf_counter() - started
+    finally:
+        trainer.shutdown()
+        if isinstance(trainer.val_reward_fn, RewardManager):
+            trainer.val_reward_fn.close()
+    try:
+        RunFolder(out).write_config(config)
+        write_table(out / "samples.parquet", samples)  # hours of work: whatever the report comes to
+        report = report_on(trainer, samples, show=config.trainer.log_val_generations)
+        results = {**_described(config), "seconds": round(seconds, 1), **report.as_json()}
+        atomic_write_text(out / "results.json", json.dumps(results, indent=2) + "\n")
+    except OSError as error:
+        raise TrainingError(f"the results cannot be written to {out}: {error}") from error
+    return report
+
+
+def _described(config: Config) -> dict[str, Any]:
+    """What was evaluated, and how; ``config.yaml`` beside it has every key."""
+    rollout = config.actor_rollout_ref.rollout
+    return {
+        "model": config.actor_rollout_ref.model.path,
+        "data": config.data.val_files,
+        "limit": config.data.val_max_samples,
+        "sampling": rollout.val_kwargs.model_dump(exclude={"n"}),
+        "max_response_length": config.data.max_response_length,
+        "rollout": rollout.name,
+        "seed": config.trainer.seed,
+    }
+
+
+class _Progress:
+    """Moves a bar; where there is no terminal to see it on, writes a line now and then."""
+
+    def __init__(self, bar: Bar, total: int) -> None:
+        self._bar, self._total, self._done = bar, total, 0
+        self._told = time.monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self, done: int) -> None:
+        with self._lock:
+            self._bar.advance(max(done - self._done, 0))
+            self._done = max(done, self._done)
+            now = time.monotonic()
+            if not self._bar.is_visible and now - self._told > _SECONDS_BETWEEN_LINES:
+                self._told = now
+                logger.info("%d of %d answers", self._done, self._total)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, or the URL of one")
+    add(
+        "--data",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="parquet file of prompts, as strop prepare writes them; once for each file",
+    )
+    add("--n", type=int, default=1, help="answers to each prompt (1)")
+    add("--temperature", type=float, help="of the sampling; 0: the likeliest token (0 for --n 1, else 1)")
+    add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability (1)")
+    add("--max-prompt-length", type=int, default=1024, help="in tokens; a longer one is an error (1024)")
+    add("--max-response-length", type=int, default=512, help="tokens at which an answer is cut (512)")
+    add("--rollout", choices=("hf", "vllm"), default="hf", help="what generates (hf)")
+    add("--batch-size", type=int, default=64, help="prompts answered at once; it changes no result (64)")
+    add("--reward-model", metavar="PATH", help="scores the data sources that have no scorer of their own")
+    add("--custom-reward", metavar="PATH[:NAME]", help="a reward function of your own (compute_score)")
+    add("--limit", type=int, metavar="K", help="only the first K prompts of each data source")
+    add("--out", metavar="DIR", help="folder for samples.parquet and results.json (evaluations/MODEL)")
+    add("--show", type=int, default=3, metavar="K", help="samples shown at the end (3)")
+    add("overrides", nargs="*", metavar="key=value", help="further keys, as for strop train")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate the model and show the figures; returns 0.
+
+    Raises:
+        ConfigError: an argument is wrong, or ``--out`` holds an evaluation already.
+        DataError: the files cannot be used.
+        RewardError: nothing can score a data source, or too many samples could not be scored.
+    """
+    log_to_console()
+    config = config_from(arguments)
+    out = Path(config.trainer.default_local_dir)
+    if (out / RESULTS).exists():
+        raise ConfigError(f"--out {out}: it holds an evaluation ({RESULTS}); name another folder")
+    require_valid(config)
+    from strop.rewards.router import UnknownSourceError
+    from strop.tracking.console import plain_console
+    from strop.tracking.report import report_table, shown_table
+
+    try:
+        report = evaluate(config, out)
+    except UnknownSourceError as error:
+        raise RewardError(
+            f"{error.what}. Score it with a function of your own, --custom-reward PATH[:NAME], or with "
+            "--reward-model PATH"
+        ) from None
+    console = plain_console()
+    if report.shown:
+        console.print(shown_table(report.shown, title="Samples"))
+    console.print(report_table(report, title=f"Evaluation of {arguments.model}"))
+    console.print(f"samples and figures in {out}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def config_from(arguments: argparse.Namespace) -> Config:
+    """The configuration that the arguments ask for, with the user's own keys over it; ``ConfigError``."""
+    _require_model(arguments.model)
+    return get_loaded(read_tree(PPO, [*_settings(arguments), *arguments.overrides]))
+
+
+def _settings(arguments: argparse.Namespace) -> Iterator[str]:
+    temperature = arguments.temperature
+    if temperature is None:
+        temperature = 0.0 if arguments.n == 1 else 1.0
+    out = arguments.out or Path("evaluations", Path(arguments.model.rstrip("/")).stem)
+    sampling = "actor_rollout_ref.rollout.val_kwargs"
+    yield f"actor_rollout_ref.model.path={_quoted(arguments.model)}"
+    yield f"actor_rollout_ref.rollout.name={arguments.rollout}"
+    yield f"{sampling}.n={arguments.n}"
+    yield f"{sampling}.do_sample={temperature > 0}"
+    yield f"{sampling}.temperature={temperature}"
+    yield f"{sampling}.top_p={arguments.top_p}"
+    yield f"data.val_files=[{','.join(map(_quoted, arguments.data))}]"
+    yield f"data.val_batch_size={arguments.batch_size}"
+    yield f"data.max_prompt_length={arguments.max_prompt_length}"
+    yield f"data.max_response_length={arguments.max_response_length}"
+    yield "data.filter_overlong_prompts=False"  # an evaluation without its longest prompts is another one
+    if arguments.limit is not None:
+        yield f"data.val_max_samples={arguments.limit}"
+    if arguments.reward_model is not None:
+        yield "reward_model.enable=True"
+        yield f"reward_model.model.path={_quoted(arguments.reward_model)}"
+    if arguments.custom_reward is not None:
+        path, name = _path_and_name(arguments.custom_reward)
+        yield f"custom_reward_function.path={_quoted(path)}"
+        yield f"custom_reward_function.name={name}"
+    yield "reward_model.val_num_examine=0"
+    yield f"trainer.log_val_generations={arguments.show}"
+    yield "trainer.val_only=True"
+    yield "trainer.resume_mode=disable"
+    yield "trainer.logger=[console]"
+    yield f"trainer.default_local_dir={_quoted(str(out))}"
+
+
+def _path_and_name(text: str) -> tuple[str, str]:
+    """A path or URL, and the name of the function that may stand behind a colon."""
+    path, colon, name = text.rpartition(":")
+    return (path, name) if colon and name.isidentifier() else (text, "compute_score")
+
+
+def _quoted(text: str) -> str:
+    """A value that Hydra takes as it stands."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _require_model(path: str) -> None:
+    """``ConfigError`` for what holds a model, but is none."""
+    folder = Path(expand(path))
+    if is_url(path) or (folder / "config.json").is_file():
+        return
+    for role, export in (("actor", "strop export"), ("reward_model", "strop export --role reward_model")):
+        then = (
+            "" if role == "actor" else ", and give it with --reward-model: it scores answers, and gives none"
+        )
+        if (folder / role).is_dir():
+            raise ConfigError(
+                f"{path} is a checkpoint of a run: make a model of it first, with "
+                f"`{export} {path} --out FOLDER`{then}"
+            )
+        if checkpoints := sorted(folder.glob(f"global_step_*/{role}")):
+            raise ConfigError(
+                f"{path} is the folder of a run: make a model of one of its checkpoints first, with "
+                f"`{export} {checkpoints[-1].parent} --out FOLDER`{then}"
+            )

@@ -1,0 +1,306 @@
+"""``strop score FILE``: the score of every answer in a file, summed up by data source."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from strop.config.reward_parts import SCORERS
+from strop.errors import ConfigError, DataError, RewardError
+from strop.rewards.custom import load_custom_reward
+from strop.rewards.router import BuiltInScorer, Router
+from strop.rewards.worker.feed import Feed
+from strop.rewards.worker.pool import RewardPool
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
+
+# Reading a file of answers: parquet or JSONL, one answer a row.
+
+RESPONSE_COLUMNS = ("response", "responses", "solution_str", "solution", "answer")
+
+GROUND_TRUTH_COLUMNS = ("reward_model.ground_truth", "ground_truth")
+
+
+_MISSING = object()
+
+
+def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The rows of a ``.parquet`` or ``.jsonl`` file, one by one; ``DataError`` names file and line."""
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such file")
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
+    if path.suffix in (".jsonl", ".json"):
+        return _json_rows(path)
+    raise DataError(f"{path}: expected a .parquet or .jsonl file")
+
+
+def value_at(row: Mapping[str, Any], column: str) -> Any:
+    """The value of a column; a dotted name (``extra_info.answer``) reaches into nested ones.
+
+    Raises ``KeyError`` when it is not there.
+    """
+    found = _look_up(row, column)
+    if found is _MISSING:
+        raise KeyError(column)
+    return found
+
+
+def find_column(row: Mapping[str, Any], candidates: tuple[str, ...], option: str) -> str:
+    """The first of the candidates that the row has; ``DataError`` names the option that chooses another."""
+    for column in candidates:
+        if _look_up(row, column) is not _MISSING:
+            return column
+    raise DataError(
+        f"no column {' or '.join(candidates)}; the columns are {', '.join(row)}. Choose one with {option} "
+        "(a dot reaches into nested columns)"
+    )
+
+
+def _look_up(row: Mapping[str, Any], column: str) -> Any:
+    if column in row:
+        return row[column]
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return _MISSING
+        value = value[name]
+    return value
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except pa.ArrowException as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+
+
+def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path}, line {number}: this is not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}, line {number}: expected an object with a key for each column")
+            yield row
+
+
+_OF_THE_RESPONSE_ALONE = ("format", "length")
+
+"""Scorers that look at no ground truth."""
+
+
+@dataclass
+class _Tally:
+    """What is known of one data source so far."""
+
+    scores: list[float] = field(default_factory=list)
+    errors: int = 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the file and the options to ``parser``."""
+    parser.add_argument("file", help="parquet or JSONL, one answer a row")
+    add = parser.add_argument
+    add(
+        "--response-column",
+        help=f"the text to score; a dot reaches into nested columns, as in extra_info.answer "
+        f"(default: the first of {', '.join(RESPONSE_COLUMNS)})",
+    )
+    add(
+        "--ground-truth-column",
+        help=f"the right answer (default: the first of {', '.join(GROUND_TRUTH_COLUMNS)})",
+    )
+    add("--data-source-column", default="data_source", help="says which scorer is used (data_source)")
+    add("--data-source", help="the data source of all rows, for a file without such a column")
+    add("--scorer", choices=SCORERS, help="score all rows with this one, whatever their data source")
+    add(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of --scorer, as in method=flexible; once for each (docs/data.md lists them)",
+    )
+    add("--custom", metavar="PATH", help="score all rows with a function from this Python file")
+    add("--name", default="compute_score", help="name of that function (compute_score)")
+    add("--limit", type=int, help="score only the first rows")
+    add("--timeout", type=float, default=10.0, help="seconds that one answer may take (10)")
+    add("--workers", type=int, default=1, help="processes that score side by side (1)")
+
+
+def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
+    """Score the file and print the table. Status 1 when answers could not be scored, else 0.
+
+    The whole file is read, and every data source looked at, before the first answer is scored.
+
+    Raises:
+        DataError: the file, a row or a column cannot be used.
+        ConfigError: an option is wrong, or a scorer cannot work here or within ``--timeout``.
+        RewardError: a data source without a scorer.
+    """
+    for option in ("limit", "timeout", "workers"):
+        value = getattr(arguments, option)
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{option} {value}: expected a number above 0")
+    console = console or Console()
+    scorer = _scorer(arguments)
+    samples = list(_samples(arguments))
+    if not samples:
+        raise DataError(f"{arguments.file}: there are no rows in it")
+    _require_ready(scorer, Counter(sample.data_source for sample in samples), arguments.timeout)
+    tallies: defaultdict[str, _Tally] = defaultdict(_Tally)
+    first_error = ""
+    pool = RewardPool(scorer, num_workers=arguments.workers, timeout_s=arguments.timeout)
+    with contextlib.closing(pool):
+        outcomes = pool.evaluate_all(Feed.of(samples))
+        progress = track(outcomes, "Scoring", console=console, transient=True, total=len(samples))
+        for sample, outcome in zip(samples, progress, strict=True):
+            error = _count(tallies[sample.data_source], outcome)
+            first_error = first_error or error
+    console.print(_table(tallies))
+    if first_error:
+        console.print(f"The first answer that could not be scored:\n{first_error}", markup=False)
+    return 1 if first_error else 0
+
+
+def _scorer(arguments: argparse.Namespace) -> ScoreFunction:
+    """What scores: a function of the user's own, one scorer for all rows, or that of each row's source."""
+    if arguments.option and arguments.scorer is None:
+        raise ConfigError(
+            f"--option {arguments.option[0]}: it is an option of --scorer, which is not given "
+            f"(one of {', '.join(SCORERS)})"
+        )
+    if arguments.scorer is None:
+        return load_custom_reward(arguments.custom, arguments.name) or Router()
+    if arguments.custom is not None:
+        raise ConfigError("--custom and --scorer: each scores all rows; leave one out")
+    options = dict(map(_read_option, arguments.option))
+    return BuiltInScorer(arguments.scorer, options, where=f"--scorer {arguments.scorer}")
+
+
+def _read_option(text: str) -> tuple[str, Any]:
+    """Name and value: JSON (a number, true, a list), or else the text as it stands."""
+    name, is_given, value = text.partition("=")
+    if not is_given:
+        raise ConfigError(f"--option {text}: expected KEY=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _require_ready(scorer: ScoreFunction, rows: Counter[str], timeout_s: float) -> None:
+    """Every data source (with its number of rows) can be scored here, each answer within the timeout."""
+    if isinstance(scorer, BuiltInScorer):
+        _require_time(scorer.require_ready, timeout_s)
+    if not isinstance(scorer, Router):
+        return
+    if unknown := {source: count for source, count in sorted(rows.items()) if source not in scorer.sources}:
+        found = ", ".join(f"{source!r} ({count} rows)" for source, count in unknown.items())
+        raise RewardError(
+            f"data_source {found} has no scorer (known: {', '.join(scorer.sources)}). Score all rows with "
+            f"--scorer NAME ({', '.join(SCORERS)}) or with a function of your own, --custom PATH"
+        )
+    for source in rows:
+        _require_time(functools.partial(scorer.require_ready, source), timeout_s)
+
+
+def _require_time(require_ready: Callable[[float], None], timeout_s: float) -> None:
+    require_ready(math.inf)  # it works here at all
+    try:
+        require_ready(timeout_s)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--timeout {timeout_s:g} is less than a program may take; give it more, or the programs less "
+            f"with --scorer code --option timeout_s=SECONDS. In the words of a configuration: {error}"
+        ) from None
+
+
+def _samples(arguments: argparse.Namespace) -> Iterator[Sample]:
+    rows = itertools.islice(enumerate(read_rows(arguments.file), start=1), arguments.limit)
+    response = truth = None
+    for number, row in rows:
+        try:
+            response = response or arguments.response_column or _response_column(row)
+            if arguments.scorer not in _OF_THE_RESPONSE_ALONE:
+                truth = truth or arguments.ground_truth_column or _ground_truth_column(row)
+            yield _sample(arguments, row, response, truth)
+        except KeyError as error:
+            raise DataError(
+                f"{arguments.file}, row {number}: no column {error}; the columns are {', '.join(row)}"
+            ) from None
+        except DataError as error:
+            raise DataError(f"{arguments.file}, row {number}: {error}") from None
+
+
+def _sample(arguments: argparse.Namespace, row: dict[str, Any], response: str, truth: str | None) -> Sample:
+    text = value_at(row, response)
+    if not isinstance(text, str):
+        raise DataError(f"column {response} holds {text!r:.80}: expected a text")
+    ground_truth = None if truth is None else value_at(row, truth)
+    return Sample(_source(arguments, row), text, ground_truth, row.get("extra_info"))
+
+
+def _source(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
+    """The row's data source; with one scorer for all rows a file may do without the column."""
+    if arguments.data_source:
+        return arguments.data_source
+    try:
+        return str(value_at(row, arguments.data_source_column))
+    except KeyError:
+        if arguments.scorer is None:
+            raise
+        return arguments.scorer
+
+
+def _response_column(row: dict[str, Any]) -> str:
+    return find_column(row, RESPONSE_COLUMNS, "--response-column")
+
+
+def _ground_truth_column(row: dict[str, Any]) -> str:
+    return find_column(row, GROUND_TRUTH_COLUMNS, "--ground-truth-column")
+
+
+def _count(tally: _Tally, outcome: Outcome) -> str:
+    """Add one outcome; the error, or "" when there is a score."""
+    error = outcome.error
+    if not error and not outcome.is_finite:
+        error = f"the reward function returned {outcome.score} with the parts {outcome.parts}"
+    if error:
+        tally.errors += 1
+    else:
+        tally.scores.append(outcome.score)
+    return error
+
+
+def _table(tallies: dict[str, _Tally]) -> Table:
+    table = Table("data source", title="Scores", title_justify="left")
+    for heading in ("answers", "mean score", "errors"):
+        table.add_column(heading, justify="right")
+    for source in sorted(tallies):
+        scores, errors = tallies[source].scores, tallies[source].errors
+        mean = f"{sum(scores) / len(scores):.4f}" if scores else "-"
+        table.add_row(source, str(len(scores) + errors), mean, str(errors))
+    return table

@@ -1,0 +1,162 @@
+"""``strop train``, ``sft`` and ``train-rm``: from a command line to a trained model.
+
+Configuration errors are raised before torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+
+from strop.cli.run import run_command
+from strop.config.checks import supervised
+from strop.config.checks.check import check, check_loaded
+from strop.config.checks.supervised import Supervised
+from strop.config.load import Loaded, read_tree
+from strop.config.schema import Config
+from strop.config.schema.supervised import RewardModellingConfig, SftConfig
+from strop.config.trees import PPO, REWARD_MODELLING, SFT, Root, Tree
+from strop.errors import WorkerError
+
+logger = logging.getLogger("strop")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config-path``, ``--config-name`` and Hydra overrides."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides of the defaults")
+    parser.add_argument("--config-name", "-cn", help="a YAML file of yours, laid over the defaults")
+    parser.add_argument("--config-path", "-cp", help="the folder of that file, or the file itself")
+
+
+def loaded_from(arguments: argparse.Namespace, tree: Tree[Root]) -> Loaded[Root]:
+    """Load the configuration of a command line; problems are returned in the result."""
+    return read_tree(
+        tree, arguments.overrides, config_name=arguments.config_name, config_path=arguments.config_path
+    )
+
+
+def config_from(arguments: argparse.Namespace) -> Config:
+    """Return the configuration of a ``strop train`` command line.
+
+    Raises:
+        ConfigError: all keys that do not exist or do not fit.
+    """
+    return get_loaded(loaded_from(arguments, PPO))
+
+
+def get_loaded(loaded: Loaded[Config]) -> Config:
+    """Return the configuration. Raises ``ConfigError`` with all other errors if it could not be loaded."""
+    if loaded.problems:
+        check_loaded(loaded).raise_errors()
+    return loaded.get()
+
+
+def require_valid(config: Config) -> None:
+    """Raise all errors of the configuration as one ``ConfigError``; the trainer logs the warnings."""
+    check(config).raise_errors()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``strop train`` and return its exit status."""
+    parser = argparse.ArgumentParser(prog="strop train", description="Train a language model with PPO.")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_config_arguments(parser)
+    arguments = parser.parse_intermixed_args(argv)
+    return run_command(lambda: run(config_from(arguments)), debug=arguments.debug)
+
+
+def run(config: Config) -> int:
+    """Train with reinforcement learning; returns 0."""
+    log_to_console()
+    require_valid(config)
+    with_restarts(config, train_once)
+    return 0
+
+
+def run_sft(arguments: argparse.Namespace) -> int:
+    """Run ``strop sft``; returns 0."""
+    sft(supervised.get_loaded(loaded_from(arguments, SFT)))
+    return 0
+
+
+def run_train_rm(arguments: argparse.Namespace) -> int:
+    """Run ``strop train-rm``; returns 0."""
+    train_reward_model(supervised.get_loaded(loaded_from(arguments, REWARD_MODELLING)))
+    return 0
+
+
+def sft(config: SftConfig) -> None:
+    """Fine-tune a model on responses."""
+    _train_supervised(config, "SftTrainer")
+
+
+def train_reward_model(config: RewardModellingConfig) -> None:
+    """Train a reward model on pairs of responses."""
+    _train_supervised(config, "RewardModelTrainer")
+
+
+def _train_supervised(config: Supervised, trainer: str) -> None:
+    log_to_console()
+    supervised.require_valid(config)  # the trainer logs the warnings
+    from strop.trainer import supervised as trainers  # torch and transformers: seconds
+
+    with_restarts(config, lambda config: trainers.train_once(getattr(trainers, trainer), config))
+
+
+def log_to_console() -> None:
+    """Log strop's own messages from level INFO, those of other packages from WARNING."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logger.setLevel(logging.INFO)
+
+
+def train_once(config: Config) -> None:
+    """Build the trainer, train, and release its workers even if it raises."""
+    from strop.trainer.build import build_trainer  # torch and transformers: seconds
+
+    trainer = build_trainer(config)
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.shutdown()
+
+
+def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
+    """Call ``train(config)``; after a worker's failure retry from the last checkpoint.
+
+    ``trainer.max_restarts`` limits the retries. An error that would recur (a wrong model, a bad row) is not
+    retried. A restart rebuilds models, data loaders and reward processes: only the run folder carries over,
+    which makes a restart equal to a resume. The run folder is locked from the first attempt to the end;
+    ``ConfigError`` if another process holds the lock.
+    """
+    from strop.trainer.run_folder import RunFolder, run_lock
+
+    folder = RunFolder(config.trainer.default_local_dir)
+    with run_lock(folder.path):
+        for restarts_left in range(config.trainer.max_restarts, -1, -1):
+            before = folder.latest_checkpoint()
+            try:
+                return train(config)
+            except WorkerError as error:
+                if error.is_final or not restarts_left:
+                    raise
+                logger.error("%s", error)
+            after = folder.latest_checkpoint()
+            resumes = after is not None and after != before
+            if resumes:  # a checkpoint from before this run belongs to another run
+                config = _with_resume(config)
+            logger.warning(
+                "restarting %s; %d restart%s left",
+                f"from iteration {after[0]}" if after is not None and resumes else "from the beginning",
+                restarts_left - 1,
+                "" if restarts_left == 2 else "s",
+            )
+
+
+def _with_resume(config: Root) -> Root:
+    changed = config.trainer.model_copy(update={"resume_mode": "auto"})
+    resumed = config.model_copy(update={"trainer": changed})
+    if config.written is not None:
+        resumed.note_written(config.written)
+    return resumed

@@ -1,0 +1,221 @@
+"""``strop view RUN_DIR``: what a run did, on the terminal: main metrics, validation scores, samples of a
+step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from strop.errors import DataError
+from strop.tracking.jsonl import METRICS_FILE, read_metrics
+from strop.tracking.text import (
+    HEADLINES,
+    REWARD,
+    SUPERVISED_HEADLINES,
+    VALIDATION_PREFIX,
+    format_number,
+    names_in_order,
+    printable,
+    sparkline,
+)
+
+COURSE_WIDTH = 12
+
+
+Steps = Sequence[Mapping[str, Any]]
+
+
+_SAMPLE_FILE = re.compile(r"step_(\d+)\.parquet")
+
+_SAMPLE_COLUMNS = ("uid", "data_source", "prompt", "response", "ground_truth", "truncated", "score")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run folder (trainer.default_local_dir)")
+    parser.add_argument("--step", type=int, help="the step whose samples are shown (the last one written)")
+    parser.add_argument("--samples", type=int, default=5, metavar="K", help="samples shown; 0 for none (5)")
+    parser.add_argument(
+        "--sort",
+        choices=("score", "length"),
+        help="show the samples of lowest score or greatest length first",
+    )
+    parser.add_argument(
+        "--validation", action="store_true", help="validation samples instead of training ones"
+    )
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        metavar="NAME",
+        help="metrics to show, instead of the main ones; * matches anything",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the run; raises DataError when the folder is not one, or has no such step."""
+    run_dir = Path(args.run_dir).expanduser()
+    steps = _read_steps(run_dir)
+    shown: list[RenderableType] = [_metrics_table(run_dir, steps, args.metrics)]
+    if any(name.startswith(VALIDATION_PREFIX) for name in names_in_order(steps)):
+        shown.append(_validation_table(steps))
+    folder = run_dir / ("validation" if args.validation else "rollouts")
+    files = sample_files(folder)
+    if args.samples > 0 and (files or args.step is not None):
+        step, path = _choose_step(folder, files, args.step)
+        shown.append(_samples_view(step, path, count=args.samples, sort=args.sort))
+    Console().print(*shown, sep="\n")  # only now: a mistake in the arguments gives its error and nothing else
+    return 0
+
+
+def sample_files(folder: Path) -> dict[int, Path]:
+    """Step -> its parquet file, in order of steps; empty when the folder is not there."""
+    found = {}
+    for path in folder.glob("step_*.parquet"):
+        if match := _SAMPLE_FILE.fullmatch(path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def _read_steps(run_dir: Path) -> Steps:
+    path = run_dir / METRICS_FILE
+    if not path.is_file():
+        what = "is not a run folder: it holds no metrics.jsonl" if run_dir.is_dir() else "does not exist"
+        raise DataError(f"{run_dir} {what}. Give the folder of trainer.default_local_dir")
+    steps = read_metrics(path)
+    if not steps:
+        raise DataError(f"{path}: no step has been logged yet")
+    return steps
+
+
+def _choose_step(folder: Path, files: Mapping[int, Path], wanted: int | None) -> tuple[int, Path]:
+    if wanted is None:
+        wanted = max(files)
+    if wanted not in files:
+        if not files:
+            raise DataError(f"{folder}: no samples were written (trainer.log_rollouts, trainer.test_freq)")
+        nearest = min(files, key=lambda step: abs(step - wanted))
+        raise DataError(
+            f"{folder}: no samples of step {wanted}; it has {len(files)} steps "
+            f"from {min(files)} to {max(files)}, the nearest is {nearest}"
+        )
+    return wanted, files[wanted]
+
+
+def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) -> Table:
+    """Rows of metrics; columns for the first step, the step with the best reward, the last step, and the
+    course.
+    """
+    trained = [step for step in steps if REWARD.pick(step) is not None] or list(steps)
+    best = max(trained, key=_reward_or_worst)
+    shown = {"first": trained[0], "best reward": best, "last": trained[-1]}
+    title = Text(str(run_dir))
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("metric", no_wrap=True)
+    for label, step in shown.items():
+        table.add_column(f"{label}\nstep {step['step']}", justify="right", no_wrap=True)
+    table.add_column("course", style="cyan", no_wrap=True)
+    for name in _names_to_show(steps, wanted):
+        course = sparkline([step[name] for step in steps if name in step], width=COURSE_WIDTH)
+        table.add_row(Text(name), *(format_number(step.get(name)) for step in shown.values()), course)
+    return table
+
+
+def _reward_or_worst(step: Mapping[str, Any]) -> float:
+    reward = REWARD.pick(step)
+    return -math.inf if reward is None or math.isnan(reward) else reward
+
+
+def _names_to_show(steps: Steps, wanted: Sequence[str] | None) -> list[str]:
+    """The metrics of the rows; DataError when a name of ``wanted`` matches nothing."""
+    names = names_in_order(steps)
+    if wanted is None:
+        first_present = (
+            next((name for name in line.metrics if name in names), None)
+            for line in (*SUPERVISED_HEADLINES, *HEADLINES)
+        )
+        return [name for name in first_present if name is not None]
+    found: dict[str, None] = {}
+    for pattern in wanted:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise DataError(f"--metrics {pattern}: the run logged no such metric; it has {', '.join(names)}")
+        found |= dict.fromkeys(matching)
+    return list(found)
+
+
+def _validation_table(steps: Steps) -> Table:
+    table = Table(title="Validation", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in ("data source", "first", "best", "at step", "last", "course"):
+        table.add_column(
+            column, justify="left" if column in ("data source", "course") else "right", no_wrap=True
+        )
+    for name in names_in_order(steps):
+        if not name.startswith(VALIDATION_PREFIX):
+            continue
+        points = [(step["step"], step[name]) for step in steps if name in step]
+        best_step, best = max(points, key=lambda point: -math.inf if math.isnan(point[1]) else point[1])
+        scores = [score for _, score in points]
+        table.add_row(
+            Text(name.removeprefix(VALIDATION_PREFIX)),
+            format_number(scores[0]),
+            format_number(best),
+            str(best_step),
+            format_number(scores[-1]),
+            sparkline(scores, width=COURSE_WIDTH),
+        )
+    return table
+
+
+def _samples_view(step: int, path: Path, *, count: int, sort: str | None) -> Group:
+    """The first ``count`` samples of the file, or those that ``sort`` puts first, each in a frame."""
+    samples = _read_samples(path)
+    if sort == "score":
+        samples.sort(key=lambda sample: sample.get("score", 0.0))
+    elif sort == "length":
+        samples.sort(key=lambda sample: -sample["length"])
+    title = Text(
+        f"Samples of step {step}: {min(count, len(samples))} of {len(samples)} ({path})", style="bold"
+    )
+    return Group(title, *(_sample_panel(sample) for sample in samples[:count]))
+
+
+def _read_samples(path: Path) -> list[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(path).names
+        columns = [name for name in names if name in _SAMPLE_COLUMNS or name.startswith("reward/")]
+        table = pq.read_table(path, columns=[*columns, "response_ids"])
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise DataError(f"{path}: not a file of samples: {error}") from error
+    ids = table["response_ids"].combine_chunks()
+    return table.drop_columns("response_ids").append_column("length", ids.value_lengths()).to_pylist()
+
+
+def _sample_panel(sample: Mapping[str, Any]) -> Panel:
+    score = sample.get("score")
+    parts = {
+        name: value for name, value in sample.items() if name.startswith("reward/") and value is not None
+    }
+    facts = [f"{sample['length']} tokens" + (", cut at the limit" if sample.get("truncated") else "")]
+    facts += [f"{name.removeprefix('reward/')} {format_number(value)}" for name, value in parts.items()]
+    body = Text()
+    body.append(printable(sample.get("prompt") or "") + "\n", style="dim")
+    body.append(printable(sample.get("response") or ""), style="bold")
+    if sample.get("ground_truth") is not None:
+        body.append(f"\nground truth: {printable(sample['ground_truth'])}", style="green")
+    title = Text(f"{sample.get('uid', '')}  score {format_number(score)}  ({', '.join(facts)})")
+    return Panel(body, title=title, title_align="left", box=box.ROUNDED, border_style="dim")

@@ -1,0 +1,1 @@
+"""Checks of a whole configuration, before any model loads."""

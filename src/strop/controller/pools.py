@@ -1,0 +1,64 @@
+"""Which processes a role gets: named pools, each a number of processes per node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from strop.errors import ConfigError
+
+# The roles that workers play.
+
+
+class Role(Enum):
+    """A role is a group of workers; several may share a process."""
+
+    Actor = 0
+    Rollout = 1
+    ActorRollout = 2  # actor and rollout on the same weights: the hybrid engine
+    Critic = 3
+    RefPolicy = 4
+    RewardModel = 5
+    ActorRolloutRef = 6
+
+
+class ResourcePool:
+    """``processes_per_node[i]`` processes on node i. Two pools never share a process."""
+
+    def __init__(self, name: str, processes_per_node: Sequence[int]) -> None:
+        self.name = name
+        self.processes_per_node = tuple(processes_per_node)
+        self.all_of_run: list[ResourcePool] = [self]
+        """The pools of the run, this one among them: they get their places together or not at all."""
+
+    @property
+    def world_size(self) -> int:
+        """All processes of the pool."""
+        return sum(self.processes_per_node)
+
+
+class ResourcePoolManager:
+    """Maps each role to its pool; roles with the same pool share its processes (co-located placement).
+
+    Raises ``ConfigError`` when a role names a pool that the specification lacks.
+    """
+
+    def __init__(self, resource_pool_spec: Mapping[str, Sequence[int]], mapping: Mapping[Role, str]) -> None:
+        self.pools = {name: ResourcePool(name, spec) for name, spec in resource_pool_spec.items()}
+        self.mapping = dict(mapping)
+        for role, name in self.mapping.items():
+            if name not in self.pools:
+                raise ConfigError(
+                    f"role {role.name} is mapped to the pool {name!r}; known: {sorted(self.pools)}"
+                )
+        used = [pool for name, pool in self.pools.items() if name in self.mapping.values()]
+        for pool in used:
+            pool.all_of_run = used
+
+    def pool_of(self, role: Role) -> ResourcePool:
+        """The pool of a role; ``ConfigError`` when the role is not mapped."""
+        if role not in self.mapping:
+            raise ConfigError(
+                f"no resource pool for role {role.name}; mapped: {[r.name for r in self.mapping]}"
+            )
+        return self.pools[self.mapping[role]]

@@ -1,0 +1,229 @@
+"""The Ray cluster a run uses: connect to it, look what it has, take a place on its nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil  # comes with Ray
+import ray
+from ray._private import services
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from strop.controller.pools import ResourcePool
+from strop.errors import ConfigError
+
+# Whether the head of the cluster still answers.
+
+_ANSWERS_S = 2.0
+
+_PATIENCE_S = 5.0
+
+
+def answers(address: str) -> bool:
+    """Whether somebody listens at ``host:port``."""
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_S).close()
+    except OSError:
+        return False
+    return True
+
+
+class HeadWatch:
+    """Asked about once a second, says when the head has been away for too long."""
+
+    def __init__(self) -> None:
+        self.address = ray.get_runtime_context().gcs_address
+        self._answered = time.monotonic()
+
+    def answers(self) -> bool:
+        """Whether it is there."""
+        return answers(self.address)
+
+    def is_lost(self) -> bool:
+        """Whether nobody has answered there for ``_PATIENCE_S``."""
+        if self.answers():
+            self._answered = time.monotonic()
+        return time.monotonic() - self._answered > _PATIENCE_S
+
+    def restart(self) -> None:
+        """Nobody has asked for a while."""
+        self._answered = time.monotonic()
+
+
+def end_without_head(processes: Iterable[Mapping[str, Any]]) -> None:
+    """Kill those of these processes that are on this node; other nodes end theirs when they miss the head.
+
+    So will what belongs to a Ray of this run alone: the children of its raylet, which would wait a minute.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    for facts in processes:
+        if facts.get("node_id") == here:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(facts["pid"], signal.SIGKILL)
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.parent().name() == "raylet":
+                child.kill()
+
+
+logger = logging.getLogger(__name__)
+
+_PLACEMENT_S = 120.0
+
+_RELEASE_S = 15.0
+
+"""What a run that has just ended held is free a moment later, on a busy machine some seconds."""
+
+
+def connect(processes: int) -> None:
+    """Join the cluster that ``RAY_ADDRESS`` or ``ray start`` names; where there is none, start one here.
+
+    One that is started here ends with this process and has a slot for each of ``processes``, also where
+    these are more than the machine has cores: they are slower then, not fewer.
+    """
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # a failed call is told once, by us
+    if ray.is_initialized():
+        if any(node["Alive"] for node in ray.nodes()):
+            return
+        ray.shutdown()  # a restart after the node itself was lost
+    # Quiet: what a worker prints is shown, what Ray does about itself is in its own log files.
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
+    address = running_cluster()
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    if address is not None:
+        if re.fullmatch(r".+:\d+", address) and "://" not in address and not answers(address):
+            raise ConfigError(  # Ray would try for minutes
+                f"no Ray cluster answers at {address}: start it with `ray start --head`, or unset "
+                "RAY_ADDRESS for a Ray of this run alone"
+            )
+        ray.init(address=address, **options)
+    else:
+        cores = os.cpu_count() or 1
+        if processes > cores:
+            logger.warning("warning: %d processes share the %d cores of this machine", processes, cores)
+        # So that what is left of a Ray whose head was killed ends after that many seconds and not 60.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "30")
+        ray.init(address="local", num_cpus=max(cores, processes), include_dashboard=False, **options)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would end the process with status 15
+
+
+def running_cluster() -> str | None:
+    """The cluster of ``RAY_ADDRESS``, or that which ``ray start`` began or joined on this machine.
+
+    Ray's own search (``address="auto"``) would also find the private Ray of another run, and share its end.
+    """
+    if address := os.environ.get("RAY_ADDRESS"):
+        return None if address == "local" else address
+    started = services.find_bootstrap_address(None)  # a file, which outlives a cluster that was killed
+    return started if started in services.find_gcs_addresses() else None
+
+
+def take_places(pools: Sequence[ResourcePool], *, gpus: bool) -> dict[ResourcePool, list[Any]]:
+    """Placement groups by pool: one for each node of a pool, with a bundle for each process there.
+
+    Different entries of ``processes_per_node`` are on different nodes. Raises ``ConfigError`` with what is
+    asked and what each node has when not all pools fit; nothing is taken then.
+    """
+    resources = ("CPU", "GPU") if gpus else ("CPU",)
+    places: dict[ResourcePool, list[Any]] = {pool: [] for pool in pools}
+    nodes = _choose_nodes(pools, resources)
+    for pool in pools:
+        for node, count in zip(nodes[pool], pool.processes_per_node, strict=True):
+            bundle = dict.fromkeys(resources, 1.0) | {node.own_resource: 0.001}
+            places[pool].append(placement_group([bundle] * count, strategy="STRICT_PACK"))
+    for pool in pools:
+        for node, group in zip(nodes[pool], places[pool], strict=True):
+            if not group.wait(_PLACEMENT_S):
+                for taken in places.values():
+                    release(taken)
+                raise ConfigError(
+                    f"pool {pool.name!r}: node {node.name} did not give the {_in_words(resources)} that it "
+                    f"has free within {_PLACEMENT_S:.0f} s; is another run starting there?"
+                )
+    return places
+
+
+def release(groups: Sequence[Any]) -> None:
+    """Give the places back."""
+    for group in groups:
+        remove_placement_group(group)
+
+
+@dataclass
+class Node:
+    """A machine of the cluster, and how many processes more it has room for."""
+
+    name: str
+    own_resource: str
+    """Ray's resource that this node alone has."""
+    free: int
+    in_all: int
+    """With what others have taken."""
+
+
+def living_nodes(resources: Sequence[str]) -> list[Node]:
+    """The nodes of the cluster; a process takes one of each of ``resources``."""
+    free, nodes = available_resources_per_node(), []
+    for node in ray.nodes():
+        if node["Alive"]:
+            names = [name for name in node["Resources"] if name.startswith("node:") and "__" not in name]
+            name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            room = [
+                min(int(counts.get(resource, 0)) for resource in resources)
+                for counts in (free.get(node["NodeID"], {}), node["Resources"])
+            ]
+            nodes.append(Node(name, names[0], *room))
+    return nodes
+
+
+def _choose_nodes(pools: Sequence[ResourcePool], resources: Sequence[str]) -> dict[ResourcePool, list[Node]]:
+    """For each pool, a node of its own for each entry; waits a while for what others are giving back."""
+    deadline = time.monotonic() + _RELEASE_S
+    while True:
+        nodes = living_nodes(resources)
+        present = ", ".join(f"{node.name}: {node.free} of {node.in_all}" for node in nodes)
+        whole = [replace(node, free=node.in_all) for node in nodes]
+        if chosen := _fit(pools, nodes):
+            return chosen
+        if not _fit(pools, whole) or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    asked = ", ".join(f"{pool.name}: {list(pool.processes_per_node)}" for pool in pools)
+    raise ConfigError(
+        "the cluster lacks what the run asks for. Asked, processes on each node, each with one of "
+        f"{_in_words(resources)}: {asked}; free now, by node: "
+        f"{present or 'no node at all'}. Lower trainer.n_gpus_per_node, trainer.nnodes or "
+        "trainer.resource_pools, or add nodes with `ray start --address=...`"
+    )
+
+
+def _in_words(resources: Sequence[str]) -> str:
+    return " and ".join(f"{resource}s" for resource in resources)
+
+
+def _fit(pools: Sequence[ResourcePool], nodes: Sequence[Node]) -> dict[ResourcePool, list[Node]] | None:
+    """The largest entries first, each on the fullest node that still has room; None when one finds none."""
+    entries = [(count, pool, index) for pool in pools for index, count in enumerate(pool.processes_per_node)]
+    chosen: dict[ResourcePool, dict[int, Node]] = {pool: {} for pool in pools}
+    for count, pool, index in sorted(entries, key=lambda entry: -entry[0]):
+        others = chosen[pool].values()
+        fitting = [node for node in nodes if node.free >= count and all(node is not used for used in others)]
+        if not fitting:
+            return None
+        node = min(fitting, key=lambda node: node.free)
+        node.free -= count
+        chosen[pool][index] = node
+    return {pool: [places[index] for index in sorted(places)] for pool, places in chosen.items()}

@@ -1,0 +1,315 @@
+"""The process that holds workers: a Ray actor. Roles of one pool share it, and with it its device.
+
+Besides the calls to its workers, which run one after another in one thread, it answers in further threads:
+it is asked there whether it is alive, what there is to report, whether a save is done and, when a call takes
+too long, where that thread stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+import uuid
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from strop.controller.group import data_parallel_places
+from strop.controller.ray.handles import Columns, to_array
+from strop.controller.ray.wire import Packed, pack, unpack
+from strop.errors import portable
+from strop.protocol import DataProto
+
+# Functions of the driver that workers on Ray call while they work, each time about one row of their batch.
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Stands for a function of the driver on its way to the workers."""
+
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class Reports:
+    """What the workers of one process have to tell, by the key of the function that they call."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, SimpleQueue[tuple[Any, ...] | None]] = {}
+        self._finding = threading.Lock()
+
+    def connect(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments with a function for each ``Reporter``."""
+        return {
+            name: self._function(value.key) if isinstance(value, Reporter) else value
+            for name, value in arguments.items()
+        }
+
+    def end(self, arguments: Mapping[str, Any]) -> None:
+        """The call with these keyword arguments is over."""
+        for value in arguments.values():
+            if isinstance(value, Reporter):
+                self._queue(value.key).put(None)
+
+    def fetch(self, key: str) -> tuple[list[tuple[Any, ...]], bool]:
+        """The arguments of calls of that function since the last fetch, and whether there may be more.
+
+        Waits until there is something to say.
+        """
+        queue, news = self._queue(key), []
+        while (arguments := queue.get()) is not None:
+            news.append(arguments)
+            if queue.empty():
+                return news, True
+        del self._queues[key]
+        return news, False
+
+    def _function(self, key: str) -> Callable[..., None]:
+        queue = self._queue(key)
+        return lambda *arguments: queue.put(arguments)
+
+    def _queue(self, key: str) -> SimpleQueue[tuple[Any, ...] | None]:
+        with self._finding:
+            return self._queues.setdefault(key, SimpleQueue())
+
+
+class Listener:
+    """Has ``function`` called, in a thread, with what the hosts report until their calls are over.
+
+    The first argument, a row of the rank's part, becomes the row of the whole batch (``rows`` by rank); news
+    of padding is dropped.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        key: str,
+        hosts: Mapping[int, Any],
+        rows: Mapping[int, Sequence[int]],
+    ) -> None:
+        self._function, self._key, self._hosts, self._rows = function, key, hosts, rows
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="strop-reports", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until all is told, soon after the calls are over; raises what the function raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        asked = {host.news.remote(self._key): rank for rank, host in self._hosts.items()}
+        while asked and ray.is_initialized():
+            (reference, *_), _ = ray.wait(list(asked))
+            rank = asked.pop(reference)
+            try:
+                news, may_be_more = ray.get(reference)
+            except RayError:  # the process is gone: who waits for its result is told so
+                continue
+            self._tell(rank, news)
+            if may_be_more and ray.is_initialized():
+                asked[self._hosts[rank].news.remote(self._key)] = rank
+
+    def _tell(self, rank: int, news: Sequence[tuple[Any, ...]]) -> None:
+        rows = self._rows[rank]
+        for row, *more in news:
+            if row < len(rows) and self._error is None:
+                try:
+                    self._function(rows[row], *more)
+                except Exception as error:  # noqa: BLE001 - the user's; raised again in finish()
+                    self._error = error
+
+
+STACK_SIGNAL = signal.SIGUSR2
+
+"""Writes the stacks of all threads into a file, also when native code holds the interpreter."""
+
+_WATCH = "watch"
+
+_BESIDE = "beside"
+
+_LARGE_BYTES = 1 << 18
+
+"""Of a column on one rank."""
+
+_AFTER_THE_DRIVER_S = 60.0
+
+
+class WorkerHost:
+    """One process of a pool, on its own GPU where there are GPUs."""
+
+    def __init__(self) -> None:
+        faulthandler.enable()
+        self._workers: dict[str, Any] = {}
+        self._calls_thread = threading.get_ident()
+        self._reports = Reports()
+        self._store: Any = None
+
+    def prepare(self, module_path: list[str], folder: str, threads: int, gpu: bool) -> dict[str, Any]:
+        """Become like the driver: its import path, folder and number of threads; tells where this is."""
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")  # a bar of each process would break into the driver's display
+        if not gpu:  # Ray hides no GPU from a process that asked for none
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        import torch
+
+        sys.path[:] = module_path
+        os.chdir(folder)
+        torch.set_num_threads(threads)
+        self._calls_thread = threading.get_ident()
+        context = ray.get_runtime_context()
+        logs = [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)]
+        self._stacks = Path(logs[1]).with_name(f"stacks-{os.getpid()}.txt").open("w")
+        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "ip": ray.util.get_node_ip_address(),
+            "node_id": context.get_node_id(),
+            "logs": logs,
+            "stacks": self._stacks.name,
+            "thread": self._calls_thread,
+        }
+
+    def open_store(self) -> int:
+        """Begin to listen where the pool's other processes will meet this one; returns the port."""
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def join(
+        self, host: str, port: int, rank: int, world_size: int, *, gpu: bool, timeout_s: float | None
+    ) -> None:
+        """Meet the pool's other processes in ``torch.distributed``, by what rank zero opened there.
+
+        Who waits there for a rank that hangs gives up after the driver does, which can name that rank.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if gpu:
+            torch.cuda.set_device(0)
+        timeout = timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S if timeout_s else 7 * 24 * 3600)
+        store = self._store or dist.TCPStore(host, port, timeout=timeout)
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+
+    def add(self, name: str, worker: bytes, rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+        """Construct a worker; returns its ``data_parallel_places``."""
+        with _portable_errors():
+            worker_cls, init_kwargs = pickle.loads(worker)
+            made = worker_cls(**init_kwargs, rank=rank, world_size=world_size)
+        self._workers[name] = made
+        return data_parallel_places(made, rank, world_size)
+
+    def remove(self, name: str) -> None:
+        """Drop a worker, and with it its model."""
+        self._workers.pop(name, None)
+
+    @ray.method(num_returns=2)
+    def call(self, name: str, method: str, packed: Packed, read: Set[str], *objects: Any) -> tuple[Any, Any]:
+        """Call a worker's method; returns a description of the result, and the bytes of its tensors.
+
+        Descriptions: ("batch", rows, shapes of columns, references of those that are objects of their own,
+        the rest of the batch), ("value", the value) or ("tensors",), where the second part is the packed
+        value. ``read``: the columns that the driver is known to read.
+        """
+        args, kwargs = unpack(packed, objects)
+        try:
+            with _portable_errors():
+                result = getattr(self._workers[name], method)(*args, **self._reports.connect(kwargs))
+        finally:
+            self._reports.end(kwargs)
+        if isinstance(result, DataProto):
+            columns = {column: (to_array(tensor), tensor.dtype) for column, tensor in result.batch.items()}
+            shapes = {column: (tensor.shape[1:], tensor.dtype) for column, tensor in result.batch.items()}
+            smallest, *others = _objects(columns, read)
+            apart = {column: reference for own in others for reference in [ray.put(own)] for column in own}
+            return ("batch", len(result), shapes, apart, result.non_tensor_batch, result.meta_info), smallest
+        whole, _ = pack(result)
+        return (("tensors",), whole) if whole.arrays else (("value", result), None)
+
+    @ray.method(num_returns=2, concurrency_group=_BESIDE)
+    def call_beside(
+        self, name: str, method: str, packed: Packed, read: Set[str], *objects: Any
+    ) -> tuple[Any, Any]:
+        """``call`` of a method that is marked with ``beside_calls``: at once, whatever is under way."""
+        host: Any = self  # its type is that of a method on a handle of Ray
+        return host.call(name, method, packed, read, *objects)
+
+    def sees(self, path: str) -> bool:
+        """Whether there is such a file, from here."""
+        return Path(path).exists()
+
+    @ray.method(concurrency_group=_WATCH)
+    def lifetime(self) -> None:
+        """Never returns: who waits for it learns at once when the process dies."""
+        threading.Event().wait()
+
+    @ray.method(concurrency_group=_WATCH)
+    def news(self, key: str) -> tuple[list[tuple[Any, ...]], bool]:
+        """See ``Reports.fetch``."""
+        return self._reports.fetch(key)
+
+    @ray.method(concurrency_group=_WATCH)
+    def stack(self) -> str:
+        """Where the thread stands that runs the calls."""
+        frame = sys._current_frames().get(self._calls_thread)
+        stack = traceback.extract_stack(frame) if frame else []
+        own = next((i for i, entry in enumerate(stack) if entry.filename == __file__), -1)
+        return "".join(traceback.format_list(stack[own + 1 :])) or "(it runs no call)"
+
+
+def _objects(columns: Columns, read: Set[str]) -> list[Columns]:
+    """Which columns share an object of the store, the smallest object first.
+
+    Reading one column fetches all of its object, and every object has its price on every way. So a large
+    column is alone; of the others, those that the driver reads share one, and those that go from worker to
+    worker.
+    """
+    objects: dict[Any, Columns] = {}
+    for name, (array, dtype) in columns.items():
+        key = name if array.nbytes >= _LARGE_BYTES else name in read
+        objects.setdefault(key, {})[name] = (array, dtype)
+    return sorted(objects.values(), key=lambda own: sum(array.nbytes for array, _ in own.values())) or [{}]
+
+
+@contextlib.contextmanager
+def _portable_errors() -> Generator[None]:
+    """What is raised in here can be told to the driver."""
+    try:
+        yield
+    except Exception as error:
+        told = portable(error)
+        if told is error:
+            raise
+        raise told from error.__cause__ or error.__context__
+
+
+_ACTOR: dict[str, Any] = {
+    "max_restarts": 0,
+    "max_task_retries": 0,
+    "concurrency_groups": {_WATCH: 4, _BESIDE: 1},
+}
+
+RemoteHost: Any = ray.remote(**_ACTOR)(WorkerHost)

@@ -1,0 +1,233 @@
+"""Attention over packed rows: runs of whole sequences, kernels, and their portable form."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from strop.errors import ModelError
+from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup
+
+if TYPE_CHECKING:
+    pass
+
+
+Runs = tuple[tuple[int, int], ...]
+
+
+_FLOAT32_UP_TO = 512
+
+
+_PACKED = "strop_packed"  # transformers makes no mask for a back-end that it does not know
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequence_runs: Runs | None = None,
+    sliding_window: int | None = None,
+    position_bias: Tensor | None = None,
+    whole_sequences: WholeSequences | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Query [1, Q, N, D], key and value [1, G, N, D] -> [1, N, Q, D]; each sequence sees itself alone.
+
+    One call of transformers' own ``sdpa`` for each run, so that grouped heads, scaling and whatever else a
+    family passes in ``options`` mean what they mean in its padded pass.
+    """
+    if whole_sequences is not None and position_bias is None:
+        return whole_sequences.attend(module, query, key, value, sliding_window, **options), None
+    if sequence_runs is None or position_bias is not None:
+        raise ModelError(
+            f"{type(module).__name__} does not hand the lengths of packed sequences to attention"
+        )
+    # split, not slices: each slice's backward pass would make a gradient of full size
+    sizes = [sequences * length for sequences, length in sequence_runs]
+    parts = zip(*(heads.transpose(1, 2)[0].split(sizes) for heads in (query, key, value)), strict=True)
+    outputs = []
+    for (sequences, length), tokens in zip(sequence_runs, parts, strict=True):
+        heads = [part.unflatten(0, (sequences, length)).transpose(1, 2) for part in tokens]
+        mask_KK = _window_mask(length, sliding_window, query.device)
+        outputs.append(attend(module, *heads, mask_KK, **options).flatten(0, 1))
+    return torch.cat(outputs)[None], None
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> Tensor:
+    """The ``sdpa`` of transformers: query [S, Q, T, D], key and value [S, G, K, D] -> [S, T, Q, D].
+
+    ``mask`` [1, 1, T, K] is of what each query sees; None: the keys up to its own.
+    """
+    heads = [query, key, value]
+    with _in_float32(query.device, key.shape[2]) as cast:
+        if cast:
+            heads = [states.float() for states in heads]
+        output, _ = sdpa_attention_forward(module, *heads, attention_mask=mask, **options)
+    return output.to(value.dtype)
+
+
+@contextmanager
+def _in_float32(device: torch.device, length: int) -> Generator[bool]:
+    """Whether to attend to sequences of that length in float32 whatever comes; autocast is off then."""
+    if device.type != "cpu" or length > _FLOAT32_UP_TO:
+        yield False
+        return
+    with torch.autocast("cpu", enabled=False):
+        yield True
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[1, 1, K, K] of what each token sees, itself and ``window - 1`` before it; None: all before it."""
+    if window is None or length <= window:
+        return None
+    place_K = torch.arange(length, device=device)
+    distance_KK = place_K[:, None] - place_K
+    return ((distance_KK >= 0) & (distance_KK < window))[None, None]
+
+
+@contextmanager
+def packed_attention(model: PreTrainedModel, group: SequenceGroup | None = None) -> Generator[None]:
+    """Attention by sequence in place of ``sdpa``; flash-attention stays, and takes the lengths itself.
+
+    With a ``group`` either is called on whole rows, of which the model has a piece. Not for good: a rollout
+    generates with the same model, from padded prompts and with a cache.
+    """
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation = _row_attention(before) if group is None else SHARED_ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _row_attention(implementation: str) -> str:
+    """The back-end that attends to a packed row, for a model that was loaded with ``implementation``."""
+    return implementation if is_flash(implementation) else _PACKED
+
+
+@contextmanager
+def portable_attention(model: PreTrainedModel) -> Generator[None]:
+    """``sdpa`` in place of flash-attention, which runs neither on a CPU nor in float32, for checks."""
+    config = model.config
+    before = config._attn_implementation
+    if is_flash(before):
+        config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def is_flash(implementation: str | None) -> bool:
+    """Whether attention is flash-attention's, which takes the lengths of sequences itself."""
+    return implementation is not None and implementation.startswith("flash_attention")
+
+
+_LIKE = 0.8
+
+
+class _Run(NamedTuple):
+    """Sequences that attend in one call: their tokens from ``first`` to ``end``, to all before."""
+
+    rows: list[int]
+    first: int
+    end: int
+
+    def mask(self, window: int | None, device: torch.device) -> Tensor | None:
+        """[1, 1, T, K] of what each query sees; None where queries and keys are the same tokens, all seen."""
+        if self.first == 0 and (window is None or self.end <= window):
+            return None
+        place_K = torch.arange(self.end, device=device)
+        distance_TK = place_K[self.first :, None] - place_K
+        seen_TK = distance_TK >= 0
+        return (seen_TK if window is None else seen_TK & (distance_TK < window))[None, None]
+
+
+class WholeSequences:
+    """Who attends to whom: prompts that are shared to themselves, once, and their responses to both.
+
+    A run fills sequences up to the longest; what fills one up follows it, so no token of it attends to that.
+    """
+
+    def __init__(
+        self, mask_BL: Tensor, computed_BL: Tensor, place_BL: Tensor, starts: list[list[int]]
+    ) -> None:
+        """The real tokens, those computed, where each of the former is in the packed row, and the ``starts``.
+
+        Those are, for each row, the tokens of its sequence at which a piece begins that attends by itself.
+        """
+        lengths = mask_BL.sum(dim=1).tolist()
+        token_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
+        place_BK = place_BL.new_zeros(len(lengths), max(lengths))
+        rows, columns = mask_BL.nonzero(as_tuple=True)
+        place_BK[rows, token_BL[rows, columns]] = place_BL[rows, columns]
+        self._runs = _runs(starts, lengths)
+        queries, keys, laid_BK, laid = [], [], torch.zeros_like(place_BK), 0
+        for run in self._runs:
+            queries.append(place_BK[run.rows, run.first : run.end].flatten())
+            keys.append(place_BK[run.rows, : run.end].flatten())
+            places = torch.arange(laid, laid + len(queries[-1]), device=laid_BK.device)
+            laid_BK[run.rows, run.first : run.end] = places.view(len(run.rows), -1)
+            laid += len(places)
+        self._queries_M, self._keys_M = torch.cat(queries), torch.cat(keys)
+        self._laid_N = laid_BK.gather(1, token_BL)[computed_BL]
+        self._masks: dict[int | None, list[Tensor | None]] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        **options: Any,
+    ) -> Tensor:
+        """Query [1, Q, N, D], key and value [1, G, N, D] of computed tokens -> [1, N, Q, D]."""
+        if window not in self._masks:
+            self._masks[window] = [run.mask(window, query.device) for run in self._runs]
+        # one selection for all runs and split, not one each: each would make a gradient of full size
+        sizes = [len(run.rows) * (run.end - run.first) for run in self._runs]
+        queries = _tokens(query).index_select(0, self._queries_M).split(sizes)
+        sizes = [len(run.rows) * run.end for run in self._runs]
+        keys, values = (_tokens(states).index_select(0, self._keys_M).split(sizes) for states in (key, value))
+        outputs = []
+        for run, mask, *tokens in zip(self._runs, self._masks[window], queries, keys, values, strict=True):
+            heads = [part.unflatten(0, (len(run.rows), -1)).transpose(1, 2) for part in tokens]
+            outputs.append(attend(module, *heads, mask, **options).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self._laid_N)[None]
+
+
+def _tokens(heads: Tensor) -> Tensor:
+    """[1, A, N, D] -> [N, A, D]"""
+    return heads.transpose(1, 2)[0]
+
+
+def _runs(starts: list[list[int]], lengths: list[int]) -> list[_Run]:
+    """All pieces, those that begin at the same token and are of like length together."""
+    pieces = [
+        (first, end, row)
+        for row, (begins, length) in enumerate(zip(starts, lengths, strict=True))
+        for first, end in itertools.pairwise([*begins, length])
+        if end > first
+    ]
+    runs: list[_Run] = []
+    for first, end, row in sorted(pieces, key=lambda piece: (piece[0], -piece[1])):
+        longest = runs[-1] if runs else None
+        if longest and first == longest.first and end - first >= _LIKE * (longest.end - first):
+            longest.rows.append(row)
+        else:
+            runs.append(_Run([row], first, end))
+    return runs

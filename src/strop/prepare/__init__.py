@@ -1,0 +1,133 @@
+"""``strop prepare``: public data sets -> parquet files that strop trains on. No torch here.
+
+Files for ``strop train`` have the columns ``data_source`` (str, chooses the scorer), ``prompt`` (list of chat
+messages), ``ability`` (str), ``reward_model`` {style, ground_truth} and ``extra_info`` {split, index, ...},
+with the same types in every data set.
+
+A data set is one module with one function, ``(source, **options) -> {split: Split}``; :data:`DATASETS`
+names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from strop.data.fetch import progress_bar
+from strop.errors import DataError
+from strop.files import atomic_path, atomic_write_text
+from strop.prepare.source import Split
+
+logger = logging.getLogger("strop.data")
+
+DATASETS = {
+    "arithmetic": "strop.prepare.arithmetic:splits",
+    "full_hh_rlhf": "strop.prepare.full_hh_rlhf:splits",
+    "gsm8k": "strop.prepare.maths:splits",
+    "hellaswag": "strop.prepare.hellaswag:splits",
+    "humaneval": "strop.prepare.code:splits",
+    "math": "strop.prepare.maths:splits",
+    "mbpp": "strop.prepare.code:splits",
+}
+
+_REASONS_SHOWN = 5
+
+
+class Prepared(NamedTuple):
+    """One written file."""
+
+    path: Path
+    rows: int
+
+
+def prepare(name: str, source: str | Path | None, out_dir: str | Path, **options: Any) -> dict[str, Prepared]:
+    """Write ``out_dir/<split>.parquet`` for every split that ``source`` has.
+
+    ``source``: a file or folder of JSONL (also .gz) or parquet, an fsspec URL of one, a hub name for the
+    package ``datasets``, or None for the data set's own origin. ``options`` are those of the data set's
+    function.
+
+    Records that cannot be used are left out, counted in a warning, and listed with their reasons in
+    ``out_dir/<split>.rejected.jsonl``. Raises :class:`DataError` for an unknown data set or option, an
+    unusable source, a split in which no record can be used, and a file of other columns in its place.
+    """
+    splits = _function(name, options)(source, **options)
+    folder = Path(out_dir).expanduser()
+    return {split: _write_split(folder, split, records) for split, records in splits.items()}
+
+
+def _function(name: str, options: Mapping[str, Any]) -> Callable[..., dict[str, Split]]:
+    if name not in DATASETS:
+        raise DataError(f"unknown data set {name!r}: expected one of {', '.join(sorted(DATASETS))}")
+    module, _, attribute = DATASETS[name].partition(":")
+    function = getattr(importlib.import_module(module), attribute)
+    known = [option for option in inspect.signature(function).parameters if option != "source"]
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise DataError(f"{name} has no option {', '.join(unknown)}; it has: {', '.join(known) or 'none'}")
+    return function
+
+
+def _write_split(folder: Path, split: str, records: Split) -> Prepared:
+    rows: list[dict[str, Any]] = []
+    rejected: list[dict[str, Any]] = []
+    path = folder / f"{split}.parquet"
+    with progress_bar(f"preparing {split}", len(records.records)) as bar:
+        for index, record in enumerate(records.records):
+            try:
+                rows.append(records.convert(record, split, index))
+            except DataError as error:
+                rejected.append({"row": index, "reason": str(error)})
+            bar.advance()
+    _require_same_columns(path, rows)
+    _report(folder / f"{split}.rejected.jsonl", split, rejected, len(records.records))
+    if not rows:
+        reason = f"; row {rejected[0]['row']}: {rejected[0]['reason']}" if rejected else ""
+        raise DataError(f"split {split}: none of {len(records.records)} records can be used{reason}")
+    with atomic_path(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows), temporary)
+    return Prepared(path, len(rows))
+
+
+def _require_same_columns(path: Path, rows: list[dict[str, Any]]) -> None:
+    """:class:`DataError` when there is a file of other columns, and so of another use, at ``path``."""
+    if not rows or not path.exists():
+        return
+    try:
+        there = pq.read_schema(path).names
+    except (pa.ArrowException, OSError):  # nothing that anybody could train on
+        return
+    if set(there) != set(rows[0]):
+        raise DataError(
+            f"{path} is there already, with the columns {', '.join(there)}, and would be written with the "
+            f"columns {', '.join(rows[0])}: prepare these into a folder of their own, or remove that file"
+        )
+
+
+def _report(path: Path, split: str, rejected: list[dict[str, Any]], total: int) -> None:
+    """Say which records were left out; a list from an earlier run that no longer holds is removed."""
+    if not rejected:
+        path.unlink(missing_ok=True)
+        return
+    atomic_write_text(path, "".join(json.dumps(entry) + "\n" for entry in rejected))
+    reasons = Counter(entry["reason"] for entry in rejected)
+    first_rows = {entry["reason"]: entry["row"] for entry in reversed(rejected)}
+    shown = [
+        f"{count} times, first in row {first_rows[reason]}: {reason}"
+        for reason, count in reasons.most_common(_REASONS_SHOWN)
+    ]
+    if len(reasons) > _REASONS_SHOWN:
+        shown.append(f"and {len(reasons) - _REASONS_SHOWN} other reasons")
+    logger.warning(
+        "split %s: %d of %d records cannot be used and are left out (all of them in %s). %s",
+        split, len(rejected), total, path, "; ".join(shown),
+    )  # fmt: skip

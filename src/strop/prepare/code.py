@@ -1,0 +1,156 @@
+"""MBPP (Austin et al. 2021): short Python functions from a sentence and three tests."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+from strop.errors import DataError
+from strop.prepare.source import Split, Splits, make_row, read_source, text_field
+
+# The ground truth of a code row: what a scorer needs to run a program (format: ``docs/data.md``).
+
+
+def assert_tests(tests: list[str], *, entry_point: str, prefix: str = "") -> str:
+    """JSON of tests that are Python sources, run in order in one namespace after ``prefix + answer``."""
+    return json.dumps({"kind": "assert", "prefix": prefix, "entry_point": entry_point, "tests": tests})
+
+
+def in_block(code: str) -> str:
+    """The code as a block of Markdown."""
+    return f"```python\n{code.rstrip()}\n```"
+
+
+MBPP = "google-research-datasets/mbpp"
+
+
+MBPP_INSTRUCTION = "Answer with the code in a ```python block. It must pass tests like this one:"
+
+
+_WHOLE = "whole"
+
+
+# Split and its last task number, as published (appendix of the paper, and the hub).
+_LAST_TASKS = {"prompt": 10, "test": 510, "validation": 600, "train": 974}
+
+
+def mbpp_splits(
+    source: str | Path | None = None,
+    *,
+    instruction: str = MBPP_INSTRUCTION,
+    cache_dir: str | Path | None = None,
+) -> dict[str, Split]:
+    """Every split of ``source`` (default: the hub); files without a split in their names are divided by task.
+
+    Records need ``task_id``, ``text``, ``code`` (which names the function) and ``test_list``;
+    ``test_setup_code`` runs before the tests and after the answer.
+    """
+
+    def convert(record: Any, split: str, index: int) -> dict[str, Any]:
+        text, code = text_field(record, "text"), _lines(text_field(record, "code"))
+        tests = _tests(record)
+        setup = _lines(record.get("test_setup_code") or "")
+        shown = f"{setup}\n{tests[0]}".strip()
+        return make_row(
+            data_source=MBPP,
+            prompt=f"{text.strip()}\n{instruction}\n\n{in_block(shown)}",
+            ability="code",
+            ground_truth=assert_tests(
+                [setup, *tests] if setup else tests, entry_point=called_function(code, tests[0])
+            ),
+            split=split,
+            index=index,
+            task_id=str(_task_number(record)),
+            answer=code,
+        )
+
+    records = read_source(source or MBPP, hub_config="full", cache_dir=cache_dir, unnamed_split=_WHOLE)
+    if _WHOLE in records:
+        records = _by_task(records[_WHOLE])
+    return {split: Split(found, convert) for split, found in records.items()}
+
+
+def called_function(code: str, test: str) -> str:
+    """The first function of ``code`` that ``test`` calls."""
+    try:
+        defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
+        calls = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
+    except SyntaxError as error:
+        raise DataError(f"field code or test_list: not Python: {error}") from error
+    for call in calls:
+        if isinstance(call.func, ast.Name) and call.func.id in defined:
+            return call.func.id
+    raise DataError("field test_list: the first test calls no function of field code")
+
+
+def _by_task(records: Any) -> Splits:
+    divided: dict[str, list[Any]] = {split: [] for split in _LAST_TASKS}
+    for record in records:
+        divided[_split_of_task(_task_number(record))].append(record)
+    return {split: found for split, found in divided.items() if found}
+
+
+def _split_of_task(number: int) -> str:
+    for split, last in _LAST_TASKS.items():
+        if number <= last:
+            return split
+    raise DataError(f"field task_id: expected 1 to {_LAST_TASKS['train']}, found {number}")
+
+
+def _task_number(record: Any) -> int:
+    number = record.get("task_id") if isinstance(record, dict) else None
+    if not isinstance(number, int) or number < 1:
+        raise DataError(f"field task_id: expected a number from 1, found {number!r:.20}")
+    return number
+
+
+def _tests(record: dict[str, Any]) -> list[str]:
+    tests = record.get("test_list")
+    if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
+        raise DataError("field test_list: expected a list of assert statements")
+    return [_lines(test) for test in tests]
+
+
+def _lines(code: str) -> str:
+    """With line ends that are one character, and without white space around."""
+    return code.replace("\r\n", "\n").strip()
+
+
+# HumanEval (Chen et al. 2021): Python functions to complete from signature and docstring.
+
+HUMANEVAL = "openai/openai_humaneval"
+
+HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function in a ```python block."
+
+
+def humaneval_splits(
+    source: str | Path | None = None,
+    *,
+    instruction: str = HUMANEVAL_INSTRUCTION,
+    cache_dir: str | Path | None = None,
+) -> dict[str, Split]:
+    """Every split of ``source`` (default: the hub); a file without a split in its name is ``test``.
+
+    Records need ``task_id``, ``prompt``, ``entry_point`` and ``test``.
+    """
+
+    def convert(record: Any, split: str, index: int) -> dict[str, Any]:
+        code, entry_point = text_field(record, "prompt"), text_field(record, "entry_point")
+        test = text_field(record, "test")
+        if "def check(" not in test:
+            raise DataError("field test: there is no function check(candidate)")
+        return make_row(
+            data_source=HUMANEVAL,
+            prompt=f"{instruction}\n\n{in_block(code)}",
+            ability="code",
+            ground_truth=assert_tests([test], entry_point=entry_point, prefix=code),
+            split=split,
+            index=index,
+            task_id=text_field(record, "task_id"),
+            answer=record.get("canonical_solution") or "",
+        )
+
+    records = read_source(source or HUMANEVAL, cache_dir=cache_dir, unnamed_split="test")
+    return {split: Split(found, convert) for split, found in records.items()}

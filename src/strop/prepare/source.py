@@ -1,0 +1,182 @@
+"""Raw records of a data set, by split: from JSONL or parquet files, any fsspec URL, or the Hugging Face
+hub.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from strop.config.paths import is_url
+from strop.data.fetch import local_path
+from strop.errors import DataError, MissingExtraError
+
+Splits = Mapping[str, Sequence[dict[str, Any]]]
+
+
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+
+_SPLIT_NAMES = {
+    "train": "train",
+    "test": "test",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+}
+
+# train.jsonl, train-00000-of-00002.parquet, train_0.jsonl, and between dots harmless-base.test.jsonl; not
+# train_socratic.jsonl, which is another data set.
+_SPLIT_FILE = re.compile(r"(train|test|validation|valid|val|dev)([-_.]\d.*)?", re.IGNORECASE)
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def read_source(
+    source: str | Path,
+    *,
+    hub_config: str | None = None,
+    cache_dir: str | Path | None = None,
+    unnamed_split: str | None = None,
+) -> Splits:
+    """``{split: records}`` of a file, a folder, an fsspec URL or a hub name.
+
+    In a folder, the files named after a split are read (``train.jsonl``, ``test-00000-of-00001.parquet``);
+    several files of one split are joined in the order of their names. ``hub_config`` is the configuration's
+    name on the hub. When no file is named after a split, all are ``unnamed_split``; without it, that is an
+    error. Raises :class:`DataError`.
+    """
+    path = local_path(source, cache_dir)
+    if path.is_dir():
+        return _read_files(str(source), sorted(path.iterdir()), unnamed_split)
+    if path.is_file():
+        return _read_files(str(source), [path], unnamed_split)
+    name = str(source)
+    if not is_url(name) and _HUB_NAME.fullmatch(name) and not name.startswith("."):
+        return _read_hub(name, hub_config)
+    raise DataError(f"source {name}: no such file or folder (and it does not look like a hub name)")
+
+
+def _read_files(source: str, paths: list[Path], unnamed_split: str | None) -> Splits:
+    stems = {path: stem for path in paths if (stem := _stem_of(path)) is not None}
+    named = {path: split for path, stem in stems.items() if (split := _split_of(stem)) is not None}
+    if not named and unnamed_split is not None:
+        named = dict.fromkeys(stems, unnamed_split)
+    splits: dict[str, list[dict[str, Any]]] = {}
+    for path, split in named.items():
+        reader = _read_parquet if path.name.endswith(".parquet") else _read_jsonl
+        splits.setdefault(split, []).extend(reader(path))
+    if not splits:
+        found = ", ".join(path.name for path in paths[:10]) or "nothing"
+        names = "files" if unnamed_split is not None else "files named train, test or validation,"
+        raise DataError(f"source {source}: found {found}; expected {names} ending in {', '.join(_SUFFIXES)}")
+    return splits
+
+
+def _stem_of(path: Path) -> str | None:
+    """The name of a data file without its suffix; None for any other file, and for our lists of rejects."""
+    for suffix in _SUFFIXES:
+        if path.name.endswith(suffix):
+            stem = path.name.removesuffix(suffix)
+            return None if stem.endswith(".rejected") else stem
+    return None
+
+
+def _split_of(stem: str) -> str | None:
+    for part in (stem, *stem.split(".")):
+        if match := _SPLIT_FILE.fullmatch(part):
+            return _SPLIT_NAMES[match[1].lower()]
+    return None
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    # Not splitlines(): JSON may hold U+2028 and other separators unescaped.
+    return [_parse(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {number}: not JSON: {error}") from error
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    try:
+        return pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as parquet: {error}") from error
+
+
+def _read_hub(name: str, config: str | None) -> Splits:
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise MissingExtraError("datasets", "hub", f"reading {name} from the hub") from error
+    try:
+        found = datasets.load_dataset(name, config)
+    except (
+        Exception
+    ) as error:  # the package raises many kinds: no such name, no network, a wrong configuration
+        raise DataError(
+            f"source {name}: neither a local path nor a hub data set that can be loaded: {error}"
+        ) from error
+    return {_SPLIT_NAMES.get(str(split), str(split)): records for split, records in found.items()}
+
+
+# What a data set's function gives for each split, and the one shape of a prepared row.
+
+
+@dataclass(frozen=True)
+class Split:
+    """Raw records, and how one becomes a row: ``convert(record, split, index)``, or a :class:`DataError`."""
+
+    records: Sequence[Any]
+    convert: Callable[[Any, str, int], dict[str, Any]]
+
+
+def make_row(
+    *,
+    data_source: str,
+    prompt: str | list[dict[str, str]],
+    ability: str,
+    ground_truth: str,
+    split: str,
+    index: int,
+    style: str = "rule",
+    **extra_info: Any,
+) -> dict[str, Any]:
+    """A row for ``strop train``; a ``prompt`` that is a text becomes one user message.
+
+    The ground truth is a string in every data set, so that their files join.
+    """
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+        "ability": ability,
+        "reward_model": {"style": style, "ground_truth": ground_truth},
+        "extra_info": {"split": split, "index": index, **extra_info},
+    }
+
+
+def text_field(record: Any, name: str) -> str:
+    """A non-empty string of a record, or :class:`DataError` naming the field."""
+    value = record.get(name) if isinstance(record, dict) else None
+    if not isinstance(value, str) or not value.strip():
+        keys = sorted(record) if isinstance(record, dict) else type(record).__name__
+        raise DataError(f"field {name}: expected text, found {value!r:.60} (the record has {keys})")
+    return value

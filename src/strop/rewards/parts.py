@@ -1,0 +1,154 @@
+"""From parts to a score. B samples, T response tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.registry import resolve
+from strop.config.reward_parts import KEY, OTHER_SOURCES, REWARD_MODEL, RULE, SCORERS, RewardPart
+from strop.errors import RewardError
+from strop.rewards.custom import require_score_signature
+from strop.rewards.router import BuiltInScorer, OwnScorer, unknown_source
+from strop.rewards.worker.records import ScoreFunction
+
+# Whether something scores the rows of a data source; without torch, for ``strop check``.
+
+
+def asked_parts(parts: Mapping[str, RewardPart], source: str, *, has_rule: bool) -> tuple[str, ...]:
+    """The parts of a sample of ``source`` that functions give."""
+    rule = (RULE,) if has_rule and parts[RULE].weight(source) != 0 else ()
+    others = (name for name, part in parts.items() if part.scorer is not None and part.weight(source))
+    return (*rule, *others)
+
+
+def require_scored_source(
+    parts: Mapping[str, RewardPart],
+    source: str,
+    *,
+    has_rule: bool,
+    has_reward_model: bool,
+    known: Collection[str],
+) -> None:
+    """``RewardError`` when nothing scores the rows of ``source``; ``known`` are sources that have a rule."""
+    if has_reward_model and parts[REWARD_MODEL].weight(source) != 0:
+        return
+    if parts[RULE].weight(source) != 0 and not has_rule:
+        raise unknown_source(source, known)
+    if not asked_parts(parts, source, has_rule=has_rule):
+        raise RewardError(
+            f"data_source {source!r}: nothing scores it, every part of {KEY} has the weight 0 for it"
+        )
+
+
+def part_scorers(parts: Mapping[str, RewardPart]) -> dict[str, ScoreFunction]:
+    """The function of every part that has one; ``ConfigError`` where there is none, or wrong options."""
+    return {name: _scorer(name, part) for name, part in parts.items() if part.scorer is not None}
+
+
+def _scorer(name: str, part: RewardPart) -> ScoreFunction:
+    key, scorer = f"{KEY}.{name}.scorer", part.scorer or ""
+    if scorer in SCORERS:
+        return BuiltInScorer(scorer, part.kwargs, where=f"{KEY}.{name}.kwargs")
+    function = resolve(scorer, dict.fromkeys(SCORERS, BuiltInScorer), key)
+    require_score_signature(function, f"{key}={scorer!r}", **part.kwargs)
+    return OwnScorer(function, part.kwargs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Composition:
+    """How parts become a score.
+
+    The weighted sum; then, with ``non_stop_penalty``, a response that did not end by its stop token, or that
+    ended before ``min_response_length`` tokens, has ``penalty_reward_value`` instead.
+
+    Validation is by the rule alone, else by the reward model alone, else by the weighted sum of the others:
+    figures of runs with other weights compare.
+    """
+
+    parts: Mapping[str, RewardPart]
+    non_stop_penalty: bool = False
+    penalty_reward_value: float = -10.0
+    min_response_length: int = 0
+
+    def asked(self, data_source: str, *, has_rule: bool) -> tuple[str, ...]:
+        """The parts of a sample that functions give."""
+        return asked_parts(self.parts, data_source, has_rule=has_rule)
+
+    def contributions(
+        self, parts: Mapping[str, Tensor], sources: Sequence[str], *, failed_B: Tensor, validating: bool
+    ) -> dict[str, Tensor]:
+        """What each part [B] (NaN: not there) adds to the score [B]; a failed rule counts in full."""
+        added = {}
+        decided_B = torch.zeros(len(sources), dtype=torch.bool)
+        for name in {RULE, REWARD_MODEL} & parts.keys():
+            decided_B |= ~parts[name].isnan()
+        for name, values_B in parts.items():
+            if name not in self.parts:
+                continue  # a number beside the score, for the eye
+            weights_B = torch.tensor([self.parts[name].weight(source) for source in sources])
+            if name == RULE:
+                weights_B = weights_B.masked_fill(failed_B, 1.0)
+            if validating:
+                is_judge = float(name in (RULE, REWARD_MODEL))
+                weights_B = torch.where(decided_B, is_judge, weights_B)
+            if weights_B.any():
+                added[name] = values_B.nan_to_num() * weights_B
+        return added
+
+    def penalty(self, scores_B: Tensor, truncated_B: Tensor, lengths_B: Tensor) -> Tensor:
+        """What takes a score [B] to the penalty; NaN where none is due."""
+        due_B = truncated_B.bool() | (lengths_B < self.min_response_length)
+        return (self.penalty_reward_value - scores_B).masked_fill(~due_B, torch.nan)
+
+
+# Weights of ``reward_model.parts`` that never count, most often because a name is misspelt.
+
+logger = logging.getLogger(__name__)
+
+
+class UnusedParts:
+    """Looks for them, at start-up and in the first scores; says each thing once."""
+
+    def __init__(self, parts: Mapping[str, RewardPart]) -> None:
+        self._parts = parts
+        # Only the reward function itself can give these, beside its score.
+        self._awaited = {
+            name for name, part in parts.items() if part.scorer is None and name not in (RULE, REWARD_MODEL)
+        }
+        self._told: set[tuple[str, str]] = set()
+
+    def warn_of_sources(self, sources: Collection[str], *, known: Collection[str]) -> None:
+        """Warn of weights for a data source that is not among ``sources``, those of the prompts.
+
+        Not for ``known`` ones: training and validation may have prompts of different sources.
+        """
+        for name, part in self._parts.items():
+            for source in part.weights.keys() - {OTHER_SOURCES, *sources, *known}:
+                if (name, source) not in self._told:
+                    self._told.add((name, source))
+                    logger.warning(
+                        "%s.%s.weight: none of the prompts has data_source %r (there are: %s); "
+                        "is it misspelt?",
+                        KEY, name, source, ", ".join(sorted(sources)),
+                    )  # fmt: skip
+
+    def require_returned(self, found: Collection[str], sources: Collection[str]) -> None:
+        """``RewardError`` when a part with a weight was never ``found`` in the scores of ``sources``.
+
+        These are the data sources of the samples that the reward function scored. Asked until a sample has
+        the part: a function may leave it out later on.
+        """
+        self._awaited -= set(found)
+        for name in sorted(self._awaited):
+            if any(self._parts[name].weight(source) != 0 for source in sources):
+                returned = ", ".join(sorted(set(found) - {RULE, REWARD_MODEL})) or "a score alone"
+                raise RewardError(
+                    f"{KEY}.{name} has a weight and no scorer, so the reward function has to return it, for "
+                    f"{len(sources)} samples it returned {returned}; correct the name, return it (0 where "
+                    "it does not apply), give the part a scorer, or leave it out"
+                )

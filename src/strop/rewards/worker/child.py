@@ -1,0 +1,136 @@
+"""The process that scores: ``python -m strop.rewards.worker.child LIFELINE``, started by ``RewardProcess``.
+
+It runs one scorer on one sample after another, so that a sample which hangs or crashes costs a process and
+never the run. Messages (:mod:`strop.rewards.worker.wire`) arrive on standard input and leave on standard
+output; the scorer itself sees an empty standard input, and its prints go to standard error. Requests are
+pickles: first ``Setup``, then ``Sample``s. Answers are JSON, so that nothing a scorer returns can run code
+in the process that started this one.
+
+LIFELINE is the number of a pipe that nobody writes to. It closes when the process at its other end is gone,
+however it went, and takes this whole process group with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import json
+import os
+import pickle
+import random
+import select
+import signal
+import sys
+import threading
+import traceback
+import zlib
+
+from strop.rewards.worker import wire
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, Setup, call_scorer
+
+_F_SETSIG = 10  # Linux; the module fcntl does not name it on Python 3.11
+_MAX_ERROR_CHARACTERS = 8000
+
+
+def main() -> None:
+    """Take over the standard streams, tie our life to the starter's, and serve until there is no more."""
+    follow_to_death(int(sys.argv[1]))
+    requests, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    faulthandler.enable()
+    serve(requests, answers)
+
+
+def serve(requests: int, answers: int) -> None:
+    """Answer every message on the descriptor ``requests`` on ``answers``, until the former is closed.
+
+    The setup is answered with the status ``ready``, or ``raised`` and the traceback, which ends it.
+    """
+    own_id = os.getpid()
+    try:
+        function = _load(wire.receive(requests))
+    except EOFError:
+        return
+    # Anything may go wrong in a user's module; the reader of the answer decides what it means.
+    except BaseException:  # noqa: BLE001
+        wire.send(answers, _to_json({"status": "raised", "error": _traceback()}))
+        return
+    wire.send(answers, _to_json({"status": "ready"}))
+    while True:
+        try:
+            message = wire.receive(requests)
+        except EOFError:
+            return
+        outcome = evaluate(function, message)
+        if os.getpid() != own_id:  # the scorer forked, and this is its child coming back from the call
+            os._exit(0)
+        wire.send(answers, _to_json(vars(outcome)))
+
+
+def evaluate(function: ScoreFunction, message: bytes) -> Outcome:
+    """Score one pickled sample; whatever is raised, ``SystemExit`` included, becomes the outcome."""
+    try:
+        sample: Sample = pickle.loads(message)
+        _seed_generators(sample)
+        outcome = call_scorer(function, sample)
+    # A scorer is a user's code: a bad sample is recorded and never ends the process.
+    except BaseException:  # noqa: BLE001
+        outcome = Outcome("raised", error=_traceback())
+    with contextlib.suppress(Exception):  # a scorer may have closed or replaced them
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return outcome
+
+
+def _seed_generators(sample: Sample) -> None:
+    """A scorer that draws random numbers draws the same ones for the same sample, in every run."""
+    seed = zlib.crc32(repr((sample.data_source, sample.solution_str, sample.ground_truth)).encode())
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):  # only if the scorer has it
+        numpy.random.seed(seed)
+
+
+def follow_to_death(lifeline: int) -> None:
+    """Kill this process group as soon as the other end of the pipe ``lifeline`` is closed.
+
+    Linux kills by itself when asked to, also while a scorer holds the interpreter's lock (a hanging regular
+    expression does); a thread does it elsewhere.
+    """
+    threading.Thread(target=_kill_group_when_closed, args=(lifeline,), daemon=True).start()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandboxed kernel may lack it; the thread is there
+            fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+            fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _kill_group_when_closed(lifeline: int) -> None:
+    poll = select.poll()
+    poll.register(lifeline, 0)  # 0: hang-ups are always reported
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _load(message: bytes) -> ScoreFunction:
+    setup: Setup = pickle.loads(message)
+    sys.path[:] = setup.module_path
+    return pickle.loads(setup.function)
+
+
+def _traceback() -> str:
+    text = traceback.format_exc().encode(errors="replace").decode()  # lone surrogates cannot be printed
+    if len(text) <= _MAX_ERROR_CHARACTERS:
+        return text
+    half = _MAX_ERROR_CHARACTERS // 2
+    return f"{text[:half]}\n[...]\n{text[-half:]}"
+
+
+def _to_json(answer: dict[str, object]) -> bytes:
+    return json.dumps(answer).encode()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""``RewardProcess``: a scorer in a process of its own, which is killed at a deadline and started again."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import os
+import pickle
+import select
+import subprocess
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Generator, Iterator
+from types import TracebackType
+from typing import IO
+
+import cloudpickle
+
+from strop.errors import ConfigError, RewardError
+from strop.rewards.process_tree import MARKER, describe_exit, hold_descendants, kill_held, kill_tree
+from strop.rewards.sandbox.process import remove_groups_of
+from strop.rewards.worker import wire
+from strop.rewards.worker.feed import Feed, Samples
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, Setup
+
+# What a scoring process prints goes to ``sys.stderr``, within bounds; its end is kept for error texts.
+
+_CHUNK = 1 << 16
+
+_PIPE_BYTES = 1 << 20  # more than a pipe holds
+
+_TAIL_CHARACTERS = 2000
+
+_ALLOWANCE_CHARACTERS = 16_000
+
+
+class OutputReader:
+    """Empties a pipe in a thread: a scorer that prints without end neither stops nor floods the terminal.
+
+    Going through ``sys.stderr`` keeps a live progress display whole. ``allow_more`` starts a new sample,
+    which may print 16,000 characters; the rest is dropped, and a line says so.
+    """
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+        os.set_blocking(pipe.fileno(), False)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._reading = threading.Lock()
+        self._tail = ""
+        self._allowance = _ALLOWANCE_CHARACTERS
+        self._thread = threading.Thread(target=self._run, name="strop-reward-output", daemon=True)
+        self._thread.start()
+
+    def allow_more(self) -> None:
+        """A new sample begins: of one that printed too much, what still lies in the pipe is dropped too."""
+        with self._reading:
+            if self._allowance <= 0 and not self._pipe.closed:
+                self._read(_PIPE_BYTES)
+            self._allowance = _ALLOWANCE_CHARACTERS
+
+    def tail(self, wait_s: float = 1.0) -> str:
+        """The last characters that were printed, once the process has ended (or after ``wait_s``)."""
+        self._thread.join(wait_s)
+        return self._tail.strip()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        is_open = True
+        while is_open:
+            poll.poll()
+            with self._reading:
+                is_open = self._read(_CHUNK)
+        with self._reading:
+            self._pipe.close()
+
+    def _read(self, limit: int) -> bool:
+        """Take at most ``limit`` bytes of what is there; False when the other end is closed."""
+        while limit > 0:
+            try:
+                chunk = os.read(self._pipe.fileno(), min(limit, _CHUNK))
+            except BlockingIOError:
+                return True
+            if not chunk:
+                return False
+            limit -= len(chunk)
+            text = self._decoder.decode(chunk)
+            self._tail = (self._tail + text)[-_TAIL_CHARACTERS:]
+            self._pass_on(text)
+        return True
+
+    def _pass_on(self, text: str) -> None:
+        if self._allowance <= 0:
+            return
+        passed = text[: self._allowance]
+        self._allowance -= len(text)
+        if self._allowance <= 0:
+            passed += "\n[the reward function prints too much; the rest of this sample is not shown]\n"
+        # The terminal may be gone, and this thread outlives most of the interpreter at its end.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(passed)
+            sys.stderr.flush()
+
+
+_GOODBYE_S = 2.0
+
+
+class RewardProcess:
+    """One killable process that evaluates one sample after another.
+
+    ``function`` crosses by cloudpickle, so that functions from a script or a notebook work; the program's own
+    main module is not run again, and nothing is forked. A sample that raises, exceeds ``timeout_s`` seconds
+    or takes the process down gives an :class:`Outcome` that says so; the next one finds a process again.
+    No process outlives ``close``, the object, or the program, however that ends.
+
+    Not for several threads at once: a ``RewardPool`` holds one of these for each.
+
+    Raises:
+        ConfigError: the function cannot be pickled.
+    """
+
+    def __init__(
+        self, function: ScoreFunction, *, timeout_s: float = 10.0, start_timeout_s: float = 120.0
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.start_timeout_s = start_timeout_s
+        try:
+            self._function = cloudpickle.dumps(function)
+        # Pickling runs code of the object's own, which may raise anything.
+        except Exception as error:
+            raise ConfigError(
+                f"the reward function {function!r} cannot be sent to the process that runs it ({error}); "
+                "keep open files, locks and models out of it, or load them in the function itself"
+            ) from error
+        self._child: _Child | None = None
+
+    def __enter__(self) -> RewardProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the process unless it runs.
+
+        Raises ``RewardError`` when the function cannot be loaded in it, or the process does not answer.
+        """
+        self._running()
+
+    def evaluate(self, sample: Sample) -> Outcome:
+        """Score one sample within ``timeout_s`` seconds."""
+        (outcome,) = self.evaluate_all(Feed.of([sample]))
+        return outcome
+
+    def evaluate_all(self, samples: Samples) -> Generator[Outcome]:
+        """The outcome of each sample, in order; each has ``timeout_s`` seconds from the end of the last one.
+
+        As many samples as fit into the pipe are sent ahead, so that the process never waits for the next
+        one. It answers one after the other, and so the first without an answer is to blame when it hangs or
+        goes; those behind it are sent again to the next process. Leaving early ends the process.
+
+        Raises ``Cancelled`` when ``samples`` are cancelled, and ``RewardError`` as ``start`` does.
+        """
+        waiting: deque[bytes | Outcome] = deque()  # those without an answer: a message, or known already
+        try:
+            while (sample := samples.take(wait=True)) is not None:
+                waiting.append(_encode(sample))
+                while waiting:
+                    yield from self._converse(waiting, samples)
+        except BaseException:  # Ctrl-C: the answer to this sample must not be read as the next one's
+            if waiting:
+                self._drop()
+            raise
+
+    def _converse(self, waiting: deque[bytes | Outcome], samples: Samples) -> Iterator[Outcome]:
+        """Have one process answer until nothing is waiting or the process is lost."""
+        child = self._running()
+        lane = wire.Lane(child.requests, child.answers)
+        for message in waiting:
+            if isinstance(message, bytes):
+                lane.post(message)
+        deadline = self._next_deadline(child)
+        while waiting and self._child is child:
+            samples.require_wanted()
+            if lane.is_idle and (sample := samples.take(wait=False)) is not None:
+                waiting.append(message := _encode(sample))
+                if isinstance(message, bytes):
+                    lane.post(message)
+            first = waiting[0]
+            outcome = first if isinstance(first, Outcome) else self._receive(child, lane, deadline, samples)
+            if outcome is not None:
+                waiting.popleft()
+                yield outcome
+                deadline = self._next_deadline(child)
+
+    def _next_deadline(self, child: _Child) -> float:
+        """Of the sample whose turn it is now."""
+        child.output.allow_more()
+        return time.monotonic() + self.timeout_s
+
+    def _receive(self, child: _Child, lane: wire.Lane, deadline: float, samples: Samples) -> Outcome | None:
+        """The next outcome; None when there is none yet, but room for more samples."""
+
+        def is_alive() -> bool:
+            samples.require_wanted()  # asked a few times a second: nobody waits for a sample that hangs
+            return child.is_alive()
+
+        try:
+            answer = lane.exchange(deadline, is_alive)
+            return None if answer is None else Outcome(**json.loads(answer))
+        except TimeoutError:
+            self._drop()
+            return Outcome(
+                "timeout", error=f"the reward function took longer than {self.timeout_s:g} s and was cut off"
+            )
+        except EOFError:
+            return Outcome("crashed", error=f"the reward function ended its process: {self._drop()}")
+        except (ValueError, TypeError) as error:  # not JSON, or not an outcome
+            self._drop()
+            return Outcome("crashed", error=f"the reward function wrote into its process's pipe: {error}")
+
+    def close(self) -> None:
+        """End the process: it may finish by itself within 2 seconds, so that its exit handlers run."""
+        if self._child is not None:
+            self._child.say_goodbye()
+            self._drop()
+
+    def _running(self) -> _Child:
+        if self._child is not None and not self._child.is_gone():
+            return self._child
+        self._drop()
+        child = _Child()
+        try:
+            self._greet(child)
+        except BaseException:
+            child.kill()
+            raise
+        self._child = child
+        return child
+
+    def _greet(self, child: _Child) -> None:
+        """Send the function; returns when the process is ready for samples."""
+        deadline = time.monotonic() + self.start_timeout_s
+        try:
+            wire.send(child.requests, pickle.dumps(Setup(sys.path, self._function)), deadline)
+            answer = json.loads(wire.receive(child.answers, deadline, is_alive=child.is_alive))
+        except TimeoutError:
+            raise RewardError(
+                f"the process for the reward function did not start within {self.start_timeout_s:g} s; "
+                "does its module do long work when it is imported?"
+            ) from None
+        except (EOFError, BrokenPipeError):
+            raise RewardError(f"the process for the reward function did not start: {child.kill()}") from None
+        if answer["status"] != "ready":
+            raise RewardError(
+                "the reward function cannot be loaded in the process that runs it:\n" + answer["error"]
+            )
+
+    def _drop(self) -> str:
+        """Kill what runs, and say how it ended."""
+        child, self._child = self._child, None
+        return "" if child is None else child.kill()
+
+
+def _encode(sample: Sample) -> bytes | Outcome:
+    """The message to the process; the outcome of a sample that none can be made of."""
+    try:
+        return pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL)
+    # Pickling runs code of the objects' own; such a sample is no worse than one that raises in the scorer.
+    except Exception as error:  # noqa: BLE001
+        return Outcome("raised", error=f"the sample cannot be sent to the scoring process: {error}")
+
+
+class _Child:
+    """The running process, the pipes to it, and its end."""
+
+    def __init__(self) -> None:
+        marker = uuid.uuid4().hex
+        lifeline, own_end = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                # -P: a random.py in the current folder must not stand before the standard library
+                [sys.executable, "-P", "-m", "strop.rewards.worker.child", str(lifeline)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(lifeline,),
+                start_new_session=True,  # its own group, and Ctrl-C in the terminal does not reach it
+                env=os.environ | {MARKER: marker},
+            )
+        except BaseException:
+            os.close(own_end)
+            raise
+        finally:
+            os.close(lifeline)
+        # Also runs when the object is collected and at the end of the program.
+        self._end = weakref.finalize(self, _end_process, self.process, marker, own_end, os.getpid())
+        self._requests, self._answers, errors = _pipes(self.process)
+        self.requests, self.answers = self._requests.fileno(), self._answers.fileno()
+        os.set_blocking(self.requests, False)
+        os.set_blocking(self.answers, False)
+        self.output = OutputReader(errors)
+
+    def is_alive(self) -> bool:
+        """Whether it runs; leaves its exit status, and with it its id, in place."""
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:  # the program ignores SIGCHLD, so nothing is left of it
+            return False
+
+    def is_gone(self) -> bool:
+        """Whether it ended between two samples."""
+        return wire.is_closed(self.answers) or not self.is_alive()
+
+    def say_goodbye(self) -> None:
+        """Close its requests, and give it a moment to end by itself; what it started is killed then."""
+        started = hold_descendants(self.process.pid)  # cannot be told from others once it is gone
+        self._requests.close()
+        deadline = time.monotonic() + _GOODBYE_S
+        while self.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        kill_held(started)
+
+    def kill(self) -> str:
+        """End it and all that it started; how it ended, with the last of what it printed."""
+        status = self._end()
+        ending = "it was killed" if status is None else describe_exit(status)
+        printed = self.output.tail()
+        return f"{ending}; the last it printed:\n{printed}" if printed else ending
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+    if process.stdin is None or process.stdout is None or process.stderr is None:
+        raise RuntimeError("the process was started without pipes")
+    return process.stdin, process.stdout, process.stderr
+
+
+def _end_process(process: subprocess.Popen[bytes], marker: str, lifeline: int, owner: int) -> int | None:
+    if os.getpid() != owner:  # a fork of the program collects its copy: the process is not its to end
+        return None
+    status = kill_tree(process, marker)
+    remove_groups_of(process.pid)
+    os.close(lifeline)
+    requests, answers, _ = _pipes(process)  # its output is read to the end by its own thread
+    requests.close()
+    answers.close()
+    return status

@@ -1,0 +1,1 @@
+"""Generation with a Hugging Face model and strop's own decoding loop."""

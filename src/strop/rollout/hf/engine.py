@@ -1,0 +1,274 @@
+"""Rollout ``hf``: generation in this process, on the very module that is trained where it is not sharded."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from strop.errors import ModelError
+from strop.protocol import DataProto
+from strop.rollout.base import PROMPT_COLUMNS, Finished, Samples, SamplingParams, answer, seeds_of
+from strop.rollout.hf.decoding import Prompts, decode
+from strop.rollout.hf.kv_cache import attention_windows
+from strop.rollout.hf.packed_linear import packed_linears
+from strop.rollout.sampling import draw_uniforms
+from strop.rollout.weights import WeightLedger, checksums
+
+# Does step-by-step decoding give what one forward pass gives? Asked once, when the engine is built.
+
+_PROMPTS = ((1, 2, 3, 4, 5), (0, 0, 3, 2, 1))
+
+_LENGTHS = (5, 3)
+
+
+def check_decoding(
+    model: PreTrainedModel, generate: Callable[[DataProto, SamplingParams], DataProto]
+) -> None:
+    """Decode four tokens after two short prompts and compare log-probs with the model's own forward pass.
+
+    A family whose cache, positions or masks mean something else than this package assumes is refused here,
+    with a ``ModelError``, instead of being trained on wrong samples. The model is in eval mode, without
+    gradient and autocast.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    lengths = torch.tensor(_LENGTHS)
+    mask = (torch.arange(5) >= 5 - lengths[:, None]).long()
+    prompts = DataProto.from_dict(
+        {
+            "input_ids": torch.tensor(_PROMPTS) % vocabulary,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        }
+    )
+    decoded = generate(prompts, SamplingParams(max_tokens=4, do_sample=False, ignore_eos=True)).to(
+        model.device
+    )
+    whole = model(
+        **{name: decoded.batch[name] for name in ("input_ids", "attention_mask", "position_ids")},
+        use_cache=False,
+    ).logits[:, 4:-1]
+    expected = whole.float().log_softmax(-1)
+    spread = float(expected.std(-1).max())
+    expected = expected.gather(2, decoded.batch["responses"][..., None])[..., 0]
+    error = float((decoded.batch["rollout_log_probs"] - expected).abs().max())
+    # A wrong mask or position moves log-probs by a good part of their spread; rounding does not.
+    tolerance = 1e-5 + spread * (0.01 if model.dtype == torch.float32 else 0.1)
+    if error > tolerance:
+        raise ModelError(
+            f"rollout.name=hf decodes {type(model).__name__} wrongly: log-probs differ from a plain "
+            f"forward pass by {error:.3g} (tolerance {tolerance:.3g}); use another rollout back-end"
+        )
+
+
+_PACK_FROM = 8
+
+
+"""Steps from which packing the weights pays for itself."""
+
+
+class HFRollout:
+    """Generates with a transformers causal LM, in place: the trainer's weights, and no cache outlives a call.
+
+    On a CPU, long generations pack a copy of the large linear layers for the length of one call
+    (``strop.rollout.hf.packed_linear``): memory of one more model in the computing dtype.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        pad_token_id: int,
+        eos_token_ids: Sequence[int],
+        autocast_dtype: torch.dtype | None = None,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        """``micro_batch_size``: samples generated at once, None for all; memory only, it changes no number.
+
+        Raises ``ModelError`` for a model that this loop would decode wrongly.
+        """
+        self.model = model
+        self.pad_token_id = pad_token_id
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.micro_batch_size = micro_batch_size
+        self._windows = attention_windows(model.config)
+        parameters = inspect.signature(model.forward).parameters
+        missing = {"position_ids", "past_key_values", "logits_to_keep"} - parameters.keys()
+        if missing:
+            raise ModelError(
+                f"rollout.name=hf: {type(model).__name__} does not take {', '.join(sorted(missing))}"
+            )
+        self.autocast_dtype: torch.dtype | None = None
+        with torch.no_grad(), _eval_mode(model):
+            check_decoding(model, self.generate)
+        self.autocast_dtype = autocast_dtype  # only now: the check wants no bfloat16 rounding
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
+        """Nothing to do: the weights are the trainer's."""
+
+    def checksums(self) -> dict[str, int] | None:
+        """None: the weights are the trainer's."""
+
+    def release(self) -> None:
+        """Nothing to do: the weights are the trainer's."""
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
+    ) -> DataProto:
+        """Sample ``params.n`` responses for every row of ``prompts``; see ``RolloutEngine.generate``.
+
+        ``prompts`` has input_ids, attention_mask and position_ids [B, P], left-padded, and, unless greedy,
+        seeds [B, n]. A sample's random numbers depend on its seed alone.
+
+        Raises:
+            DataError: a column is missing or has another shape, or a prompt is empty or not left-padded.
+            TrainingError: the model's logits are not finite.
+        """
+        seeds = seeds_of(prompts, params)
+        columns = [prompts.batch[name].to(self.model.device) for name in PROMPT_COLUMNS]
+        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        stop_ids_S = torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.model.device)
+        total = len(prompts) * params.n
+        size = self.micro_batch_size or total
+        parts: list[Samples] = []
+        pack = params.max_tokens >= _PACK_FROM
+        packed = packed_linears(self.model, self.autocast_dtype) if pack else contextlib.nullcontext()
+        with _eval_mode(self.model), self._autocast(), packed:
+            for start in range(0, total, size):
+                rows = range(start, min(start + size, total))
+                uniforms = (
+                    None if params.greedy else draw_uniforms(seeds[rows.start : rows.stop], params.max_tokens)
+                )
+                parts.append(
+                    decode(
+                        self.model,
+                        self._windows,
+                        _prompts_of(columns, rows, params.n),
+                        uniforms,
+                        params,
+                        stop_ids_S,
+                        self.autocast_dtype or self.model.dtype,
+                        None if finished is None else _from_row(rows.start, params.n, finished),
+                    )
+                )
+        samples = Samples(*(torch.cat(column) for column in zip(*map(_columns, parts), strict=True)))
+        return answer(prompts, params, samples, pad_token_id=self.pad_token_id)
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.model.device.type, dtype=self.autocast_dtype)
+
+
+def _from_row(start: int, n: int, finished: Finished) -> Callable[[int, list[int]], None]:
+    """Tells ``finished`` of the rows of a part that starts at row ``start``, ``n`` to a prompt."""
+    return lambda row, token_ids: finished(*divmod(start + row, n), token_ids)
+
+
+def _columns(samples: Samples) -> tuple[Tensor, ...]:
+    return samples.tokens, samples.log_probs, samples.lengths, samples.truncated
+
+
+def _prompts_of(columns: list[Tensor], rows: range, n: int) -> Prompts:
+    """The prompts of these rows, without the columns that are padding in all of them."""
+    first = rows.start // n
+    ids_BP, mask_BP, positions_BP = (column[first : (rows.stop - 1) // n + 1] for column in columns)
+    width = int(mask_BP.sum(1).max())
+    of_row = torch.arange(rows.start, rows.stop, device=ids_BP.device) // n - first
+    return Prompts(ids_BP[:, -width:], mask_BP[:, -width:], positions_BP[:, -width:], of_row)
+
+
+@contextlib.contextmanager
+def _eval_mode(model: PreTrainedModel) -> Generator[None]:
+    """No dropout; afterwards every module is in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+# Rollout ``hf`` with a model of its own: beside a sharded actor, or in a pool of its own.
+
+
+class HFReplica:
+    """Generates on an unsharded copy in the computing dtype, which exists from an update to ``release``."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        weights: Iterable[tuple[str, Tensor]],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        **options: Any,
+    ) -> None:
+        """``model`` has its parameters on the meta device; ``options`` are those of ``HFRollout``."""
+        self._model, self._device, self._dtype = model, device, dtype
+        self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
+        for owner, name, buffer in list(_own(model, "_buffers")):
+            setattr(owner, name, buffer.to(device))
+        self.update_weights(weights)
+        self._rollout = HFRollout(model, **options)
+
+    def generate(
+        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
+    ) -> DataProto:
+        """See ``RolloutEngine.generate``; ``ModelError`` before all weights have come."""
+        self._ledger.require_complete()
+        return self._rollout.generate(prompts, params, finished)
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
+        """See ``RolloutEngine.update_weights``."""
+        if not self._ledger.open:
+            self._begin()
+        places = dict(self._model.named_parameters())
+        for name, weight in weights:
+            self._ledger.take(name, weight)
+            places[name].copy_(weight)
+            del weight  # before the next one is gathered
+        if last:
+            self._ledger.end()
+
+    def checksums(self) -> dict[str, int]:
+        """See ``RolloutEngine.checksums``."""
+        return checksums(self._model.named_parameters(), self._dtype)
+
+    def release(self) -> None:
+        """See ``RolloutEngine.release``."""
+        self._ledger.forget()
+        _replace_parameters(self._model, lambda weight: weight.to("meta"))
+
+    def _begin(self) -> None:
+        self._ledger.begin()
+        if next(self._model.parameters()).is_meta:
+            _replace_parameters(
+                self._model, lambda weight: torch.empty_like(weight, dtype=self._dtype, device=self._device)
+            )
+
+
+def _own(model: nn.Module, kind: str) -> Iterable[tuple[nn.Module, str, Tensor]]:
+    """Every parameter or buffer with the module that owns it; tied ones once for each owner."""
+    for owner in model.modules():
+        for name, tensor in getattr(owner, kind).items():
+            if tensor is not None:
+                yield owner, name, tensor
+
+
+def _replace_parameters(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Put ``make(parameter)`` in the place of every parameter; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for owner, name, parameter in list(_own(model, "_parameters")):
+        if id(parameter) not in made:
+            made[id(parameter)] = nn.Parameter(make(parameter.detach()), requires_grad=False)
+        setattr(owner, name, made[id(parameter)])

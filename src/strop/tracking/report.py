@@ -1,0 +1,141 @@
+"""What a validation found, as metrics, as JSON and as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from strop.tracking.text import VALIDATION_PREFIX, format_number, printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SAMPLES_NAME = "val/generations"
+"""Under which a tracker has the samples to look at."""
+
+_PROMPT_CHARACTERS = 160
+_RESPONSE_CHARACTERS = 400
+_COLUMNS = ("mean", "best", "maj")
+"""The statistics of all n samples that the table has; the others are among the metrics."""
+
+
+class Estimate(NamedTuple):
+    """A mean over prompts and its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """What was found for one data source."""
+
+    prompts: int
+    samples: int
+    scores: Mapping[str, Estimate]
+    """``mean@n``, and for k up to n ``best@k``, ``worst@k`` and, where answers are found, ``maj@k``."""
+    mean_length: float
+    """Tokens of a response."""
+    truncated: float
+    """Share of the responses that were cut at the length limit."""
+    error_rate: float | None
+    """Share that could not be scored; None where a reward function of the user's own does not tell."""
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample to look at."""
+
+    data_source: str
+    prompt: str
+    response: str
+    ground_truth: str | None
+    score: float
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """What one validation found, by data source in alphabetical order, with samples to look at."""
+
+    n: int
+    """Samples of each prompt."""
+    sources: Mapping[str, SourceReport]
+    shown: Sequence[ShownSample] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """``val/test_score/<source>`` and, with several samples a prompt, ``val/<source>/<statistic>``."""
+        mean = f"mean@{self.n}"
+        metrics = {
+            f"{VALIDATION_PREFIX}{name}": found.scores[mean].value for name, found in self.sources.items()
+        }
+        if self.n > 1:
+            metrics |= {
+                f"val/{name}/{statistic}": estimate.value
+                for name, found in self.sources.items()
+                for statistic, estimate in found.scores.items()
+            }
+        return metrics
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, with the intervals and without the samples."""
+        sources = {
+            name: asdict(found) | {"scores": {key: score._asdict() for key, score in found.scores.items()}}
+            for name, found in self.sources.items()
+        }
+        return {"n": self.n, "sources": sources}
+
+
+def report_table(report: ValidationReport, *, title: str) -> Table:
+    """One row a data source; below a statistic stands its interval."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("data source", overflow="fold")
+    statistics = [f"{name}@{report.n}" for name in _COLUMNS[: 3 if report.n > 1 else 1]]
+    for heading in ("prompts", "samples", *statistics, "tokens", "cut", "errors"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for source, found in report.sources.items():
+        table.add_row(
+            source,
+            f"{found.prompts:,}",
+            f"{found.samples:,}",
+            *(_with_interval(found.scores.get(name)) for name in statistics),
+            format_number(found.mean_length),
+            f"{found.truncated:.1%}",
+            "-" if found.error_rate is None else f"{found.error_rate:.1%}",
+        )
+    return table
+
+
+def shown_table(samples: Sequence[ShownSample], *, title: str) -> Table:
+    """The samples: the end of the prompt, the response, the truth and the score."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_lines=True)
+    for heading in ("prompt", "response", "truth"):
+        table.add_column(heading, overflow="fold", ratio=1 if heading == "truth" else 2)
+    table.add_column("score", justify="right", no_wrap=True)
+    for sample in samples:
+        table.add_row(
+            Text(printable(_end(sample.prompt, _PROMPT_CHARACTERS))),
+            Text(printable(_end(sample.response, _RESPONSE_CHARACTERS))),
+            Text(printable(_end(sample.ground_truth or "", _PROMPT_CHARACTERS))),
+            format_number(sample.score),
+        )
+    return table
+
+
+def _with_interval(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "-"
+    return f"{estimate.value:.3f}\n{estimate.low:.3f} to {estimate.high:.3f}"
+
+
+def _end(text: str, characters: int) -> str:
+    """The end of a text: questions are asked, and answers given, there."""
+    return text if len(text) <= characters else f"...{text[-characters:]}"

@@ -1,0 +1,174 @@
+"""Trackers of a run by name, and the object that feeds all of them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from strop.errors import ConfigError, MissingExtraError, TrainingError
+from strop.tracking.base import RunInfo, Tracker, ValidationTracker
+from strop.tracking.jsonl import JsonlTracker
+
+if TYPE_CHECKING:
+    from strop.tracking.report import ValidationReport
+
+
+TRACKERS = {
+    "console": "strop.tracking.console:ConsoleTracker",
+    "jsonl": "strop.tracking.jsonl:JsonlTracker",
+    "file": "strop.tracking.jsonl:JsonlTracker",
+    "tensorboard": "strop.tracking.tensorboard:TensorboardTracker",
+    "wandb": "strop.tracking.wandb:WandbTracker",
+}
+
+
+OPTIONAL_PACKAGES = ("tensorboard", "wandb")
+
+
+FAILURES_BEFORE_SWITCH_OFF = 3
+
+
+_log = logging.getLogger(__name__)
+
+
+class Tracking:
+    """The trackers of a run; ``log`` goes to all of them. A context manager."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        run_dir: Path,
+        project_name: str,
+        experiment_name: str,
+        config: Mapping[str, Any],
+        total_steps: int,
+        start_step: int = 0,
+    ) -> None:
+        """Build every tracker named (each once; jsonl also when it is not named).
+
+        Raises ConfigError for an unknown name, MissingExtraError for a missing package, and what a tracker
+        raises itself when it cannot start.
+        """
+        classes = {name: resolve_tracker(name) for name in dict.fromkeys(names)}
+        run_dir = Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        run = RunInfo(run_dir, project_name, experiment_name, config, total_steps, start_step)
+        self._jsonl = JsonlTracker(run)
+        self._others: dict[str, Tracker] = {}
+        self._failures: dict[str, int] = {}
+        try:
+            for name, tracker_class in classes.items():
+                if tracker_class is not JsonlTracker:
+                    self._others[name] = tracker_class(run)
+        except BaseException:
+            self.close()
+            raise
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of ``step``: numbers, or what ``float`` takes (0-d tensors, numpy scalars).
+
+        Raises TypeError for a value that is not a number and TrainingError when ``metrics.jsonl`` cannot
+        be written.
+        """
+        numbers = {name: _as_number(name, value) for name, value in metrics.items()}
+        self._jsonl.log(step, numbers)
+        for name, tracker in list(self._others.items()):
+            self._tell(name, step, partial(tracker.log, step, numbers))
+
+    def log_validation(self, step: int, report: ValidationReport) -> None:
+        """Hand what a validation found to the trackers that show it."""
+        for name, tracker in list(self._others.items()):
+            if isinstance(tracker, ValidationTracker):
+                self._tell(name, step, partial(tracker.log_validation, step, report))
+
+    def close(self) -> None:
+        """Close every tracker; a second call does nothing."""
+        others, self._others = self._others, {}
+        try:
+            for name, tracker in others.items():
+                self._close_one(name, tracker)
+        finally:
+            self._jsonl.close()
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except TrainingError as failure:
+            if kind is None:
+                raise
+            _log.warning("warning: %s", failure)  # the error that ended the run is the one to raise
+
+    def _tell(self, name: str, step: int, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - a full disk or a lost network of a dashboard must not end a run
+            self._count_failure(name, step, error)
+        else:
+            self._failures[name] = 0
+
+    def _count_failure(self, name: str, step: int, error: Exception) -> None:
+        self._failures[name] = self._failures.get(name, 0) + 1
+        what = f"trainer.logger {name!r} could not log step {step} ({type(error).__name__}: {error})"
+        if self._failures[name] >= FAILURES_BEFORE_SWITCH_OFF:
+            _log.warning("%s; failed %d times in a row, switched off", what, self._failures[name])
+            self._close_one(name, self._others.pop(name))
+        else:
+            _log.warning("%s; the numbers are in metrics.jsonl", what)
+
+    def _close_one(self, name: str, tracker: Tracker) -> None:
+        try:
+            tracker.close()
+        except Exception as error:  # noqa: BLE001 - the other trackers must still be closed
+            _log.warning("trainer.logger %r did not close: %s: %s", name, type(error).__name__, error)
+
+
+def resolve_tracker(name: str) -> type[Any]:
+    """The class for a name in ``trainer.logger``, built in or the user's own as ``package.module:Class``.
+
+    Raises ConfigError (unknown name, module or class) and MissingExtraError (package not installed).
+    """
+    if name in OPTIONAL_PACKAGES and importlib.util.find_spec(name) is None:
+        raise MissingExtraError(name, name, f"trainer.logger {name!r}")
+    module_name, separator, class_name = TRACKERS.get(name, name).partition(":")
+    if not separator:
+        module_name, _, class_name = name.rpartition(".")
+    if not module_name or not class_name:
+        nearest = difflib.get_close_matches(name, TRACKERS, n=1)
+        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+        raise ConfigError(
+            f"trainer.logger: unknown tracker {name!r}{hint}; known: {', '.join(TRACKERS)}, "
+            "or your own class as 'package.module:Class'"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"trainer.logger: cannot import {name!r}: {error}") from error
+    if not hasattr(module, class_name):
+        raise ConfigError(f"trainer.logger: module {module_name!r} has no class {class_name!r}")
+    return getattr(module, class_name)
+
+
+def _as_number(name: str, value: Any) -> int | float:
+    """A plain int or float. Counts stay ints, so that ``episode`` reads 64 and not 64.0."""
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        pass
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metric {name!r} is a {type(value).__name__}, expected a number") from error
