@@ -25,6 +25,7 @@ from strop.config.roles import uses_reference, why_old_log_probs_are_computed_ap
 from strop.config.schema import Config
 from strop.controller.group import Future
 from strop.controller.pools import ResourcePoolManager, Role
+from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.rollout.base import Finished
 from strop.trainer import loop
@@ -187,6 +188,7 @@ class RayPPOTrainer:
         batch = self.finish_evaluation(batch, evaluation)
         batch = self.estimate_advantages(batch)
         critic = self.update_critic(batch) if self.use_critic else None
+        crash_point("update", self.global_step + 1)
         actor = self.update_actor(batch) if self.trains_actor else None
         metrics = {} if self.update_gives_old_log_probs else self.batch_metrics(batch)
         if critic is not None:
