@@ -1,7 +1,7 @@
 """Child processes forked from a server that has torch, transformers and the trainer loaded.
 
-An interpreter that loads them takes 6 s of CPU time, a fork takes milliseconds. Each process that runs tests has
-one server, started with its first child. It only imports and forks, so it has no threads but those of
+An interpreter that loads them takes 6 s of CPU time, a fork takes milliseconds. Each process that runs tests
+has one server, started with its first child. It only imports and forks, so it has no threads but those of
 pyarrow's allocator, which survives a fork.
 """
 

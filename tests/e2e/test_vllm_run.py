@@ -10,7 +10,7 @@ from strop.errors import ModelError
 from strop.trainer.weight_sync import WeightSync
 
 import tiny_model
-from killing import SETTINGS, kill
+from killing import SETTINGS, copy_until, kill
 from messages import naming
 from runs import hashes, make_inputs, metrics, overrides, train
 
@@ -46,12 +46,13 @@ def undisturbed(inputs):
 
 
 @pytest.mark.parametrize(
-    ("phase", "iteration"), [("update", 4), pytest.param("rename", 4, marks=pytest.mark.slow)]
+    ("point", "iteration"), [("update", 4), pytest.param("rename", 4, marks=pytest.mark.slow)]
 )
-def test_a_killed_run_goes_on_to_the_same_numbers(inputs, undisturbed, tmp_path, phase, iteration):
+def test_a_killed_run_continues_to_the_same_numbers(inputs, undisturbed, tmp_path, point, iteration):
     run, expected = undisturbed
+    copy_until(run, iteration - 1, tmp_path / "run")
     options = overrides(inputs, tmp_path / "run", *VLLM, *SETTINGS)
-    kill(phase, iteration, options)
+    kill(point, iteration, options)
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "3\n"
     assert hashes(train(options)) == expected
     assert metrics(tmp_path / "run") == metrics(run)

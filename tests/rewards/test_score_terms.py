@@ -48,12 +48,12 @@ def test_a_long_response_does_not_take_long():
     [(0, 0.0), (16_384, 0.0), (17_408, -0.25), (18_432, -0.5), (20_480, -1.0), (90_000, -1.0)],
 )
 def test_the_penalty_falls_in_a_line_over_the_buffer(tokens, penalty):
-    assert length.overlong_penalty(tokens, max_length=20_480, buffer=4_096) == penalty
+    assert exact.overlong_penalty(tokens, max_length=20_480, buffer=4_096) == penalty
 
 
 def test_without_a_buffer_it_is_a_step():
-    assert length.overlong_penalty(10, max_length=10, buffer=0) == 0.0
-    assert length.overlong_penalty(11, max_length=10, buffer=0) == -1.0
+    assert exact.overlong_penalty(10, max_length=10, buffer=0) == 0.0
+    assert exact.overlong_penalty(11, max_length=10, buffer=0) == -1.0
 
 
 def test_words_or_characters_are_counted():
