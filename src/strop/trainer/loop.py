@@ -12,6 +12,7 @@ from typing import Any
 from strop.checkpoint.store import Checkpoints
 from strop.config.load import to_dict
 from strop.errors import ConfigError, TrainingError
+from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.tracking.curves import draw_curves
 from strop.tracking.trackers import Tracking
@@ -97,6 +98,7 @@ class Run(ABC):
             metrics = self.one_iteration(batch)
             # Logged before it is saved: a run that resumes from this checkpoint then has this line, and a
             # run that resumes from an earlier one drops it and writes it again.
+            crash_point("log", trainer.global_step)
             self.tracking.log(trainer.global_step, metrics)
             self.checkpoints.poll()
             last = trainer.global_step == trainer.total_steps
