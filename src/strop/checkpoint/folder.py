@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from strop.errors import CheckpointError
-from strop.files import atomic_write_text
+from strop.files import atomic_write_text, crash_point
 
 MANIFEST = "manifest.json"
 """Sizes of a checkpoint's files; the checkpoint is whole if every file is there with its size."""
@@ -93,7 +93,9 @@ def publish(folder: Path, step: int) -> Path:
         if final.exists():  # repeated after a resume from an earlier checkpoint
             shutil.rmtree(stale, ignore_errors=True)
             final.rename(stale)
+        crash_point("rename", step)
         building_folder(folder, step).rename(final)
+    crash_point("latest", step)
     make_latest(folder, step)
     shutil.rmtree(stale, ignore_errors=True)
     return final
