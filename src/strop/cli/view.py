@@ -143,9 +143,7 @@ def _names_to_show(steps: Steps, wanted: Sequence[str] | None) -> list[str]:
     for pattern in wanted:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            raise DataError(
-                f"--metrics {pattern}: the run logged no such metric; it has {', '.join(names)}"
-            )
+            raise DataError(f"--metrics {pattern}: the run logged no such metric; it has {', '.join(names)}")
         found |= dict.fromkeys(matching)
     return list(found)
 
