@@ -198,7 +198,8 @@ def _choose_nodes(pools: Sequence[ResourcePool], resources: Sequence[str]) -> di
     raise ConfigError(
         "the cluster lacks resources. Requested processes per node, each with one of "
         f"{_in_words(resources)}: {asked}; free now, by node: {present or 'no node'}. Lower "
-        "trainer.n_gpus_per_node, trainer.nnodes or trainer.resource_pools, or add nodes with `ray start --address=...`"
+        "trainer.n_gpus_per_node, trainer.nnodes or trainer.resource_pools, or add nodes with "
+        "`ray start --address=...`"
     )
 
 
