@@ -13,24 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from strop.config.names import OPTIONAL_PACKAGES, TRACKERS
 from strop.errors import ConfigError, MissingExtraError, TrainingError
 from strop.tracking.base import RunInfo, Tracker, ValidationTracker
 from strop.tracking.jsonl import JsonlTracker
 
 if TYPE_CHECKING:
     from strop.tracking.report import ValidationReport
-
-
-TRACKERS = {
-    "console": "strop.tracking.console:ConsoleTracker",
-    "jsonl": "strop.tracking.jsonl:JsonlTracker",
-    "file": "strop.tracking.jsonl:JsonlTracker",
-    "tensorboard": "strop.tracking.tensorboard:TensorboardTracker",
-    "wandb": "strop.tracking.wandb:WandbTracker",
-}
-
-
-OPTIONAL_PACKAGES = ("tensorboard", "wandb")
 
 
 FAILURES_BEFORE_SWITCH_OFF = 3
