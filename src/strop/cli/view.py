@@ -1,6 +1,4 @@
-"""``strop view RUN_DIR``: what a run did, on the terminal: main metrics, validation scores, samples of a
-step.
-"""
+"""``strop view RUN_DIR``: main metrics, validation scores and samples of a run on the terminal."""
 
 from __future__ import annotations
 
@@ -43,9 +41,9 @@ _SAMPLE_COLUMNS = ("uid", "data_source", "prompt", "response", "ground_truth", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of ``strop view`` to ``parser``."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run folder (trainer.default_local_dir)")
-    parser.add_argument("--step", type=int, help="the step whose samples are shown (the last one written)")
+    parser.add_argument("--step", type=int, help="step whose samples are shown (the last one written)")
     parser.add_argument("--samples", type=int, default=5, metavar="K", help="samples shown; 0 for none (5)")
     parser.add_argument(
         "--sort",
@@ -64,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the run; raises DataError when the folder is not one, or has no such step."""
+    """Show the run; raise ``DataError`` if the folder is no run folder or has no such step."""
     run_dir = Path(args.run_dir).expanduser()
     steps = _read_steps(run_dir)
     shown: list[RenderableType] = [_metrics_table(run_dir, steps, args.metrics)]
@@ -75,12 +73,12 @@ def run(args: argparse.Namespace) -> int:
     if args.samples > 0 and (files or args.step is not None):
         step, path = _choose_step(folder, files, args.step)
         shown.append(_samples_view(step, path, count=args.samples, sort=args.sort))
-    Console().print(*shown, sep="\n")  # only now: a mistake in the arguments gives its error and nothing else
+    Console().print(*shown, sep="\n")  # last: a mistake in the arguments prints its error alone
     return 0
 
 
 def sample_files(folder: Path) -> dict[int, Path]:
-    """Step -> its parquet file, in order of steps; empty when the folder is not there."""
+    """Return the parquet file of each step, in order; nothing for a missing folder."""
     found = {}
     for path in folder.glob("step_*.parquet"):
         if match := _SAMPLE_FILE.fullmatch(path.name):
@@ -91,8 +89,8 @@ def sample_files(folder: Path) -> dict[int, Path]:
 def _read_steps(run_dir: Path) -> Steps:
     path = run_dir / METRICS_FILE
     if not path.is_file():
-        what = "is not a run folder: it holds no metrics.jsonl" if run_dir.is_dir() else "does not exist"
-        raise DataError(f"{run_dir} {what}. Give the folder of trainer.default_local_dir")
+        problem = "is not a run folder: it has no metrics.jsonl" if run_dir.is_dir() else "does not exist"
+        raise DataError(f"{run_dir} {problem}. Give the folder of trainer.default_local_dir")
     steps = read_metrics(path)
     if not steps:
         raise DataError(f"{path}: no step has been logged yet")
@@ -114,9 +112,7 @@ def _choose_step(folder: Path, files: Mapping[int, Path], wanted: int | None) ->
 
 
 def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) -> Table:
-    """Rows of metrics; columns for the first step, the step with the best reward, the last step, and the
-    course.
-    """
+    """Return metrics by row, and by column the first step, the best one by reward, the last, and a course."""
     trained = [step for step in steps if REWARD.pick(step) is not None] or list(steps)
     best = max(trained, key=_reward_or_worst)
     shown = {"first": trained[0], "best reward": best, "last": trained[-1]}
@@ -138,7 +134,7 @@ def _reward_or_worst(step: Mapping[str, Any]) -> float:
 
 
 def _names_to_show(steps: Steps, wanted: Sequence[str] | None) -> list[str]:
-    """The metrics of the rows; DataError when a name of ``wanted`` matches nothing."""
+    """Return the metrics to show; raise ``DataError`` if a pattern of ``wanted`` matches nothing."""
     names = names_in_order(steps)
     if wanted is None:
         first_present = (
@@ -179,7 +175,7 @@ def _validation_table(steps: Steps) -> Table:
 
 
 def _samples_view(step: int, path: Path, *, count: int, sort: str | None) -> Group:
-    """The first ``count`` samples of the file, or those that ``sort`` puts first, each in a frame."""
+    """Return the first ``count`` samples of the file after sorting, each in a frame."""
     samples = _read_samples(path)
     if sort == "score":
         samples.sort(key=lambda sample: sample.get("score", 0.0))
