@@ -9,7 +9,8 @@ import torch
 
 from strop.algorithms import advantages, policy_loss
 from strop.algorithms.advantages import ESTIMATORS, estimate, get_estimator, needs, register_estimator
-from strop.algorithms.policy_loss import POLICY_LOSSES, get_policy_loss, register_policy_loss
+from strop.algorithms.policy_loss import POLICY_LOSSES, extra_inputs, get_policy_loss, register_policy_loss
+from strop.algorithms.registry import call
 from strop.errors import ConfigError
 
 OWN_MODULE = """
@@ -31,8 +32,11 @@ def wrong_shape(rewards, response_mask):
 def my_loss(log_prob, old_log_prob, advantages, response_mask, **clips):
     return None
 
-def old_style_loss(log_prob, advantages):
+def wishing_loss(log_prob, wish):
     return None
+
+def loss_of_values(log_prob, values, rollout_log_probs=None, coef=0.1):
+    return log_prob, values, rollout_log_probs, coef
 
 number = 3
 """
@@ -117,21 +121,35 @@ def test_half_an_import_path_is_unknown(name):
 
 
 def test_an_estimator_that_asks_for_what_nobody_supplies_is_refused_at_once(own_module):
-    with pytest.raises(
-        ConfigError, match=r"needs_a_wish' asks for wish, .*available: baseline_scores, gamma"
-    ):
+    with pytest.raises(ConfigError, match=r"needs_a_wish.* wish.*available: baseline_scores, gamma"):
         get_estimator(f"{own_module}:needs_a_wish")
 
 
-def test_a_policy_loss_with_other_parameters_is_refused_at_once(own_module):
-    with pytest.raises(ConfigError, match=r"old_style_loss' must take .*too many positional arguments"):
-        get_policy_loss(f"{own_module}:old_style_loss")
+def test_a_policy_loss_requires_known_inputs_that_the_run_computes(own_module):
+    with pytest.raises(ConfigError, match=r"wishing_loss.* wish, .*available: advantages"):
+        get_policy_loss(f"{own_module}:wishing_loss")
+    name = f"{own_module}:loss_of_values"
+    assert extra_inputs(get_policy_loss(name)) == ["rollout_log_probs", "values"]
+    with pytest.raises(ConfigError, match=r"loss_of_values.* values"):
+        get_policy_loss(name, absent=["values"])
+    assert extra_inputs(get_policy_loss(f"{own_module}:my_loss")) == []
+
+
+def test_further_parameters_of_a_policy_loss_are_set_and_checked(own_module):
+    name = f"{own_module}:loss_of_values"
+    bound = get_policy_loss(name, {"coef": 0.5})
+    assert call(bound, {"log_prob": 2.0, "values": 3.0, "advantages": 1.0}) == (2.0, 3.0, None, 0.5)
+    assert get_policy_loss(f"{own_module}:wishing_loss", {"wish": 1}) is not None
+    with pytest.raises(ConfigError, match=r"policy_loss_kwargs.* cof"):
+        get_policy_loss(name, {"cof": 0.5})
+    with pytest.raises(ConfigError, match=r"policy_loss_kwargs.* values"):
+        get_policy_loss(name, {"values": 0.5})
 
 
 def test_a_missing_input_is_named():
     ones = torch.ones(1, 2)
     with pytest.raises(
-        ConfigError, match=r"gae needs values, .*\(available: gamma, lam, response_mask, rewards"
+        ConfigError, match=r"gae requires values, .*\(available: gamma, lam, response_mask, rewards"
     ):
         estimate(
             advantages.gae, rewards=ones, response_mask=ones, values=None, gamma=1.0, lam=1.0, whiten=True
@@ -140,7 +158,7 @@ def test_a_missing_input_is_named():
 
 def test_a_missing_input_of_a_partial_is_named_too():
     ones = torch.ones(1, 2)
-    with pytest.raises(ConfigError, match=r"functools.partial.* needs uid"):
+    with pytest.raises(ConfigError, match=r"grpo requires uid"):
         estimate(functools.partial(advantages.grpo, norm_by_std=False), rewards=ones, response_mask=ones)
 
 
@@ -167,7 +185,7 @@ def test_a_registered_function_is_known_by_name_and_a_name_is_taken_once(monkeyp
 
     assert get_estimator("mine") is mine
     assert get_policy_loss("mine") is my_loss
-    with pytest.raises(ValueError, match="'gae' is registered already"):
+    with pytest.raises(ValueError, match="'gae' is already registered"):
         register_estimator("gae")(mine)
-    with pytest.raises(ValueError, match="'ppo' is registered already"):
+    with pytest.raises(ValueError, match="'ppo' is already registered"):
         register_policy_loss("ppo")(my_loss)

@@ -65,8 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def check_inputs(config: Config) -> tuple[list[str], list[str]]:
     """Build tokenizer, data sets and reward managers as a run does; return warnings and errors."""
-    from strop.rewards.manager import RewardManager  # torch and transformers: seconds
-    from strop.trainer.build import build_trainer
+    from strop.trainer.build import build_trainer  # torch and transformers: seconds
 
     log = _Warnings()
     logger = logging.getLogger("strop")
@@ -77,9 +76,8 @@ def check_inputs(config: Config) -> tuple[list[str], list[str]]:
     finally:
         logger.removeHandler(log)
     if trainer is not None:
-        for reward_fn in {trainer.reward_fn, trainer.val_reward_fn}:
-            if isinstance(reward_fn, RewardManager):
-                reward_fn.close()
+        trainer.reward_fn.close()
+        trainer.val_reward_fn.close()
     return log.lines, attempt.lines
 
 

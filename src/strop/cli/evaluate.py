@@ -36,11 +36,9 @@ def evaluate(config: Config, out: Path) -> ValidationReport:
     ``TrainingError`` if a file cannot be written.
     """
     from strop.data.fetch import progress_bar  # torch and transformers: seconds
-    from strop.rewards.manager import RewardManager
     from strop.tracking.samples import write_table
     from strop.trainer.build import build_trainer
     from strop.trainer.run_folder import RunFolder
-    from strop.trainer.validation import report_on, validation_samples
 
     trainer = build_trainer(config)
     try:
@@ -48,16 +46,15 @@ def evaluate(config: Config, out: Path) -> ValidationReport:
         total = len(trainer.val_loader.dataset) * config.actor_rollout_ref.rollout.val_kwargs.n
         started = time.perf_counter()
         with progress_bar("Answering", total) as bar:
-            samples = validation_samples(trainer, progress=_Progress(bar, total))
+            samples = trainer.validator.samples(trainer.timer, progress=_Progress(bar, total))
         seconds = time.perf_counter() - started
     finally:
         trainer.shutdown()
-        if isinstance(trainer.val_reward_fn, RewardManager):
-            trainer.val_reward_fn.close()
+        trainer.val_reward_fn.close()
     try:
         RunFolder(out).write_config(config)
-        write_table(out / "samples.parquet", samples)  # first: generation took hours, and the report may fail
-        report = report_on(trainer, samples, show=config.trainer.log_val_generations)
+        write_table(out / "samples.parquet", samples)  # first: the report may fail
+        report = trainer.validator.report(samples, show=config.trainer.log_val_generations)
         results = {**_described(config), "seconds": round(seconds, 1), **report.as_json()}
         atomic_write_text(out / "results.json", json.dumps(results, indent=2) + "\n")
     except OSError as error:

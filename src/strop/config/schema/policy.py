@@ -274,6 +274,8 @@ class ActorConfig(Section):
     """Aggregation of token losses; denominators count the whole mini-batch over all ranks."""
     policy_loss: str
     """ppo, gspo, cispo, or the import path of your own."""
+    policy_loss_kwargs: dict[str, Any]
+    """Values for further parameters of the policy loss."""
     entropy_coeff: NonNegativeFloat
     """Weight of the entropy bonus."""
     use_kl_loss: bool
