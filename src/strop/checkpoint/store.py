@@ -112,17 +112,13 @@ class Checkpoints:
 
     @classmethod
     def of(cls, config: RootConfig, *, trained: Sequence[str] = TRAINED) -> Checkpoints:
-        """Return the checkpoints of the run that ``config`` describes.
-
-        ``trainer.default_hdfs_dir`` has an effect only if the user set it: its default is a local path.
-        """
+        """Return the checkpoints of the run that ``config`` describes."""
         settings = config.trainer
-        written = config.written is None or "trainer.default_hdfs_dir" in config.written
         return cls(
             Path(settings.default_local_dir),
             max_to_keep=settings.max_ckpt_to_keep,
             background=settings.async_save,
-            remote=settings.default_hdfs_dir if written else None,
+            remote=settings.default_hdfs_dir,
             trained=trained,
         )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from strop.config.names import OPTIONAL_PACKAGES, TRACKERS
 from strop.errors import ConfigError, MissingExtraError, TrainingError
 from strop.tracking.base import RunInfo, Tracker, ValidationTracker
 from strop.tracking.jsonl import JsonlTracker
@@ -22,18 +23,7 @@ if TYPE_CHECKING:
 
 
 FAILURES_BEFORE_SWITCH_OFF = 3
-# Name in ``trainer.logger`` -> ``module:Class``, imported only if used.
-TRACKERS = {
-    "console": "strop.tracking.console:ConsoleTracker",
-    "jsonl": "strop.tracking.jsonl:JsonlTracker",
-    "file": "strop.tracking.jsonl:JsonlTracker",
-    "tensorboard": "strop.tracking.tensorboard:TensorboardTracker",
-    "wandb": "strop.tracking.wandb:WandbTracker",
-}
 
-
-OPTIONAL_PACKAGES = ("tensorboard", "wandb")
-"""Trackers that need the package, and the extra, of the same name."""
 
 _log = logging.getLogger(__name__)
 
