@@ -74,7 +74,7 @@ def list_files(files: Files) -> list[str]:
     """Return one or many file names as a list; :class:`DataError` when there is none."""
     names = [str(files)] if isinstance(files, str | Path) else [str(name) for name in files]
     if not names:
-        raise DataError("no data file: expected one parquet file or a list of them")
+        raise DataError("no data file was given: expected one parquet file or a list of them")
     return names
 
 
