@@ -91,36 +91,16 @@ def read_prompt_table(
     Raises :class:`DataError` for a missing or unreadable file, one without rows or without the column
     ``prompt_key``, and for files whose columns have incompatible types.
     """
-    names = list_files(files)
-    paths = [_existing(name, local_path(name, cache_dir)) for name in names]
-    tables = [_read_one(name, path, prompt_key) for name, path in zip(names, paths, strict=True)]
-    return _joined(names, paths, tables, [table.column_names for table in tables])
-
-
-def read_part_of_prompt_table(
-    files: Files, *, prompt_key: str, wanted: Callable[[pq.ParquetFile], Collection[str]]
-) -> PromptTable:
-    """The columns of local files that are ``wanted`` of any of them: the others are known by name only.
-
-    Raises :class:`DataError` as ``read_prompt_table``.
-    """
-    names = list_files(files)
-    paths = [_existing(name, local_path(name)) for name in names]
-    opened = [_open(name, path) for name, path in zip(names, paths, strict=True)]
-    columns = [file.schema_arrow.names for file in opened]
-    for name, file, own in zip(names, opened, columns, strict=True):
-        _require_prompts(name, own, file.metadata.num_rows, prompt_key)
-    read = set(itertools.chain.from_iterable(wanted(file) for file in opened))
-    tables = [
-        _read_columns(name, file, sorted(read & set(own)))
-        for name, file, own in zip(names, opened, columns, strict=True)
-    ]
-    return _joined(names, paths, tables, columns)
-
-
-def _joined(
-    names: Sequence[str], paths: Sequence[Path], tables: Sequence[pa.Table], columns: Sequence[Sequence[str]]
-) -> PromptTable:
+    names, paths, tables = list_files(files), [], []
+    for name in names:
+        paths.append(_existing(name, local_path(name, cache_dir)))
+        with _reading(name):
+            tables.append(pq.read_table(paths[-1]))
+        found = tables[-1].column_names
+        if prompt_key not in found:
+            raise DataError(f"{name}: there is no column {prompt_key!r} (data.prompt_key); found {found}")
+        if not len(tables[-1]):
+            raise DataError(f"{name}: the file has no rows")
     try:
         whole = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
@@ -128,7 +108,8 @@ def _joined(
             f"the columns of {', '.join(names)} have types that cannot be joined: {error}"
         ) from error
     starts = itertools.accumulate((table.num_rows for table in tables[:-1]), initial=0)
-    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts), tuple(map(tuple, columns)))
+    columns = tuple(tuple(table.column_names) for table in tables)
+    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts), columns)
 
 
 @contextmanager
@@ -140,35 +121,11 @@ def _reading(name: str) -> Generator[None]:
         raise DataError(f"{name}: cannot be read as parquet: {error}") from error
 
 
-def _open(name: str, path: Path) -> pq.ParquetFile:
-    with _reading(name):
-        return pq.ParquetFile(path)
-
-
-def _read_columns(name: str, file: pq.ParquetFile, columns: list[str]) -> pa.Table:
-    with _reading(name):
-        return file.read(columns=columns)
-
-
 def _existing(name: str, path: Path) -> Path:
     if path.is_file():
         return path
     found = "a folder" if path.is_dir() else "nothing"
     raise DataError(f"{name}: expected a parquet file, found {found} (looked at {path.absolute()})")
-
-
-def _read_one(name: str, path: Path, prompt_key: str) -> pa.Table:
-    with _reading(name):
-        table = pq.read_table(path)
-    _require_prompts(name, table.column_names, table.num_rows, prompt_key)
-    return table
-
-
-def _require_prompts(name: str, columns: Sequence[str], rows: int, prompt_key: str) -> None:
-    if prompt_key not in columns:
-        raise DataError(f"{name}: there is no column {prompt_key!r} (data.prompt_key); found {list(columns)}")
-    if rows == 0:
-        raise DataError(f"{name}: the file has no rows")
 
 
 def _open_metadata(name: str) -> pq.FileMetaData:
@@ -191,36 +148,6 @@ _TARGET = "reward_model"
 _ROW = "row number"
 
 
-def read_scoring_columns(files: Files, *, prompt_key: str, reward_fn_key: str) -> PromptTable:
-    """What the checks below have to see of local files: columns that are well by the footer stay unread."""
-
-    def wanted(file: pq.ParquetFile) -> set[str]:
-        schema = file.schema_arrow
-        names = {reward_fn_key}
-        if "extra_info" in schema.names and not pa.types.is_struct(schema.field("extra_info").type):
-            names.add("extra_info")
-        if _TARGET in schema.names and not _has_all_ground_truths(file):
-            names.add(_TARGET)
-        return names
-
-    return read_part_of_prompt_table(files, prompt_key=prompt_key, wanted=wanted)
-
-
-def _has_all_ground_truths(file: pq.ParquetFile) -> bool:
-    """Whether the footer says so."""
-    kind, metadata = file.schema_arrow.field(_TARGET).type, file.metadata
-    if not pa.types.is_struct(kind) or kind.get_field_index("ground_truth") < 0:
-        return False
-    paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
-    leaves = [n for n, path in enumerate(paths) if f"{path}.".startswith(f"{_TARGET}.ground_truth.")]
-    statistics = [
-        metadata.row_group(group).column(leaf).statistics
-        for group in range(metadata.num_row_groups)
-        for leaf in leaves
-    ]
-    return all(found is not None and found.has_null_count and found.null_count == 0 for found in statistics)
-
-
 def check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> None:
     """Reject reserved column names, and columns of types that rewards cannot use."""
     clashes = [name for name in _RESERVED if name in table.names and name != prompt_key]
@@ -228,7 +155,7 @@ def check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> No
         raise DataError(
             f"{', '.join(table.files)}: the columns {clashes} have names that batches use; rename them"
         )
-    _check_column(table, reward_fn_key, "a string", is_string)
+    _check_column(table, reward_fn_key, "a string", _is_string)
     _check_column(table, _TARGET, "a record {style, ground_truth}", pa.types.is_struct)
     _check_column(table, "extra_info", "a record or null", pa.types.is_struct, nulls=True)
 
@@ -260,7 +187,10 @@ def require_ground_truths(
     """
     if not sources or reward_fn_key not in table.names:
         return
-    rows = _numbered(table, reward_fn_key).filter(pc.field(reward_fn_key).isin(sorted(sources)))
+    columns = {name: table.table.column(name) for name in (reward_fn_key, _TARGET) if name in table.names}
+    columns[reward_fn_key] = columns[reward_fn_key].cast(pa.large_string())
+    columns[_ROW] = pa.array(np.arange(len(table)))
+    rows = pa.table(columns).filter(pc.field(reward_fn_key).isin(sorted(sources)))
     if not rows:
         return
     if missing := table.files_without(_TARGET):
@@ -268,8 +198,6 @@ def require_ground_truths(
             f"{missing[0]}: there is no column {_TARGET!r}; found {list(table.names)}. Expected a record "
             "{style, ground_truth}: " + _who_needs_it(sources)
         )
-    if _TARGET not in rows.column_names:  # nothing that could be missing: it was not even read
-        return
     fields = {field.name for field in rows.schema.field(_TARGET).type}
     problem = f"found only the fields {sorted(fields)}"
     if "ground_truth" in fields:
@@ -287,16 +215,7 @@ def require_ground_truths(
         )
 
 
-def _numbered(table: PromptTable, reward_fn_key: str) -> pa.Table:
-    """Return the columns for scoring with row numbers."""
-    sources = table.table.column(reward_fn_key).cast(pa.large_string())
-    columns = {reward_fn_key: sources, _ROW: pa.array(np.arange(len(table)))}
-    if _TARGET in table.table.column_names:
-        columns[_TARGET] = table.table.column(_TARGET)
-    return pa.table(columns)
-
-
-def is_string(kind: pa.DataType) -> bool:
+def _is_string(kind: pa.DataType) -> bool:
     """Return True for text columns."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
