@@ -6,6 +6,7 @@ import pytest
 
 from strop.cli.check import data_problems
 from strop.config.load import load_config
+from strop.data.parquet import read_scoring_columns
 
 from builders import write_prompts
 from messages import mentions
@@ -39,8 +40,12 @@ def unanswered(style="rule"):
     return with_value("reward_model", {"style": style, "ground_truth": None})
 
 
-def test_good_files_have_none(problems):
+def test_good_files_have_none_and_their_answers_stay_unread(problems, tmp_path):
     assert problems() == []
+    table = read_scoring_columns(
+        tmp_path / "changed.parquet", prompt_key="prompt", reward_fn_key="data_source"
+    )
+    assert table.table.column_names == ["data_source"]
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ import os
 import pickle
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,10 +88,7 @@ def tokenize_table(
         return found
     workers = _cores() if num_workers is None else num_workers
     with progress_bar(f"tokenizing {prompt_key}", len(table), show=len(table) >= MIN_ROWS_FOR_BAR) as bar:
-        try:
-            chunks = _encode_all(table, tokenizer, prompt_key, encode, workers, bar)
-        except _ChunkError as error:
-            raise table.error(error.row, prompt_key, error.reason) from error
+        chunks = _encode_all(table, tokenizer, prompt_key, encode, workers, bar)
     result = _flatten(chunks)
     if cache is not None:
         _save(cache, result)
@@ -101,12 +100,6 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _ChunkError(Exception):
-    def __init__(self, row: int, reason: str) -> None:
-        super().__init__(row, reason)
-        self.row, self.reason = row, reason
-
-
 def _encode_all(
     table: PromptTable,
     tokenizer: PreTrainedTokenizerBase,
@@ -115,57 +108,48 @@ def _encode_all(
     workers: int,
     bar: Bar,
 ) -> list[Chunk]:
+    def collect(results: Generator[tuple[int, int, Callable[[], Chunk]]]) -> list[Chunk]:
+        chunks = []
+        with closing(results):  # after an error, cancel what is in flight
+            for start, stop, result in results:
+                try:
+                    chunks.append(result())
+                except PromptError as error:
+                    raise table.error(start + error.offset, prompt_key, error.reason) from error
+                bar.advance(stop - start)
+        return chunks
+
     enough = MIN_ROWS_FOR_PROCESSES["fast" if tokenizer.is_fast else "slow"]
     if workers > 1 and len(table) >= enough:
         try:
-            return _encode_in_processes(table, tokenizer, prompt_key, encode, workers, bar)
+            return collect(_in_processes(table, tokenizer, prompt_key, encode, workers))
         except (BrokenProcessPool, pickle.PicklingError, AttributeError, TypeError) as error:
             # A script without `if __name__ == "__main__"` cannot spawn; a custom tokenizer may not pickle.
             logger.warning("tokenizing in one process: worker processes failed (%s)", error)
-    chunks: list[Chunk] = []
-    for start, stop in _chunk_bounds(len(table)):
-        try:
-            chunks.append(encode(table.values(prompt_key, start, stop), tokenizer))
-        except PromptError as error:
-            raise _ChunkError(start + error.offset, error.reason) from error
-        bar.advance(stop - start)
-    return chunks
+    return collect(
+        (start, stop, partial(encode, table.values(prompt_key, start, stop), tokenizer))
+        for start, stop in _chunk_bounds(len(table))
+    )
 
 
-def _encode_in_processes(
-    table: PromptTable,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_key: str,
-    encode: Encode,
-    workers: int,
-    bar: Bar,
-) -> list[Chunk]:
+def _in_processes(
+    table: PromptTable, tokenizer: PreTrainedTokenizerBase, prompt_key: str, encode: Encode, workers: int
+) -> Generator[tuple[int, int, Callable[[], Chunk]]]:
+    """Yield first row, last row and the waiting function of every chunk, in order."""
     pickle.dumps(tokenizer)  # fail here, not in the pool's feeder thread
     # spawn: forking a process with torch's threads can deadlock.
     context = multiprocessing.get_context("spawn")
-    chunks: list[Chunk] = []
-    pending: deque[tuple[int, int, Future[Chunk]]] = deque()
-
-    def collect_oldest() -> None:
-        start, stop, future = pending.popleft()
-        try:
-            chunks.append(future.result())
-        except PromptError as error:
-            raise _ChunkError(start + error.offset, error.reason) from error
-        bar.advance(stop - start)
-
+    pending: deque[tuple[int, int, Callable[[], Chunk]]] = deque()
     with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer,)) as pool:
         try:
             for start, stop in _chunk_bounds(len(table)):
                 rows = table.values(prompt_key, start, stop)
-                pending.append((start, stop, pool.submit(_encode_chunk, rows, encode)))
+                pending.append((start, stop, pool.submit(_encode_chunk, rows, encode).result))
                 if len(pending) > 4 * workers:  # keep all busy without holding all prompts twice
-                    collect_oldest()
-            while pending:
-                collect_oldest()
+                    yield pending.popleft()
+            yield from pending
         finally:
             pool.shutdown(cancel_futures=True)
-    return chunks
 
 
 _worker_tokenizer: PreTrainedTokenizerBase | None = None
