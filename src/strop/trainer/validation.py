@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +18,6 @@ from strop.rollout.base import Finished
 from strop.tracking.report import Estimate, ShownSample, SourceReport, ValidationReport
 from strop.tracking.samples import samples_table
 from strop.trainer.sample_statistics import (
-    MOST_VOTERS,
     bootstrap_intervals,
     expected_best,
     expected_majority,
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 
 # From the samples of a validation, as they are written to disk, to what they say of each data source.
 
-logger = logging.getLogger(__name__)
-
 
 def make_report(
     samples: pa.Table, *, n: int, extractor_of: Callable[[str], Extractor | None], seed: int, show: int = 0
@@ -44,12 +40,8 @@ def make_report(
     """The report on ``samples`` (columns as in ``strop.tracking.samples``), ``n`` adjacent rows a prompt.
 
     ``extractor_of`` a data source finds the answers that vote, where it has one. ``seed`` draws the
-    resamples of the intervals. ``show`` samples, of prompts spread evenly, are there to look at.
-
-    There are no majorities of more than ``MOST_VOTERS`` samples, and a warning says so.
+    resamples of intervals and majorities. ``show`` samples, of prompts spread evenly, are there to look at.
     """
-    if n > MOST_VOTERS:
-        logger.warning("maj@k is left out: it is worked out for up to %d samples, not %d", MOST_VOTERS, n)
     sources_B = samples["data_source"].to_numpy()
     sources = {
         name: _report_source(samples.filter(pa.array(sources_B == name)), n, extractor_of(name), seed=seed)
@@ -64,11 +56,11 @@ def _report_source(samples: pa.Table, n: int, extract: Extractor | None, *, seed
     for k in sample_counts(n):
         by_statistic[f"best@{k}"] = expected_best(scores_PN, k)
         by_statistic[f"worst@{k}"] = expected_worst(scores_PN, k)
-    if extract is not None and 1 < n <= MOST_VOTERS:
+    if extract is not None:
         answers = [extract(response) for response in samples["response"].to_pylist()]
         answers_PN = [answers[start : start + n] for start in range(0, len(answers), n)]
         for k in sample_counts(n):
-            by_statistic[f"maj@{k}"] = expected_majority(scores_PN, answers_PN, k)
+            by_statistic[f"maj@{k}"] = expected_majority(scores_PN, answers_PN, k, seed=seed)
     intervals = bootstrap_intervals(np.stack(list(by_statistic.values())), seed=seed)
     return SourceReport(
         prompts=len(scores_PN),
