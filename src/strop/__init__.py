@@ -27,7 +27,7 @@ _PUBLIC = {
     "ActorRolloutRefWorker": "strop.workers.policy",
     "CriticWorker": "strop.workers.critic",
     "RewardModelWorker": "strop.workers.reward_model",
-    "RayPPOTrainer": "strop.trainer.ppo",
+    "RayPPOTrainer": "strop.trainer.ray_trainer",
     "load_config": "strop.config.load",
 }
 

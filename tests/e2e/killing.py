@@ -27,9 +27,10 @@ DISTURBED = """
     from pathlib import Path
     sys.path[:0] = [sys.argv[3], sys.argv[4], sys.argv[5]]
     import conftest
+    from strop.checkpoint import folder as checkpoint_folder, store as checkpoint
     from strop.engines.torch import engine
-    from strop.tracking import base
-    from strop.trainer import checkpoint, checkpoint_folder, loops, ppo
+    from strop.tracking import trackers
+    from strop.trainer import ppo
     from runs import train
 
     phase, iteration = sys.argv[1], int(sys.argv[2])
@@ -49,9 +50,9 @@ DISTURBED = """
         return folder.name == f"global_step_{iteration}.tmp"
 
     if phase == "update":
-        before(ppo.RayPPOTrainer, "update_actor", lambda trainer, batch: trainer.global_step + 1 == iteration)
+        before(ppo.PPO, "start_actor_update", lambda ppo, batch, timer, now, *_: now == iteration)
     elif phase == "log":
-        before(base.Tracking, "log", lambda tracking, step, metrics: step == iteration)
+        before(trackers.Tracking, "log", lambda tracking, step, metrics: step == iteration)
     elif phase == "state":
         critic = lambda module, optimizer, folder: saving(folder.parent) and folder.name == "critic"
         before(engine.state, "save", critic)

@@ -32,7 +32,8 @@ DISTURBED = """
     sys.path[:0] = sys.argv[2:5]
     import conftest
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from strop.trainer import checkpoint, checkpoint_folder, ppo
+    from strop.checkpoint import folder as checkpoint_folder, store as checkpoint
+    from strop.trainer import ray_trainer
     from runs import train
 
     stage = sys.argv[1]
@@ -63,7 +64,7 @@ DISTURBED = """
         before(FileSystemWriter, "finish", critic_of_4, die)
     elif stage == "training":
         before(FileSystemWriter, "write_data", critic_of_4, lambda: time.sleep(10_000))
-        before(ppo.RayPPOTrainer, "step", fifth, die)
+        before(ray_trainer.RayPPOTrainer, "step", fifth, die)
     elif stage == "seal":
         before(checkpoint, "seal", building_4, die)
     elif stage == "rename":
@@ -72,7 +73,7 @@ DISTURBED = """
         before(checkpoint_folder, "atomic_write_text", lambda path, text: text == "4\\n", die)
     elif stage == "ctrl-c":
         before(FileSystemWriter, "write_data", critic_of_4, lambda: time.sleep(1))
-        before(ppo.RayPPOTrainer, "step", fifth, lambda: os.kill(os.getpid(), signal.SIGINT))
+        before(ray_trainer.RayPPOTrainer, "step", fifth, lambda: os.kill(os.getpid(), signal.SIGINT))
     else:
         raise SystemExit(f"unknown stage {stage}")
     train(sys.argv[5:])

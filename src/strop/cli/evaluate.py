@@ -40,7 +40,6 @@ def evaluate(config: Config, out: Path) -> ValidationReport:
     from strop.tracking.samples import write_table
     from strop.trainer.build import build_trainer
     from strop.trainer.run_folder import RunFolder
-    from strop.trainer.validation import report_on, validation_samples
 
     trainer = build_trainer(config)
     try:
@@ -48,7 +47,7 @@ def evaluate(config: Config, out: Path) -> ValidationReport:
         total = len(trainer.val_loader.dataset) * config.actor_rollout_ref.rollout.val_kwargs.n
         started = time.perf_counter()
         with progress_bar("Answering", total) as bar:
-            samples = validation_samples(trainer, progress=_Progress(bar, total))
+            samples = trainer.validator.samples(trainer.timer, progress=_Progress(bar, total))
         seconds = time.perf_counter() - started
     finally:
         trainer.shutdown()
@@ -56,7 +55,7 @@ def evaluate(config: Config, out: Path) -> ValidationReport:
     try:
         RunFolder(out).write_config(config)
         write_table(out / "samples.parquet", samples)  # hours of work: whatever the report comes to
-        report = report_on(trainer, samples, show=config.trainer.log_val_generations)
+        report = trainer.validator.report(samples, show=config.trainer.log_val_generations)
         results = {**_described(config), "seconds": round(seconds, 1), **report.as_json()}
         atomic_write_text(out / "results.json", json.dumps(results, indent=2) + "\n")
     except OSError as error:

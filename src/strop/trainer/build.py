@@ -29,9 +29,8 @@ from strop.models.loader import import_external_lib, load_model_config, load_tok
 from strop.rewards.base import Reward
 from strop.rewards.manager import load_reward_manager
 from strop.rewards.router import UnknownSourceError
-from strop.trainer.ppo import RayPPOTrainer
+from strop.trainer.ray_trainer import RayPPOTrainer
 from strop.trainer.seeds import seed_global_generators
-from strop.trainer.validation import needs_reward_model
 from strop.workers.critic import CriticWorker
 from strop.workers.policy import ActorRolloutRefWorker
 from strop.workers.reward_model import RewardModelWorker
@@ -206,15 +205,16 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
         RewardError: a ``data_source`` without a scorer.
         DataError: a row without the column or the value that its scorer needs.
     """
-    used = [(trainer.val_reward_fn, trainer.val_loader.dataset, needs_reward_model(trainer))]
+    used = [(trainer.val_reward_fn, trainer.val_loader.dataset, trainer.validates_by_model)]
+    has_reward_model = trainer.config.reward_model.enable
     if not trainer.config.trainer.val_only:
-        used.insert(0, (trainer.reward_fn, trainer.train_loader.dataset, trainer.use_reward_model))
+        used.insert(0, (trainer.reward_fn, trainer.train_loader.dataset, has_reward_model))
     of_the_run = set().union(*(dataset.data_sources() for _, dataset, _ in used))
     for reward_fn, dataset, by_model in used:
         _require_scored_rows(
             reward_fn,
             all_rows(dataset),
-            has_reward_model=trainer.use_reward_model,
+            has_reward_model=has_reward_model,
             by_model=by_model,
             of_the_run=of_the_run,
         )

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from strop.checkpoint.store import TRAINED, Checkpoints
+from strop.checkpoint.store import Checkpoints
 from strop.config.load import to_dict
 from strop.errors import ConfigError, TrainingError
-from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.tracking.curves import draw_curves
-from strop.tracking.samples import write_samples, write_table
-from strop.tracking.text import validation_scores
 from strop.tracking.trackers import Tracking
-from strop.trainer.metrics import speed_metrics
 from strop.trainer.run_folder import RunFolder, run_lock
-from strop.trainer.validation import validate
-
-if TYPE_CHECKING:
-    from strop.trainer.ppo import RayPPOTrainer
-
 
 logger = logging.getLogger(__name__)
 
@@ -162,74 +152,3 @@ class Run(ABC):
             draw_curves(self.folder.path)
         except Exception as error:  # noqa: BLE001 - a full disk, a broken font: no picture decides how a run ends
             logger.warning("warning: the curves could not be drawn (%s)", error)
-
-
-# The loop around the algorithm: its data, and what hangs on an iteration.
-
-
-def fit(trainer: RayPPOTrainer) -> None:
-    """Run the iterations that are left, from the last checkpoint if there is one."""
-    ReinforcementRun(trainer).fit()
-
-
-class ReinforcementRun(Run):
-    """A run of reinforcement learning: samples are written down, validations are scored."""
-
-    trained = TRAINED
-    trainer: RayPPOTrainer
-
-    def __init__(self, trainer: RayPPOTrainer) -> None:
-        super().__init__(trainer)
-        self.best_score: float | None = None
-
-    def one_iteration(self, batch: DataProto) -> dict[str, float]:
-        """A step of the algorithm and what hangs on it; returns all its metrics."""
-        trainer, settings = self.trainer, self.settings
-        with trainer.timer.phase("step"):
-            samples, metrics = trainer.step(batch)
-        trainer.global_step += 1
-        step, last = trainer.global_step, trainer.global_step == trainer.total_steps
-        if settings.log_rollouts:
-            with trainer.timer.phase("log_rollouts"):
-                self.write(write_samples, self.folder.rollouts(step), samples, trainer.tokenizer)
-        if settings.test_freq > 0 and (last or step % settings.test_freq == 0):
-            metrics |= self.validate()
-        timing = trainer.timer.take()
-        return {
-            "episode": float(step * trainer.config.data.train_batch_size),
-            "epoch": step / len(trainer.train_loader),
-            **metrics,
-            **timing,
-            **speed_metrics(samples, timing, devices=trainer.actor.world_size),
-            "time/from_scratch": self.seconds(),
-        }
-
-    def validate(self) -> dict[str, float]:
-        """Scores by data source; the best mean so far is remembered."""
-        step, settings = self.trainer.global_step, self.settings
-        with self.trainer.timer.phase("testing"):
-            report, samples = validate(self.trainer, show=settings.log_val_generations)
-            self.write(write_table, self.folder.validation(step), samples)
-            self.write(
-                atomic_write_text,
-                self.folder.validation_report(step),
-                json.dumps(report.as_json(), indent=2) + "\n",
-            )
-        if settings.val_only or report.n > 1 or report.shown:
-            self.tracking.log_validation(step, report)
-        metrics = report.metrics()
-        means = validation_scores(metrics).values()
-        mean = sum(means) / max(len(means), 1)
-        self.best_score = mean if self.best_score is None else max(mean, self.best_score)
-        return {**metrics, "val/best_score": self.best_score}
-
-    def state_dict(self) -> dict[str, Any]:
-        """See ``Run.state_dict``."""
-        kl_controller = self.trainer.kl_controller.state_dict()
-        return {**super().state_dict(), "kl_controller": kl_controller, "best_score": self.best_score}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``Run.load_state_dict``."""
-        super().load_state_dict(state)
-        self.trainer.kl_controller.load_state_dict(state["kl_controller"])
-        self.best_score = state["best_score"]

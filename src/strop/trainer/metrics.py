@@ -36,6 +36,12 @@ class PhaseTimer:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def add(self, other: PhaseTimer) -> None:
+        """Add the seconds of ``other``, which starts again."""
+        for name, seconds in other._seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        other._seconds = {}
+
     def take(self) -> dict[str, float]:
         """Everything counted since the last call."""
         taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}

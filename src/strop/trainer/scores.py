@@ -15,6 +15,7 @@ from strop.errors import TrainingError
 from strop.protocol import DataProto
 from strop.rewards.base import Reward, as_reward
 from strop.rollout.base import Finished
+from strop.trainer.metrics import PhaseTimer
 
 
 class PendingScores:
@@ -74,6 +75,8 @@ class Samples(NamedTuple):
 
     batch: DataProto
     scores: PendingScores
+    timer: PhaseTimer
+    """Seconds by phase of the iteration that made them."""
     greedy_scores: PendingScores | None = None
     """Of the greedy response to each prompt, for ReMax."""
 

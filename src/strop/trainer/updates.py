@@ -24,17 +24,17 @@ def mini_batches(
 
     Each mini-batch of ``size`` rows carries the denominators of its losses: its real tokens and its
     sequences, over all ranks. ``shuffle_seed``: the run's seed and the name of what is updated, to draw a new
-    order every epoch. ``iteration`` counts from 0.
+    order every epoch. ``iteration`` counts from 1.
     """
     for epoch in range(epochs):
         rows = batch
         if shuffle_seed is not None and size < len(batch):  # one mini-batch has no order
-            rows = batch[permutation(*shuffle_seed, len(batch), iteration + 1, epoch)]
+            rows = batch[permutation(*shuffle_seed, len(batch), iteration, epoch)]
         for mini_batch in rows.split(size):
             mini_batch.meta_info |= {
                 "n_tokens": float(mini_batch.batch["response_mask"].sum()),
                 "n_seqs": float(len(mini_batch)),
-                "iteration": iteration,
+                "iteration": iteration - 1,  # schedules count from 0
                 "total_iterations": total_iterations,
             }
             yield mini_batch
