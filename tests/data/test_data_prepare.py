@@ -124,7 +124,7 @@ def test_records_that_cannot_be_used_are_counted_and_listed(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "strop.data"):
         result = prepare("gsm8k", source, tmp_path / "out")
     assert result["train"].rows == 2
-    assert "split train: 2 of 4 records cannot be used" in caplog.text
+    assert "split train: skipped 2 of 4 records" in caplog.text
     listed = [
         json.loads(line) for line in (tmp_path / "out" / "train.rejected.jsonl").read_text().splitlines()
     ]

@@ -61,7 +61,7 @@ def test_a_file_of_another_kind_is_not_overwritten(tmp_path):
     for _ in range(2):  # the same kind may be prepared anew
         prepare("full_hh_rlhf", source, tmp_path / "out", split_kind="rl")
     before = (tmp_path / "out" / "test.parquet").read_bytes()
-    with pytest.raises(DataError, match=r"test\.parquet is there already.* ability,.* chosen, rejected"):
+    with pytest.raises(DataError, match=r"test\.parquet exists.* ability,.* chosen, rejected"):
         prepare("full_hh_rlhf", source, tmp_path / "out", split_kind="rm")
     assert (tmp_path / "out" / "test.parquet").read_bytes() == before
 

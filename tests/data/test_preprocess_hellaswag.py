@@ -92,7 +92,7 @@ def test_a_split_without_labels_is_left_out_with_a_warning(tmp_path, caplog):
     write(tmp_path / "validation.jsonl", [record()])
     with caplog.at_level(logging.WARNING, "strop.data"):
         assert set(prepare("hellaswag", tmp_path, tmp_path / "out")) == {"validation"}
-    assert "split test: none of its 2 records has a label" in caplog.text
+    assert "split test: skipped, because none of its 2 records has a label" in caplog.text
     with pytest.raises(DataError, match=r"test\.jsonl: no record has a label"):
         prepare("hellaswag", tmp_path / "test.jsonl", tmp_path / "out")
 

@@ -55,7 +55,7 @@ def test_a_warning_counts_by_reason_and_names_the_first_row(tmp_path, caplog):
     bad = [{"question": "?", "answer": f"#### {word}"} for word in ("a", "b", "b", "c", "d", "e", "f")]
     with caplog.at_level(logging.WARNING, "strop.data"):
         prepare("gsm8k", write(tmp_path / "train.jsonl", [good, *bad]), tmp_path)
-    assert "7 of 8 records cannot be used" in caplog.text
+    assert "skipped 7 of 8 records" in caplog.text
     assert "2 times, first in row 2: field answer: expected a number" in caplog.text
     assert "and 1 other reasons" in caplog.text
 
