@@ -36,7 +36,7 @@ from strop.config.load import load_config
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.controller.ray.group import RayWorkerGroup
 from strop.protocol import DataProto
-from strop.trainer.ppo import RayPPOTrainer
+from strop.trainer.ray_trainer import RayPPOTrainer
 
 from light_workers import LightCritic, LightPolicy
 

@@ -31,7 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from strop.config.load import load_config
 from strop.protocol import DataProto
 from strop.trainer.build import build_trainer
-from strop.trainer.ppo import RayPPOTrainer
+from strop.trainer.metrics import PhaseTimer
+from strop.trainer.ray_trainer import RayPPOTrainer
 
 from rollout_hf import build
 
@@ -122,7 +123,7 @@ class Strop:
         self.trainer.actor.compute_log_prob(self.batch.select(*names))
 
     def update(self) -> None:
-        self.trainer.update_actor(self.batch).get()
+        self.trainer.ppo.start_actor_update(self.batch, PhaseTimer(), 1, on_policy=False).get()
 
 
 def compare(setting: Setting, rounds: int, folder: Path) -> list[str]:

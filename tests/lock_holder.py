@@ -11,7 +11,7 @@ from pathlib import Path
 _CODE = """
 import os, sys, time
 from pathlib import Path
-from strop.trainer.run_lock import run_lock
+from strop.trainer.run_folder import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     exec(sys.argv[2])

@@ -12,7 +12,7 @@ from runs import make_inputs, overrides, train
 
 NO_TORCH = """
 import sys
-from strop.cli import main
+from strop.cli.main import main
 try:
     status = main({arguments!r})
 except SystemExit as end:

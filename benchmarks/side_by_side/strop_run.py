@@ -17,7 +17,7 @@ from side_by_side.record import Record
 from side_by_side.setting import Setting
 from strop.config.load import load_config
 from strop.trainer.build import build_trainer
-from strop.trainer.ppo import RayPPOTrainer
+from strop.trainer.ray_trainer import RayPPOTrainer
 
 MICRO_BATCH = 16
 """Samples of one forward and backward pass: 2 to 8% faster than 8, and 32 and 64 bring nothing more."""

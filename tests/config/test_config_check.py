@@ -7,7 +7,7 @@ import pytest
 from strop.algorithms.advantages import ESTIMATORS
 from strop.algorithms.advantages import needs as estimator_needs
 from strop.algorithms.policy_loss import POLICY_LOSSES as REGISTERED_LOSSES
-from strop.algorithms.registry import asked_for
+from strop.algorithms.registry import accepted
 from strop.config.checks.check import check_loaded
 from strop.config.checks.supervised import require_valid
 from strop.config.load import load_tree, read_tree
@@ -115,7 +115,7 @@ def test_the_tables_of_names_mirror_the_registries():
         "gamma": "gamma",
         "lam": "lam",
     }
-    told = {name: asked_for(function, keys).values() for name, function in ESTIMATORS.items()}
+    told = {name: accepted(function, keys).values() for name, function in ESTIMATORS.items()}
     assert {name: frozenset(values) for name, values in told.items()} == ESTIMATOR_TAKES
 
 

@@ -16,7 +16,7 @@ import pytest
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 DOWNLOAD = """
 import sys
-from strop.data.files import local_path
+from strop.data.fetch import local_path
 print(local_path(sys.argv[1], sys.argv[2]))
 """
 WAIT_S = 60

@@ -308,8 +308,8 @@ def test_every_data_set_has_its_function():
 def test_preparing_and_counting_import_no_torch():
     code = (
         "import sys, strop.data.fetch, strop.data.parquet, strop.data.loader\n"
-        "import strop.prepare.cli_args\n"
-        "from strop.prepare import arithmetic, gsm8k, math\n"
+        "import strop.cli.prepare\n"
+        "from strop.prepare import arithmetic, maths\n"
         "sys.exit(' '.join(name for name in ('torch', 'transformers') if name in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -50,7 +50,7 @@ def trainer(tmp_path):
         mask = batch.batch["response_mask"]
         return torch.randn(mask.shape, generator=generator) * mask
 
-    trainer.reward_fn = noisy
+    trainer.ppo.reward_fn = noisy
     return trainer
 
 

@@ -321,8 +321,8 @@ def test_a_custom_file_is_run_from_its_path(tmp_path: Path, running: Running):
 
 SCRIPT = """
 import os, sys
-from strop.rewards.process import RewardProcess
-from strop.rewards.records import Sample
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Sample
 
 def score(solution_str, **rest):
     exec(solution_str, {})

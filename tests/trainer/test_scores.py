@@ -20,6 +20,7 @@ from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
 from strop.rollout.hf import decoding
 from strop.trainer.build import build_trainer
+from strop.trainer.metrics import PhaseTimer
 from strop.trainer.scores import PendingScores, Samples
 
 import tiny_model
@@ -159,7 +160,7 @@ def test_a_failure_elsewhere_gives_up_greedy_scores_too():
                 given_up.append(self)
                 raise
 
-    samples = Samples(DataProto(), Scores(), Scores())
+    samples = Samples(DataProto(), Scores(), PhaseTimer(), Scores())
     with pytest.raises(ModelError), samples.cancelled_on_error():
         raise ModelError("no values today")
     assert sorted(map(id, given_up)) == sorted(map(id, (samples.scores, samples.greedy_scores)))

@@ -32,20 +32,20 @@ class Group:
 @pytest.mark.parametrize(("every", "verified"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (0, [])])
 def test_the_first_transfer_and_every_so_many_are_verified(every, verified):
     group = Group()
-    weights = WeightSync(group, group, PhaseTimer(), verify_every=every)
-    for _ in range(5):
-        weights.to_rollout()
-        weights.to_rollout()  # nothing new to hand over
-        weights.policy_changes()
+    weights = WeightSync(group, group, verify_every=every)
+    for version in range(5):
+        weights.version = version
+        weights.to_rollout(PhaseTimer())
+        weights.to_rollout(PhaseTimer())  # the rollout has this version already
     assert [args for name, args in group.calls if name == "sync_rollout"] == [(n,) for n in range(5)]
     assert [args[0] for name, args in group.calls if name == "verify_rollout"] == verified
 
 
 def test_a_rollout_apart_gets_buckets_and_then_their_version():
     actor, rollout = Group(), Group()
-    weights = WeightSync(actor, rollout, PhaseTimer(), verify_every=0)
-    weights.policy_changes()
-    weights.to_rollout()
+    weights = WeightSync(actor, rollout, verify_every=0)
+    weights.version = 1
+    weights.to_rollout(PhaseTimer())
     weights.release()  # its memory is nobody else's
     assert rollout.calls == [
         ("load_weights", ("first",)),

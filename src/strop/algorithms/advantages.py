@@ -30,8 +30,14 @@ from torch import Tensor
 
 from strop.algorithms import aggregation
 from strop.algorithms.aggregation import masked_sum, zero_masked
-from strop.algorithms.registry import asked_for, name_of, required_parameters, resolve
-from strop.errors import ConfigError
+from strop.algorithms.registry import (
+    call,
+    name_of,
+    register,
+    require_parameters,
+    required_parameters,
+    resolve,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,14 +99,7 @@ ESTIMATORS: dict[str, Estimator] = {}
 
 def register_estimator(name: str) -> Callable[[Estimator], Estimator]:
     """Make a function known as ``algorithm.adv_estimator=name``."""
-
-    def register(estimator: Estimator) -> Estimator:
-        if name in ESTIMATORS:
-            raise ValueError(f"an advantage estimator called {name!r} is registered already")
-        ESTIMATORS[name] = estimator
-        return estimator
-
-    return register
+    return register(ESTIMATORS, name, "advantage estimator")
 
 
 def get_estimator(name_or_import_path: str) -> Estimator:
@@ -110,13 +109,7 @@ def get_estimator(name_or_import_path: str) -> Estimator:
         ConfigError: it is not known, cannot be imported, or has a parameter that no trainer supplies.
     """
     estimator = resolve(name_or_import_path, ESTIMATORS, key="algorithm.adv_estimator")
-    unknown = sorted(needs(estimator) - AVAILABLE)
-    if unknown:
-        raise ConfigError(
-            f"algorithm.adv_estimator={name_or_import_path!r} asks for {', '.join(unknown)}, "
-            f"which an estimator cannot get (available: {', '.join(sorted(AVAILABLE))}; "
-            "give other parameters a default)"
-        )
+    require_parameters(estimator, AVAILABLE, key=f"algorithm.adv_estimator={name_or_import_path!r}")
     return estimator
 
 
@@ -134,14 +127,7 @@ def estimate(estimator: Estimator, *, response_mask: Tensor, **available: Any) -
         ValueError: its result is not two tensors of the shape of the response mask.
     """
     present = {name: value for name, value in available.items() if value is not None}
-    present["response_mask"] = response_mask
-    missing = sorted(needs(estimator) - present.keys())
-    if missing:
-        raise ConfigError(
-            f"the advantage estimator {name_of(estimator)} needs {', '.join(missing)}, "
-            f"which this run does not compute (available: {', '.join(sorted(present))})"
-        )
-    result = estimator(**asked_for(estimator, present))
+    result = call(estimator, {**present, "response_mask": response_mask})
     parts = result if isinstance(result, tuple) else (result,)
     found = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
     expected = tuple(response_mask.shape)

@@ -2,23 +2,33 @@
 
 Shapes: B samples, T response tokens.
 
-A policy loss is a pure function ``(log_prob, old_log_prob, advantages, response_mask, *, clip_ratio_low,
-clip_ratio_high, clip_ratio_c=None) -> PolicyLoss``, all tensors [B,T]. It is not averaged:
-``aggregation.aggregate`` does that, after the caller has multiplied in any weights of ``correction``. k =
-log_prob - old_log_prob is clamped to +-20 everywhere, so that a ratio is finite.
+A policy loss is a pure function that returns a ``PolicyLoss``. The names of its parameters select its inputs:
+
+    log_prob [B,T]                                   log-probs under the policy being updated, with a gradient
+    old_log_prob, advantages, response_mask [B,T]    before the update, without a gradient
+    clip_ratio_low, clip_ratio_high, clip_ratio_c    keys of ``actor_rollout_ref.actor``
+    entropy [B,T]                                    entropy of the policy being updated, with a gradient
+    one of ``EXTRA_INPUTS`` [B,T]                    that column of the batch
+
+Any other parameter takes its value from ``actor_rollout_ref.actor.policy_loss_kwargs``, or has a default.
+``**kwargs`` takes the first seven.
+
+The loss is not averaged: ``aggregation.aggregate`` does that, after the caller has multiplied in any weights
+of ``correction``. k = log_prob - old_log_prob is clamped to +-20 everywhere, so that a ratio is finite.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from strop.algorithms.aggregation import masked_mean, zero_masked
-from strop.algorithms.registry import resolve
+from strop.algorithms.registry import register, require_parameters, resolve
 from strop.errors import ConfigError
 
 
@@ -36,41 +46,47 @@ class PolicyLoss(NamedTuple):
 
 PolicyLossFunction = Callable[..., PolicyLoss]
 
-
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
+
+_TENSORS = ("log_prob", "old_log_prob", "advantages", "response_mask")
+_CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+_TOKEN_COLUMNS = ("rollout_log_probs", "rollout_is_weights", "ref_log_prob", "values", "returns")
+INPUTS = frozenset((*_TENSORS, *_CLIPS))
+EXTRA_INPUTS = frozenset((*_TOKEN_COLUMNS, "entropy", "token_level_scores", "token_level_rewards"))
+"""Further inputs, which only a parameter of that name takes."""
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Make a function known as ``actor_rollout_ref.actor.policy_loss=name``."""
-
-    def register(policy_loss: PolicyLossFunction) -> PolicyLossFunction:
-        if name in POLICY_LOSSES:
-            raise ValueError(f"a policy loss called {name!r} is registered already")
-        POLICY_LOSSES[name] = policy_loss
-        return policy_loss
-
-    return register
+    return register(POLICY_LOSSES, name, "policy loss")
 
 
-def get_policy_loss(name_or_import_path: str) -> PolicyLossFunction:
-    """The policy loss of that name, or a user's own by import path (``package.module:function``).
+def get_policy_loss(
+    name_or_import_path: str, kwargs: Mapping[str, Any] | None = None, *, absent: Collection[str] = ()
+) -> PolicyLossFunction:
+    """Return the policy loss of that name or import path (``package.module:function``), given ``kwargs``.
+
+    ``absent`` names the extra inputs that this run does not compute.
 
     Raises:
-        ConfigError: it is not known, cannot be imported, or cannot be called as a policy loss is.
+        ConfigError: it is not known, cannot be imported, requires an input that is not available, or has no
+            parameter for one of ``kwargs``.
     """
     key = "actor_rollout_ref.actor.policy_loss"
     policy_loss = resolve(name_or_import_path, POLICY_LOSSES, key=key)
-    try:
-        inspect.signature(policy_loss).bind(
-            "log_prob", "old_log_prob", "advantages", "response_mask",
-            clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=None,
-        )  # fmt: skip
-    except TypeError as error:
-        raise ConfigError(
-            f"{key}={name_or_import_path!r} must take (log_prob, old_log_prob, advantages, response_mask, *, "
-            f"clip_ratio_low, clip_ratio_high, clip_ratio_c): {error}"
-        ) from error
-    return policy_loss
+    kwargs, available = kwargs or {}, INPUTS | EXTRA_INPUTS
+    if reserved := sorted(kwargs.keys() & available):
+        raise ConfigError(f"{key}_kwargs: {', '.join(reserved)} cannot be set here: the run computes them")
+    if unknown := sorted(kwargs.keys() - inspect.signature(policy_loss).parameters.keys()):
+        raise ConfigError(f"{key}_kwargs: {key}={name_or_import_path!r} does not take {', '.join(unknown)}")
+    bound = functools.partial(policy_loss, **kwargs) if kwargs else policy_loss
+    require_parameters(bound, available - set(absent) | kwargs.keys(), key=f"{key}={name_or_import_path!r}")
+    return bound
+
+
+def extra_inputs(policy_loss: PolicyLossFunction) -> list[str]:
+    """Return the ``EXTRA_INPUTS`` that the policy loss has parameters for."""
+    return sorted(EXTRA_INPUTS & inspect.signature(policy_loss).parameters.keys())
 
 
 @register_policy_loss("ppo")

@@ -1,24 +1,40 @@
-"""Finding a function by its registered name or by its import path.
+"""Functions that configuration names, and calls whose arguments are bound by parameter name.
 
-Estimators and policy losses are kept in plain dictionaries from name to function; what is not in them is
-taken as the import path of a user's own function: ``package.module:function`` or ``package.module.function``.
+Estimators and policy losses are kept in plain dictionaries from name to function; any other name is the
+import path of a user's function: ``package.module:function`` or ``package.module.function``. The names of a
+function's parameters select what it gets, so that a new input changes no other function.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from strop.errors import ConfigError
 
+Function = Callable[..., Any]
 
-def resolve(name: str, known: Mapping[str, Callable[..., Any]], key: str) -> Callable[..., Any]:
-    """The function called ``name`` in ``known``, or the one that ``name`` is the import path of.
 
-    ``key`` is the configuration key that ``name`` came from, for the error text.
+def register(known: dict[str, Function], name: str, kind: str) -> Callable[[Function], Function]:
+    """Return a decorator that adds a function of this kind to ``known``. A name is taken once."""
+
+    def add(function: Function) -> Function:
+        if name in known:
+            raise ValueError(f"{kind} {name!r} is already registered")
+        known[name] = function
+        return function
+
+    return add
+
+
+def resolve(name: str, known: Mapping[str, Function], key: str) -> Function:
+    """Return the function called ``name`` in ``known``, or the one at the import path ``name``.
+
+    ``key`` is the configuration key of ``name``, for the error text.
 
     Raises:
         ConfigError: an unknown name, a module that cannot be imported, or no such function in it.
@@ -31,7 +47,7 @@ def resolve(name: str, known: Mapping[str, Callable[..., Any]], key: str) -> Cal
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise ConfigError(
             f"{key}={name!r} is unknown{hint} (known: {', '.join(sorted(known))}; "
-            "a function of your own is named by its import path, package.module:function)"
+            "or the import path of your own function, package.module:function)"
         )
     try:
         module = importlib.import_module(module_name)
@@ -46,8 +62,17 @@ def resolve(name: str, known: Mapping[str, Callable[..., Any]], key: str) -> Cal
     return function
 
 
-def required_parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """The names of the parameters that a caller must give: those without a default."""
+def require_parameters(function: Function, available: Collection[str], *, key: str) -> None:
+    """Raise ``ConfigError`` if a parameter without a default is not in ``available``."""
+    if unknown := sorted(required_parameters(function) - set(available)):
+        raise ConfigError(
+            f"{key} requires {', '.join(unknown)}, which it cannot get "
+            f"(available: {', '.join(sorted(available))}; give other parameters a default)"
+        )
+
+
+def required_parameters(function: Function) -> frozenset[str]:
+    """Return the names of the parameters without a default."""
     return frozenset(
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
@@ -56,8 +81,8 @@ def required_parameters(function: Callable[..., Any]) -> frozenset[str]:
     )
 
 
-def asked_for(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of ``available`` that the function has parameters for; all of it if it takes ``**kwargs``."""
+def accepted(function: Function, available: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``available`` that the function has parameters for; all for ``**kwargs``."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(available)
@@ -65,6 +90,22 @@ def asked_for(function: Callable[..., Any], available: Mapping[str, Any]) -> dic
     return {name: value for name, value in available.items() if name in names}
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """A name for error texts."""
+def call(function: Function, available: Mapping[str, Any]) -> Any:
+    """Call the function with the entries of ``available`` that it accepts.
+
+    Raises:
+        ConfigError: ``available`` lacks a parameter that has no default.
+    """
+    if missing := sorted(required_parameters(function) - available.keys()):
+        raise ConfigError(
+            f"{name_of(function)} requires {', '.join(missing)}, which this run does not compute "
+            f"(available: {', '.join(sorted(available))})"
+        )
+    return function(**accepted(function, available))
+
+
+def name_of(function: Function) -> str:
+    """Return a name for error texts."""
+    if isinstance(function, functools.partial):
+        function = function.func
     return function.__name__ if inspect.isroutine(function) else repr(function)

@@ -32,11 +32,11 @@ logger = logging.getLogger("strop.data")
 DATASETS = {
     "arithmetic": "strop.prepare.arithmetic:splits",
     "full_hh_rlhf": "strop.prepare.full_hh_rlhf:splits",
-    "gsm8k": "strop.prepare.maths:splits",
+    "gsm8k": "strop.prepare.maths:gsm8k_splits",
     "hellaswag": "strop.prepare.hellaswag:splits",
-    "humaneval": "strop.prepare.code:splits",
-    "math": "strop.prepare.maths:splits",
-    "mbpp": "strop.prepare.code:splits",
+    "humaneval": "strop.prepare.code:humaneval_splits",
+    "math": "strop.prepare.maths:math_splits",
+    "mbpp": "strop.prepare.code:mbpp_splits",
 }
 
 _REASONS_SHOWN = 5

@@ -18,6 +18,7 @@ from torch import Tensor
 from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE
 from strop.errors import RewardError
 from strop.protocol import DataProto
+from strop.rewards.base import PendingReward
 from strop.rewards.reward_output import RewardOutput, at_last_token, rule_parts, score_metrics
 from strop.rewards.worker.feed import Feed, Maker
 from strop.rewards.worker.pool import RewardPool
@@ -216,8 +217,10 @@ Fields = tuple[str, Any, Any]
 Parts = tuple[str, ...]
 
 
-class PendingRewards:
+class PendingRewards(PendingReward):
     """Takes the samples of a batch as they are finished, then the batch itself, and gives its rewards."""
+
+    takes_samples = True
 
     def __init__(
         self, manager: RewardManager, job: ScoringJob, fields: Sequence[Fields], asked: Sequence[Parts]

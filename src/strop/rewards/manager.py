@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from strop.algorithms.registry import asked_for, resolve
+from strop.algorithms.registry import accepted, resolve
 from strop.config.reward_parts import RULE, read_parts
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
+from strop.rewards.base import BatchReward, PendingReward, Reward
 from strop.rewards.batch import ErrorBudget, Fields, PendingRewards, ScoringJob, real_tokens
 from strop.rewards.custom import load_custom_reward, require_score_signature
 from strop.rewards.parts import Composition, UnusedParts, part_scorers, require_scored_source
@@ -44,7 +45,7 @@ _SECTION_KEYS = (
 _OFF_UNLESS_SET = ("parts", "non_stop_penalty", "min_response_length")
 
 
-class RewardManager:
+class RewardManager(Reward):
     """Scores samples in processes that can be killed, each sample under a deadline.
 
     One process takes one sample after another; with ``num_workers`` above 1, as many samples are under way.
@@ -143,12 +144,20 @@ class RewardManager:
         Of ``with_model`` batches the reward model's scores are handed in then. Batches are scored in the
         order in which they were begun. ``RewardError`` for a data source without a scorer.
         """
-        pending = self.expect(batch, with_model=with_model)
+        pending = self._expect(batch, n=1, with_model=with_model)
         pending.complete(batch)
         return pending
 
-    def expect(self, prompts: DataProto, *, n: int = 1, with_model: bool = False) -> PendingRewards:
-        """As ``begin``, before there is a batch: for ``n`` adjacent rows a prompt, that are still to come."""
+    def expect(self, prompts: DataProto, *, n: int = 1, with_model: bool = False) -> PendingReward:
+        """Start scoring a batch of ``n`` adjacent samples for each prompt, which are still to be generated.
+
+        A subclass with its own ``__call__`` scores whole batches: that call would otherwise be skipped.
+        """
+        if type(self).__call__ is not RewardManager.__call__:
+            return BatchReward(self).expect(prompts)
+        return self._expect(prompts, n=n, with_model=with_model)
+
+    def _expect(self, prompts: DataProto, *, n: int, with_model: bool) -> PendingRewards:
         fields = [fields for fields in self._fields(prompts) for _ in range(n)]
         asked = [parts for parts in self._asked(prompts, has_model=with_model) for _ in range(n)]
         self._last_job = ScoringJob(
@@ -311,7 +320,7 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
         "num_examine": num_examine,
         "compute_score": custom,
         "reward_fn_key": config.data.reward_fn_key,
-        **asked_for(build, own),
+        **accepted(build, own),
         **reward_kwargs,
     }
     try:
@@ -326,7 +335,7 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
 
 def _require_honoured(build: Callable[..., Any], settings: Mapping[str, Any], name: str) -> None:
     """``ConfigError`` when a manager of the user's own does not take what the configuration turns on."""
-    taken = asked_for(build, settings)
+    taken = accepted(build, settings)
     if ignored := [key for key in _OFF_UNLESS_SET if settings[key] and key not in taken]:
         keys = ", ".join(f"reward_model.{key}" for key in ignored)
         raise ConfigError(f"{_KEY}={name!r} does not take {keys}: leave these out, or take them as arguments")

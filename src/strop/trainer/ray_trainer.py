@@ -1,15 +1,234 @@
-"""The trainer of the reference documents: loaders, worker groups, and the loop around PPO."""
+"""``RayPPOTrainer``: builds loaders and worker groups, and runs the loop around ``PPO``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
+from strop.algorithms.advantages import get_estimator, needs
+from strop.checkpoint.store import TRAINED
+from strop.config.checks.check import check
+from strop.config.load import as_config
+from strop.config.roles import uses_reference
 from strop.config.schema import Config
+from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.loader import PromptLoader, train_loader, validation_loader
 from strop.data.rl_dataset import FirstOfEachSource, create_rl_dataset
+from strop.errors import Attempts
+from strop.files import atomic_write_text
+from strop.protocol import DataProto
+from strop.rewards.base import as_reward
+from strop.tracking.samples import write_samples, write_table
+from strop.tracking.text import validation_scores
+from strop.trainer.loop import Run
+from strop.trainer.metrics import PhaseTimer, speed_metrics
+from strop.trainer.ppo import PPO, Groups, loss_inputs
+from strop.trainer.run_folder import require_shared_folder
+from strop.trainer.validation import Validator, needs_reward_model
+from strop.trainer.weight_sync import WeightSync
 
-if TYPE_CHECKING:
-    pass
+logger = logging.getLogger(__name__)
+
+
+class RayPPOTrainer:
+    """Drives actor, rollout, reference, critic and reward model through one PPO iteration after another.
+
+    The constructor is the reference documents'. Call ``init_workers()``, then ``fit()``.
+
+    Args:
+        role_worker_mapping: the worker class of each role.
+        resource_pool_manager: where each role lives.
+        ray_worker_group_cls: the kind of group; ``LocalWorkerGroup`` runs everything in this process.
+        reward_fn: maps a batch to a ``RewardOutput``, or to token-level scores [B, T].
+        val_reward_fn: the same in validation; ``reward_fn`` if None.
+    """
+
+    ppo: PPO
+    weights: WeightSync
+    validator: Validator
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any],
+        tokenizer: Any,
+        role_worker_mapping: Mapping[Role, type],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type,
+        reward_fn: Callable[[DataProto], Any],
+        val_reward_fn: Callable[[DataProto], Any] | None = None,
+        train_dataset: Any | None = None,
+        val_dataset: Any | None = None,
+    ) -> None:
+        self.config = as_config(config)
+        self.tokenizer = tokenizer
+        self.role_worker_mapping = dict(role_worker_mapping)
+        self.resource_pool_manager = resource_pool_manager
+        self.worker_group_cls = ray_worker_group_cls
+        self.reward_fn = as_reward(reward_fn)
+        self.val_reward_fn = as_reward(val_reward_fn or reward_fn)
+        self.train_loader, self.val_loader = build_loaders(self.config, tokenizer, train_dataset, val_dataset)
+        trains = not self.config.trainer.val_only
+        result = check(self.config, train_rows=len(self.train_loader.dataset) if trains else None)
+        for line in result.warnings:
+            logger.warning("warning: %s", line)
+        result.raise_errors()
+        if trains:
+            loss_inputs(self.config)  # raises if this run cannot compute them
+        self.total_steps = total_training_steps(self.config, len(self.train_loader)) if trains else 0
+        self.global_step = 0  # iterations done; the one in progress is global_step + 1
+        self.timer = PhaseTimer()
+        self.actor: Any = None  # worker groups: their methods are those of the workers
+        self.rollout: Any = None  # the actor's group unless the two roles are apart
+        self.ref: Any = None
+        self.critic: Any = None
+        self.reward_model: Any = None
+
+    def init_workers(self) -> None:
+        """Build the worker groups of the roles that this run needs, and load their models."""
+        config, mapping = self.config, self.resource_pool_manager.mapping
+        if Role.ActorRolloutRef in mapping:
+            self.actor = self.rollout = self.ref = self._group(Role.ActorRolloutRef)
+        elif Role.ActorRollout in mapping:
+            self.actor = self.rollout = self._group(Role.ActorRollout)
+        else:
+            self.actor, self.rollout = self._group(Role.Actor), self._group(Role.Rollout)
+        if uses_reference(config) and self.ref is None:
+            self.ref = self._group(Role.RefPolicy)
+        if not config.trainer.val_only and "values" in needs(get_estimator(config.algorithm.adv_estimator)):
+            self.critic = self._group(Role.Critic)
+        if config.reward_model.enable and (not config.trainer.val_only or self.validates_by_model):
+            self.reward_model = self._group(Role.RewardModel)
+        require_shared_folder(Path(config.trainer.default_local_dir), self.groups)
+        for call in [group.init_model.start() for group in self.groups.values()]:
+            call.get()
+        every = config.actor_rollout_ref.rollout.verify_weights_every
+        self.weights = WeightSync(self.actor, self.rollout, verify_every=every)
+        groups = Groups(self.actor, self.rollout, self.ref, self.critic, self.reward_model)
+        self.ppo = PPO(config, groups, self.reward_fn, self.weights, total_iterations=self.total_steps)
+        self.validator = Validator(
+            config,
+            self.tokenizer,
+            self.val_loader,
+            self.val_reward_fn,
+            reward_model=self.reward_model if self.validates_by_model else None,
+            generate=self.ppo.generate,
+        )
+
+    @property
+    def validates_by_model(self) -> bool:
+        """True if validation has data sources that the reward model alone can score."""
+        return self.config.reward_model.enable and needs_reward_model(
+            self.val_reward_fn, self.val_loader.dataset
+        )
+
+    def _group(self, role: Role) -> Any:
+        return self.worker_group_cls(
+            worker_cls=self.role_worker_mapping[role],
+            init_kwargs={"config": self.config, "role": role},
+            resource_pool=self.resource_pool_manager.pool_of(role),
+            name=role.name,
+            settings=self.config.trainer,
+        )
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        """The worker groups that exist, by the name of their folder in a checkpoint."""
+        named = {
+            "actor": self.actor,
+            "rollout": None if self.rollout is self.actor else self.rollout,
+            "ref": None if self.ref is self.actor else self.ref,
+            "critic": self.critic,
+            "reward_model": self.reward_model,
+        }
+        return {name: group for name, group in named.items() if group is not None}
+
+    def step(self, prompts: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Run one iteration on a batch of prompts; returns the finished samples and the metrics."""
+        iteration = self.global_step + 1
+        samples = self.ppo.collect(prompts, iteration)
+        with samples.cancelled_on_error():
+            self.weights.release()  # a co-located copy of the weights makes room for the update
+            batch, metrics = self.ppo.learn(samples, iteration)
+        if self.ppo.trains_actor(iteration):
+            self.weights.version = iteration
+        self.timer.add(samples.timer)
+        return batch, metrics
+
+    def fit(self) -> None:
+        """Train up to ``total_steps`` iterations, from the last checkpoint if there is one."""
+        ReinforcementRun(self).fit()
+
+    def shutdown(self) -> None:
+        """End the workers and free what they hold; the trainer cannot be used afterwards."""
+        for group in self.groups.values():
+            group.shutdown()
+
+
+class ReinforcementRun(Run):
+    """A run of reinforcement learning: samples are written down, validations are scored."""
+
+    trained = TRAINED
+    trainer: RayPPOTrainer
+
+    def __init__(self, trainer: RayPPOTrainer) -> None:
+        super().__init__(trainer)
+        self.best_score: float | None = None
+
+    def one_iteration(self, batch: DataProto) -> dict[str, float]:
+        """A step of the algorithm and what hangs on it; returns all its metrics."""
+        trainer, settings = self.trainer, self.settings
+        with trainer.timer.phase("step"):
+            samples, metrics = trainer.step(batch)
+        trainer.global_step += 1
+        step, last = trainer.global_step, trainer.global_step == trainer.total_steps
+        if settings.log_rollouts:
+            with trainer.timer.phase("log_rollouts"):
+                self.write(write_samples, self.folder.rollouts(step), samples, trainer.tokenizer)
+        if settings.test_freq > 0 and (last or step % settings.test_freq == 0):
+            metrics |= self.validate()
+        timing = trainer.timer.take()
+        return {
+            "episode": float(step * trainer.config.data.train_batch_size),
+            "epoch": step / len(trainer.train_loader),
+            **metrics,
+            **timing,
+            **speed_metrics(samples, timing, devices=trainer.actor.world_size),
+            "time/from_scratch": self.seconds(),
+        }
+
+    def validate(self) -> dict[str, float]:
+        """Scores by data source; the best mean so far is remembered."""
+        step, settings = self.trainer.global_step, self.settings
+        with self.trainer.timer.phase("testing"):
+            samples = self.trainer.validator.samples(self.trainer.timer)
+            report = self.trainer.validator.report(samples, show=settings.log_val_generations)
+            self.write(write_table, self.folder.validation(step), samples)
+            self.write(
+                atomic_write_text,
+                self.folder.validation_report(step),
+                json.dumps(report.as_json(), indent=2) + "\n",
+            )
+        if settings.val_only or report.n > 1 or report.shown:
+            self.tracking.log_validation(step, report)
+        metrics = report.metrics()
+        means = validation_scores(metrics).values()
+        mean = sum(means) / max(len(means), 1)
+        self.best_score = mean if self.best_score is None else max(mean, self.best_score)
+        return {**metrics, "val/best_score": self.best_score}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Run.state_dict``."""
+        kl_controller = self.trainer.ppo.kl_controller.state_dict()
+        return {**super().state_dict(), "kl_controller": kl_controller, "best_score": self.best_score}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``Run.load_state_dict``."""
+        super().load_state_dict(state)
+        self.trainer.ppo.kl_controller.load_state_dict(state["kl_controller"])
+        self.best_score = state["best_score"]
 
 
 def build_loaders(
@@ -24,10 +243,13 @@ def build_loaders(
         # The reward model writes the conversation anew with its own template, so it needs the messages.
         data = data.model_copy(update={"return_raw_chat": True})
     pad_token_id, longest = tokenizer.pad_token_id, data.max_prompt_length
-    train = None
-    if not config.trainer.val_only:
-        if train_dataset is None:
-            train_dataset = create_rl_dataset(data.train_files, data, tokenizer)
+    train, attempt = None, Attempts()
+    if not config.trainer.val_only and train_dataset is None:
+        train_dataset = attempt(lambda: create_rl_dataset(data.train_files, data, tokenizer))
+    if val_dataset is None:
+        val_dataset = attempt(lambda: create_rl_dataset(data.val_files, data, tokenizer))
+    attempt.raise_errors()
+    if train_dataset is not None and not config.trainer.val_only:
         train = train_loader(
             train_dataset,
             batch_size=data.train_batch_size,
@@ -36,8 +258,6 @@ def build_loaders(
             pad_token_id=pad_token_id,
             max_prompt_length=longest,
         )
-    if val_dataset is None:
-        val_dataset = create_rl_dataset(data.val_files, data, tokenizer)
     if data.val_max_samples is not None:
         val_dataset = FirstOfEachSource(val_dataset, data.val_max_samples)
     validation = validation_loader(

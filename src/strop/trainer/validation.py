@@ -1,24 +1,26 @@
-"""Validation: every prompt of the validation set, answered as ``rollout.val_kwargs`` says, and scored."""
+"""Validation: answers and scores of the validation prompts, and their statistics by data source."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from strop.config.schema import Config
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.manager import RewardManager
+from strop.rewards.base import Reward
 from strop.rewards.score.answers import Extractor, answer_extractor
 from strop.rollout.base import Finished
 from strop.tracking.report import Estimate, ShownSample, SourceReport, ValidationReport
 from strop.tracking.samples import samples_table
+from strop.trainer.metrics import PhaseTimer
 from strop.trainer.sample_statistics import (
     MOST_VOTERS,
     bootstrap_intervals,
@@ -29,12 +31,6 @@ from strop.trainer.sample_statistics import (
 )
 from strop.trainer.scores import PendingScores
 from strop.trainer.seeds import sample_seeds
-
-if TYPE_CHECKING:
-    from strop.trainer.ppo import RayPPOTrainer
-
-
-# From the samples of a validation, as they are written to disk, to what they say of each data source.
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +85,7 @@ def _share(samples: pa.Table, column: str) -> float:
 
 
 def _shown(samples: pa.Table, n: int, count: int) -> list[ShownSample]:
-    """The first sample of ``count`` prompts, the same prompts in every validation."""
+    """Return the first sample of ``count`` prompts, the same prompts in every validation."""
     prompts = len(samples) // n
     rows = np.linspace(0, prompts - 1, min(count, prompts)).round().astype(int) * n
     return [
@@ -105,84 +101,83 @@ def _shown(samples: pa.Table, n: int, count: int) -> list[ShownSample]:
 
 
 Progress = Callable[[int], None]
-
-"""Told how many samples have been generated so far; from any thread."""
-
-
-class Validation(NamedTuple):
-    """What came of it."""
-
-    report: ValidationReport
-    samples: pa.Table
-    """All of them, as they are written to disk (``strop.tracking.samples``)."""
+"""Called with the number of samples generated so far, from any thread."""
 
 
-def validate(trainer: RayPPOTrainer, *, show: int = 0) -> Validation:
-    """Answer and score every validation prompt; ``show`` of the samples are picked to look at."""
-    samples = validation_samples(trainer)
-    return Validation(report_on(trainer, samples, show=show), samples)
+class Validator:
+    """Answers and scores every validation prompt as ``rollout.val_kwargs`` says."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        loader: Iterable[DataProto],
+        reward_fn: Reward,
+        *,
+        reward_model: Any,
+        generate: Callable[..., DataProto],
+    ) -> None:
+        """``reward_model``: a worker group, or None; ``generate``: ``PPO.generate``."""
+        self._config, self._tokenizer, self._loader = config, tokenizer, loader
+        self._reward_fn, self._reward_model, self._generate = reward_fn, reward_model, generate
+        self._n, self._seed = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer.seed
+
+    def samples(self, timer: PhaseTimer, *, progress: Progress | None = None) -> pa.Table:
+        """Return every validation prompt answered and scored (columns: ``strop.tracking.samples``).
+
+        The random stream depends on the prompt's batch alone: all validations of a run draw the same noise.
+        """
+        return samples_table(self._scored(timer, progress), self._tokenizer)
+
+    def report(self, samples: pa.Table, *, show: int = 0) -> ValidationReport:
+        """Return the statistics of ``samples`` by data source, and ``show`` samples to look at."""
+        options = self._config.reward_model.reward_kwargs.get("scorer_kwargs", {})
+
+        def extractor_of(source: str) -> Extractor | None:
+            """Return the extractor of answers; None if no built-in scorer judges ``source``."""
+            if not self._reward_fn.is_built_in(source):
+                return None
+            return answer_extractor(source, options.get(source))
+
+        return make_report(samples, n=self._n, extractor_of=extractor_of, seed=self._seed, show=show)
+
+    def _scored(self, timer: PhaseTimer, progress: Progress | None) -> DataProto:
+        scored, waiting, done = [], None, 0
+        for number, prompts in enumerate(self._loader):
+            uids = [f"val-{number}-{row}" for row in range(len(prompts))]
+            prompts = prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
+            seeds_PN = sample_seeds(self._seed, "validation", number, len(prompts), self._n)
+            scores = PendingScores(prompts, self._n, self._reward_fn, self._reward_model)
+            with scores.cancelled_on_error():
+                finished = scores.finished
+                if progress is not None:
+                    finished = _counting(progress, done, finished)
+                scores.complete(self._generate(prompts, seeds_PN, timer, mode="validate", finished=finished))
+            previous, waiting = waiting, scores
+            if previous is not None:  # scored while this batch was generated
+                scored.append(previous.get())
+            done += len(prompts) * self._n
+            if progress is not None:
+                progress(done)
+        if waiting is not None:
+            scored.append(waiting.get())
+        return DataProto.concat(_with_equal_columns(scored))
 
 
-def validation_samples(trainer: RayPPOTrainer, *, progress: Progress | None = None) -> pa.Table:
-    """Every validation prompt answered and scored (columns as in ``strop.tracking.samples``).
+def needs_reward_model(reward_fn: Reward, dataset: Any) -> bool:
+    """True if ``dataset`` has a source that no rule of ``reward_fn`` can score.
 
-    The random stream depends on the prompt's batch alone, so every validation of a run draws the same noise.
+    Validation is by rules alone where there is one.
     """
-    n, seed = trainer.config.actor_rollout_ref.rollout.val_kwargs.n, trainer.config.trainer.seed
-    return samples_table(_scored_samples(trainer, n, seed, progress), trainer.tokenizer)
-
-
-def report_on(trainer: RayPPOTrainer, samples: pa.Table, *, show: int = 0) -> ValidationReport:
-    """What the samples of a validation say."""
-    config = trainer.config
-    options = config.reward_model.reward_kwargs.get("scorer_kwargs", {})
-
-    def extractor_of(source: str) -> Extractor | None:
-        """How answers are found in responses; None where something else than a built-in scorer judges."""
-        manager = trainer.val_reward_fn
-        if not isinstance(manager, RewardManager) or not manager.is_built_in(source):
-            return None
-        return answer_extractor(source, options.get(source))
-
-    n, seed = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer.seed
-    return make_report(samples, n=n, extractor_of=extractor_of, seed=seed, show=show)
-
-
-def needs_reward_model(trainer: RayPPOTrainer) -> bool:
-    """Validation is by rules; only sources that no rule can score are scored by the reward model."""
-    if not trainer.use_reward_model or not isinstance(trainer.val_reward_fn, RewardManager):
-        return False
     try:
-        trainer.val_reward_fn.require_scored(trainer.val_loader.dataset.data_sources())
+        reward_fn.require_scored(dataset.data_sources())
     except RewardError:
         return True
     return False
 
 
-def _scored_samples(trainer: RayPPOTrainer, n: int, seed: int, progress: Progress | None) -> DataProto:
-    reward_model = trainer.reward_model if needs_reward_model(trainer) else None
-    scored, waiting, done = [], None, 0
-    for number, prompts in enumerate(trainer.val_loader):
-        uids = [f"val-{number}-{row}" for row in range(len(prompts))]
-        prompts = prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
-        seeds = sample_seeds(seed, "validation", number, len(prompts), n)
-        scores = PendingScores(prompts, n, trainer.val_reward_fn, reward_model)
-        with scores.cancelled_on_error():
-            finished = scores.finished if progress is None else _counting(progress, done, scores.finished)
-            scores.complete(trainer.generate_with(prompts, seeds, mode="validate", finished=finished))
-        previous, waiting = waiting, scores
-        if previous is not None:  # scored while this batch was generated
-            scored.append(previous.get())
-        done += len(prompts) * n
-        if progress is not None:
-            progress(done)
-    if waiting is not None:
-        scored.append(waiting.get())
-    return DataProto.concat(_with_equal_columns(scored))
-
-
 def _counting(progress: Progress, done: int, finished: Finished | None) -> Finished:
-    """``finished`` of a batch that begins when ``done`` samples are there; tells ``progress``, too."""
+    """Wrap ``finished`` of a batch that follows ``done`` samples so that it also calls ``progress``."""
     told = itertools.count(done + 1)
 
     def tell(prompt: int, number: int, token_ids: list[int]) -> None:
@@ -194,7 +189,7 @@ def _counting(progress: Progress, done: int, finished: Finished | None) -> Finis
 
 
 def _with_equal_columns(batches: list[DataProto]) -> list[DataProto]:
-    """A part of the score that only some batches have becomes NaN in the others."""
+    """Fill parts of the score that only some batches have with NaN in the others."""
     names = {name for batch in batches for name in batch.batch if name.startswith("reward/")}
     return [
         batch.union(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from strop.algorithms.aggregation import aggregate, masked_sum
 from strop.algorithms.kl import kl_penalty
-from strop.algorithms.policy_loss import get_policy_loss, value_loss
+from strop.algorithms.policy_loss import extra_inputs, get_policy_loss, value_loss
+from strop.algorithms.registry import call
 from strop.engines.base import Loss
 from strop.protocol import DataProto
 
@@ -27,7 +28,8 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
     mini-batch over all ranks and micro-batches. Where a micro-batch has no column ``old_log_probs``, the
     policy that is updated is the one that sampled: its log-probs stand in, every ratio is 1.
     """
-    policy_loss = get_policy_loss(actor.policy_loss)
+    policy_loss = get_policy_loss(actor.policy_loss, actor.policy_loss_kwargs)
+    extra = extra_inputs(policy_loss)
     clip_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     clip_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
 
@@ -47,15 +49,18 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
                 max_response_length=max_response_length,
             )
 
-        policy = policy_loss(
-            outputs["log_prob"],
-            old_log_probs_BT,
-            columns["advantages"],
-            mask_BT,
-            clip_ratio_low=clip_low,
-            clip_ratio_high=clip_high,
-            clip_ratio_c=actor.clip_ratio_c,
-        )
+        available = {**columns, **outputs}
+        inputs = {
+            "log_prob": outputs["log_prob"],
+            "old_log_prob": old_log_probs_BT,
+            "advantages": columns["advantages"],
+            "response_mask": mask_BT,
+            "clip_ratio_low": clip_low,
+            "clip_ratio_high": clip_high,
+            "clip_ratio_c": actor.clip_ratio_c,
+            **{name: available[name] for name in extra if name in available},
+        }
+        policy = call(policy_loss, inputs)
         loss_BT = policy.loss_BT
         if "rollout_is_weights" in columns:
             loss_BT = loss_BT * columns["rollout_is_weights"]

@@ -1,0 +1,108 @@
+"""The protocol of a reward, and an adapter for plain callables. B samples, T padded response tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from strop.protocol import DataProto
+from strop.rewards.reward_output import RewardOutput
+
+
+class PendingReward(Protocol):
+    """Rewards of one batch, which may be computed while its samples are generated."""
+
+    takes_samples: bool
+    """True if ``add`` is useful; False if the batch is only scored as a whole."""
+
+    def add(self, row: int, token_ids: list[int]) -> None:
+        """Score one finished response before the batch is complete. Thread-safe."""
+        return
+
+    def complete(self, batch: DataProto) -> None:
+        """Set the whole batch, and score the rows that were not added."""
+
+    def cancel(self) -> None:
+        """Cancel scoring; the result will not be read."""
+        return
+
+    def get(self, model_scores: Tensor | None = None) -> RewardOutput | Tensor:
+        """Wait for the rewards; ``model_scores`` [B] are those of the reward model."""
+        ...
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """A reward function as the trainer uses it.
+
+    Calling it scores a batch: it returns a ``RewardOutput``, or token-level scores [B, T]. Methods with a
+    body here are optional for subclasses.
+    """
+
+    def __call__(self, batch: DataProto) -> RewardOutput | Tensor:
+        """Score a finished batch."""
+        ...
+
+    def expect(self, prompts: DataProto, *, n: int = 1, with_model: bool = False) -> PendingReward:
+        """Start scoring a batch of ``n`` samples for each prompt, which are still to be generated."""
+        ...
+
+    def require_scored(self, sources: Iterable[str], *, has_reward_model: bool = False) -> None:
+        """Raise an error if a data source cannot be scored."""
+        return
+
+    def validate_sources(
+        self, sources: Iterable[str], *, has_reward_model: bool = False, elsewhere: Iterable[str] = ()
+    ) -> None:
+        """Call ``require_scored`` at start-up, and warn about settings that no data source uses."""
+        return
+
+    def is_built_in(self, source: str) -> bool:
+        """Return True if a built-in scorer judges this data source."""
+        ...
+
+    def start(self) -> None:
+        """Start background processes before the first batch needs them."""
+        return
+
+    def close(self) -> None:
+        """End background processes."""
+        return
+
+
+class BatchReward(Reward):
+    """Adapter for a plain callable of the whole batch. It is called in the caller's thread, from ``get``."""
+
+    def __init__(self, function: Callable[[DataProto], Any]) -> None:
+        self._function = function
+
+    def __call__(self, batch: DataProto) -> Any:
+        return self._function(batch)
+
+    def expect(self, prompts: DataProto, *, n: int = 1, with_model: bool = False) -> PendingReward:
+        return _PendingBatch(self._function)
+
+    def is_built_in(self, source: str) -> bool:
+        return False
+
+
+class _PendingBatch(PendingReward):
+    takes_samples = False
+
+    def __init__(self, function: Callable[[DataProto], Any]) -> None:
+        self._function, self._batch = function, DataProto()
+
+    def complete(self, batch: DataProto) -> None:
+        self._batch = batch
+
+    def get(self, model_scores: Tensor | None = None) -> Any:
+        if model_scores is None:
+            return self._function(self._batch)
+        return self._function(self._batch.union(DataProto({"rm_scores": model_scores})))
+
+
+def as_reward(function: Reward | Callable[[DataProto], Any]) -> Reward:
+    """Return ``function`` itself if it is a ``Reward``, else adapt it."""
+    return function if isinstance(function, Reward) else BatchReward(function)
