@@ -45,7 +45,7 @@ class Column(NamedTuple):
     shape: str
     """Dimensions, as in the module's legend; ``B*``: a list per row, of the sample's own length."""
     dtype: str
-    """dtype of the tensor, ``object`` for Python values, type in the samples file."""
+    """dtype of the tensor or parquet column; ``object`` for Python values."""
     unit: str
     writer: str
     readers: str
@@ -58,58 +58,58 @@ def _read(table: str) -> dict[str, Column]:
     return {name: Column(*cells) for name, *cells in rows}
 
 
-# name              | dim| dtype   | unit    | writer  | readers             | meaning                   | when
+# name              | dim | dtype   | unit   | writer  | readers | meaning | when
 COLUMNS = _read("""
-input_ids           | BL | int64   | id      | data    | forward passes      | prompt, then response; the loader's is BP
-attention_mask      | BL | int64   | 0 or 1  | data    | forward passes      | 1 on tokens, 0 on padding
-position_ids        | BL | int64   | index   | data    | forward passes      | clip(cumsum(attention_mask) - 1, 0)
-data_source         | B  | object  | text    | data    | rewards, validation | selects the scorer
-reward_model        | B  | object  | record  | data    | rewards, samples    | {style, ground_truth} | in the data file
-extra_info          | B  | object  | record  | data    | rewards             | any further facts     | in the data file
-index               | B  | object  | row     | data    | reward functions    | extra_info["index"], or the row's number
-raw_prompt          | B  | object  | chat    | data    | data.rewriting      | messages       | data.return_raw_chat
-raw_prompt_ids      | B  | object  | ids     | data    | users               | without template | data.return_raw_input_ids
-uid                 | B  | object  | text    | driver  | advantages          | names the prompt; its n samples share it
-seeds               | Bn | int64   | seed    | driver  | rollout             | one per sample; here B counts prompts
-prompts             | BP | int64   | id      | rollout | rewards, samples    | the prompt's part of input_ids
-responses           | BT | int64   | id      | rollout | forward passes      | the response's part of input_ids
-response_mask       | BT | float32 | 0 or 1  | rollout | every loss          | 1 on tokens that the policy sampled
-rollout_log_probs   | BT | float32 | nats    | rollout | correction, metrics | log-prob when the token was sampled
-truncated           | B  | bool    |         | rollout | rewards, metrics    | cut at the length limit, no stop token
-rm_scores           | B  | float32 | score   | reward model | rewards        | its score             | reward_model.enable
-reward/<part>       | B  | float32 | score   | rewards | samples             | a part of the score; NaN: does not apply
-reward_failed       | B  | bool    |         | rewards | samples             | not scored            | reward managers
-token_level_scores  | BT | float32 | score   | rewards | driver              | the score, on the last sampled token
-baseline_scores     | B  | float32 | score   | rewards | advantages          | of the greedy response | adv_estimator=remax
-old_log_probs       | BT | float32 | nats    | actor   | policy loss, KL     | log-prob before the update
-entropys            | BT | float32 | nats    | actor   | metrics             | entropy before the update
-ref_log_prob        | BT | float32 | nats    | reference | KL                | log-prob              | a KL is used
-ref_hidden          | BTH | float32 |        | reference | actor             | hidden states         | kl_penalty=full
-full_kl             | BT | float32 | nats    | actor   | driver              | KL over the vocabulary | kl_penalty=full
-values              | BT | float32 | score   | critic  | advantages, value loss | before the update  | adv_estimator=gae
-kl                  | BT | float32 | nats    | driver  | driver, metrics     | estimate of the KL    | a KL is used
-token_level_rewards | BT | float32 | score   | driver  | advantages          | scores - beta kl
-advantages          | BT | float32 | score   | driver  | policy loss         | whitened where configured
-returns             | BT | float32 | score   | driver  | value loss          | target of the values
-rollout_is_weights  | BT | float32 | ratio   | driver  | policy loss         | min(ratio, threshold) | actor.rollout_is
-rejected            | BT | int64   | id      | data    | reward modelling    | the rejected answer   | strop train-rm
-rejected_mask       | BT | float32 | 0 or 1  | data    | reward modelling    | 1 on its tokens       | strop train-rm
+input_ids           | BL  | int64   | id     | data    | forward passes | prompt and response; BP without
+attention_mask      | BL  | int64   | 0 or 1 | data    | forward passes | 1 on tokens, 0 on padding
+position_ids        | BL  | int64   | index  | data    | forward passes | clip(cumsum(attention_mask) - 1, 0)
+data_source         | B   | object  | text   | data    | rewards, validation | selects the scorer
+reward_model        | B   | object  | record | data    | rewards, samples | {style, ground_truth} | optional
+extra_info          | B   | object  | record | data    | rewards | any further facts | optional
+index               | B   | object  | row    | data    | reward functions | extra_info["index"] or row number
+raw_prompt          | B   | object  | chat   | data    | data.rewriting | messages | return_raw_chat
+raw_prompt_ids      | B   | object  | ids    | data    | users | without template | return_raw_input_ids
+uid                 | B   | object  | text   | driver  | advantages | names the prompt; its n samples share it
+seeds               | Bn  | int64   | seed   | driver  | rollout | one per sample; here B counts prompts
+prompts             | BP  | int64   | id     | rollout | rewards, samples | the prompt's part of input_ids
+responses           | BT  | int64   | id     | rollout | forward passes | the response's part of input_ids
+response_mask       | BT  | float32 | 0 or 1 | rollout | every loss | 1 on tokens that the policy sampled
+rollout_log_probs   | BT  | float32 | nats   | rollout | correction, metrics | log-prob at sampling
+truncated           | B   | bool    |        | rollout | rewards, metrics | cut at the length limit
+rm_scores           | B   | float32 | score  | RM      | rewards | a model's score | reward_model.enable
+reward/<part>       | B   | float32 | score  | rewards | samples | a part of the score; NaN: does not apply
+reward_failed       | B   | bool    |        | rewards | samples | not scored | reward managers
+token_level_scores  | BT  | float32 | score  | rewards | driver | the score, on the last sampled token
+baseline_scores     | B   | float32 | score  | rewards | advantages | of the greedy response | remax
+old_log_probs       | BT  | float32 | nats   | actor   | policy loss, KL | log-prob before the update
+entropys            | BT  | float32 | nats   | actor   | metrics | entropy before the update
+ref_log_prob        | BT  | float32 | nats   | ref     | KL | log-prob | a KL is used
+ref_hidden          | BTH | float32 |        | ref     | actor | hidden states | kl_penalty=full
+full_kl             | BT  | float32 | nats   | actor   | driver | KL over the vocabulary | kl_penalty=full
+values              | BT  | float32 | score  | critic  | advantages, value loss | before the update | gae
+kl                  | BT  | float32 | nats   | driver  | driver, metrics | estimate of the KL | a KL is used
+token_level_rewards | BT  | float32 | score  | driver  | advantages | scores - beta kl
+advantages          | BT  | float32 | score  | driver  | policy loss | whitened where configured
+returns             | BT  | float32 | score  | driver  | value loss | target of the values
+rollout_is_weights  | BT  | float32 | ratio  | driver  | policy loss | min(ratio, threshold) | rollout_is
+rejected            | BT  | int64   | id     | data    | reward modelling | rejected answer | train-rm
+rejected_mask       | BT  | float32 | 0 or 1 | data    | reward modelling | 1 on its tokens | train-rm
 """)
 """Name in ``DataProto.batch`` or ``DataProto.non_tensor_batch`` -> its description."""
 
 SAMPLE_COLUMNS = _read("""
-uid                 | B  | string  | text    | samples | users               | names the prompt; its n samples share it
-data_source         | B  | string  | text    | samples | validation, view    | selects the scorer
-ground_truth        | B  | string  | text    | samples | view                | JSON if structured    | in the data file
-prompt              | B  | string  | text    | samples | validation, view    | with special tokens, as the model saw it
-response            | B  | string  | text    | samples | validation, view    | without them, as the reward saw it
-truncated           | B  | bool    |         | samples | validation, view    | cut at the length limit, no stop token
-score               | B  | float32 | score   | samples | validation, view    | sum of token_level_scores
-reward/<part>       | B  | float32 | score   | samples | view                | null where a part does not apply
-reward_failed       | B  | bool    |         | samples | validation          | not scored            | reward managers
-prompt_ids          | B* | int64   | id      | samples | users               | without padding
-response_ids        | B* | int64   | id      | samples | view                | without padding
-response_mask       | B* | int8    | 0 or 1  | samples | users               | 0 on tokens inserted by a tool
+uid                 | B   | string  | text   | samples | users | names the prompt; its n samples share it
+data_source         | B   | string  | text   | samples | validation, view | selects the scorer
+ground_truth        | B   | string  | text   | samples | view | JSON if structured | optional
+prompt              | B   | string  | text   | samples | validation, view | with special tokens
+response            | B   | string  | text   | samples | validation, view | without special tokens
+truncated           | B   | bool    |        | samples | validation, view | cut at the length limit
+score               | B   | float32 | score  | samples | validation, view | sum of token_level_scores
+reward/<part>       | B   | float32 | score  | samples | view | null where a part does not apply
+reward_failed       | B   | bool    |        | samples | validation | not scored | reward managers
+prompt_ids          | B*  | int64   | id     | samples | users | without padding
+response_ids        | B*  | int64   | id     | samples | view | without padding
+response_mask       | B*  | int8    | 0 or 1 | samples | users | 0 on tokens inserted by a tool
 """)
 _PER_TOKEN = (
     """rollout_log_probs old_log_probs ref_log_prob entropys values token_level_rewards advantages returns"""
