@@ -1,4 +1,4 @@
-"""``strop view RUN_DIR``: main metrics, validation scores and samples of a run on the terminal."""
+"""``strop view RUN_DIR``: show a run's main metrics, validation scores and samples of a step."""
 
 from __future__ import annotations
 
@@ -30,39 +30,36 @@ from strop.tracking.text import (
 )
 
 COURSE_WIDTH = 12
-
-
 Steps = Sequence[Mapping[str, Any]]
-
-
 _SAMPLE_FILE = re.compile(r"step_(\d+)\.parquet")
-
 _SAMPLE_COLUMNS = ("uid", "data_source", "prompt", "response", "ground_truth", "truncated", "score")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``strop view`` to ``parser``."""
+    """Add the arguments of the command."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run folder (trainer.default_local_dir)")
-    parser.add_argument("--step", type=int, help="step whose samples are shown (the last one written)")
-    parser.add_argument("--samples", type=int, default=5, metavar="K", help="samples shown; 0 for none (5)")
+    parser.add_argument("--step", type=int, help="the step whose samples are shown (default: the last one)")
+    parser.add_argument(
+        "--samples", type=int, default=5, metavar="K", help="number of samples shown; 0 for none (5)"
+    )
     parser.add_argument(
         "--sort",
         choices=("score", "length"),
-        help="show the samples of lowest score or greatest length first",
+        help="show samples with the lowest score or greatest length first",
     )
     parser.add_argument(
-        "--validation", action="store_true", help="validation samples instead of training ones"
+        "--validation", action="store_true", help="show validation samples instead of training samples"
     )
     parser.add_argument(
         "--metrics",
         nargs="+",
         metavar="NAME",
-        help="metrics to show, instead of the main ones; * matches anything",
+        help="show these metrics instead of the main ones; * matches anything",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the run; raise ``DataError`` if the folder is no run folder or has no such step."""
+    """Show the run; DataError when the folder is not a run folder or has no such step."""
     run_dir = Path(args.run_dir).expanduser()
     steps = _read_steps(run_dir)
     shown: list[RenderableType] = [_metrics_table(run_dir, steps, args.metrics)]
@@ -73,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
     if args.samples > 0 and (files or args.step is not None):
         step, path = _choose_step(folder, files, args.step)
         shown.append(_samples_view(step, path, count=args.samples, sort=args.sort))
-    Console().print(*shown, sep="\n")  # last: a mistake in the arguments prints its error alone
+    Console().print(*shown, sep="\n")  # last, so that a mistake in the arguments prints its error only
     return 0
 
 
 def sample_files(folder: Path) -> dict[int, Path]:
-    """Return the parquet file of each step, in order; nothing for a missing folder."""
+    """Return step -> parquet file, in order of steps; empty when the folder does not exist."""
     found = {}
     for path in folder.glob("step_*.parquet"):
         if match := _SAMPLE_FILE.fullmatch(path.name):
@@ -89,8 +86,8 @@ def sample_files(folder: Path) -> dict[int, Path]:
 def _read_steps(run_dir: Path) -> Steps:
     path = run_dir / METRICS_FILE
     if not path.is_file():
-        problem = "is not a run folder: it has no metrics.jsonl" if run_dir.is_dir() else "does not exist"
-        raise DataError(f"{run_dir} {problem}. Give the folder of trainer.default_local_dir")
+        what = "is not a run folder: it holds no metrics.jsonl" if run_dir.is_dir() else "does not exist"
+        raise DataError(f"{run_dir} {what}. Give the folder of trainer.default_local_dir")
     steps = read_metrics(path)
     if not steps:
         raise DataError(f"{path}: no step has been logged yet")
@@ -112,7 +109,7 @@ def _choose_step(folder: Path, files: Mapping[int, Path], wanted: int | None) ->
 
 
 def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) -> Table:
-    """Return metrics by row, and by column the first step, the best one by reward, the last, and a course."""
+    """Return a table of metrics at the first step, the step with the best reward and the last step."""
     trained = [step for step in steps if REWARD.pick(step) is not None] or list(steps)
     best = max(trained, key=_reward_or_worst)
     shown = {"first": trained[0], "best reward": best, "last": trained[-1]}
@@ -134,7 +131,7 @@ def _reward_or_worst(step: Mapping[str, Any]) -> float:
 
 
 def _names_to_show(steps: Steps, wanted: Sequence[str] | None) -> list[str]:
-    """Return the metrics to show; raise ``DataError`` if a pattern of ``wanted`` matches nothing."""
+    """Return the metrics to show; DataError when a pattern in ``wanted`` matches nothing."""
     names = names_in_order(steps)
     if wanted is None:
         first_present = (
@@ -175,7 +172,7 @@ def _validation_table(steps: Steps) -> Table:
 
 
 def _samples_view(step: int, path: Path, *, count: int, sort: str | None) -> Group:
-    """Return the first ``count`` samples of the file after sorting, each in a frame."""
+    """Return the first ``count`` samples of the file, after sorting, each in a frame."""
     samples = _read_samples(path)
     if sort == "score":
         samples.sort(key=lambda sample: sample.get("score", 0.0))
