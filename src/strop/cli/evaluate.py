@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.cli.train import get_loaded, log_to_console, require_valid
+from strop.config.backends import ROLLOUTS
 from strop.config.load import read_tree
 from strop.config.paths import expand, is_url
 from strop.config.schema import Config
@@ -111,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability (1)")
     add("--max-prompt-length", type=int, default=1024, help="in tokens; a longer one is an error (1024)")
     add("--max-response-length", type=int, default=512, help="tokens at which an answer is cut (512)")
-    add("--rollout", choices=("hf", "vllm"), default="hf", help="what generates (hf)")
+    add("--rollout", choices=tuple(ROLLOUTS), default="hf", help="what generates (hf)")
     add("--batch-size", type=int, default=64, help="prompts answered at once; it changes no result (64)")
     add("--reward-model", metavar="PATH", help="scores the data sources that have no scorer of their own")
     add("--custom-reward", metavar="PATH[:NAME]", help="a reward function of your own (compute_score)")

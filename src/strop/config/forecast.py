@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop.config.backends import ROLLOUTS, load_backend
 from strop.config.batch_plan import BatchPlan, UpdatePlan
 from strop.config.paths import expand, is_url
 from strop.config.placement import Placement, rollout_dtype, tensor_parallel_size
@@ -143,15 +144,9 @@ def forecast(config: Config, plan: BatchPlan) -> Forecast:
     shards = _shards(config, policy_role, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)
     resident = {"actor: weights, gradients, AdamW": _times(policy, _TRAINED, shards)}
     phases = {"actor update: activations, logits": _sum(activations, _logits(policy, plan.actor, length))}
-    if config.actor_rollout_ref.rollout.name == "vllm":
-        weights, cache = _vllm(config, policy, length)
-        if config.trainer.device == "cpu" or not config.actor_rollout_ref.rollout.free_cache_engine:
-            resident |= {"vLLM: weights": weights, "vLLM: KV cache, at most": cache}
-        else:
-            phases["generation: vLLM's weights, and KV cache at most"] = _sum(weights, cache)
-    else:
-        tokens = plan.samples // plan.ranks * length
-        phases["generation: KV cache"] = _kv_cache(config, policy, tokens)
+    generation = load_backend(ROLLOUTS[config.actor_rollout_ref.rollout.name].forecast)(config, plan, policy)
+    resident |= generation.resident
+    phases |= generation.phases
     if uses_reference(config):
         shards = _shards(config, "RefPolicy", -1)
         resident["reference: weights"] = _times(policy, _FLOAT32, shards)
@@ -170,6 +165,23 @@ def _shards(config: Config, role: str, fsdp_size: int) -> int:
     """Ranks over which one copy of a role's model is spread."""
     ranks = Placement.from_config(config).ranks(role)
     return min(fsdp_size, ranks) if fsdp_size > 0 else ranks
+
+
+def sample_caches(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
+    """Memory of a rollout on the actor's weights: the KV caches of the samples that are generated at once."""
+    length = config.data.max_prompt_length + config.data.max_response_length
+    tokens = plan.samples // plan.ranks * length
+    return Forecast({}, {"generation: KV cache": _kv_cache(config, facts, tokens)})
+
+
+def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
+    """Memory of vLLM: a copy of the weights and a KV cache of fixed size."""
+    del plan
+    length = config.data.max_prompt_length + config.data.max_response_length
+    weights, cache = _vllm(config, facts, length)
+    if config.trainer.device == "cpu" or not config.actor_rollout_ref.rollout.free_cache_engine:
+        return Forecast({"vLLM: weights": weights, "vLLM: KV cache, at most": cache}, {})
+    return Forecast({}, {"generation: vLLM's weights, and KV cache at most": _sum(weights, cache)})
 
 
 def _vllm(config: Config, facts: ModelFacts | None, length: int) -> tuple[int | None, int | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop.config.backends import ROLLOUTS
 from strop.config.load import to_dict
 from strop.config.roles import policy_roles
 from strop.config.schema import Config, RootConfig
@@ -133,20 +134,27 @@ KEEPS_THE_POLICY = frozenset({"stop", "repetition_detection"})
 """Those that end a response and leave its distribution as it is."""
 
 
+def honours(config: Config, key: str) -> bool:
+    """Return True if the chosen rollout honours ``key`` of ``actor_rollout_ref.rollout``."""
+    return key in ROLLOUTS[config.actor_rollout_ref.rollout.name].keys
+
+
 def rollout_dtype(config: Config) -> str:
-    """Of vLLM's weights: the actor's computing dtype, unless another one is written."""
+    """Dtype of the rollout's weights: the actor's computing dtype, unless another one is written."""
     dtype = config.actor_rollout_ref.rollout.dtype
-    if dtype == "auto" or not _is_written(config, "dtype"):
+    if dtype == "auto" or not honours(config, "dtype") or not _is_written(config, "dtype"):
         return config.actor_rollout_ref.model.compute_dtype
     return dtype
 
 
 def tensor_parallel_size(config: Config) -> int:
-    """Ranks that run one vLLM engine together; a default that does not suit the ranks counts as 1.
+    """Ranks that run one rollout engine together; a default that does not suit the ranks counts as 1.
 
     Raises ``ConfigError`` when the written size does not divide them.
     """
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if not honours(config, "tensor_model_parallel_size"):
+        return 1
     placement = Placement.from_config(config)
     ranks = placement.ranks("Rollout" if "Rollout" in placement.roles else "ActorRollout")
     if not _is_written(config, "tensor_model_parallel_size"):
@@ -161,6 +169,8 @@ def tensor_parallel_size(config: Config) -> int:
 def extra_sampling(config: Config) -> dict[str, object]:
     """The fields of vLLM's ``SamplingParams`` that the run sets beyond those of every generator."""
     rollout = config.actor_rollout_ref.rollout
+    if not ROLLOUTS[rollout.name].extra_sampling:
+        return {}
     values = {name: getattr(rollout, name) for name in VLLMSamplingConfig.model_fields}
     return {name: value for name, value in values.items() if value != NEUTRAL.get(name)}
 
@@ -183,6 +193,7 @@ def settled(config: Root) -> Root:
 
 
 def _settle_rollout(config: Config, rollout: dict[str, Any]) -> None:
-    if rollout["name"] == "vllm":
+    if honours(config, "dtype"):
         rollout["dtype"] = rollout_dtype(config)
+    if honours(config, "tensor_model_parallel_size"):
         rollout["tensor_model_parallel_size"] = tensor_parallel_size(config)

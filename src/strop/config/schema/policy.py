@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from strop.config.backends import ROLLOUTS
 from strop.config.schema.base import (
     Count,
     Fraction,
@@ -27,6 +28,11 @@ from strop.config.schema.base import (
 )
 
 # Keys under `actor_rollout_ref.rollout`: how the policy answers prompts.
+
+if TYPE_CHECKING:
+    RolloutName = str
+else:
+    RolloutName = Literal[tuple(ROLLOUTS)]
 
 RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -84,7 +90,7 @@ class VLLMSamplingConfig(Section):
 class RolloutConfig(VLLMSamplingConfig):
     """Generation of responses, and the log-probs of what was generated."""
 
-    name: Literal["hf", "vllm"]
+    name: RolloutName
     """Generator: vllm, with a copy of the weights; hf, which runs on the actor's own."""
     temperature: NonNegativeFloat
     """Sampling temperature; the same one is used for all log-probs."""
