@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,6 +20,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 torch.set_num_threads(1)
 # A shell that starts tests in the background has SIGINT ignored, which the runs they start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Duration of an example says nothing where other processes share the cores.
+hypothesis.settings.register_profile("strop", deadline=None)
+hypothesis.settings.load_profile("strop")
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

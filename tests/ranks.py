@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -11,23 +10,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forked
+
 DEADLINE_S = 120
 
 
 class Ranks:
-    """``size`` spawned processes; leave the ``with`` block to end them."""
+    """``size`` forked processes; leave the ``with`` block to end them."""
 
     def __init__(self, size: int) -> None:
         self._size = size
 
     def __enter__(self) -> Ranks:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._calls = 0
         self._processes, self._pipes = [], []
         for _ in range(self._size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = forked.CONTEXT.Pipe()
+            process = forked.CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)

@@ -1,8 +1,9 @@
-"""Files that are whole or not there: written beside their place and moved there by one rename."""
+"""Files that are whole or absent: written beside their place and moved there by one rename."""
 
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -40,3 +41,12 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     """Replace the file by ``text`` (UTF-8) in one step."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def crash_point(name: str, iteration: int) -> None:
+    """Kill this process if the environment variable ``STROP_CRASH_AT`` is ``name:iteration``.
+
+    SIGKILL, as a power cut would stop it: tests resume from what is then on disk.
+    """
+    if os.environ.get("STROP_CRASH_AT") == f"{name}:{iteration}":
+        os.kill(os.getpid(), signal.SIGKILL)

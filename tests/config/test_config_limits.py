@@ -16,6 +16,8 @@ from strop.config.keys import all_keys, leaf_paths
 from strop.config.load import load_config
 from strop.config.trees import PPO, REWARD_MODELLING, SFT
 
+from messages import mentions
+
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -189,7 +191,7 @@ def test_a_key_that_has_no_effect_for_two_reasons_is_named_once(report):
     (line,) = [
         line for line in report(grpo, "critic.forward_max_token_len_per_gpu=99").warnings if "=99" in line
     ]
-    assert line.startswith("no effect (algorithm.adv_estimator needs no values): ")
+    assert mentions(line, "algorithm.adv_estimator")
     result = report(grpo, "critic.strategy=megatron")
     assert len([line for line in result.errors + result.warnings if "critic.strategy" in line]) == 1
 
@@ -201,4 +203,4 @@ def test_keys_of_one_reason_share_a_line(report):
     )
     (line,) = [line for line in report(*sizes).warnings if "ulysses" in line]
     reason = "one process has nobody to share a sequence with; the numbers are the same"
-    assert line == f"no effect ({reason}): {', '.join(sizes)}"
+    assert mentions(line, reason, ", ".join(sizes))

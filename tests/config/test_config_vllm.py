@@ -18,6 +18,8 @@ from strop.config.placement import (
 )
 from strop.errors import ConfigError
 
+from messages import mentions, naming
+
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = (f"{ROLLOUT}.name=vllm", "trainer.device=cpu")
 
@@ -37,7 +39,7 @@ def findings(rule, *options):
 def test_without_vllm_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None)
     errors, _ = unsupported(load_config(list(VLLM)))
-    assert any(f"{ROLLOUT}.name=vllm: vLLM is not installed: pip install" in line for line in errors)
+    assert any(mentions(line, f"{ROLLOUT}.name=vllm", "vLLM") for line in errors)
 
 
 def test_the_dtype_is_the_trainers_unless_it_is_written():
@@ -68,7 +70,7 @@ def test_tensor_parallel_size(options, size):
 
 def test_a_written_size_that_does_not_divide_the_ranks_is_an_error():
     options = ("trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=3")
-    with pytest.raises(ConfigError, match="=3 does not divide the 4 ranks"):
+    with pytest.raises(ConfigError, match=naming("=3", "4 ranks")):
         tensor_parallel_size(load_config([*VLLM, *options]))
     assert len(findings(processes.tensor_parallelism, *options)) == 1
 
@@ -103,7 +105,7 @@ def test_hf_refuses_what_only_vllm_samples(key, value):
 
 def test_keys_that_make_the_sampler_another_policy_are_pointed_out():
     (line,) = findings(learning.sampling, f"{ROLLOUT}.min_p=0.3", f"{ROLLOUT}.stop=[x]")
-    assert line.startswith(f"{ROLLOUT}.min_p: the sampler is another distribution")
+    assert mentions(line, f"{ROLLOUT}.min_p")
     assert findings(learning.sampling, f"{ROLLOUT}.stop=[x]") == []
 
 

@@ -11,6 +11,8 @@ from strop.config.backends import ROLLOUTS, RolloutKind
 from strop.errors import ConfigError
 from strop.rollout.base import RolloutSpec, SamplingParams, build_rollout
 
+from messages import naming
+
 ROLLOUT = SimpleNamespace(
     temperature=0.7,
     top_k=20,
@@ -64,7 +66,7 @@ def test_top_k_zero_and_minus_one_are_off():
 
 
 def test_an_unknown_back_end_names_the_known_ones():
-    with pytest.raises(ConfigError, match=r"rollout.name='sglang' is unknown \(known: .*hf"):
+    with pytest.raises(ConfigError, match=naming("rollout.name='sglang'", "hf")):
         build_rollout("sglang", cast(RolloutSpec, None))
 
 

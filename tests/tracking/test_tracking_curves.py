@@ -14,6 +14,8 @@ from strop.errors import DataError
 from strop.tracking import Tracking
 from strop.tracking.curves import COLOURS, draw_comparison, draw_curves, running_mean
 
+from messages import naming
+
 WHITE = np.array([1.0, 1.0, 1.0])
 
 
@@ -108,7 +110,7 @@ def test_a_comparison_draws_one_colour_for_each_run(tmp_path):
 
 def test_mistakes_are_named(tmp_path):
     run = write_run(tmp_path / "run", 3, "critic/score/mean")
-    with pytest.raises(DataError, match=r"logged no 'critic/scores'; it has critic/score/mean"):
+    with pytest.raises(DataError, match=naming("'critic/scores'", "critic/score/mean")):
         draw_comparison({"a": run}, "critic/scores", tmp_path / "cmp.png")
     with pytest.raises(DataError, match="cannot read"):
         draw_curves(tmp_path)

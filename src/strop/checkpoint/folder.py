@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from strop.errors import CheckpointError
-from strop.files import atomic_write_text
+from strop.files import atomic_write_text, crash_point
 
 # The list of a checkpoint's files with their sizes: a checkpoint is whole when every entry is there.
 
@@ -96,7 +96,9 @@ def publish(folder: Path, step: int) -> Path:
         if final.exists():  # the same iteration again, after a resume from an earlier checkpoint
             shutil.rmtree(stale, ignore_errors=True)
             final.rename(stale)
+        crash_point("rename", step)
         building_folder(folder, step).rename(final)
+    crash_point("latest", step)
     make_latest(folder, step)
     shutil.rmtree(stale, ignore_errors=True)
     return final

@@ -37,6 +37,7 @@ from strop.checkpoint.remote import RemoteCheckpoints, Uploader
 from strop.checkpoint.resume import find_checkpoint
 from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError, StropError, WorkerError
+from strop.files import crash_point
 
 # The global random generators of the driver: strop draws from none of them, a user's code may.
 
@@ -216,6 +217,7 @@ class Checkpoints:
             for name in self.trained:
                 if name not in groups:
                     continue
+                crash_point(f"save {name}", step)
                 if self.background:
                     started.append(groups[name])
                     groups[name].save_checkpoint(building / name, background=True)
@@ -249,6 +251,7 @@ class Checkpoints:
             for group in groups:
                 group.finish_save()
             if not is_renamed(self.folder, step):  # it may be when this was interrupted before
+                crash_point("seal", step)
                 seal(building_folder(self.folder, step))
             publish(self.folder, step)
         self._in_flight = None
