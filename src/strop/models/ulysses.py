@@ -116,7 +116,7 @@ class SharedRow:
         ]
 
     def pieces(self, row_1NAD: Tensor) -> Tensor:
-        """Exchange all tokens of own heads [1, N, A / R, D] for its piece of all heads [1, n, A, D]."""
+        """Exchange all tokens of this rank's heads [1, N, A / R, D] for pieces of all heads [1, n, A, D]."""
         ranks, row_NAD = self.group.size, row_1NAD[0]
         filled = ranks * self.group.piece_length(self.tokens) - self.tokens
         row_NAD = nn.functional.pad(row_NAD, (0, 0, 0, 0, 0, filled))
