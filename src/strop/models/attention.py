@@ -65,7 +65,7 @@ def _packed_attention(
     outputs = []
     for (sequences, length), tokens in zip(sequence_runs, parts, strict=True):
         heads = [part.unflatten(0, (sequences, length)).transpose(1, 2) for part in tokens]
-        mask_KK = _window_mask(length, sliding_window, query.device)
+        mask_KK = _causal_mask(0, length, sliding_window, query.device)
         outputs.append(attend(module, *heads, mask_KK, **options).flatten(0, 1))
     return torch.cat(outputs)[None], None
 
@@ -98,13 +98,17 @@ def _in_float32(device: torch.device, length: int) -> Generator[bool]:
         yield True
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return the mask [1, 1, K, K] of a sliding window; None if it covers the whole sequence."""
-    if window is None or length <= window:
+def _causal_mask(first: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return the mask [1, 1, T, K] of queries ``first`` to ``end`` over keys 0 to ``end``.
+
+    None for plain causal attention: the same tokens as queries and keys, within the window.
+    """
+    if first == 0 and (window is None or end <= window):
         return None
-    place_K = torch.arange(length, device=device)
-    distance_KK = place_K[:, None] - place_K
-    return ((distance_KK >= 0) & (distance_KK < window))[None, None]
+    place_K = torch.arange(end, device=device)
+    distance_TK = place_K[first:, None] - place_K
+    seen_TK = distance_TK >= 0
+    return (seen_TK if window is None else seen_TK & (distance_TK < window))[None, None]
 
 
 @contextmanager
@@ -153,15 +157,6 @@ class _Run(NamedTuple):
     first: int
     end: int
 
-    def mask(self, window: int | None, device: torch.device) -> Tensor | None:
-        """Return the mask [1, 1, T, K]; None where queries and keys are the same tokens and causal."""
-        if self.first == 0 and (window is None or self.end <= window):
-            return None
-        place_K = torch.arange(self.end, device=device)
-        distance_TK = place_K[self.first :, None] - place_K
-        seen_TK = distance_TK >= 0
-        return (seen_TK if window is None else seen_TK & (distance_TK < window))[None, None]
-
 
 class WholeSequences:
     """Attention layout for shared prompts: each prompt once, each response over its prompt and itself.
@@ -205,7 +200,9 @@ class WholeSequences:
     ) -> Tensor:
         """Attend: query [1, Q, N, D], key and value [1, G, N, D] of computed tokens -> [1, N, Q, D]."""
         if window not in self._masks:
-            self._masks[window] = [run.mask(window, query.device) for run in self._runs]
+            self._masks[window] = [
+                _causal_mask(run.first, run.end, window, query.device) for run in self._runs
+            ]
         # One selection and a split: a selection per run would allocate a gradient of full size each.
         sizes = [len(run.rows) * (run.end - run.first) for run in self._runs]
         queries = _tokens(query).index_select(0, self._queries_M).split(sizes)

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from strop.errors import ModelError
-from strop.models.loader import fresh_head, load_causal_lm, load_model_config, load_scorer
+from strop.models.loader import fresh_head, load_causal_lm, load_model_config, load_scorer, persistent_buffers
 
 
 class WeightSource:
@@ -51,7 +51,7 @@ class WeightSource:
         self._load = load
         self._fresh = fresh
         self._files = _find(model, Path(path), fresh)
-        buffers = _persistent_buffers(model)
+        buffers = dict(persistent_buffers(model))
         if buffers and self._files is None:
             raise ModelError(
                 f"model {path}: {sorted(buffers)[0]} is a buffer that has to be read with the weights; on "
@@ -115,9 +115,7 @@ def _without_weights(
     attn_implementation: str | None = None,
     num_labels: int | None = None,
 ) -> PreTrainedModel:
-    config = load_model_config(
-        path, override_config=override_config or {}, trust_remote_code=trust_remote_code
-    )
+    config = load_model_config(path, override_config=override_config, trust_remote_code=trust_remote_code)
     if num_labels is not None:
         config.num_labels = num_labels
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -156,16 +154,6 @@ def _parameters_on_meta() -> Generator[None]:
         yield
     finally:
         _building.on_meta = False
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are saved with a model, such as the routing bias of a mixture of experts."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, owner in model.named_modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-        if name not in owner._non_persistent_buffers_set
-    }
 
 
 def _fill(buffers: Mapping[str, Tensor], base_prefix: str, path: Path) -> None:

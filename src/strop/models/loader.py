@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def _is_only_its_file(folder: Path) -> bool:
 
 
 def load_model_config(
-    path: str | Path, *, override_config: Mapping[str, Any], trust_remote_code: bool = False
+    path: str | Path, *, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
     """Load the model's configuration with every dropout at 0, then apply ``override_config``."""
     try:
@@ -143,19 +143,35 @@ def load_model_config(
     for key, value in list(config.to_dict().items()):
         if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_drop"))):
             setattr(config, key, 0.0)
-    for key, value in override_config.items():
+    for key, value in (override_config or {}).items():
         setattr(config, key, value)
     return config
 
 
-def _load(auto_class: Any, path: str | Path, config: PretrainedConfig, **options: Any) -> tuple[Any, dict]:
-    if options.get("attn_implementation") is None:
-        options.pop("attn_implementation", None)
+def _load(
+    auto_class: Any,
+    path: str | Path,
+    *,
+    num_labels: int | None = None,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> tuple[Any, set[str]]:
+    """Load a model; return it with the names of weights that the files lack."""
+    config = load_model_config(path, override_config=override_config, trust_remote_code=trust_remote_code)
+    if num_labels is not None:
+        config.num_labels = num_labels
+    attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     bars = contextlib.nullcontext() if sys.stderr.isatty() else no_progress_bars()  # keep logs clean
     try:
         with bars:
             model, loading = auto_class.from_pretrained(
-                **locate(path), config=config, dtype=torch.float32, output_loading_info=True, **options
+                **locate(path),
+                config=config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
+                **attention,
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, ModelError | MissingExtraError):
@@ -167,65 +183,35 @@ def _load(auto_class: Any, path: str | Path, config: PretrainedConfig, **options
                 f"model {path}: its weights are quantized, and quantized weights cannot be trained"
             )
         quantizer.remove_quantization_config(model)  # an unpacked GGUF file is an ordinary model
-    return model, loading
+    return model, set(loading["missing_keys"])
 
 
-def load_causal_lm(
-    path: str | Path,
-    *,
-    override_config: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
-) -> PreTrainedModel:
-    """Load a causal language model with float32 weights and no dropout."""
-    config = load_model_config(
-        path, override_config=override_config or {}, trust_remote_code=trust_remote_code
-    )
-    model, loading = _load(
-        AutoModelForCausalLM,
-        path,
-        config,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=attn_implementation,
-    )
-    if loading["missing_keys"]:
-        raise ModelError(f"model {path}: no weights for {sorted(loading['missing_keys'])[:5]}")
+def load_causal_lm(path: str | Path, **options: Any) -> PreTrainedModel:
+    """Load a causal language model with float32 weights and no dropout.
+
+    ``options``: override_config, trust_remote_code, attn_implementation.
+    """
+    model, missing = _load(AutoModelForCausalLM, path, **options)
+    if missing:
+        raise ModelError(f"model {path}: no weights for {sorted(missing)[:5]}")
     return model
 
 
-def load_scorer(
-    path: str | Path,
-    *,
-    fresh_head_seed: int | None,
-    override_config: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
-) -> PreTrainedModel:
+def load_scorer(path: str | Path, *, fresh_head_seed: int | None, **options: Any) -> PreTrainedModel:
     """Load a sequence-classification model with one output, for a reward model or a critic.
 
     A folder without a ``score`` layer (a language model) gets a new one by ``fresh_head``; with
-    ``fresh_head_seed=None`` (a reward model) that is a ``ModelError``.
+    ``fresh_head_seed=None`` (a reward model) that is a ``ModelError``. ``options`` as in ``load_causal_lm``.
     """
-    config = load_model_config(
-        path, override_config=override_config or {}, trust_remote_code=trust_remote_code
-    )
-    config.num_labels = 1
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # a missing score layer is handled below
     try:
-        model, loading = _load(
-            AutoModelForSequenceClassification,
-            path,
-            config,
-            trust_remote_code=trust_remote_code,
-            attn_implementation=attn_implementation,
-        )
+        model, missing = _load(AutoModelForSequenceClassification, path, num_labels=1, **options)
     finally:
         logging.set_verbosity(verbosity)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ModelError(f"model {path}: {type(model).__name__} has no bias-free linear `score` layer")
-    missing = set(loading["missing_keys"])
     if "score.weight" in missing:
         if fresh_head_seed is None:
             raise ModelError(f"reward model {path}: no weights for its score layer; is it a language model?")
@@ -240,6 +226,14 @@ def fresh_head(hidden: int, seed: int) -> Tensor:
     """Draw weights [1, H] of a scalar head from N(0, 1/(H + 1)) (Stiennon et al. 2020, appendix)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((1, hidden), generator=generator) * (hidden + 1) ** -0.5
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that are saved with a model; every rank holds them whole."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -7,6 +7,7 @@ H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,11 +75,9 @@ def check_projection(model: PreTrainedModel, project: Projection) -> None:
 class PolicyModel(RoleModel):
     """A causal LM that returns per-token figures of its responses instead of logits."""
 
-    def __init__(
-        self, language_model: PreTrainedModel, *, packed: bool = False, packing_key: str | None = None
-    ) -> None:
+    def __init__(self, language_model: PreTrainedModel, **options: Any) -> None:
         """See ``RoleModel``."""
-        super().__init__(language_model, packed=packed, packing_key=packing_key)
+        super().__init__(language_model, **options)
         head = language_model.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(language_model).__name__} has no output embeddings to project with")

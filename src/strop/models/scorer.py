@@ -10,6 +10,7 @@ Shapes: B rows, P prompt tokens, T response tokens, L = P + T, n chosen tokens, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +31,8 @@ class ValueModel(RoleModel):
 
     packing_key = "critic.model.use_remove_padding"
 
-    def __init__(
-        self, hugging_face_model: PreTrainedModel, *, packed: bool = False, packing_key: str | None = None
-    ) -> None:
-        super().__init__(hugging_face_model, packed=packed, packing_key=packing_key)
+    def __init__(self, hugging_face_model: PreTrainedModel, **options: Any) -> None:
+        super().__init__(hugging_face_model, **options)
         for name in (REWARD_MEAN, REWARD_STD):
             vars(hugging_face_model.config).pop(name, None)
 

@@ -41,7 +41,13 @@ from strop.engines.torch.sharding import (
 from strop.errors import CheckpointError
 from strop.models.base import RoleModel
 from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
-from strop.models.loader import dtype_named, load_causal_lm, load_scorer, no_progress_bars
+from strop.models.loader import (
+    dtype_named,
+    load_causal_lm,
+    load_scorer,
+    no_progress_bars,
+    persistent_buffers,
+)
 from strop.models.policy import PolicyModel
 from strop.models.scorer import PairScorer, SequenceScorer, ValueModel
 from strop.protocol import DataProto
@@ -326,7 +332,7 @@ class TorchEngine:
     def _export_weights(self, folder: Path) -> None:
         """Write on rank zero; the other ranks take part in the gathers, also if rank zero's disk fails."""
         model = self.module.hugging_face_model
-        buffers = dict(state.persistent_buffers(model))
+        buffers = dict(persistent_buffers(model))
         tensors = itertools.chain(self.named_weights(), buffers.items())
         if not ranks.is_first():
             collections.deque(tensors, maxlen=0)

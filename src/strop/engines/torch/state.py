@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from strop.engines import ranks
 from strop.errors import CheckpointError
+from strop.models.loader import persistent_buffers
 
 _FAILURES = (
     OSError,
@@ -47,14 +48,6 @@ def materialize(optimizer: torch.optim.AdamW) -> None:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that are saved with a model; every rank holds them whole."""
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def save(
