@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
