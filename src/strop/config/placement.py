@@ -58,11 +58,6 @@ class Placement:
             raise ConfigError(*problems)
         return cls(pools, roles)
 
-    @property
-    def processes(self) -> int:
-        """Processes over all pools."""
-        return sum(sum(spec) for spec in self.pools.values())
-
     def ranks(self, role: str) -> int:
         """Return the number of processes of a role."""
         return sum(self.pools[self.roles[role]])
@@ -80,15 +75,15 @@ def pools_of(config: RootConfig) -> dict[str, list[int]]:
     return {GLOBAL_POOL: [processes_per_node(config)] * config.trainer.nnodes}
 
 
-def runs_on_ray(config: Config) -> bool:
+def process_count(config: RootConfig) -> int:
+    """Return the number of processes over all pools."""
+    return sum(sum(spec) for spec in pools_of(config).values())
+
+
+def runs_on_ray(config: RootConfig) -> bool:
     """Return True if workers run in separate processes (``trainer.worker_group``)."""
-    return group_is_on_ray(config, Placement.from_config(config).processes)
-
-
-def group_is_on_ray(config: RootConfig, processes: int) -> bool:
-    """Return True if a worker group of so many processes runs on Ray."""
     kind = config.trainer.worker_group
-    return kind == "ray" or (kind == "auto" and processes > 1)
+    return kind == "ray" or (kind == "auto" and process_count(config) > 1)
 
 
 def processes_per_node(config: RootConfig) -> int:

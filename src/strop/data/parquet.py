@@ -97,27 +97,6 @@ def read_prompt_table(
     return _joined(names, paths, tables, [table.column_names for table in tables])
 
 
-def read_part_of_prompt_table(
-    files: Files, *, prompt_key: str, wanted: Callable[[pq.ParquetFile], Collection[str]]
-) -> PromptTable:
-    """The columns of local files that are ``wanted`` of any of them: the others are known by name only.
-
-    Raises :class:`DataError` as ``read_prompt_table``.
-    """
-    names = list_files(files)
-    paths = [_existing(name, local_path(name)) for name in names]
-    opened = [_open(name, path) for name, path in zip(names, paths, strict=True)]
-    columns = [file.schema_arrow.names for file in opened]
-    for name, file, own in zip(names, opened, columns, strict=True):
-        _require_prompts(name, own, file.metadata.num_rows, prompt_key)
-    read = set(itertools.chain.from_iterable(wanted(file) for file in opened))
-    tables = [
-        _read_columns(name, file, sorted(read & set(own)))
-        for name, file, own in zip(names, opened, columns, strict=True)
-    ]
-    return _joined(names, paths, tables, columns)
-
-
 def _joined(
     names: Sequence[str], paths: Sequence[Path], tables: Sequence[pa.Table], columns: Sequence[Sequence[str]]
 ) -> PromptTable:
@@ -198,36 +177,6 @@ _TARGET = "reward_model"
 _ROW = "row number"
 
 
-def read_scoring_columns(files: Files, *, prompt_key: str, reward_fn_key: str) -> PromptTable:
-    """What the checks below have to see of local files: columns that are well by the footer stay unread."""
-
-    def wanted(file: pq.ParquetFile) -> set[str]:
-        schema = file.schema_arrow
-        names = {reward_fn_key}
-        if "extra_info" in schema.names and not pa.types.is_struct(schema.field("extra_info").type):
-            names.add("extra_info")
-        if _TARGET in schema.names and not _has_all_ground_truths(file):
-            names.add(_TARGET)
-        return names
-
-    return read_part_of_prompt_table(files, prompt_key=prompt_key, wanted=wanted)
-
-
-def _has_all_ground_truths(file: pq.ParquetFile) -> bool:
-    """Whether the footer says so."""
-    kind, metadata = file.schema_arrow.field(_TARGET).type, file.metadata
-    if not pa.types.is_struct(kind) or kind.get_field_index("ground_truth") < 0:
-        return False
-    paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
-    leaves = [n for n, path in enumerate(paths) if f"{path}.".startswith(f"{_TARGET}.ground_truth.")]
-    statistics = [
-        metadata.row_group(group).column(leaf).statistics
-        for group in range(metadata.num_row_groups)
-        for leaf in leaves
-    ]
-    return all(found is not None and found.has_null_count and found.null_count == 0 for found in statistics)
-
-
 def check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> None:
     """Reject names that clash with a batch's own, and columns that the rewards could not use."""
     clashes = [name for name in _RESERVED if name in table.names and name != prompt_key]
@@ -275,8 +224,6 @@ def require_ground_truths(
             f"{missing[0]}: there is no column {_TARGET!r}; found {list(table.names)}. Expected a record "
             "{style, ground_truth}: " + _who_needs_it(sources)
         )
-    if _TARGET not in rows.column_names:  # nothing that could be missing: it was not even read
-        return
     fields = {field.name for field in rows.schema.field(_TARGET).type}
     problem = f"found only the fields {sorted(fields)}"
     if "ground_truth" in fields:

@@ -11,9 +11,10 @@ from strop.config.forecast import read_model_facts
 from strop.config.keys import divisors, nearest_in_words
 from strop.config.placement import (
     Placement,
-    group_is_on_ray,
     honours,
+    process_count,
     rollout_dtype,
+    runs_on_ray,
     tensor_parallel_size,
     visible_gpus,
 )
@@ -22,24 +23,17 @@ from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
 
 
-def worker_group(config: Config) -> Iterator[Finding]:
-    """Check the kind of worker group against the number of processes."""
-    try:
-        processes = Placement.from_config(config).processes
-    except ConfigError:
-        return  # reported with the batch sizes, which need the placement too
-    keys = "trainer.n_gpus_per_node, trainer.nnodes or trainer.resource_pools"
-    yield from group_of(config, processes, asked_by=keys)
-
-
-def group_of(config: RootConfig, processes: int, *, asked_by: str) -> Iterator[Finding]:
-    """Require a kind of worker group for so many ``processes``, which come from the keys ``asked_by``."""
+def worker_group(config: RootConfig) -> Iterator[Finding]:
+    """Require a kind of worker group that suits the number of processes."""
+    processes = process_count(config)
     if config.trainer.worker_group == "local" and processes > 1:
+        keys = "trainer.n_gpus_per_node and trainer.nnodes"
+        if isinstance(config, Config) and config.trainer.resource_pools:
+            keys = "trainer.resource_pools"
         yield error(
-            f"trainer.worker_group=local is one process, but {asked_by} give {processes}; "
-            "set it to auto or ray"
+            f"trainer.worker_group=local is one process, but {keys} give {processes}; set it to auto or ray"
         )
-    elif group_is_on_ray(config, processes) and importlib.util.find_spec("ray") is None:
+    elif runs_on_ray(config) and importlib.util.find_spec("ray") is None:
         yield error(f"{processes} processes run on Ray, which is not installed: pip install 'strop[ray]'")
 
 
@@ -118,7 +112,7 @@ def shared_sequences(config: Config) -> Iterator[Finding]:
 def restarts(config: RootConfig) -> Iterator[Finding]:
     """Warn of restarts without checkpoints."""
     trainer = config.trainer
-    if trainer.max_restarts and trainer.save_freq < 0:
+    if trainer.max_restarts and trainer.save_freq < 0 and runs_on_ray(config):
         yield warning(
             f"trainer.max_restarts={trainer.max_restarts} with trainer.save_freq=-1: without checkpoints a "
             "restart begins at iteration 0"
