@@ -147,7 +147,7 @@ def test_a_weight_for_a_part_that_the_function_never_returns_is_an_error(make: M
         return {"score": 1.0, "polite": 4.0} if solution_str == "1" else 1.0
 
     misspelt = make(score, parts={"polit": 0.5})
-    with pytest.raises(RewardError, match=r"reward_model\.parts\.polit has .* returned polite;"):
+    with pytest.raises(RewardError, match=r"reward_model\.parts\.polit has .* returned polite"):
         misspelt(batch_of(["1", "2"], ["1", "1"]))
     manager = make(score, parts={"polite": {"weight": {MATH: 0.5}}}, max_error_rate=1.0)
     assert scores_of(manager(batch_of(["2"], ["1"], data_source=OWN))) == [1.0]  # it has no weight there

@@ -82,7 +82,7 @@ def test_a_failed_sample_is_named_by_its_row_of_the_batch(
 def test_other_tokens_than_those_of_the_batch_are_an_error(manager: RewardManager, batch: DataProto):
     pending = manager.expect(prompts(), n=2)
     pending.add(1, tokens(batch, 1)[:-1])
-    with pytest.raises(RewardError, match="sample 1 was scored with other tokens than were generated"):
+    with pytest.raises(RewardError, match="sample 1: the scored tokens"):
         pending.complete(batch)
 
 

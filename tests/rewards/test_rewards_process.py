@@ -275,7 +275,7 @@ def test_ctrl_c_while_waiting_does_not_mix_up_answers(
 
 def test_a_function_that_cannot_be_pickled_is_refused_at_once():
     lock = threading.Lock()
-    with pytest.raises(ConfigError, match=r"cannot be sent .*lock"):
+    with pytest.raises(ConfigError, match=r"cannot be pickled .*lock"):
         RewardProcess(lambda **sample: lock)
 
 
