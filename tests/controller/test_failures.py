@@ -181,7 +181,7 @@ def test_a_death_in_a_call_is_told_so_by_who_reads_another_result():
     group.die.start(0)
     time.sleep(5.0)
     assert "Critic rank 0 on" in (message := _failure(result.batch["doubled"].sum))
-    assert "died in die; the last it printed:" in message
+    assert "died in die; its last output:" in message
 
 
 @pytest.mark.parametrize(

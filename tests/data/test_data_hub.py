@@ -121,7 +121,7 @@ def test_a_name_that_the_hub_does_not_know_and_a_hub_that_does_not_answer_are_to
     with serving(Hub(NAME, FILES)) as server:
         machine = Machine(tmp_path, server.url)
         text = answer(machine.find("local_model", "org/tinny"))
-        assert mentions(text, "org/tinny")
+        assert mentions(text, "org/tinny", "RepositoryNotFoundError")
     text = answer(machine.find("local_model"))
     assert mentions(text, "org/tiny", "Hugging Face")
     assert mentions(text, f"{tmp_path}/hf/hub", "`hf download org/tiny`")

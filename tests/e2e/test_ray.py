@@ -126,7 +126,7 @@ def test_a_run_starts_again_after_a_killed_worker_and_gives_up_after_the_last_ti
     run = RayRun(options, sabotage={**_sabotage(tmp_path, "update_actor", 1, "kill"), "again": True})
     assert run.wait() == 2, run.console[-3000:]
     assert run.console.count("starting again as the run began; 0 restarts left") == 1
-    assert run.console.count("died in update_actor; the last it printed:\nabout to kill in update_actor") == 2
+    assert run.console.count("died in update_actor; its last output:\nabout to kill in update_actor") == 2
     assert run.told_after("ActorRollout rank 0 on") < 10
     (tmp_path / "marker").unlink()
     run = RayRun(options, sabotage=_sabotage(tmp_path, "update_actor", 3, "kill"))

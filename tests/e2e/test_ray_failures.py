@@ -66,7 +66,7 @@ def test_a_killed_worker_is_named_and_the_run_ends_as_if_nothing_had_been(
     phase = "save_checkpoint" if method == "state.save" else method
     assert f"rank 1 on {os.uname().nodename}" in run.console
     assert run.told_after(f"died in {phase}") < 10
-    assert f"about to kill in {method}" in run.console.split("the last it printed")[1]
+    assert f"about to kill in {method}" in run.console.split("its last output")[1]
     assert (trained_weights(tmp_path / "run", STEPS), metrics(tmp_path / "run")) == undisturbed
     assert run.seconds_until_gone() < 30
 

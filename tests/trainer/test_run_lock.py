@@ -5,7 +5,6 @@ import errno
 import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,26 +17,19 @@ from strop.errors import ConfigError
 from strop.trainer.run_folder import LOCK_FILE, run_lock
 
 
-def test_a_second_process_is_refused_and_names_the_first(tmp_path):
+def test_a_second_process_is_refused_with_the_folder_and_what_to_do(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "run")
     (tmp_path / "run").mkdir()
-    with holding(tmp_path / "run") as holder:
+    with holding(tmp_path / "run"):
         for folder in (tmp_path / "run", tmp_path / "link"):
             with pytest.raises(ConfigError) as caught, run_lock(folder):
                 raise AssertionError("two runs in one folder")
             message = str(caught.value)
             assert f"trainer.default_local_dir={tmp_path / 'run'}" in message
-            assert f"process {holder.pid} on {socket.gethostname()}" in message
+            assert "name another folder" in message
             assert "\n" not in message
     with run_lock(tmp_path / "run"):
         pass
-
-
-def test_a_lock_without_an_owner_entry_is_held_by_another_process(tmp_path):
-    with holding(tmp_path):
-        (tmp_path / LOCK_FILE).write_text("")
-        with pytest.raises(ConfigError, match="process"), run_lock(tmp_path):
-            pass
 
 
 def test_a_killed_process_leaves_it_free_also_when_its_children_live_on(tmp_path):
@@ -75,7 +67,6 @@ def test_a_run_inside_a_command_takes_it_again_and_an_error_gives_it_back(tmp_pa
         assert not is_free()
         raise KeyError
     assert is_free()
-    assert (tmp_path / LOCK_FILE).read_text() == ""  # the same as before: nothing of a run's record changes
 
 
 def test_another_thread_is_another_run(tmp_path):
@@ -93,7 +84,7 @@ def test_another_thread_is_another_run(tmp_path):
         thread.start()
         thread.join()
     (message,) = refused
-    assert f"process {os.getpid()}" in message
+    assert str(tmp_path) in message
 
 
 @pytest.mark.parametrize("answer", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from strop.data.parquet import UNNAMED_SOURCE
 from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows
 from strop.data.tokenize import tokenizer_fingerprint
-from strop.errors import MissingExtraError, ModelError
+from strop.errors import Attempts, MissingExtraError, ModelError
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
 from strop.rewards.base import Reward
 from strop.rewards.manager import load_reward_manager
@@ -122,8 +123,15 @@ def _as_generated(tokenizer: Any) -> list[int]:
     ]
 
 
-def build_trainer(config: Config) -> RayPPOTrainer:
-    """Return a trainer, without loading a model. Call ``init_workers()``, then ``fit()``."""
+def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer:
+    """Return a trainer whose ``init_workers()`` and ``fit()`` are left to call; no model is loaded yet.
+
+    Everything that can be checked before is checked here. ``with_weights=False`` leaves the weights of models
+    on the hub there, for a caller who does not train.
+
+    Raises:
+        StropError: wrong inputs; several of them are ``SeveralErrors``.
+    """
     seed_global_generators(config.trainer.seed)
     model = config.actor_rollout_ref.model
     import_external_lib(model.external_lib)
@@ -131,14 +139,15 @@ def build_trainer(config: Config) -> RayPPOTrainer:
         models=model_paths(config).values(),
         tokenizers=tokenizer_paths(config).values(),
         cache_dir=config.data.cache_dir,
-        weights=not runs_on_ray(config),
+        weights=with_weights and not runs_on_ray(config),
     )
     tokenizer = load_tokenizer(
         local_tokenizer(config.data.tokenizer or model.path, config.data.cache_dir),
         trust_remote_code=model.trust_remote_code,
     )
-    check_reward_model_tokens(config, tokenizer)
-    _require_checkpoint(config)
+    attempt = Attempts()
+    attempt(lambda: check_reward_model_tokens(config, tokenizer))
+    attempt(lambda: _require_checkpoint(config))
 
     role_worker_mapping = {
         Role.ActorRollout: ActorRolloutRefWorker,
@@ -154,17 +163,22 @@ def build_trainer(config: Config) -> RayPPOTrainer:
         mapping={Role[role]: placement.roles[role] for role in roles_of(config)},
     )
     rewards = config.reward_model
-    trainer = RayPPOTrainer(
-        config=config,
-        tokenizer=tokenizer,
-        role_worker_mapping=role_worker_mapping,
-        resource_pool_manager=resource_pool_manager,
-        ray_worker_group_cls=worker_group_class(config),
-        reward_fn=load_reward_manager(config, tokenizer, rewards.num_examine, **rewards.reward_kwargs),
-        val_reward_fn=load_reward_manager(
-            config, tokenizer, rewards.val_num_examine, **rewards.reward_kwargs
-        ),
+    reward_fn, val_reward_fn = (
+        attempt(lambda n=n: load_reward_manager(config, tokenizer, n, **rewards.reward_kwargs))
+        for n in (rewards.num_examine, rewards.val_num_examine)
     )
+    trainer = attempt(
+        lambda: RayPPOTrainer(
+            config=config,
+            tokenizer=tokenizer,
+            role_worker_mapping=role_worker_mapping,
+            resource_pool_manager=resource_pool_manager,
+            ray_worker_group_cls=worker_group_class(config),
+            reward_fn=reward_fn,
+            val_reward_fn=val_reward_fn,
+        )
+    )
+    attempt.raise_errors()
     _require_scorers(trainer)
     return trainer
 
@@ -204,15 +218,20 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
     if not trainer.config.trainer.val_only:
         used.insert(0, (trainer.reward_fn, trainer.train_loader.dataset, has_reward_model))
     of_the_run = set().union(*(dataset.data_sources() for _, dataset, _ in used))
+    attempt = Attempts()
     for reward_fn, dataset, by_model in used:
-        _require_scored_rows(
-            reward_fn,
-            all_rows(dataset),
-            has_reward_model=has_reward_model,
-            by_model=by_model,
-            of_the_run=of_the_run,
+        attempt(
+            partial(
+                _require_scored_rows,
+                reward_fn,
+                all_rows(dataset),
+                has_reward_model=has_reward_model,
+                by_model=by_model,
+                of_the_run=of_the_run,
+            )
         )
-        reward_fn.start()
+        attempt(reward_fn.start)
+    attempt.raise_errors()
 
 
 def _require_scored_rows(

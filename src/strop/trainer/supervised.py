@@ -22,12 +22,8 @@ from torch import Tensor
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
 from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
-from strop.config.checks.supervised import (
-    Supervised,
-    processes_on_nodes,
-    require_valid,
-    supervised_runs_on_ray,
-)
+from strop.config.checks.check import check
+from strop.config.checks.supervised import Supervised, processes_on_nodes, supervised_runs_on_ray
 from strop.config.schema.supervised import RewardModellingConfig, SftConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset, pair_batch, response_batch
@@ -216,7 +212,9 @@ class SupervisedRun(Run):
 
 def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) -> Any:
     """Check everything that can be checked without a model, and return the trainer."""
-    for line in require_valid(config):
+    result = check(config)
+    result.raise_errors()
+    for line in result.warnings:
         logger.warning("warning: %s", line)
     seed_global_generators(config.trainer.seed)
     model, data = config.model, config.data
