@@ -6,9 +6,9 @@ The attacks are those of tests/rewards/sandbox_attacks.py: every program is wron
 During an attack the benchmark monitors the host: a secret file, another process of the same user, a server on
 the loopback device, a server on an abstract socket, and every 20 ms the processes and memory of all
 descendants. Harm means that one of these was reached (or the file's content appears in the verdict), that
-processes or memory exceeded the limits (plus those of bubblewrap and the judge), that a process or control
-group was left over, or that the call took a second longer than the time limit. As a check of the monitor, the
-benchmark first does all of this harm itself, outside a sandbox.
+processes or memory exceeded the limits (plus those of bubblewrap and the judge), that a process was left over,
+or that the call took a second longer than the time limit. As a check of the monitor, the benchmark first does
+all of this harm itself, outside a sandbox.
 
 Calls per second: a small function with three assertions, in two sandboxes per call; and a program that reads
 standard input, with three inputs, in one sandbox; each with one and with two calls at a time.
@@ -37,7 +37,6 @@ from machine import description
 
 from strop.rewards.process_tree import MARKER, descendants, marked_processes
 from strop.rewards.sandbox import Limits, Verdict, run_assert_tests, run_stdin_tests
-from strop.rewards.sandbox import process as cgroups
 from strop.rewards.sandbox.process import resident_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "rewards"))
@@ -161,6 +160,8 @@ class Watch:
             socket.socket(socket.AF_UNIX).connect(self.socket_name)
             self.neighbour.send_signal(signal.SIGSTOP)
             time.sleep(LIMITS.wall_s + _SLACK_S)
+            while resident_bytes(started[-1].pid) >> 20 < LIMITS.memory_mb + _OWN_MIB + 50:
+                time.sleep(0.1)  # a busy machine fills memory slowly
             return Verdict(False, self.file.read_text())
 
         seen = self.run(Attack("harm", harm)).harm
@@ -187,9 +188,6 @@ class Watch:
             yield f"{mib} MiB"
         if left := marked_processes(marker):
             yield f"{len(left)} processes left"
-        groups = f"strop-sandbox-{os.getpid()}-*"
-        if any(True for parent in cgroups._parents() for _ in parent.glob(groups)):
-            yield "a control group left"
         if seconds > LIMITS.wall_s + _SLACK_S:
             yield f"{seconds:.1f} s"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,9 +37,13 @@ def ray_session() -> Iterator[None]:
     """Start one Ray session for all tests that use it; they share one xdist worker (see below)."""
     import ray
 
-    _start_ray()
-    yield
-    ray.shutdown()
+    import forked_ray
+
+    with tempfile.TemporaryDirectory() as folder:
+        forked_ray.use(folder)
+        _start_ray()
+        yield
+        ray.shutdown()
 
 
 def _start_ray() -> None:

@@ -23,7 +23,6 @@ import cloudpickle
 
 from strop.errors import ConfigError, RewardError
 from strop.rewards.process_tree import MARKER, describe_exit, hold_descendants, kill_held, kill_tree
-from strop.rewards.sandbox.process import remove_groups_of
 from strop.rewards.worker import wire
 from strop.rewards.worker.feed import Feed, Samples
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, Setup
@@ -346,7 +345,6 @@ def _end_process(process: subprocess.Popen[bytes], marker: str, lifeline: int, o
     if os.getpid() != owner:  # a fork of the program collects its copy: the process is not its to end
         return None
     status = kill_tree(process, marker)
-    remove_groups_of(process.pid)
     os.close(lifeline)
     requests, answers, _ = _pipes(process)  # its output is read to the end by its own thread
     requests.close()
