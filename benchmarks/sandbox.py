@@ -6,7 +6,7 @@ The attacks are those of tests/rewards/sandbox_attacks.py: every program is wron
 During an attack the benchmark monitors the host: a secret file, another process of the same user, a server on
 the loopback device, a server on an abstract socket, and every 20 ms the processes and memory of all
 descendants. Harm means that one of these was reached (or the file's content appears in the verdict), that
-processes or memory exceeded the limits (plus those of bubblewrap and the judge), that a process was left over,
+processes or memory exceeded the limits (plus those of bubblewrap and the judge), that a process remained,
 or that the call took a second longer than the time limit. As a check of the monitor, the benchmark first does
 all of this harm itself, outside a sandbox.
 
