@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -108,9 +108,11 @@ class VLLMSamplingConfig(Section):
     """vLLM: for your own logits processors."""
 
 
-_IN_PROCESS = "hf generates in the training process, with the actor's weights"
-
-_UNUSED_BY_HF = no_effect("with rollout.name=hf", lambda at: at.section.name == "hf", _IN_PROCESS)
+_UNUSED_BY_HF = no_effect(
+    "with rollout.name=hf",
+    lambda at: at.section.name == "hf" and at.value not in (1, True),  # one rank, eager: as hf is anyway
+    "hf generates in the training process, with the actor's weights",
+)
 
 
 class RolloutConfig(VLLMSamplingConfig):
@@ -153,12 +155,11 @@ class RolloutConfig(VLLMSamplingConfig):
     """Follows data.max_response_length, which is the key to set."""
     dtype: Annotated[
         RolloutDtype,
-        no_effect(
-            "with rollout.name=hf",
-            lambda at: (
+        replace(
+            _UNUSED_BY_HF,
+            applies=lambda at: (
                 at.section.name == "hf" and at.value != at.config.actor_rollout_ref.model.compute_dtype
             ),
-            _IN_PROCESS,
         ),
     ]
     """Precision of vLLM's copy of the weights. Unwritten and auto: actor_rollout_ref.model.compute_dtype."""
@@ -166,22 +167,11 @@ class RolloutConfig(VLLMSamplingConfig):
     """Share of the GPU's memory for vLLM's weights and KV cache; on a CPU the KV cache's limit."""
     ignore_eos: bool
     """Generate up to the full length, past the end-of-sequence token."""
-    enforce_eager: Annotated[
-        bool,
-        no_effect(
-            "with rollout.name=hf",
-            lambda at: not at.value and at.section.name == "hf",
-            _IN_PROCESS,
-        ),
-    ]
+    enforce_eager: Annotated[bool, _UNUSED_BY_HF]
     """Generate without CUDA graphs."""
     free_cache_engine: Annotated[
         bool,
-        no_effect(
-            "with rollout.name=hf",
-            lambda at: not at.value and at.section.name == "hf",
-            _IN_PROCESS,
-        ),
+        _UNUSED_BY_HF,
         no_effect(
             "with rollout.name=vllm without a GPU",
             lambda at: at.value and at.section.name == "vllm" and at.on_cpu,
@@ -191,14 +181,7 @@ class RolloutConfig(VLLMSamplingConfig):
     """Free the memory of vLLM's weights and KV cache for the update; on a GPU."""
     load_format: Annotated[LoadFormat, _UNUSED_BY_HF]
     """Weights that vLLM starts with. dummy_*: none, the trainer sends all; others: the model folder's."""
-    tensor_model_parallel_size: Annotated[
-        PositiveInt,
-        no_effect(
-            "with rollout.name=hf",
-            lambda at: at.value > 1 and at.section.name == "hf",
-            _IN_PROCESS,
-        ),
-    ]
+    tensor_model_parallel_size: Annotated[PositiveInt, _UNUSED_BY_HF]
     """Ranks over which vLLM spreads one copy of the model. Unwritten: 1 unless there are GPUs to divide."""
     max_num_batched_tokens: Annotated[PositiveInt, _UNUSED_BY_HF]
     """Most tokens in one step of vLLM."""
