@@ -11,6 +11,7 @@ from strop.config.forecast import read_model_facts
 from strop.config.keys import divisors, nearest_in_words
 from strop.config.placement import (
     Placement,
+    honours,
     process_count,
     rollout_dtype,
     runs_on_ray,
@@ -120,8 +121,6 @@ def restarts(config: RootConfig) -> Iterator[Finding]:
 
 def tensor_parallelism(config: Config) -> Iterator[Finding]:
     """Require rollout ranks that divide into groups of one vLLM engine each."""
-    if config.actor_rollout_ref.rollout.name != "vllm":
-        return
     try:
         tensor_parallel_size(config)
     except ConfigError as problem:
@@ -131,7 +130,7 @@ def tensor_parallelism(config: Config) -> Iterator[Finding]:
 def batches(config: Config) -> Iterator[Finding]:
     """Require room for a token of every sequence in a step of vLLM."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm" and rollout.max_num_batched_tokens < rollout.max_num_seqs:
+    if honours(config, "max_num_seqs") and rollout.max_num_batched_tokens < rollout.max_num_seqs:
         yield error(
             f"actor_rollout_ref.rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
             f"max_num_seqs={rollout.max_num_seqs}: a step takes a token of each sequence; lower the latter"
@@ -141,8 +140,6 @@ def batches(config: Config) -> Iterator[Finding]:
 def precision(config: Config) -> Iterator[Finding]:
     """Warn if vLLM computes in another precision than the trainer: the sampler is then another policy."""
     section = config.actor_rollout_ref
-    if section.rollout.name != "vllm":
-        return
     sampler, trainer = rollout_dtype(config), section.model.compute_dtype
     computed = {"auto": "bfloat16" if visible_gpus() and config.trainer.device != "cpu" else "float32"}
     if computed.get(sampler, sampler) != computed.get(trainer, trainer) and section.actor.rollout_is is None:
