@@ -47,7 +47,7 @@ LoadFormat = Literal["auto", "megatron", "dtensor", "hf", "dummy_megatron", "dum
 
 
 class ValSamplingConfig(Section):
-    """How validation samples."""
+    """Sampling of validation answers."""
 
     do_sample: bool
     """Sample; False: take the likeliest token."""
@@ -265,7 +265,7 @@ class ActorConfig(Section):
     loss_agg_mode: LossAggregation
     """Aggregation of token losses; denominators count the whole mini-batch over all ranks."""
     policy_loss: str
-    """ppo, gspo, cispo, or the import path of your own."""
+    """ppo, gspo, cispo, or an import path."""
     policy_loss_kwargs: dict[str, Any]
     """Values for further parameters of the policy loss."""
     entropy_coeff: NonNegativeFloat
