@@ -163,9 +163,7 @@ def test_a_weight_for_a_source_that_the_data_lack_is_warned_of_once(
     for _ in range(2):
         manager.validate_sources([GSM8K])
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(
-        "reward_model.parts.rule.weight: none of the prompts has data_source 'openai/gsm8kk'"
-    )
+    assert warning.startswith("reward_model.parts.rule.weight: no prompt has data_source 'openai/gsm8kk'")
     assert "openai/gsm8k)" in warning
 
 

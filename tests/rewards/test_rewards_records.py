@@ -43,8 +43,8 @@ def test_what_is_not_a_number_is_refused(result: object, message: str):
     ("result", "message"),
     [
         ({"accuracy": 1.0, "format": 0.0}, r"no key 'score'; it has \['accuracy', 'format'\]"),
-        ({"score": 1.0, "rule": 1.0}, "part 'rule', which is taken"),
-        ({"score": 1.0, "reward_model": 1.0}, "part 'reward_model', which is taken"),
+        ({"score": 1.0, "rule": 1.0}, "part 'rule', which is reserved"),
+        ({"score": 1.0, "reward_model": 1.0}, "part 'reward_model', which is reserved"),
     ],
 )
 def test_a_dict_needs_a_score_and_names_that_are_free(result: dict, message: str):

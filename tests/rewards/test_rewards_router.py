@@ -92,7 +92,7 @@ def test_options_reach_the_built_in_scorer():
     [
         ({"openai/gsm8k": {"method": "loose"}}, "method='loose' is unknown"),
         ({"openai/gsm8k": {"mode": "strict"}}, "unexpected keyword argument 'mode'"),
-        ({"openai/gsm9k": {}}, r"'openai/gsm9k' is no data source .*known: .*openai/gsm8k"),
+        ({"openai/gsm9k": {}}, r"'openai/gsm9k' .*known: .*openai/gsm8k"),
     ],
 )
 def test_wrong_options_are_found_before_the_first_sample(options: dict, message: str):
