@@ -9,20 +9,32 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from strop.tracking.curves import draw_comparison
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from strop.tracking.curves import COLOURS, draw_curve, series
+from strop.tracking.jsonl import METRICS_FILE, read_metrics
 
 LABELS = {"ppo": "PPO", "grpo": "GRPO", "reinforce++": "REINFORCE++", "rloo": "RLOO", "remax": "ReMax"}
+KEY = "val/test_score/strop/arithmetic"
+OUT = Path(__file__).with_name("demo_algorithms.png")
 
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo")
-    runs = {label: folder / f"{name}-seed1" for name, label in LABELS.items()}
-    draw_comparison(
-        runs,
-        "val/test_score/strop/arithmetic",
-        Path(__file__).with_name("demo_algorithms.png"),
-        title="Demo: sampled answers to held-out additions that are right",
-    )
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    ax = figure.subplots()
+    for colour, (name, label) in zip(COLOURS, LABELS.items(), strict=False):
+        steps = read_metrics(folder / f"{name}-seed1" / METRICS_FILE)
+        draw_curve(ax, *series(steps, KEY), label=label, colour=colour)
+    ax.set_title("Demo: sampled answers to held-out additions that are right", fontsize=11, loc="left")
+    ax.set_xlabel("step")
+    ax.set_ylabel(KEY)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.25, lw=0.6)
+    ax.legend(frameon=False)
+    figure.savefig(OUT, dpi=130)
 
 
 if __name__ == "__main__":

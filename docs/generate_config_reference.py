@@ -1,5 +1,4 @@
-"""Write docs/config.md and docs/supervised_config.md from the schemas, the defaults and the table of keys
-that this version does not honour.
+"""Write docs/config.md and docs/supervised_config.md from the schemas and the defaults.
 
 python docs/generate_config_reference.py           write them
 python docs/generate_config_reference.py --check   exit 1 if one is stale
@@ -10,8 +9,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from strop.config.checks.keys import status_in_words
 from strop.config.keys import Key, all_keys
@@ -30,15 +27,16 @@ Every key, section by section. The defaults are those of `src/strop/config/ppo_t
 ```
 strop train data.train_batch_size=64 trainer.logger=[console]    # overrides, in Hydra's grammar
 strop train --config-path conf --config-name mine    # conf/mine.yaml over the defaults, then overrides
-strop check --config-path conf --config-name mine    # what it comes to, and every error; loads no model
+strop check --config-path conf --config-name mine    # sizes and every error; loads no model
 ```
 
-- A file of your own needs only the keys that differ. A `defaults:` list and config groups in its folder work
+- Your own file needs only the keys that differ. A `defaults:` list and config groups in its folder work
   as Hydra users know them; the shipped defaults are always underneath.
 - `key=value`, `+key=value` and `++key=value` all set a key; `~key` removes one, which is of use in mappings
   such as `override_config`. A list is written `key=[a,b]`, a mapping `key={a: 1}`. A key that does not exist
   is an error that names the nearest one.
 - A default such as `${data.max_prompt_length}` follows the key that it names until you set it.
+- A required key without a value is an error that says what to write.
 - Paths may begin with `~`, and model and data paths may be `hdfs://` or any other fsspec URL.
 - `data.train_batch_size` and `ppo_mini_batch_size` count prompts over all processes; each prompt has
   `actor_rollout_ref.rollout.n` samples. Micro-batch sizes count samples in one process and never change a
@@ -46,9 +44,29 @@ strop check --config-path conf --config-name mine    # what it comes to, and eve
 - Deprecated keys work and say so: `*_micro_batch_size` (samples over all processes; setting one sets its
   `*_micro_batch_size_per_gpu` aside) and `actor_rollout_ref.model.external_libs`.
 
-The last column says what this version does with a key: *honoured*; *no effect*, and when, with a warning that
-names the key; or *error*, and when.
+The last column says when a key counts: *honoured*: always; *no effect*: not under that condition, and a
+warning names the key if you wrote it; *error*: that condition stops the run; *required*: it has no default.
+
+## The 15 keys that people set
 """
+
+COMMON_KEYS = (
+    "actor_rollout_ref.model.path",
+    "data.train_files",
+    "data.val_files",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "algorithm.adv_estimator",
+    "actor_rollout_ref.rollout.name",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.actor.optim.lr",
+    "trainer.n_gpus_per_node",
+    "trainer.total_epochs",
+    "trainer.default_local_dir",
+)
 
 
 SUPERVISED_INTRODUCTION = """\
@@ -57,18 +75,20 @@ SUPERVISED_INTRODUCTION = """\
 # Configuration of the supervised trainers
 
 Every key of `strop sft` and `strop train-rm`, with the defaults of `src/strop/config/sft_trainer.yaml` and
-`rm_trainer.yaml`. What the two do is in [supervised.md](supervised.md); overrides and files of your own work
-as [config.md](config.md) says.
+`rm_trainer.yaml`. [supervised.md](supervised.md) describes the two commands; overrides and your own files
+work as in [config.md](config.md).
 """
 
 
 def page() -> str:
-    """The page of reinforcement learning."""
-    return "\n".join([INTRODUCTION, *_sections(PPO, "##", with_status=True)])
+    """Return the page of reinforcement learning."""
+    keys = all_keys(PPO.schema)
+    common = [_row(PPO, keys[path], keys, with_status=False) for path in COMMON_KEYS]
+    return "\n".join([INTRODUCTION, *_HEAD[False], *common, "", *_sections(PPO, "##", with_status=True)])
 
 
 def supervised_page() -> str:
-    """The page of the supervised trainers: what the second has like the first is not said again."""
+    """Return the page of the supervised trainers, with only the differences of the second."""
     lines = [SUPERVISED_INTRODUCTION, "## `strop sft`", "", *_sections(SFT, "###", with_status=False)]
     same = set(_sections(SFT, "###", with_status=False))
     own = [line for line in _sections(REWARD_MODELLING, "###", with_status=False) if _is_row(line)]
@@ -98,34 +118,35 @@ def _is_row(line: str) -> bool:
 
 
 def _sections(tree: Tree, heading: str, *, with_status: bool) -> list[str]:
-    """The sections of a tree as headings and tables."""
-    defaults = OmegaConf.to_container(tree.defaults(), resolve=False)
+    """Return the sections of a tree as headings and tables."""
     keys, lines = all_keys(tree.schema), []
     for section in (key for key in keys.values() if key.is_section):
         lines += [f"{heading}{'#' * ('.' in section.path)} `{section.path}`", "", section.doc, ""]
-        rows = [_row(key, defaults, with_status) for key in keys.values() if _is_directly_in(key, section)]
+        if with_status and section.limits:
+            lines += [f"{status_in_words(section).capitalize()}.", ""]
+        rows = [
+            _row(tree, key, keys, with_status=with_status)
+            for key in keys.values()
+            if not key.is_section and key.path.rpartition(".")[0] == section.path
+        ]
         if rows:
             lines += [*_HEAD[with_status], *rows, ""]
     return lines
 
 
-def _is_directly_in(key: Key, section: Key) -> bool:
-    return not key.is_section and key.path.rpartition(".")[0] == section.path
-
-
-def _row(key: Key, defaults: dict[str, Any], with_status: bool) -> str:
-    """A line of a table; the default stands as in the YAML file, with its interpolations."""
-    value: Any = defaults
-    for word in key.path.split("."):
-        value = value[word]
+def _row(tree: Tree, key: Key, keys: dict[str, Key], *, with_status: bool) -> str:
+    """Return a line of a table; a default stands as in the YAML file, with its interpolations."""
+    value: Any = tree.raw_default(key.path)
     default = "null" if value is None else str(value)
-    cells = [f"`{key.path}`", key.expected, f"`{default}`", key.doc]
-    cells += [status_in_words(key.path)] if with_status else []
+    default = "(required)" if key.required is not None and not value else f"`{default}`"
+    cells = [f"`{key.path}`", key.expected, default, key.doc]
+    if with_status:
+        cells.append(status_in_words(key, inherited=len(keys[key.path.rpartition(".")[0]].limits)))
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check; the exit status."""
+    """Write or check the pages; return the exit status."""
     for path, text in ((PAGE, page()), (SUPERVISED_PAGE, supervised_page())):
         if arguments != ["--check"]:
             path.write_text(text)

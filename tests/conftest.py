@@ -1,13 +1,15 @@
-"""Small real things to test with: a Hugging Face folder with a tokenizer, and batches of random samples."""
+"""Test environment, Ray sessions and the assignment of tests to xdist workers."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -20,6 +22,10 @@ torch.set_num_threads(1)
 # A shell that starts tests in the background has SIGINT ignored, which the runs they start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Duration of an example says nothing where other processes share the cores.
+hypothesis.settings.register_profile("strop", deadline=None)
+hypothesis.settings.load_profile("strop")
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 
@@ -28,12 +34,16 @@ RAY_SLOTS = 8
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """One Ray for all tests that use this; they run in one process (``pytest_collection_modifyitems``)."""
+    """Start one Ray session for all tests that use it; they share one xdist worker (see below)."""
     import ray
 
-    _start_ray()
-    yield
-    ray.shutdown()
+    import forked_ray
+
+    with tempfile.TemporaryDirectory() as folder:
+        forked_ray.use(folder)
+        _start_ray()
+        yield
+        ray.shutdown()
 
 
 def _start_ray() -> None:
@@ -44,7 +54,7 @@ def _start_ray() -> None:
 
 @pytest.fixture(scope="module")
 def two_nodes(ray_session: None) -> Iterator[None]:
-    """In place of it a cluster of two nodes on this machine, each with its address and room for two."""
+    """Replace the Ray session by a local cluster of two nodes with separate addresses and two slots each."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -72,10 +82,10 @@ _LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup``: tests of a module stay together, and those that share the Ray session.
+    """Group tests by module, or by their use of the Ray session, for ``--dist loadgroup``.
 
-    With ``--no-loadscope-reorder`` the groups are handed out in the order of their first tests: the longest
-    first, so that all workers end at the same time.
+    With ``--no-loadscope-reorder`` groups start in the order of their first tests: sort the longest first, so
+    that all workers finish at about the same time.
     """
     groups = {}
     for item in items:

@@ -1,8 +1,7 @@
-"""Processes that stay alive over many tests and form a gloo process group of any size for each call."""
+"""Persistent test processes that form a new gloo process group for each call."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -11,23 +10,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forked
+
 DEADLINE_S = 120
 
 
 class Ranks:
-    """``size`` spawned processes; leave the ``with`` block to end them."""
+    """Context manager of ``size`` forked processes."""
 
     def __init__(self, size: int) -> None:
         self._size = size
 
     def __enter__(self) -> Ranks:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._calls = 0
         self._processes, self._pipes = [], []
         for _ in range(self._size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = forked.CONTEXT.Pipe()
+            process = forked.CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -40,7 +40,7 @@ class Ranks:
         self._folder.cleanup()
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """``function(*arguments)`` on each rank of a fresh group; the results by rank, or the first error."""
+        """Call ``function(*arguments)`` on each rank of a new group; return results by rank."""
         self._calls += 1
         store = Path(self._folder.name) / str(self._calls)
         for rank, pipe in enumerate(self._pipes[:world_size]):

@@ -1,7 +1,6 @@
 """strop: reinforcement-learning post-training for language models.
 
-The public names live in their own modules and are imported on first use, so that ``import strop`` (and with
-it ``strop --help``) costs nothing.
+Public names are imported from their modules on first use, so ``import strop`` and ``strop --help`` are fast.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Every error that strop raises on purpose.
+"""Errors that strop raises on purpose.
 
-Each is also the standard error that it resembles, so ``except ValueError`` works as a reader would expect.
+Each is also the standard error that it resembles, so ``except ValueError`` works as expected.
 The message says what was found, what was expected and what to do; the command line prints it without a
 traceback and exits with status 2 (``--debug`` shows the traceback).
 """
@@ -8,11 +8,12 @@ traceback and exits with status 2 (``--debug`` shows the traceback).
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 
 class StropError(Exception):
-    """The base of all of them."""
+    """The base class of all errors of strop."""
 
 
 class ConfigError(StropError, ValueError):
@@ -23,12 +24,20 @@ class ConfigError(StropError, ValueError):
         super().__init__("\n".join(problems))
 
 
+class SeveralErrors(StropError, ValueError):
+    """Several inputs of a run are wrong; ``errors`` holds an error for each."""
+
+    def __init__(self, *errors: StropError) -> None:
+        self.errors = list(errors)
+        super().__init__("\n".join(map(str, errors)))
+
+
 class DataError(StropError, ValueError):
     """A data file, column or row cannot be used."""
 
 
 class ModelError(StropError, ValueError):
-    """A model folder or its tokenizer cannot be used as asked."""
+    """A model folder or its tokenizer cannot be used."""
 
 
 class RewardError(StropError, RuntimeError):
@@ -44,7 +53,7 @@ class TrainingError(StropError, RuntimeError):
 
 
 class WorkerError(StropError, RuntimeError):
-    """A worker's process died, raised or hung; ``is_final``: it would again, so starting anew is no help."""
+    """A worker's process died, raised or hung; ``is_final``: a retry would fail the same way."""
 
     def __init__(self, message: str, *, is_final: bool = False) -> None:
         self.is_final = is_final
@@ -65,15 +74,47 @@ class MissingExtraError(StropError, ImportError):
         return MissingExtraError, self._given
 
 
-def portable(error: Exception) -> Exception:
-    """The error itself where it survives the way to another process, else one that says the same.
+class Attempts:
+    """Run steps that do not depend on one another, and collect their errors, so that all are reported."""
 
-    An exception that cannot be pickled, or that cannot be made again from its ``args`` (a constructor with
-    further arguments), would arrive there as an error about pickling.
+    def __init__(self) -> None:
+        self.errors: list[StropError] = []
+
+    def __call__(self, step: Callable[[], Any]) -> Any:
+        """Return the result of ``step``, or None if it raises a ``StropError``; equal errors count once."""
+        try:
+            return step()
+        except StropError as error:
+            found = error.errors if isinstance(error, SeveralErrors) else [error]
+            self.errors += [new for new in found if str(new) not in map(str, self.errors)]
+            return None
+
+    @property
+    def lines(self) -> list[str]:
+        """The messages, one line for each problem."""
+        lines = [line for error in self.errors for line in problems_of(error)]
+        return list(dict.fromkeys(lines))
+
+    def raise_errors(self) -> None:
+        """Raise the only error, or all of them as ``SeveralErrors``."""
+        if self.errors:
+            raise self.errors[0] if len(self.errors) == 1 else SeveralErrors(*self.errors)
+
+
+def problems_of(error: StropError) -> list[str]:
+    """Return the problems that an error reports, one message for each."""
+    return error.problems if isinstance(error, ConfigError) else [str(error)]
+
+
+def portable(error: Exception) -> Exception:
+    """Return the error itself if it can be pickled, else one with the same message.
+
+    An exception that cannot be rebuilt from its ``args`` (a constructor with further arguments) would reach
+    another process as an error about pickling.
     """
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - pickling runs anybody's code
+    except Exception:  # noqa: BLE001 - pickling runs code of the exception's class
         kind = StropError if isinstance(error, StropError) else RuntimeError
         return kind(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
     return error

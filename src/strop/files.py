@@ -1,8 +1,9 @@
-"""Files that are whole or not there: written beside their place and moved there by one rename."""
+"""Files that are whole or absent: written beside their place and moved there by one rename."""
 
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,16 +12,16 @@ from pathlib import Path
 
 @contextmanager
 def atomic_path(path: str | Path, *, durable: bool = True) -> Generator[Path]:
-    """Yield a temporary path beside ``path`` (its folder is made), ``path`` itself after it.
+    """Yield a temporary path beside ``path``, and move that file to ``path`` at the end.
 
-    After an exception the temporary file is removed and what was at ``path`` is untouched. ``durable``
-    forces the content to disk first: else a power cut may leave the new name without content.
+    The folder is created. After an exception the temporary file is removed and ``path`` is untouched.
+    ``durable`` forces the content to disk first: a power cut could otherwise leave an empty file.
 
-    An OSError of the body that names no file, as writing to a full disk raises it, is given ``path``.
+    An OSError of the body that names no file, as for a full disk, gets ``path``.
     """
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The suffix is kept: some writers choose the format by it.
+    # Some writers choose the format by the suffix.
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp{path.suffix}")
     try:
         yield temporary
@@ -40,3 +41,12 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     """Replace the file by ``text`` (UTF-8) in one step."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def crash_point(name: str, iteration: int) -> None:
+    """Kill this process if the environment variable ``STROP_CRASH_AT`` is ``name:iteration``.
+
+    SIGKILL, as a power cut would stop it: tests resume from what is then on disk.
+    """
+    if os.environ.get("STROP_CRASH_AT") == f"{name}:{iteration}":
+        os.kill(os.getpid(), signal.SIGKILL)

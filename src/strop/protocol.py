@@ -1,4 +1,4 @@
-"""DataProto: the one container that moves between the trainer and its workers.
+"""DataProto: the container that moves between the trainer and its workers.
 
 A batch of B rows is a plain dict of tensors (first dimension B), a dict of object columns (length B) and a
 dict of facts about the batch as a whole. Plain dicts were measured against tensordict: no gain, and a slow
@@ -19,7 +19,7 @@ RowIndex = int | slice | Sequence[int] | Tensor | np.ndarray
 
 
 def _object_column(values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """A 1-D object array; numpy would otherwise turn equal-length lists into a matrix."""
+    """Return a 1-D object array; ``np.array`` would turn equal-length lists into a matrix."""
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
     column = np.empty(len(values), dtype=object)
@@ -32,7 +32,7 @@ def _object_column(values: Sequence[Any] | np.ndarray) -> np.ndarray:
 class DataProto:
     """B rows: ``batch`` (tensors [B, ...]), ``non_tensor_batch`` (object arrays [B]) and ``meta_info``.
 
-    Raises ``ValueError`` at construction when the columns differ in length. Operations return new
+    Raises ``ValueError`` at construction if the columns differ in length. Operations return new
     containers and share storage where they can; tensors are never modified in place.
     """
 
@@ -65,7 +65,7 @@ class DataProto:
         return name in self.batch or name in self.non_tensor_batch
 
     def __getitem__(self, rows: RowIndex) -> DataProto:
-        """Rows by slice, list, LongTensor or bool mask; an int gives a batch of one row."""
+        """Return rows by slice, list, LongTensor or bool mask; an int gives a batch of one row."""
         if isinstance(rows, int):
             rows = slice(rows, rows + 1) if rows != -1 else slice(-1, None)
         if isinstance(rows, slice):
@@ -78,7 +78,7 @@ class DataProto:
         return self._map(lambda t: t[index.to(t.device)], lambda a: a[host_index])
 
     def union(self, other: DataProto) -> DataProto:
-        """The columns of both; a column in both must be the same, or ``ValueError`` names it."""
+        """Return the columns of both; ``ValueError`` names a column that differs between them."""
         if len(self) and len(other) and len(self) != len(other):
             raise ValueError(f"DataProto.union: {len(self)} rows and {len(other)} rows")
         for name in self.batch.keys() & other.batch.keys():
@@ -96,7 +96,7 @@ class DataProto:
         )
 
     def select(self, *names: str) -> DataProto:
-        """Only the named columns; ``KeyError`` names what is missing and what is there."""
+        """Return the named columns; ``KeyError`` lists missing and existing names."""
         missing = [name for name in names if name not in self]
         if missing:
             raise KeyError(
@@ -109,7 +109,7 @@ class DataProto:
         )
 
     def pop(self, *names: str) -> DataProto:
-        """Take the named columns out of this container, in a new one."""
+        """Remove the named columns and return them in a new container."""
         taken = self.select(*names)
         for name in names:
             self.batch.pop(name, None)
@@ -117,32 +117,32 @@ class DataProto:
         return taken
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """Every row ``times`` times: adjacent (interleaved) or the whole batch after itself."""
+        """Repeat every row ``times`` times: adjacent (``interleave``), or the whole batch after itself."""
         if interleave:
             return self._map(lambda t: t.repeat_interleave(times, dim=0), lambda a: np.repeat(a, times))
         return self._map(lambda t: t.repeat(times, *[1] * (t.dim() - 1)), lambda a: np.tile(a, times))
 
     def reorder(self, indices: Sequence[int] | Tensor) -> DataProto:
-        """The rows in another order."""
+        """Return the rows in another order."""
         return self[indices]
 
     def split(self, size: int) -> list[DataProto]:
-        """Consecutive pieces of ``size`` rows; the last may be smaller."""
+        """Return consecutive pieces of ``size`` rows; the last may be smaller."""
         if size < 1:
             raise ValueError(f"DataProto.split: size {size}, expected at least 1")
         return [self[start : start + size] for start in range(0, len(self), size)]
 
     def chunk(self, pieces: int) -> list[DataProto]:
-        """``pieces`` consecutive parts of equal size; ``ValueError`` when the rows do not divide."""
+        """Return ``pieces`` consecutive parts of equal size; ``ValueError`` if the rows do not divide."""
         if pieces < 1 or len(self) % pieces:
             raise ValueError(f"DataProto.chunk: {len(self)} rows do not divide into {pieces} equal parts")
         return self.split(max(len(self) // pieces, 1))
 
     @staticmethod
     def concat(parts: Iterable[DataProto]) -> DataProto:
-        """Rows of all parts, in order; the parts must have the same columns.
+        """Concatenate the rows of parts with the same columns.
 
-        Where facts in ``meta_info`` differ, those of the first part count.
+        Where entries of ``meta_info`` differ, the first part's win.
         """
         parts = list(parts)
         if not parts:
@@ -162,7 +162,7 @@ class DataProto:
         )
 
     def to(self, device: torch.device | str) -> DataProto:
-        """The tensors on another device."""
+        """Move the tensors to another device."""
         return self._map(lambda t: t.to(device), lambda a: a)
 
     def _columns(self) -> Iterable[tuple[str, Tensor | np.ndarray]]:

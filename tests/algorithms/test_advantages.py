@@ -21,6 +21,8 @@ from strop.algorithms.advantages import (
     rloo,
 )
 
+from messages import naming
+
 NAN, INF = math.nan, math.inf
 
 
@@ -181,7 +183,7 @@ def test_uids_may_be_an_array_or_any_hashables(uid):
 
 def test_uids_must_be_as_many_as_samples():
     rewards, mask = outcome([1.0, 2.0])
-    with pytest.raises(ValueError, match="3 uids do not fit 2 samples"):
+    with pytest.raises(ValueError, match=naming("3", "2", "uid")):
         grpo(rewards, mask, ["a", "a", "b"], norm_by_std=True)
 
 

@@ -39,7 +39,7 @@ def test_only_torch_numpy_and_the_standard_library_are_imported(path):
 
 
 def test_the_import_check_sees_every_module():
-    assert {path.stem for path in FILES} >= {"advantages", "policy_loss", "logprobs", "masked", "kl"}
+    assert {path.stem for path in FILES} >= {"advantages", "policy_loss", "logprobs", "kl"}
 
 
 def test_the_document_names_everything_that_a_configuration_can_choose():

@@ -9,6 +9,8 @@ from torch.testing import assert_close
 from strop.algorithms.correction import rollout_is_weights, rollout_statistics
 from strop.errors import ConfigError
 
+from messages import naming
+
 NAN, INF = math.nan, math.inf
 LN2, LN3 = math.log(2), math.log(3)
 MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
@@ -38,7 +40,7 @@ def test_weights_are_finite_and_detached(level):
 
 
 def test_wrong_levels_and_thresholds_are_refused():
-    with pytest.raises(ConfigError, match=r"rollout_is='batch'.*token, sequence"):
+    with pytest.raises(ConfigError, match=naming("rollout_is='batch'", "token", "sequence")):
         rollout_is_weights(OLD, ROLLOUT, MASK, level="batch", threshold=2.0)
     with pytest.raises(ConfigError, match="rollout_is_threshold=0"):
         rollout_is_weights(OLD, ROLLOUT, MASK, level="token", threshold=0)

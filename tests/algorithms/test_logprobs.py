@@ -13,6 +13,8 @@ from strop.algorithms.logprobs import (
     token_log_probs,
 )
 
+from messages import naming
+
 # probabilities 1/6, 1/3, 1/2
 LOGITS = torch.tensor([[0.0, math.log(2), math.log(3)]])
 ENTROPY = 1.0114043  # (ln 6)/6 + (ln 3)/3 + (ln 2)/2 = 0.2986266 + 0.3662041 + 0.3465736
@@ -233,13 +235,13 @@ def test_forbidden_tokens_do_not_break_entropy_kl_or_their_gradients():
 
 def test_arguments_that_do_not_fit_are_refused():
     hidden, ids = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="2 hidden states do not fit 1 token ids"):
+    with pytest.raises(ValueError, match=naming("2 hidden", "1 token")):
         token_log_probs(hidden, identity, ids[:1], temperature=1.0)
-    with pytest.raises(ValueError, match="do not fit 1 hidden states of the reference"):
+    with pytest.raises(ValueError, match=naming("1 hidden", "reference")):
         token_log_probs(hidden, identity, ids, temperature=1.0, ref=(hidden[:1], identity))
     with pytest.raises(ValueError, match="temperature=0"):
         token_log_probs(hidden, identity, ids, temperature=0)
     with pytest.raises(ValueError, match="chunk_size=0"):
         token_log_probs(hidden, identity, ids, temperature=1.0, chunk_size=0)
-    with pytest.raises(ValueError, match=r"\(2, 3\) do not fit ids of shape \(1,\)"):
+    with pytest.raises(ValueError, match=naming("(2, 3)", "(1,)")):
         log_probs_from_logits(hidden, ids[:1])

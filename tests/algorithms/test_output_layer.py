@@ -72,7 +72,7 @@ SIZES = {
 }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(**SIZES, temperature=FACTOR)
 def test_values_and_gradients_are_those_of_whole_logits(
     n_tokens, hidden, vocabulary, words, keeps, with_bias, seed, temperature
@@ -89,7 +89,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
         assert distance(ours, truth) < 1e-6
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(**SIZES, scale=FACTOR, soft_cap=st.floats(2.0, 8.0), temperature=FACTOR)
 def test_scaled_and_capped_logits_lose_no_more_digits_than_whole_ones(
     n_tokens, hidden, vocabulary, words, keeps, with_bias, seed, scale, soft_cap, temperature

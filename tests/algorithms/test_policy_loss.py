@@ -10,6 +10,8 @@ from strop.algorithms.aggregation import aggregate
 from strop.algorithms.policy_loss import POLICY_LOSSES, cispo, gspo, ppo
 from strop.errors import ConfigError
 
+from messages import naming
+
 NAN, INF = math.nan, math.inf
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 
@@ -52,7 +54,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
 
 
 def test_dual_clip_must_be_above_1():
-    with pytest.raises(ConfigError, match=r"clip_ratio_c=1.0 must be above 1"):
+    with pytest.raises(ConfigError, match=naming("clip_ratio_c=1.0", "1")):
         of_ratios(ppo, [[1.0]], [[1.0]], clip_ratio_c=1.0, **CLIP)
 
 
@@ -124,7 +126,7 @@ def test_cispo_by_hand():
 
 
 def test_cispo_refuses_the_dual_clip():
-    with pytest.raises(ConfigError, match=r"clip_ratio_c=3.0 has no meaning for cispo"):
+    with pytest.raises(ConfigError, match=naming("clip_ratio_c=3.0", "cispo")):
         of_ratios(cispo, [[1.0]], [[1.0]], clip_ratio_c=3.0, **CLIP)
 
 

@@ -17,6 +17,8 @@ import against_trl
 from side_by_side.inputs import write_inputs
 from side_by_side.setting import Setting
 
+from messages import naming
+
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> Setting:
@@ -35,9 +37,9 @@ def test_strop_ends_its_responses_where_the_setting_plans_it(uneven: Setting, tm
 
     other = copy.deepcopy(found["iterations"])
     other[1]["lengths"][0] += 1
-    with pytest.raises(SystemExit, match="lengths of iteration 1"):
+    with pytest.raises(SystemExit, match=naming("iteration 1")):
         against_trl.check_lengths(against_trl.STROP, uneven, other)
-    with pytest.raises(SystemExit, match="1 iterations, not 2"):
+    with pytest.raises(SystemExit, match=naming("1 iterations", "2")):
         against_trl.check_lengths(against_trl.STROP, uneven, other[:1])
 
 

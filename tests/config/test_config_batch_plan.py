@@ -11,6 +11,8 @@ from strop.config.keys import divisors, nearest_in_words
 from strop.config.load import load_config
 from strop.errors import ConfigError
 
+from messages import Message, naming
+
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size"
 
@@ -83,20 +85,18 @@ def test_the_number_of_iterations():
 
 def test_sizes_that_do_not_divide_show_the_numbers_and_the_nearest_that_work():
     assert problems("data.train_batch_size=256", f"{MINI}=100") == [
-        f"{MINI}=100 does not divide data.train_batch_size=256 (nearest: 64, 128)"
+        Message(f"{MINI}=100", "data.train_batch_size=256", "64", "128")
     ]
     assert problems("data.train_batch_size=256", "critic.ppo_mini_batch_size=300") == [
-        "critic.ppo_mini_batch_size=300 does not divide data.train_batch_size=256 (nearest: 256)"
+        Message("critic.ppo_mini_batch_size=300", "data.train_batch_size=256", "256")
     ]
     assert problems("data.train_batch_size=64", f"{MINI}=2", "actor_rollout_ref.rollout.n=2", ranks=8) == [
-        f"{MINI}=2 x actor_rollout_ref.rollout.n=2 does not divide over 8 ranks (nearest: 4)"
+        Message(f"{MINI}=2", "actor_rollout_ref.rollout.n=2", "8", "4")
     ]
     assert problems("data.train_batch_size=9", f"{MINI}=3", ranks=2) == [
-        f"{MINI}=3 x actor_rollout_ref.rollout.n=1 does not divide over 2 ranks (no value works)"
+        Message(f"{MINI}=3", "actor_rollout_ref.rollout.n=1", "2")
     ]
-    assert problems(train_rows=100) == [
-        "data.train_batch_size=1024 is more than the 100 training prompts (at most 100)"
-    ]
+    assert problems(train_rows=100) == [Message("data.train_batch_size=1024", "100")]
 
 
 def test_all_wrong_sizes_are_reported_at_once():
@@ -110,18 +110,16 @@ def test_all_wrong_sizes_are_reported_at_once():
 def test_a_deprecated_size_is_divided_by_the_ranks():
     config = load_config([f"{MICRO}=32"])
     assert resolve_micro_batch(config, "actor", ranks=4) == MicroBatchSize(rows=8)
-    with pytest.raises(
-        ConfigError, match=r"ppo_micro_batch_size=32 does not divide over 3 ranks \(nearest: 30, 33\)"
-    ):
+    with pytest.raises(ConfigError, match=naming("ppo_micro_batch_size=32", "3", "30", "33")):
         resolve_micro_batch(config, "actor", ranks=3)
 
 
 def test_both_keys_or_neither_is_an_error_that_names_them():
     both = load_config([f"{MICRO}=3", f"{MICRO}_per_gpu=4"])
-    with pytest.raises(ConfigError, match=f"{MICRO}_per_gpu=4 and the deprecated {MICRO}=3 are both set"):
+    with pytest.raises(ConfigError, match=naming(f"{MICRO}_per_gpu=4", f"{MICRO}=3")):
         resolve_micro_batch(both, "actor")
     neither = load_config([f"{MICRO}_per_gpu=null"])
-    with pytest.raises(ConfigError, match=f"{MICRO}_per_gpu: not set; set it, or .*use_dynamic_bsz=True"):
+    with pytest.raises(ConfigError, match=naming(f"{MICRO}_per_gpu", "use_dynamic_bsz=True")):
         resolve_micro_batch(neither, "actor")
     dynamic = load_config([f"{MICRO}_per_gpu=null", "actor_rollout_ref.actor.use_dynamic_bsz=True"])
     assert resolve_micro_batch(dynamic, "actor") == MicroBatchSize(max_tokens=16384)
@@ -134,16 +132,12 @@ def test_a_token_cap_holds_one_whole_sequence():
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1023",
     ]
-    with pytest.raises(
-        ConfigError, match=r"=1023 does not hold one sequence of .*=512 \+ .*=512 tokens \(at least 1024\)"
-    ):
+    with pytest.raises(ConfigError, match=naming("=1023", "=512", "1024")):
         resolve_micro_batch(load_config(overrides), "actor")
     assert plan(*overrides[:1]).actor.micro_batches is None
     rewards = ["reward_model.use_dynamic_bsz=True", "reward_model.forward_max_token_len_per_gpu=2000"]
     assert resolve_micro_batch(load_config(rewards), "reward_model").max_tokens == 2000
-    with pytest.raises(
-        ConfigError, match=r"=2000 does not hold one sequence of reward_model\.max_length=2001"
-    ):
+    with pytest.raises(ConfigError, match=naming("=2000", "reward_model.max_length=2001")):
         resolve_micro_batch(load_config([*rewards, "reward_model.max_length=2001"]), "reward_model")
 
 
@@ -161,14 +155,14 @@ def test_ranks_that_share_sequences_take_samples_together():
     assert plan(*sizes).actor.sharing == 1  # one process has nobody to share with
     on_four = "x actor_rollout_ref.rollout.n=1 does not divide over 4 ranks (nearest: 4)"
     assert problems(*sizes[:1], f"{MINI}=1", f"{SHARED}=2", ranks=4) == [
-        f"{MINI}=1 x actor_rollout_ref.rollout.n=1 does not divide over 2 groups of 2 ranks (nearest: 2)",
+        Message(f"{MINI}=1", "actor_rollout_ref.rollout.n=1", "2"),
         f"critic.ppo_mini_batch_size=1 {on_four}",
     ]
     assert problems("data.train_batch_size=12", f"{MINI}=2", f"{SHARED}=2", ranks=4) == [
         f"critic.ppo_mini_batch_size=2 {on_four}"
     ]
     assert problems(*sizes[:3], critic, f"{SHARED}=3", ranks=4) == [
-        f"{SHARED}=3 does not divide the 4 ranks (nearest: 2, 4)",
+        Message(f"{SHARED}=3", "4", "2"),
         SHARED.replace("actor.u", "ref.u") + "=3 does not divide the 4 ranks (nearest: 2, 4)",
     ]
 
@@ -179,7 +173,7 @@ def test_ranks_that_share_sequences_have_the_tokens_of_all_of_them():
     config = load_config([*dynamic, f"{cap}=512"])
     assert resolve_micro_batch(config, "actor", ranks=4) == MicroBatchSize(max_tokens=1024)
     assert resolve_micro_batch(config, "ref", ranks=4) == MicroBatchSize(max_tokens=1024)
-    with pytest.raises(ConfigError, match=r"=511 on 2 ranks does not hold .* 1024 tokens|\(at least 512\)"):
+    with pytest.raises(ConfigError, match=naming("=511", "2 ranks", "512")):
         resolve_micro_batch(load_config([*dynamic, f"{cap}=511"]), "actor", ranks=4)
     deprecated = load_config([f"{MICRO}=32", f"{SHARED}=2"])
     assert resolve_micro_batch(deprecated, "actor", ranks=4) == MicroBatchSize(rows=16)
@@ -193,7 +187,7 @@ def test_nearest_and_divisors():
     assert nearest_in_words(0, [3]) == "nearest: 3"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     mini_batches=st.integers(1, 6), mini=st.integers(1, 6), n=st.integers(1, 4), micro=st.integers(1, 9),
     ranks=st.integers(1, 4),

@@ -1,27 +1,19 @@
 from __future__ import annotations
 
 import importlib.util
+from inspect import signature
 
 import pytest
 
 from strop.algorithms.advantages import ESTIMATORS
-from strop.algorithms.advantages import needs as estimator_needs
-from strop.algorithms.policy_loss import POLICY_LOSSES as REGISTERED_LOSSES
-from strop.algorithms.registry import accepted
-from strop.config.checks.check import check_loaded
-from strop.config.checks.supervised import require_valid
-from strop.config.load import load_tree, read_tree
-from strop.config.names import (
-    ESTIMATOR_NEEDS,
-    ESTIMATOR_TAKES,
-    LOGGER_PACKAGES,
-    POLICY_LOSSES,
-    is_import_path,
-    needs_critic,
-)
-from strop.config.trees import PPO, SFT
+from strop.algorithms.policy_loss import POLICY_LOSSES
+from strop.config.checks.check import check
+from strop.config.load import load_config, load_tree
+from strop.config.names import estimators, is_import_path, needs_critic, policy_losses
+from strop.config.trees import SFT
 from strop.errors import ConfigError
-from strop.tracking.trackers import OPTIONAL_PACKAGES, TRACKERS
+
+from messages import Message, mentions, naming
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -50,98 +42,57 @@ def test_all_errors_come_together(report):
     assert caught.value.problems == result.errors
 
 
-def test_what_cannot_be_loaded_comes_together_with_what_is_found_by_checking(valid):
-    loaded = read_tree(
-        PPO,
-        [
-            *valid, "trainer.totl_epochs=3", f"{ROLLOUT}.n=two", "trainer.seed=[1", "critic=7",
-            "algorithm.adv_estimator=gea", "data.train_batch_size=7",
-        ],
-    )  # fmt: skip
-    with pytest.raises(ConfigError) as caught:
-        loaded.get()
-    result = check_loaded(loaded, train_rows=2048, more_problems=["of the data"])
-    assert result.errors[: len(caught.value.problems)] == caught.value.problems
-    found = result.errors[len(caught.value.problems) :]
-    assert [line.partition("=")[0] for line in found] == [
-        "algorithm.adv_estimator",
-        "actor_rollout_ref.actor.ppo_mini_batch_size",
-        "of the data",
-    ]
-
-
 @pytest.mark.parametrize(
-    "wrong",
+    ("options", "missing"),
     [
-        "data.train_batch_size=7x",
-        "data.train_batch_size=[7",
-        "data.train_batchsize=7",
-        "dta={train_batch_size: 7}",
+        ([], ["data.train_files", "data.val_files", "actor_rollout_ref.model.path"]),
+        (["trainer.val_only=True"], ["data.val_files", "actor_rollout_ref.model.path"]),
+        (
+            ["actor_rollout_ref.model.path=x/y", "data.val_files=v", "reward_model.enable=True"],
+            ["data.train_files", "reward_model.model.path"],
+        ),
     ],
 )
-def test_nothing_is_said_of_a_default_in_place_of_a_value_that_is_wrong(valid, wrong):
-    result = check_loaded(read_tree(PPO, [*valid, wrong]), train_rows=100)  # the default takes 1024
-    (line,) = result.errors
-    assert wrong.partition("=")[0] in line
-    # What was written well is still held to its word.
-    written = check_loaded(read_tree(PPO, [*valid, "data.train_batch_size=512", wrong]), train_rows=100)
-    assert len(written.errors) == (1 if wrong.startswith("data.train_batch_size=") else 2)
-
-
-def test_a_value_that_others_follow_is_replaced_with_them(valid):
-    loaded = read_tree(PPO, [*valid, "data.max_prompt_length=long"])
-    assert (
-        loaded.config.actor_rollout_ref.rollout.prompt_length == loaded.config.data.max_prompt_length == 512
-    )
-    assert "data.max_prompt_length" not in loaded.config.written
+def test_keys_without_a_default_are_required_with_an_example(options, missing):
+    errors = [line for line in check(load_config(options)).errors if "not set" in line]
+    assert [line.partition(":")[0] for line in errors] == missing
+    assert all(f"{key}=" in line for key, line in zip(missing, errors, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------ names
 
 
-def test_the_tables_of_names_mirror_the_registries():
-    always_given = {"rewards", "response_mask", "gamma", "lam", "whiten", "norm_by_std"}
-    registered = {name: estimator_needs(function) - always_given for name, function in ESTIMATORS.items()}
-    assert registered == ESTIMATOR_NEEDS
-    assert set(REGISTERED_LOSSES) == set(POLICY_LOSSES)
-    assert set(TRACKERS) == set(LOGGER_PACKAGES)
-    assert {name for name, package in LOGGER_PACKAGES.items() if package == name} == set(OPTIONAL_PACKAGES)
+def test_names_and_parameters_are_those_that_are_registered():
+    for read, registered in ((estimators(), ESTIMATORS), (policy_losses(), POLICY_LOSSES)):
+        parameters = {name: frozenset(signature(f).parameters) for name, f in registered.items()}
+        assert read == parameters
     assert [name for name in ESTIMATORS if needs_critic(name)] == ["gae"]
-    keys = {
-        "whiten": "whiten_advantages",
-        "norm_by_std": "norm_adv_by_std_in_grpo",
-        "gamma": "gamma",
-        "lam": "lam",
-    }
-    told = {name: accepted(function, keys).values() for name, function in ESTIMATORS.items()}
-    assert {name: frozenset(values) for name, values in told.items()} == ESTIMATOR_TAKES
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "parts"),
     [
         (
             "algorithm.adv_estimator=grop",
-            "algorithm.adv_estimator=grop: unknown; did you mean grpo? (known: gae, grpo, ",
+            ("algorithm.adv_estimator=grop", "grpo?", "gae, grpo, "),
         ),
-        ("algorithm.adv_estimator=xyz", "algorithm.adv_estimator=xyz: unknown; (known: gae"),
-        ("actor_rollout_ref.actor.policy_loss=pg", "actor_rollout_ref.actor.policy_loss=pg: unknown; "),
-        ("reward_model.reward_manager=naiv", "did you mean naive?"),
-        ("reward_model.reward_manager=primes", "did you mean prime? (known: naive, prime; "),
+        ("algorithm.adv_estimator=xyz", ("algorithm.adv_estimator=xyz", "gae")),
+        ("actor_rollout_ref.actor.policy_loss=pg", ("actor_rollout_ref.actor.policy_loss=pg",)),
+        ("reward_model.reward_manager=naiv", ("naive?",)),
+        ("reward_model.reward_manager=primes", ("prime?", "naive, prime")),
         (
             "algorithm.adv_estimator=no_such_package.mine:fn",
-            "there is no module no_such_package; is its folder on PYTHONPATH?",
+            ("no_such_package", "PYTHONPATH"),
         ),
         (
             "trainer.logger=[console,wandbb]",
-            "trainer.logger=wandbb: unknown; did you mean wandb? (known: console, jsonl, file, tensorboard",
+            ("trainer.logger=wandbb", "wandb?", "console, jsonl, file, tensorboard"),
         ),
-        ("trainer.project_name=''", "trainer.project_name: found an empty name"),
+        ("trainer.project_name=''", ("trainer.project_name",)),
     ],
 )
-def test_unknown_names_are_errors_that_say_what_is_known(report, override, said):
-    (line,) = report(override).errors
-    assert said in line
+def test_unknown_names_are_errors_that_list_the_known_ones(report, override, parts):
+    assert report(override).errors == [Message(*parts)]
 
 
 def test_import_paths_are_accepted(report):
@@ -159,15 +110,13 @@ def test_a_tracker_without_its_package_is_an_error_that_names_the_extra(report, 
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
     (line,) = report("trainer.logger=[console,wandb]").errors
-    assert line.startswith(
-        "trainer.logger=wandb: the package wandb is not installed: pip install 'strop[wandb]'"
-    )
+    assert mentions(line, "trainer.logger=wandb", "'strop[wandb]'")
 
 
 def test_a_project_name_that_wandb_refuses(report):
     assert report("trainer.project_name='a/b'").errors == []
     (line,) = report("trainer.project_name='a/b'", "trainer.logger=[wandb]").errors
-    assert "wandb allows none of" in line
+    assert mentions(line, "wandb")
 
 
 # --------------------------------------------------------------------------------------------------- learning
@@ -176,13 +125,13 @@ def test_a_project_name_that_wandb_refuses(report):
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus_baseline"])
 def test_groups_of_one_are_doubtful(report, estimator):
     (line,) = doubts(report(f"algorithm.adv_estimator={estimator}"))
-    assert line.startswith(f"{ROLLOUT}.n=1 with algorithm.adv_estimator={estimator}: a group of one")
+    assert mentions(line, f"{ROLLOUT}.n=1", f"algorithm.adv_estimator={estimator}")
     assert doubts(report(f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n=4")) == []
 
 
 def test_rloo_with_groups_of_one_is_an_error(report):
     (line,) = report("algorithm.adv_estimator=rloo").errors
-    assert "every advantage is 0 (expected n >= 2)" in line
+    assert mentions(line, "n >= 2")
     assert report("algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=2").errors == []
 
 
@@ -195,23 +144,11 @@ def test_estimators_without_groups_take_one_answer(report):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (
-            ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.kl_coef=0"],
-            "no effect with algorithm.kl_ctrl.kl_coef=0",
-        ),
-        (
-            ["algorithm.kl_ctrl.type=adaptive", "actor_rollout_ref.actor.use_kl_loss=True"],
-            "no effect with actor_rollout_ref.actor.use_kl_loss=True",
-        ),
-        ([f"{ROLLOUT}.do_sample=False"], "the policy explores nothing"),
-        ([f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p: the sampler is another distribution"),
-        ([f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5"], f"{ROLLOUT}.top_p and {ROLLOUT}.top_k: the sampler"),
-        ([f"{ROLLOUT}.val_kwargs.n=2"], "2 greedy answers are all the same"),
-        ([f"{ROLLOUT}.val_kwargs.do_sample=True"], "do_sample=True with temperature=0 is greedy"),
-        (
-            ["critic.optim.min_lr_ratio=0.1"],
-            "critic.optim.min_lr_ratio=0.1 has no effect with warmup_style=constant",
-        ),
+        ([f"{ROLLOUT}.do_sample=False"], f"{ROLLOUT}.do_sample=False"),
+        ([f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p"),
+        ([f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5"], f"{ROLLOUT}.top_p and {ROLLOUT}.top_k"),
+        ([f"{ROLLOUT}.val_kwargs.n=2"], f"{ROLLOUT}.val_kwargs.n=2"),
+        ([f"{ROLLOUT}.val_kwargs.do_sample=True"], "do_sample=True with temperature=0"),
     ],
 )
 def test_doubtful_settings_are_one_warning_each(report, overrides, said):
@@ -239,43 +176,42 @@ def test_the_floor_of_a_critics_learning_rate_does_not_matter_without_a_critic(r
 
 def test_training_needs_a_temperature_and_validation_alone_does_not(report):
     (line,) = report(f"{ROLLOUT}.temperature=0").errors
-    assert line.startswith(f"{ROLLOUT}.temperature=0: training needs a temperature above 0")
+    assert mentions(line, f"{ROLLOUT}.temperature=0", "0")
     assert report(f"{ROLLOUT}.temperature=0", "trainer.val_only=True").errors == []
 
 
 def test_a_critic_warmup_needs_a_critic_and_an_end(report):
     without = report("trainer.critic_warmup=3", "algorithm.adv_estimator=reinforce_plus_plus")
     assert without.errors == []
-    assert any("trainer.critic_warmup=3 has no effect" in line for line in without.warnings)
+    assert any(mentions(line, "trainer.critic_warmup=3") for line in without.warnings)
     (line,) = report("trainer.critic_warmup=3", "trainer.total_training_steps=3").errors
-    assert "covers all 3 iterations" in line
+    assert mentions(line, "3 iterations")
 
 
 # ----------------------------------------------------------------------------------------------------- inputs
 
 
 @pytest.mark.parametrize(
-    ("override", "line"),
+    ("override", "part"),
     [
-        ("data.train_files=[]", "data.train_files: found an empty list, expected at least one parquet file"),
-        ("actor_rollout_ref.model.path=/no/model", "actor_rollout_ref.model.path=/no/model: no such folder"),
-        ("critic.model.path=./no", "critic.model.path=./no: no such folder"),
-        ("data.tokenizer=/no/tokenizer", "data.tokenizer=/no/tokenizer: no such folder"),
-        ("custom_reward_function.path=/no/r.py", "custom_reward_function.path=/no/r.py: no such file"),
+        ("data.train_files=[]", "data.train_files"),
+        ("actor_rollout_ref.model.path=/no/model", "actor_rollout_ref.model.path=/no/model"),
+        ("critic.model.path=./no", "critic.model.path=./no"),
+        ("data.tokenizer=/no/tokenizer", "data.tokenizer=/no/tokenizer"),
+        ("custom_reward_function.path=/no/r.py", "custom_reward_function.path=/no/r.py"),
         (
             "trainer.resume_mode=autom",
-            "trainer.resume_mode=autom: expected auto, disable, or a global_step_N folder; there is no such "
-            "folder",
+            "trainer.resume_mode=autom",
         ),
     ],
 )
-def test_missing_inputs_are_errors(report, override, line):
-    assert report(override).errors == [line]
+def test_missing_inputs_are_errors(report, override, part):
+    assert report(override).errors == [Message(part)]
 
 
 def test_a_missing_data_file_says_which_and_what_makes_one(report):
     (line,) = report("data.train_files=[/no/a.parquet,hdfs://host/b.parquet]").errors
-    assert line == "data.train_files: no file /no/a.parquet (strop prepare makes one from a data set)"
+    assert mentions(line, "data.train_files", "/no/a.parquet")
 
 
 def test_urls_and_hub_names_are_left_to_the_download(report):
@@ -292,7 +228,7 @@ def test_models_that_the_run_does_not_load_are_not_looked_for(report, tmp_path):
     assert len(report("reward_model.model.path=/no/model", "reward_model.enable=True").errors) == 1
     (tmp_path / "empty").mkdir()
     (line,) = report(f"actor_rollout_ref.model.path={tmp_path}/empty").errors
-    assert "the folder has no config.json" in line
+    assert mentions(line, "config.json")
     (tmp_path / "empty" / "weights.gguf").touch()
     assert report(f"actor_rollout_ref.model.path={tmp_path}/empty").errors == []
 
@@ -307,10 +243,10 @@ def test_models_that_the_run_does_not_load_are_not_looked_for(report, tmp_path):
         ("compute_score: object = print\n", None),
         ("try:\n    from a import compute_score\nexcept ImportError:\n    def compute_score(): ...\n", None),
         ("class compute_score: ...\n", None),
-        ("def score(): ...\nif True:\n    def other(): ...\n", "does not define it; it defines other, score"),
-        ("def outer():\n    def compute_score(): ...\n", "does not define it; it defines outer"),
-        ("", "does not define it; it defines nothing"),
-        ("def compute_score(:\n", "not Python"),
+        ("def score(): ...\nif True:\n    def other(): ...\n", "other, score"),
+        ("def outer():\n    def compute_score(): ...\n", "outer"),
+        ("", "compute_score"),
+        ("def compute_score(:\n", "reward.py"),
     ],
 )
 def test_a_reward_file_defines_its_function(report, tmp_path, source, said):
@@ -338,9 +274,7 @@ def test_a_model_made_for_shorter_sequences_is_doubtful(report, tmp_path):
         ' "intermediate_size": 16, "max_position_embeddings": 1000}'
     )
     (line,) = doubts(report())
-    assert line.startswith(
-        "data.max_prompt_length=512 + data.max_response_length=512 = 1024 tokens, more than the 1000"
-    )
+    assert mentions(line, "data.max_prompt_length=512", "data.max_response_length=512", "1024", "1000")
     assert doubts(report("data.max_prompt_length=488")) == []
 
 
@@ -348,10 +282,10 @@ def test_deprecated_keys_are_named_and_contradictions_are_errors(report):
     result = report("critic.ppo_micro_batch_size=8", "critic.forward_micro_batch_size_per_gpu=4")
     assert result.errors == []
     (line,) = doubts(result)
-    assert line.startswith("critic.ppo_micro_batch_size=8 is deprecated")
+    assert mentions(line, "critic.ppo_micro_batch_size=8")
     model = "actor_rollout_ref.model"
     (line,) = report(f"{model}.external_lib=a", f"{model}.external_libs=b").errors
-    assert line == f"{model}.external_lib=a and the deprecated {model}.external_libs=b differ"
+    assert mentions(line, f"{model}.external_lib=a", f"{model}.external_libs=b")
 
 
 @pytest.mark.parametrize("below", ["", "/run", "/a/b/c"])
@@ -359,13 +293,13 @@ def test_a_run_folder_below_a_file_is_an_error(report, tmp_path, below):
     (tmp_path / "file").touch()
     path = f"{tmp_path}/file{below}"
     (line,) = report(f"trainer.default_local_dir={path}").errors
-    assert line.startswith(f"trainer.default_local_dir={path}: {tmp_path}/file is not a folder")
+    assert mentions(line, f"trainer.default_local_dir={path}", f"{tmp_path}/file")
 
 
 def test_a_run_folder_that_cannot_be_made_is_an_error_and_trying_leaves_nothing(report, tmp_path):
     for path in ("/proc/run", "/proc/a/b"):  # where the superuser has every right, and makes no folder either
         (line,) = report(f"trainer.default_local_dir={path}").errors
-        assert line.startswith(f"trainer.default_local_dir={path}: nothing can be written to /proc (")
+        assert mentions(line, f"trainer.default_local_dir={path}", "/proc")
     (line,) = report("trainer.default_local_dir=s3://bucket/run").errors
     assert "default_hdfs_dir" in line
     before = sorted(tmp_path.iterdir())
@@ -376,5 +310,7 @@ def test_a_run_folder_that_cannot_be_made_is_an_error_and_trying_leaves_nothing(
 
 def test_a_supervised_run_folder_is_looked_at_too(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=rf"default_local_dir={tmp_path}/file/run: {tmp_path}/file is not"):
-        require_valid(load_tree(SFT, [f"trainer.default_local_dir={tmp_path}/file/run"]))
+    with pytest.raises(
+        ConfigError, match=naming(f"default_local_dir={tmp_path}/file/run", f"{tmp_path}/file")
+    ):
+        check(load_tree(SFT, [f"trainer.default_local_dir={tmp_path}/file/run"])).raise_errors()

@@ -11,6 +11,8 @@ from strop.config.load import load_config
 from strop.config.placement import Placement, processes_per_node, runs_on_ray
 from strop.errors import ConfigError
 
+from messages import Message, mentions
+
 POOLS = "trainer.resource_pools={big: [4, 4], small: [2]}"
 
 
@@ -23,7 +25,7 @@ def test_one_pool_of_all_processes_is_the_default():
     assert found.pools == {"global_pool": [3, 3]}
     assert set(found.roles.values()) == {"global_pool"}
     assert "ActorRollout" in found.roles
-    assert (found.processes, found.ranks("Critic")) == (6, 6)
+    assert found.ranks("Critic") == 6
 
 
 def test_a_role_can_have_a_pool_of_its_own():
@@ -49,11 +51,8 @@ def test_names_that_do_not_fit_are_told_together():
     with pytest.raises(ConfigError) as caught:
         of(POOLS, "trainer.placement={Actor: big, Critic: tiny}")
     actor, critic = caught.value.problems
-    assert actor == (
-        "trainer.placement.Actor: with actor_rollout_ref.hybrid_engine=True the policy's roles are "
-        "ActorRollout"
-    )
-    assert critic == "trainer.placement.Critic=tiny: no such pool; trainer.resource_pools has big, small"
+    assert mentions(actor, "trainer.placement.Actor", "actor_rollout_ref.hybrid_engine=True", "ActorRollout")
+    assert mentions(critic, "trainer.placement.Critic=tiny", "trainer.resource_pools")
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, 1), (2, 2), (16, 8)])
@@ -89,63 +88,63 @@ def test_many_processes_in_one_are_an_error():
         load_config(["trainer.n_gpus_per_node=2", "trainer.worker_group=local"])
     )
     assert found.level == "error"
-    assert found.text.startswith("trainer.worker_group=local is one process, and 2 are asked for")
+    assert mentions(found.text, "trainer.worker_group=local", "2")
 
 
 def test_without_ray_several_processes_are_an_error(monkeypatch):
     monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: None)
     (found,) = processes.worker_group(load_config(["trainer.n_gpus_per_node=2"]))
-    assert found.text == "2 processes run on Ray, which is not installed: pip install 'strop[ray]'"
+    assert mentions(found.text, "2", "Ray", "'strop[ray]'")
 
 
 def test_restarts_without_checkpoints_or_processes_are_doubtful():
     assert list(processes.restarts(load_config(["trainer.max_restarts=0"]))) == []
     ray = ["trainer.max_restarts=2", "trainer.n_gpus_per_node=2"]
     assert list(processes.restarts(load_config([*ray, "trainer.save_freq=1"]))) == []
-    (anew,) = processes.restarts(load_config(ray))
-    assert "begins anew" in anew.text
-    (alone,) = processes.restarts(load_config(["trainer.max_restarts=2", "trainer.n_gpus_per_node=1"]))
-    assert "no effect in one process" in alone.text
+    (fresh,) = processes.restarts(load_config(ray))
+    assert mentions(fresh.text, "trainer.max_restarts=2", "trainer.save_freq=-1")
+    alone = check(load_config(["trainer.max_restarts=2", "trainer.n_gpus_per_node=1"])).warnings
+    assert [Message("no effect", "trainer.max_restarts=2")] == [line for line in alone if "restarts" in line]
 
 
 def test_restarts_do_not_hide_a_placement_that_does_not_fit():
     result = check(load_config(["trainer.max_restarts=2", POOLS, "trainer.placement={Critic: tiny}"]))
-    assert [line for line in result.errors if line.startswith("trainer.placement.Critic=tiny: no such pool")]
+    assert [line for line in result.errors if mentions(line, "trainer.placement.Critic=tiny")]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "parts"),
     [
-        (["trainer.resource_pools={a: [2], typo: [2]}"], "trainer.resource_pools.typo: no role of this run"),
+        (["trainer.resource_pools={a: [2], typo: [2]}"], ("trainer.resource_pools.typo",)),
         (
             [POOLS, "trainer.placement={Critic: small}", "algorithm.adv_estimator=grpo"],
-            "trainer.resource_pools.small: no role of this run",
+            ("trainer.resource_pools.small",),
         ),
         (
             ["trainer.placement={Critic: global_pool}", "algorithm.adv_estimator=grpo"],
-            "no effect: trainer.placement.Critic: this run has no such role",
+            ("no effect", "trainer.placement.Critic"),
         ),
         (
             ["trainer.resource_pools={a: [2]}", "trainer.nnodes=3"],
-            "no effect: trainer.nnodes; trainer.resource_pools says",
+            ("no effect", "trainer.nnodes", "trainer.resource_pools"),
         ),
         (
             ["trainer.n_gpus_per_node=1", "trainer.phase_timeout_s=5", "trainer.handles=false"],
-            "no effect (the run is one process): trainer.phase_timeout_s, trainer.handles",
+            ("no effect", "trainer.phase_timeout_s=5", "trainer.handles=False"),
         ),
-        (["trainer.async_save=true"], "no effect (trainer.save_freq=-1): trainer.async_save"),
+        (["trainer.async_save=true"], ("no effect", "trainer.save_freq=-1", "trainer.async_save")),
     ],
 )
-def test_what_changes_nothing_is_told(overrides, told):
+def test_keys_without_effect_are_reported(overrides, parts):
     result = check(load_config(["trainer.n_gpus_per_node=2", *overrides]))
-    assert [line for line in result.errors + result.warnings if line.startswith(told)]
-    assert not [line for line in check(load_config([])).warnings if line.startswith("no effect: trainer")]
+    assert Message(*parts) in result.errors + result.warnings
+    assert not [line for line in check(load_config([])).warnings if mentions(line, "no effect", "trainer")]
 
 
 def test_copies_have_to_share_the_ranks_evenly():
     actor = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
     (found,) = processes.hybrid_sharding(load_config(["trainer.n_gpus_per_node=8", f"{actor}=3"]))
-    assert found.text == f"{actor}=3 does not divide the 8 ranks (nearest: 2, 4; -1: all)"
+    assert mentions(found.text, f"{actor}=3", "8", "2", "4", "-1")
     for size in (-1, 1, 2, 4, 8, 16):
         even = load_config(["trainer.n_gpus_per_node=8", f"{actor}={size}"])
         assert list(processes.hybrid_sharding(even)) == []
@@ -172,19 +171,15 @@ def test_ranks_share_packed_rows_only(eight_ranks):
     assert eight_ranks(f"{ACTOR}=2", f"{PACKED}=True") == []
     assert eight_ranks(f"{ACTOR}=1") == eight_ranks(f"{ACTOR}=2", "trainer.n_gpus_per_node=1") == []
     without_reference = "algorithm.kl_ctrl.kl_coef=0"
-    assert eight_ranks(f"{ACTOR}=2", without_reference) == [
-        f"{ACTOR}=2 shares packed rows; set {PACKED}=True"
-    ]
+    assert eight_ranks(f"{ACTOR}=2", without_reference) == [Message(f"{ACTOR}=2", f"{PACKED}=True")]
     critic = "critic.ulysses_sequence_parallel_size=2"
     assert eight_ranks(critic, f"{PACKED}=True", "critic.model.use_remove_padding=False") == [
-        f"{critic} shares packed rows; set critic.model.use_remove_padding=True"
+        Message(critic, "critic.model.use_remove_padding=True")
     ]
     assert eight_ranks(critic, "algorithm.adv_estimator=grpo") == []
 
 
 def test_ranks_divide_the_heads_among_them(eight_ranks, tmp_path):
     critic = "critic.ulysses_sequence_parallel_size=4"
-    assert eight_ranks(critic, f"{PACKED}=True") == [
-        f"{critic} does not divide the 6 attention heads of {tmp_path} (nearest: 3, 6)"
-    ]
+    assert eight_ranks(critic, f"{PACKED}=True") == [Message(critic, "6", tmp_path, "3")]
     assert eight_ranks(critic, f"{PACKED}=True", "critic.model.path=some/name") == []  # not here to be read

@@ -9,6 +9,8 @@ import pytest
 from strop.config.checks.check import check
 from strop.config.load import load_config
 
+from messages import mentions
+
 
 @pytest.fixture
 def report(tmp_path):
@@ -54,12 +56,12 @@ def test_a_reward_model_that_fits_is_passed(report):
 
 def test_the_default_path_is_no_reward_model(report):
     (line,) = report("reward_model.model.path=~/models/Anomy-RM-v0.1")[0]
-    assert line == "reward_model.model.path=~/models/Anomy-RM-v0.1: no such folder"
+    assert mentions(line, "reward_model.model.path=~/models/Anomy-RM-v0.1")
 
 
 def test_a_tokenizer_that_is_not_there(report):
     (line,) = report("reward_model.model.input_tokenizer=/no/tokenizer")[0]
-    assert line == "reward_model.model.input_tokenizer=/no/tokenizer: no such folder"
+    assert mentions(line, "reward_model.model.input_tokenizer=/no/tokenizer")
     off = report("reward_model.enable=false", "reward_model.model.input_tokenizer=/no/tokenizer")
     assert off[0] == []
     assert report("reward_model.model.input_tokenizer=owner/name")[0] == []
@@ -80,15 +82,15 @@ def test_sequences_longer_than_it_was_made_for(report):
         assert line.startswith(
             "data.max_prompt_length=512 + data.max_response_length=512 = 1024 tokens, more"
         )
-        assert "than the 1000 that " in line
+        assert "1000" in line
     assert report(*lengths, "reward_model.max_length=1000", context=1000)[1] == []
     (line,) = report(*lengths, "reward_model.max_length=1001", context=1000)[1]
-    assert line.startswith("reward_model.max_length=1001, more than the 1000 that ")
+    assert mentions(line, "reward_model.max_length=1001", "1000")
 
 
 def test_a_sample_that_no_micro_batch_would_hold(report):
     dynamic = "reward_model.use_dynamic_bsz=true", "reward_model.forward_max_token_len_per_gpu=1500"
     (line,) = report(*dynamic)[1]
-    assert "of more than reward_model.forward_max_token_len_per_gpu=1500 tokens" in line
+    assert mentions(line, "reward_model.forward_max_token_len_per_gpu=1500")
     assert line.endswith("with max_length=1500 its end is scored")
     assert report(*dynamic, "reward_model.max_length=1500") == report(*dynamic, SHARED) == ([], [])

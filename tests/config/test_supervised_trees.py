@@ -7,12 +7,14 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from strop.config.checks.supervised import get_loaded, require_valid
+from strop.config.checks.check import check
 from strop.config.keys import all_keys, leaf_paths
-from strop.config.load import load_config, load_tree, read_tree, to_yaml, written_paths
+from strop.config.load import load_config, load_tree, to_yaml, written_paths
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import REWARD_MODELLING, SFT
 from strop.errors import ConfigError
+
+from messages import mentions, naming
 
 TREES = pytest.mark.parametrize("tree", [SFT, REWARD_MODELLING], ids=lambda tree: tree.name)
 
@@ -40,9 +42,9 @@ def test_a_file_may_name_the_shipped_defaults(tree, tmp_path):
 
 
 def test_keys_of_another_tree_are_unknown():
-    with pytest.raises(ConfigError, match=r"algorithm: unknown key"):
+    with pytest.raises(ConfigError, match=naming("algorithm")):
         load_tree(SFT, ["algorithm.gamma=1"])
-    with pytest.raises(ConfigError, match=r"update: unknown key"):
+    with pytest.raises(ConfigError, match=naming("update")):
         load_config(["update.grad_clip=1"])
     assert "algorithm.gamma" in leaf_paths()
 
@@ -52,9 +54,9 @@ def test_numbers_of_processes_that_do_not_fit_are_told():
     config = load_tree(SFT, settings)
     assert isinstance(config, SupervisedConfig)
     with pytest.raises(ConfigError) as caught:
-        require_valid(config)
-    assert "trainer.worker_group=local is one process, and 4 are asked for" in str(caught.value)
-    assert "fsdp_size=3 does not divide the 4 ranks" in str(caught.value)
+        check(config).raise_errors()
+    assert mentions(str(caught.value), "trainer.worker_group=local", "4")
+    assert mentions(str(caught.value), "fsdp_size=3", "4")
 
 
 @pytest.fixture(params=[SFT, REWARD_MODELLING], ids=lambda tree: tree.name)
@@ -70,7 +72,9 @@ def warnings(request, tmp_path):
     one_process = (f"model.path={tmp_path}", "trainer.n_gpus_per_node=1", "trainer.device=cpu")
 
     def run(*overrides):
-        return require_valid(load_tree(request.param, [*files, *one_process, *overrides]))
+        result = check(load_tree(request.param, [*files, *one_process, *overrides]))
+        result.raise_errors()
+        return result.warnings
 
     return run
 
@@ -109,36 +113,28 @@ def test_a_size_of_micro_batches_that_others_replace_is_named(warnings):
 
 def test_a_floor_without_a_decay_is_named(warnings):
     (line,) = warnings("update.optim.warmup_style=constant", "update.optim.min_lr_ratio=0.5")
-    assert line.startswith("update.optim.min_lr_ratio=0.5 has no effect with warmup_style=constant")
+    assert mentions(line, "update.optim.min_lr_ratio=0.5", "warmup_style=constant")
 
 
 def test_validation_without_files_is_named(warnings):
     (line,) = warnings("data.val_files=[]", "trainer.test_freq=5", "trainer.val_before_train=True")
-    assert line == "no effect (data.val_files is empty): trainer.test_freq, trainer.val_before_train"
+    assert mentions(line, "data.val_files", "trainer.test_freq", "trainer.val_before_train")
     assert warnings("data.val_files=[]") == []
 
 
 def test_sequences_longer_than_the_model_was_made_for(warnings):
     (line,) = warnings("data.max_prompt_length=200000")
-    assert "= 200512 tokens, more than the 2048 that " in line
+    assert mentions(line, "200512", "2048")
 
 
 @pytest.mark.parametrize("attention", ["eager", "flex_attention"])
 def test_attention_by_mask_matrices_cannot_be_packed(warnings, attention):
     packed = ("model.use_remove_padding=True", f"model.attn_implementation={attention}")
-    with pytest.raises(ConfigError, match=r"^model\.use_remove_padding=True: these take a mask matrix"):
+    with pytest.raises(ConfigError, match=naming("model.use_remove_padding=True")):
         warnings(*packed)
     assert warnings(packed[0]) == warnings(packed[1]) == []
 
 
 def test_another_back_end_is_an_error(warnings):
-    with pytest.raises(ConfigError, match=r"update\.strategy=megatron: not in this version"):
+    with pytest.raises(ConfigError, match=naming("update.strategy=megatron")):
         warnings("update.strategy=megatron")
-
-
-def test_mistakes_of_loading_and_of_checking_come_together(tmp_path):
-    loaded = read_tree(SFT, ["update.optim.learning=1", "trainer.seed=x", f"model.path={tmp_path}/none"])
-    with pytest.raises(ConfigError) as caught:
-        get_loaded(loaded)
-    for text in ("update.optim.learning: unknown", "trainer.seed: found 'x'", "none: no such folder"):
-        assert any(text in line for line in caught.value.problems)

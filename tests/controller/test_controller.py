@@ -6,6 +6,8 @@ from strop.controller.group import Dispatch, LocalWorkerGroup, dispatch_of, regi
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.errors import ConfigError
 
+from messages import naming
+
 
 class Counter:
     def __init__(self, start: int) -> None:
@@ -30,7 +32,7 @@ def test_a_local_group_calls_marked_methods_in_this_process():
 def test_unmarked_and_unknown_methods_are_not_for_groups():
     group = LocalWorkerGroup(worker_cls=Counter, init_kwargs={"start": 5}, name="counter")
     for name in ("unmarked", "nothing"):
-        with pytest.raises(AttributeError, match=rf"counter has no method '{name}'"):
+        with pytest.raises(AttributeError, match=naming("counter", f"'{name}'")):
             getattr(group, name)
 
 
@@ -52,10 +54,10 @@ def test_pools_are_found_by_role():
     )
     assert manager.pool_of(Role.ActorRollout).world_size == 16
     assert manager.pool_of(Role.Critic).processes_per_node == (2,)
-    with pytest.raises(ConfigError, match="no resource pool for role RewardModel"):
+    with pytest.raises(ConfigError, match=naming("RewardModel")):
         manager.pool_of(Role.RewardModel)
 
 
 def test_a_role_on_an_unknown_pool_is_an_error_at_once():
-    with pytest.raises(ConfigError, match=r"Critic is mapped to the pool 'other'; known: \['main'\]"):
+    with pytest.raises(ConfigError, match=naming("Critic", "'other'", "'main'")):
         ResourcePoolManager({"main": [1]}, {Role.Critic: "other"})

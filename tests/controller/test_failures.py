@@ -15,6 +15,7 @@ from strop.controller.ray.group import RayWorkerGroup
 from strop.errors import WorkerError
 from strop.protocol import DataProto
 
+from messages import mentions, naming
 from toys import BrokenWorker, SlowToLoad, ToyWorker, pools
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -72,7 +73,7 @@ def test_a_worker_that_is_killed_in_a_call_is_named_with_its_last_lines(pair):
     actor, _, pids = pair
     actor.say("so far so good")
     message = _failure(actor.die, 1)
-    assert f"Actor rank 1 on {HERE} (pid {pids[1]}) died in die; the last it printed:" in message
+    assert mentions(message, "Actor", "rank 1", HERE, pids[1], "die")
     assert "so far so good\n" in message
     assert "about to end" in message
     assert "rank 1 warns" in message
@@ -83,8 +84,8 @@ def test_a_worker_that_is_killed_while_idle_is_named_although_another_pool_is_bu
     call = actor.sleep.start(0)
     os.kill(pids[2], signal.SIGKILL)
     message = _failure(call.get)
-    assert f"Critic rank 0 on {HERE} (pid {pids[2]}) died in a wait for the next call" in message
-    assert "had printed nothing" in message
+    assert mentions(message, "Critic", "rank 0", HERE, pids[2])
+    assert "printed nothing" in message
 
 
 def test_a_worker_that_died_between_two_calls_is_named_by_the_next(pair):
@@ -96,7 +97,7 @@ def test_a_worker_that_died_between_two_calls_is_named_by_the_next(pair):
 def test_the_exception_is_told_and_not_that_its_peers_lost_a_connection(pair):
     actor, _, pids = pair
     message = _failure(actor.fail, 0)
-    assert f"Actor rank 0 on {HERE} (pid {pids[0]}) raised in fail:" in message
+    assert mentions(message, "Actor", "rank 0", HERE, pids[0], "fail")
     assert "ZeroDivisionError: no such number" in message
     assert 'raise ZeroDivisionError("no such number")' in message
     assert "ray::" not in message
@@ -104,7 +105,7 @@ def test_the_exception_is_told_and_not_that_its_peers_lost_a_connection(pair):
 
 def test_an_error_of_ours_is_told_by_name_and_would_come_again(pair):
     actor, _, _ = pair
-    with pytest.raises(WorkerError, match=r"ModelError: the folder has no weights$") as caught:
+    with pytest.raises(WorkerError, match=naming("ModelError: the folder has no weights")) as caught:
         actor.fail_by_name(1)
     assert caught.value.is_final
     assert "Traceback" not in str(caught.value)
@@ -123,7 +124,7 @@ def test_after_a_failure_every_call_to_any_group_tells_it_again(pair, tmp_path):
 def test_a_group_that_was_shut_down_says_so():
     group = _group(pools(main=[1])[0])
     group.shutdown()
-    assert _failure(group.add, 1) == "the processes of the pool 'main' have ended"
+    assert mentions(_failure(group.add, 1), "'main'")
 
 
 @pytest.mark.parametrize("fault", ["sleep", "hold_the_interpreter"])
@@ -133,13 +134,13 @@ def test_a_rank_that_hangs_is_named_with_the_stacks_of_all(fault):
     started = time.monotonic()
     message = _failure(getattr(group, fault), 1)
     assert time.monotonic() - started < 60
-    assert f"Critic: rank 1 on {HERE} (pid {pids[1]}) did not return from {fault} within" in message
-    assert "within 6 s (trainer.phase_timeout_s); ranks [0, 1] were still in it" in message
+    assert mentions(message, "Critic", "rank 1", HERE, pids[1], fault)
+    assert mentions(message, "6 s", "trainer.phase_timeout_s", "[0, 1]")
     own, peer = message.split("--- rank 1 on")[1].split("--- rank 0 on")
     assert "toys.py" in own.splitlines()[-1] or "toys.py" in own.splitlines()[-2]
     assert f"in {fault}" in own
     assert "in _wait_for_all" in peer
-    assert "ray_host.py" not in message
+    assert "ray/host.py" not in message
     _require_gone(pids)
 
 
@@ -156,7 +157,7 @@ def test_the_stacks_of_a_hang_are_those_of_all_pools(pair_that_waits):
 def test_the_limit_that_is_told_is_the_one_that_held(monkeypatch):
     monkeypatch.setattr("strop.controller.ray.processes.START_S", 5.0)
     group = _group(pools(main=[1])[0], worker_cls=SlowToLoad, phase_timeout_s=1.0)
-    assert "did not return from init_model within 5 s (trainer.phase_timeout_s)" in _failure(group.init_model)
+    assert mentions(_failure(group.init_model), "init_model", "5 s", "trainer.phase_timeout_s")
 
 
 def test_a_worker_that_dies_with_its_results_is_named_by_who_reads_them():
@@ -168,7 +169,7 @@ def test_a_worker_that_dies_with_its_results_is_named_by_who_reads_them():
     _require_gone([pids[1]])
     time.sleep(5.0)  # until the store knows, what it holds can be read
     message = _failure(result.batch["doubled"].sum)
-    assert f"Critic rank 1 on {HERE} (pid {pids[1]}) died in a wait for the next call" in message
+    assert mentions(message, "Critic", "rank 1", HERE, pids[1])
     _require_gone(pids)
     assert _failure(group.add, 1) == message
 
@@ -180,7 +181,7 @@ def test_a_death_in_a_call_is_told_so_by_who_reads_another_result():
     group.die.start(0)
     time.sleep(5.0)
     assert "Critic rank 0 on" in (message := _failure(result.batch["doubled"].sum))
-    assert "died in die; the last it printed:" in message
+    assert "died in die; its last output:" in message
 
 
 @pytest.mark.parametrize(
@@ -218,5 +219,7 @@ def test_the_children_of_a_worker_end_when_its_run_ends_well():
 
 
 def test_a_worker_that_cannot_be_built_is_told_by_name():
-    with pytest.raises(WorkerError, match=r"Critic rank 0 on .* in __init__: ModelError: this worker cannot"):
+    with pytest.raises(
+        WorkerError, match=naming("Critic rank 0", "__init__", "ModelError: this worker cannot")
+    ):
         _group(pools(main=[1])[0], worker_cls=BrokenWorker)

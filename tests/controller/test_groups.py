@@ -15,6 +15,7 @@ from strop.controller.ray.group import RayWorkerGroup
 from strop.controller.ray.handles import RemoteTensor
 
 from builders import random_samples
+from messages import naming
 from toys import PairedWorker, ToyWorker, pools
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -158,7 +159,7 @@ def test_a_run_that_is_ended_while_a_call_hangs_keeps_the_save_in_flight(ray_ses
 
 def test_only_marked_methods_can_be_called(group):
     for name in ("unmarked", "nothing", "value"):
-        with pytest.raises(AttributeError, match=f"toy has no method '{name}' that is marked"):
+        with pytest.raises(AttributeError, match=naming("toy", f"'{name}'")):
             getattr(group, name)
 
 

@@ -15,10 +15,17 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from strop.controller.ray.group import RayWorkerGroup
 from strop.errors import ConfigError, WorkerError
 
+from messages import naming
 from runs import hashes, make_inputs, metrics, overrides, train
 from toys import ToyWorker, pools
 
 pytestmark = pytest.mark.usefixtures("two_nodes")
+
+
+@pytest.fixture(autouse=True)
+def patience_with_the_other_node(monkeypatch):
+    """A process has to start there to read its logs and stacks: longer than 5 s where the cores are busy."""
+    monkeypatch.setattr("strop.controller.ray.failure._READ_S", 120.0)
 
 
 def _group(pool, *, phase_timeout_s=100.0):
@@ -45,18 +52,15 @@ def test_each_entry_of_a_pool_is_a_node_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "named"),
     [
-        ({"main": [3]}, r"main: \[3\]"),
-        ({"main": [1, 1, 1]}, r"main: \[1, 1, 1\]"),
-        ({"main": [2, 1], "critic": [2]}, r"main: \[2, 1\], critic: \[2\]"),
+        ({"main": [3]}, "main: [3]"),
+        ({"main": [1, 1, 1]}, "main: [1, 1, 1]"),
+        ({"main": [2, 1], "critic": [2]}, "main: [2, 1], critic: [2]"),
     ],
 )
-def test_asking_for_more_than_there_is_starts_nothing(asked, told):
-    with pytest.raises(
-        ConfigError,
-        match=rf"Asked, processes on each node, each with one of CPUs: {told}; free now, by node: ",
-    ) as caught:
+def test_asking_for_more_than_there_is_starts_nothing(asked, named):
+    with pytest.raises(ConfigError, match=naming(named)) as caught:
         _group(pools(**asked)[0])
     assert re.search(rf"{os.uname().nodename} \(127\.0\.0\.2\): [012] of 2", str(caught.value))
     groups = ray.util.placement_group_table().values()
@@ -71,20 +75,20 @@ def test_nodes_that_do_not_see_a_file_are_named():
     group.shutdown()
 
 
-def test_the_last_lines_of_a_rank_on_the_other_node_are_told():
+def test_the_last_lines_of_a_rank_on_the_other_node_are_reported():
     group = _group(pools(main=[1, 1])[0])
     rank = _other_rank(group.nodes())
     group.say("so far so good")
     os.kill(group.pids()[rank], signal.SIGKILL)
-    with pytest.raises(WorkerError, match=rf"toy rank {rank} on .* died") as caught:
+    with pytest.raises(WorkerError, match=naming("toy", f"rank {rank}")) as caught:
         group.pids()
     assert f"so far so good\nrank {rank} warns" in str(caught.value)
 
 
-def test_the_stack_of_a_rank_on_the_other_node_is_told():
+def test_the_stack_of_a_rank_on_the_other_node_is_reported():
     group = _group(pools(main=[1, 1])[0], phase_timeout_s=3.0)
     rank = _other_rank(group.nodes())
-    with pytest.raises(WorkerError, match=rf"toy: rank {rank} on") as caught:
+    with pytest.raises(WorkerError, match=naming("toy", f"rank {rank}")) as caught:
         group.hold_the_interpreter(rank)
     assert "in hold_the_interpreter" in str(caught.value).split("--- rank")[1]
 

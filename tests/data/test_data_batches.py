@@ -8,6 +8,8 @@ import torch
 from strop.data.loader import PromptLoader, collate, train_loader, validation_loader
 from strop.errors import CheckpointError, DataError
 
+from messages import naming
+
 
 def row(*ids: int, **fields):
     return {"input_ids": torch.tensor(ids), **fields}
@@ -53,12 +55,12 @@ def test_other_fields_become_object_columns_even_when_they_look_like_a_matrix():
 
 
 def test_a_prompt_over_the_limit_is_refused():
-    with pytest.raises(DataError, match="row 1 of the batch has 3 prompt tokens, the limit is 2"):
+    with pytest.raises(DataError, match=naming("row 1", "3", "limit is 2")):
         collate([row(1), row(1, 2, 3)], pad_token_id=0, max_prompt_length=2)
 
 
 def test_rows_with_other_fields_are_refused():
-    with pytest.raises(DataError, match=r"row 1 .*\['ability', 'index'\]"):
+    with pytest.raises(DataError, match=naming("row 1", "'ability'", "'index'")):
         collate([row(1, index=0), row(2, ability="math")], pad_token_id=0, max_prompt_length=2)
 
 

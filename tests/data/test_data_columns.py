@@ -5,6 +5,8 @@ import pytest
 from strop.data.parquet import read_prompt_table, require_ground_truths
 from strop.errors import DataError
 
+from messages import naming
+
 
 def row(source: str, ground_truth: str | None, style: str = "rule"):
     return {
@@ -28,7 +30,7 @@ def require(write):
 def test_the_first_row_without_an_answer_is_named(require):
     rows = [row("a", "1"), row("b", None), row("a", None), row("a", None)]
     with pytest.raises(
-        DataError, match=r"data\.parquet, row 2, field reward_model\.ground_truth: found null"
+        DataError, match=naming("data.parquet", "row 2", "field reward_model.ground_truth", "null")
     ):
         require(rows, {"a"})
     require(rows, {"c"})
@@ -38,16 +40,16 @@ def test_the_first_row_without_an_answer_is_named(require):
 def test_rows_that_ask_for_the_reward_model_need_no_answer(require):
     rows = [row("a", None, "model"), row("a", "1")]
     require(rows, {"a"}, by_model=True)
-    with pytest.raises(DataError, match="row 0"):
+    with pytest.raises(DataError, match=naming("row 0")):
         require(rows, {"a"})
-    with pytest.raises(DataError, match="row 1"):
+    with pytest.raises(DataError, match=naming("row 1")):
         require([*rows[:1], row("a", None)], {"a"}, by_model=True)
 
 
 def test_a_missing_column_or_field_is_named(require):
-    with pytest.raises(DataError, match=r"data\.parquet: there is no column 'reward_model'.*scorer of .*'a'"):
+    with pytest.raises(DataError, match=naming("data.parquet", "column 'reward_model'", "'a'")):
         require([{"prompt": "w1", "data_source": "a"}], {"a"})
-    with pytest.raises(DataError, match=r"row 0, field .*ground_truth: found only the fields \['style'\]"):
+    with pytest.raises(DataError, match=naming("row 0", "ground_truth", "'style'")):
         require([{"prompt": "w1", "data_source": "a", "reward_model": {"style": "rule"}}], {"a"})
     require([{"prompt": "w1"}], {"a"})
 
@@ -57,5 +59,5 @@ def test_rows_are_found_in_the_file_that_they_came_from(write):
         write("a.parquet", [row("a", "1")] * 3),
         write("b.parquet", [row("a", None), row("b", "2")]),
     )
-    with pytest.raises(DataError, match=r"b\.parquet, row 0"):
+    with pytest.raises(DataError, match=naming("b.parquet", "row 0")):
         require_ground_truths(read_prompt_table([first, second]), "data_source", {"a"}, by_model=False)

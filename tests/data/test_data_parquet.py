@@ -7,6 +7,8 @@ import pytest
 from strop.data.parquet import count_rows, list_files, read_prompt_table
 from strop.errors import DataError
 
+from messages import naming
+
 
 def test_files_are_joined_in_the_order_given(write):
     second = write("b.parquet", [{"prompt": "b0"}])
@@ -40,7 +42,7 @@ def test_files_with_different_extra_columns_are_joined_with_nulls(write):
 
 def test_files_that_do_not_fit_together_are_named(write):
     a, b = write("a.parquet", [{"prompt": "a"}]), write("b.parquet", [{"prompt": [1]}])
-    with pytest.raises(DataError, match=r"a\.parquet.*b\.parquet.*cannot be joined"):
+    with pytest.raises(DataError, match=naming("a.parquet", "b.parquet")):
         read_prompt_table([a, b])
 
 
@@ -51,9 +53,9 @@ def test_an_error_names_file_row_and_field(write):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"absent\.parquet: expected a parquet file, found nothing"):
+    with pytest.raises(DataError, match=naming("absent.parquet")):
         read_prompt_table(tmp_path / "absent.parquet")
-    with pytest.raises(DataError, match=r"absent\.parquet: expected a parquet file, found nothing"):
+    with pytest.raises(DataError, match=naming("absent.parquet")):
         count_rows(tmp_path / "absent.parquet")
 
 
@@ -64,13 +66,13 @@ def test_a_folder_is_not_a_file(tmp_path):
 
 def test_a_file_without_rows_is_refused(write):
     path = write("none.parquet", prompt=pa.array([], pa.string()))
-    with pytest.raises(DataError, match=r"none\.parquet: the file has no rows"):
+    with pytest.raises(DataError, match=naming("none.parquet")):
         read_prompt_table(path)
 
 
 def test_a_missing_column_is_named_with_those_there_are(write):
     path = write("a.parquet", [{"question": "?", "answer": "!"}])
-    with pytest.raises(DataError, match=r"no column 'prompt' .*\['question', 'answer'\]"):
+    with pytest.raises(DataError, match=naming("column 'prompt'", "'question'", "'answer'")):
         read_prompt_table(path)
     assert len(read_prompt_table(path, prompt_key="question")) == 1
 
@@ -78,9 +80,9 @@ def test_a_missing_column_is_named_with_those_there_are(write):
 def test_what_is_not_parquet_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
     path.write_text('{"prompt": "json, in truth"}')
-    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet"):
+    with pytest.raises(DataError, match=naming("a.parquet")):
         read_prompt_table(path)
-    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet"):
+    with pytest.raises(DataError, match=naming("a.parquet")):
         count_rows(path)
 
 
@@ -94,7 +96,7 @@ def test_rows_of_a_url_are_counted_without_downloading_it(write, memory_fs, tmp_
     memory_fs.pipe("/bucket/a.parquet", local.read_bytes())
     monkeypatch.setattr(type(memory_fs), "get_file", lambda *_, **__: pytest.fail("downloaded"))
     assert count_rows("memory://bucket/a.parquet") == 1000
-    with pytest.raises(DataError, match=r"memory://bucket/b\.parquet: no such file"):
+    with pytest.raises(DataError, match=naming("memory://bucket/b.parquet")):
         count_rows("memory://bucket/b.parquet")
 
 

@@ -17,6 +17,8 @@ from strop.prepare import DATASETS, Prepared, prepare
 from strop.prepare.maths import boxed_answer, final_number
 from strop.prepare.source import read_source
 
+from messages import mentions, naming
+
 
 def write_jsonl(path, records):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +89,7 @@ def test_the_final_number_is_cleaned(answer, number):
 
 @pytest.mark.parametrize("answer", ["72", "####", "#### about five", "#### 5 apples"])
 def test_an_answer_without_a_number_is_refused(answer):
-    with pytest.raises(DataError, match="field answer"):
+    with pytest.raises(DataError, match=naming("answer")):
         final_number(answer)
 
 
@@ -108,12 +110,9 @@ def test_the_last_boxed_answer_is_found(solution, answer):
     assert boxed_answer(solution) == answer
 
 
-@pytest.mark.parametrize(
-    ("solution", "problem"),
-    [("five", "there is no"), (r"\boxed{\frac{1}{2}", "do not balance"), (r"\boxed{ }", "is empty")],
-)
-def test_a_solution_without_an_answer_is_refused(solution, problem):
-    with pytest.raises(DataError, match=f"field solution: .*{problem}"):
+@pytest.mark.parametrize("solution", ["five", r"\boxed{\frac{1}{2}", r"\boxed{ }"])
+def test_a_solution_without_an_answer_is_refused(solution):
+    with pytest.raises(DataError, match=naming("field solution", "boxed")):
         boxed_answer(solution)
 
 
@@ -124,13 +123,13 @@ def test_records_that_cannot_be_used_are_counted_and_listed(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "strop.data"):
         result = prepare("gsm8k", source, tmp_path / "out")
     assert result["train"].rows == 2
-    assert "split train: skipped 2 of 4 records" in caplog.text
+    assert mentions(caplog.text, "train", "2 of 4")
     listed = [
         json.loads(line) for line in (tmp_path / "out" / "train.rejected.jsonl").read_text().splitlines()
     ]
     assert listed[0] == {"row": 1, "reason": 'field answer: there is no "####"'}
     assert listed[1]["row"] == 3
-    assert "field question: expected text, found None" in listed[1]["reason"]
+    assert mentions(listed[1]["reason"], "question", "None")
     assert [row["extra_info"]["index"] for row in rows_of(result["train"].path)] == [0, 2]
 
     write_jsonl(source, [gsm(1)])
@@ -140,11 +139,11 @@ def test_records_that_cannot_be_used_are_counted_and_listed(tmp_path, caplog):
 
 def test_a_split_without_a_usable_record_is_an_error(tmp_path):
     source = write_jsonl(tmp_path / "train.jsonl", [["not", "an", "object"]])
-    with pytest.raises(DataError, match=r"split train: none of 1 records can be used; row 0: field question"):
+    with pytest.raises(DataError, match=naming("train", "1 records", "row 0", "question")):
         prepare("gsm8k", source, tmp_path / "out")
     assert not (tmp_path / "out" / "train.parquet").exists()
     empty = write_jsonl(tmp_path / "test.jsonl", [])
-    with pytest.raises(DataError, match="split test: none of 0 records"):
+    with pytest.raises(DataError, match=naming("test", "0 records")):
         prepare("gsm8k", empty, tmp_path / "out")
 
 
@@ -177,19 +176,17 @@ def test_a_source_that_cannot_be_used_is_described(tmp_path):
         read_source(tmp_path / "absent")
     with pytest.raises(DataError, match="no such file or folder"):
         read_source("./a/b")
-    with pytest.raises(
-        DataError, match=r"found answers\.jsonl; expected files named train, test or validation"
-    ):
+    with pytest.raises(DataError, match=naming("answers.jsonl", "train", "test", "validation")):
         read_source(write_jsonl(tmp_path / "answers.jsonl", [gsm(1)]))
     broken = tmp_path / "train.jsonl"
     broken.write_text('{"question": "fine"}\n\n{"question": ')
-    with pytest.raises(DataError, match=r"train\.jsonl, line 3: not JSON"):
+    with pytest.raises(DataError, match=naming("train.jsonl", "line 3", "JSON")):
         read_source(broken)
     (tmp_path / "test.jsonl.gz").write_bytes(b"not gzip")
-    with pytest.raises(DataError, match=r"test\.jsonl\.gz: cannot be read"):
+    with pytest.raises(DataError, match=naming("test.jsonl.gz")):
         read_source(tmp_path / "test.jsonl.gz")
     (tmp_path / "test.parquet").write_bytes(b"not parquet")
-    with pytest.raises(DataError, match=r"test\.parquet: cannot be read as parquet"):
+    with pytest.raises(DataError, match=naming("test.parquet")):
         read_source(tmp_path / "test.parquet")
 
 
@@ -213,7 +210,7 @@ def test_a_hub_name_goes_to_the_datasets_package(tmp_path, monkeypatch):
     result = prepare("gsm8k", None, tmp_path / "out")
     assert asked == [("openai/gsm8k", "main")]
     assert set(result) == {"train", "validation"}
-    with pytest.raises(DataError, match=r"no/such: neither a local path nor a hub data set .*nothing there"):
+    with pytest.raises(DataError, match=naming("no/such", "nothing there")):
         read_source("no/such")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"strop\[hub\]"):
@@ -243,7 +240,7 @@ def test_arithmetic_asks_in_the_words_given(tmp_path):
         "What is 1+0?": "1",
         "What is 1+1?": "2",
     }
-    with pytest.raises(DataError, match=r"with \{a\} and \{b\}"):
+    with pytest.raises(DataError, match=naming("{a}", "{b}")):
         prepare("arithmetic", None, tmp_path, question="What is 1+1?")
 
 
@@ -268,24 +265,24 @@ def test_arithmetic_follows_its_seed_and_sizes(tmp_path):
     [
         ({"min_operand": 5, "max_operand": 4}, "min_operand=5, max_operand=4"),
         ({"min_operand": -1}, "min_operand=-1"),
-        ({"held_out": 2.5}, "held_out=2.5: expected a fraction"),
+        ({"held_out": 2.5}, "held_out=2.5"),
         ({"held_out": -0.1}, "held_out=-0.1"),
-        ({"held_out": 100}, "100 pairs: too few for 100 held out and 1 to train on"),
-        ({"train_size": 99}, "100 pairs: too few for 20 held out and 99 to train on"),
-        ({"max_operand": 9_999}, "set train_size and a count for held_out"),
+        ({"held_out": 100}, "100 held out"),
+        ({"train_size": 99}, "99 to train"),
+        ({"max_operand": 9_999}, "train_size"),
     ],
 )
 def test_impossible_arithmetic_is_refused(options, message, tmp_path):
     with pytest.raises(DataError, match=message):
         prepare("arithmetic", None, tmp_path, **options)
-    with pytest.raises(DataError, match="takes no source"):
+    with pytest.raises(DataError, match=naming("source")):
         prepare("arithmetic", "somewhere", tmp_path)
 
 
 def test_unknown_names_are_answered_with_the_known_ones(tmp_path):
-    with pytest.raises(DataError, match="'gsm9k': expected one of arithmetic, full_hh_rlhf, gsm8k"):
+    with pytest.raises(DataError, match=naming("'gsm9k'", "arithmetic", "full_hh_rlhf", "gsm8k")):
         prepare("gsm9k", None, tmp_path)
-    with pytest.raises(DataError, match="gsm8k has no option seed; it has: instruction, cache_dir"):
+    with pytest.raises(DataError, match=naming("gsm8k", "seed", "instruction", "cache_dir")):
         prepare("gsm8k", None, tmp_path, seed=1)
 
 
@@ -298,19 +295,19 @@ def test_the_command_line_passes_on_what_was_given(tmp_path):
     result = prepare_from_arguments(given)
     assert {split: written.rows for split, written in result.items()} == {"train": 12, "test": 4}
     wrong = parser.parse_args(["gsm8k", "--out", str(tmp_path), "--max-operand", "3"])
-    with pytest.raises(DataError, match="gsm8k has no option max_operand"):
+    with pytest.raises(DataError, match=naming("gsm8k", "max_operand")):
         prepare_from_arguments(wrong)
 
 
 def test_every_data_set_has_its_function():
     for name in DATASETS:
-        with pytest.raises(DataError, match=f"{name} has no option nonsense"):
+        with pytest.raises(DataError, match=naming(name, "nonsense")):
             prepare(name, None, "unused", nonsense=1)
 
 
 def test_preparing_and_counting_import_no_torch():
     code = (
-        "import sys, strop.data.fetch, strop.data.parquet, strop.data.loader\n"
+        "import sys, strop.data.fetch, strop.data.parquet\n"
         "import strop.cli.prepare\n"
         "from strop.prepare import arithmetic, maths\n"
         "sys.exit(' '.join(name for name in ('torch', 'transformers') if name in sys.modules) or 0)"

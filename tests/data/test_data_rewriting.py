@@ -11,6 +11,7 @@ from strop.errors import DataError, ModelError
 from strop.protocol import DataProto
 
 import tiny_model
+from messages import naming
 
 READER = tiny_model.build_tokenizer()
 TEMPLATE = (
@@ -98,8 +99,8 @@ def test_a_template_that_drops_the_end_of_a_response_is_followed_to_its_own_end(
 
 
 def test_what_is_missing_is_told_with_its_remedy():
-    with pytest.raises(ModelError, match=r"no chat template.*reward_model\.model\.input_tokenizer=null"):
+    with pytest.raises(ModelError, match=naming("reward_model.model.input_tokenizer=null")):
         Rewriter(READER, writer(template=None))
     batch = DataProto(BATCH.batch)
-    with pytest.raises(DataError, match=r"samples have no raw_prompt.*data\.return_raw_chat"):
+    with pytest.raises(DataError, match=naming("raw_prompt", "data.return_raw_chat")):
         Rewriter(READER, writer())(batch)

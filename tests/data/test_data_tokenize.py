@@ -11,6 +11,8 @@ from strop.data.prompts import PromptError, as_messages, encode_prompts, encode_
 from strop.data.tokenize import tokenize_table, tokenizer_fingerprint
 from strop.errors import DataError, ModelError
 
+from messages import mentions, naming
+
 
 def chat(text: str, role: str = "user"):
     return [{"role": role, "content": text}]
@@ -47,7 +49,7 @@ def test_a_plain_string_is_tokenized_as_it_stands(tokenizer, make_tokenizer):
 
 
 def test_messages_need_a_chat_template(make_tokenizer):
-    with pytest.raises(ModelError, match="has no chat template, but the prompts are chat messages"):
+    with pytest.raises(ModelError, match=naming("chat template")):
         encode_prompts([chat("w1")], make_tokenizer(chat_template=None))
 
 
@@ -62,34 +64,34 @@ def test_a_string_as_messages_is_one_user_message():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "found"),
+    ("prompt", "parts"),
     [
-        (None, "found null"),
-        (5, "found int 5"),
-        ("", "found an empty string"),
-        ([], "found an empty list"),
-        (["hello"], "found str 'hello' as message 0"),
-        ([{"role": "user"}], r"the content of message 0 must be a string, found only the keys \['role'\]"),
-        ([*chat("x"), {"role": None, "content": "x"}], "the role of message 1 must be a string, found null"),
-        ([{"role": "user", "content": ["image"]}], r"content of message 0 .* found list \['image'\]"),
+        (None, ("null",)),
+        (5, ("int 5",)),
+        ("", ("empty string",)),
+        ([], ("empty list",)),
+        (["hello"], ("str 'hello'", "message 0")),
+        ([{"role": "user"}], ("content", "message 0", "['role']")),
+        ([*chat("x"), {"role": None, "content": "x"}], ("role", "message 1", "null")),
+        ([{"role": "user", "content": ["image"]}], ("content", "message 0", "list ['image']")),
     ],
 )
-def test_what_is_not_a_prompt_is_described(prompt, found, tokenizer):
-    with pytest.raises(PromptError, match=found) as caught:
+def test_what_is_not_a_prompt_is_described(prompt, parts, tokenizer):
+    with pytest.raises(PromptError, match=naming(*parts)) as caught:
         encode_prompts([prompt], tokenizer)
-    assert caught.value.reason.startswith("expected a list of {role, content} messages or a string")
+    assert mentions(caught.value.reason, "{role, content}")
     assert prompt_problem(chat("fine")) is None
 
 
 def test_a_prompt_that_the_template_refuses_is_found_among_many(tokenizer):
-    with pytest.raises(PromptError, match=r"the chat template refused it: .*no tools here") as caught:
+    with pytest.raises(PromptError, match=naming("no tools here")) as caught:
         encode_prompts([chat("w1"), chat("w2"), chat("w3", "tool")], tokenizer)
     assert caught.value.offset == 2
 
 
 def test_a_prompt_without_tokens_is_refused(make_tokenizer):
     silent = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(PromptError, match="the prompt has no tokens") as caught:
+    with pytest.raises(PromptError, match=naming("no tokens")) as caught:
         encode_prompts([chat("w1"), chat(" ")], silent)
     assert caught.value.offset == 1
 
@@ -100,9 +102,7 @@ def test_a_wrong_row_names_file_row_and_field(write, tokenizer, monkeypatch):
     bad = write("b.parquet", [{"prompt": chat("w1")}, {"prompt": None}, {"prompt": chat("w1")}])
     with pytest.raises(DataError) as caught:
         tokenize_table(read_prompt_table([good, bad]), tokenizer)
-    assert str(caught.value) == (
-        f"{bad}, row 1, field prompt: expected a list of {{role, content}} messages or a string, found null"
-    )
+    assert mentions(str(caught.value), bad, "row 1", "field prompt", "{role, content}", "null")
 
 
 def test_the_cache_spares_the_second_tokenization(write, tokenizer, tmp_path, no_encoding):
@@ -172,7 +172,7 @@ def test_a_damaged_cache_is_made_anew(damage, write, tokenizer, tmp_path, caplog
         stored.write_bytes({"cut": content[: len(content) // 2], "flip": flipped, "text": b"no zip"}[damage])
     with caplog.at_level(logging.WARNING, "strop.data"):
         assert as_lists(tokenize_table(table, tokenizer, cache_dir=cache)) == whole
-    assert "is made anew" in caplog.text
+    assert str(stored) in caplog.text
     assert stored.read_bytes() == content
 
 
@@ -181,7 +181,7 @@ def test_a_cache_that_cannot_be_written_only_warns(write, tokenizer, tmp_path, c
     table = read_prompt_table(write("a.parquet", [{"prompt": "w1"}]))
     with caplog.at_level(logging.WARNING, "strop.data"):
         assert as_lists(tokenize_table(table, tokenizer, cache_dir=tmp_path / "cache")) == [[1, 11]]
-    assert "cannot be written" in caplog.text
+    assert str(tmp_path / "cache") in caplog.text
 
 
 def test_worker_processes_give_the_same_ids_and_the_same_errors(write, tokenizer, monkeypatch, caplog):
@@ -195,9 +195,9 @@ def test_worker_processes_give_the_same_ids_and_the_same_errors(write, tokenizer
     assert as_lists(in_workers)[8] == [3, 18, 11, 5]
 
     broken = read_prompt_table(write("b.parquet", [*rows[:20], {"prompt": chat("w1", "tool")}, *rows]))
-    with pytest.raises(DataError, match=r"b\.parquet, row 20, field prompt: the chat template refused it"):
+    with pytest.raises(DataError, match=naming("b.parquet", "row 20")):
         tokenize_table(broken, tokenizer, num_workers=2)
-    assert "worker processes failed" not in caplog.text
+    assert not caplog.records
 
 
 def test_a_tokenizer_that_cannot_be_pickled_is_used_in_this_process(write, tokenizer, monkeypatch, caplog):
@@ -206,7 +206,7 @@ def test_a_tokenizer_that_cannot_be_pickled_is_used_in_this_process(write, token
     table = read_prompt_table(write("a.parquet", [{"prompt": "w1"}, {"prompt": "w2"}]))
     with caplog.at_level(logging.WARNING, "strop.data"):
         assert as_lists(tokenize_table(table, tokenizer, num_workers=2)) == [[1, 11], [1, 12]]
-    assert "tokenizing in one process" in caplog.text
+    assert "one process" in caplog.text
 
 
 def test_the_chunk_worker_works_as_in_a_worker_process(tokenizer, monkeypatch):

@@ -11,6 +11,8 @@ from strop.prepare import prepare
 from strop.prepare.hellaswag import readable
 from strop.rewards.router import default_compute_score
 
+from messages import mentions, naming
+
 
 def record(**changes):
     fields = {
@@ -92,8 +94,8 @@ def test_a_split_without_labels_is_left_out_with_a_warning(tmp_path, caplog):
     write(tmp_path / "validation.jsonl", [record()])
     with caplog.at_level(logging.WARNING, "strop.data"):
         assert set(prepare("hellaswag", tmp_path, tmp_path / "out")) == {"validation"}
-    assert "split test: skipped, because none of its 2 records has a label" in caplog.text
-    with pytest.raises(DataError, match=r"test\.jsonl: no record has a label"):
+    assert mentions(caplog.text, "test", "2 records")
+    with pytest.raises(DataError, match=naming("test.jsonl")):
         prepare("hellaswag", tmp_path / "test.jsonl", tmp_path / "out")
 
 

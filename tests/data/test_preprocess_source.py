@@ -12,6 +12,8 @@ from strop.errors import DataError
 from strop.prepare import prepare
 from strop.prepare.source import read_source
 
+from messages import mentions, naming
+
 
 def write(path, records):
     path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
@@ -36,7 +38,7 @@ def test_a_split_is_told_by_the_name_or_a_part_of_it_between_dots(name, split, t
     "name", ["train_socratic.jsonl", "latest.jsonl", "mbpp.jsonl", "train.rejected.jsonl", "test.txt"]
 )
 def test_other_names_tell_none(name, tmp_path):
-    with pytest.raises(DataError, match="expected files named train, test or validation"):
+    with pytest.raises(DataError, match=naming("train", "test", "validation")):
         read_source(write(tmp_path / name, [{}]))
 
 
@@ -46,7 +48,7 @@ def test_files_without_a_split_are_one_only_if_no_file_has_one(tmp_path):
     assert read_source(tmp_path, unnamed_split="whole") == {"whole": [{"row": 1}, {"row": 2}]}
     write(tmp_path / "test.jsonl", [{"row": 3}])
     assert read_source(tmp_path, unnamed_split="whole") == {"test": [{"row": 3}]}
-    with pytest.raises(DataError, match=r"expected files ending in \.jsonl"):
+    with pytest.raises(DataError, match=naming(".jsonl")):
         read_source(write(tmp_path / "c.txt", [{}]), unnamed_split="whole")
 
 
@@ -55,9 +57,9 @@ def test_a_warning_counts_by_reason_and_names_the_first_row(tmp_path, caplog):
     bad = [{"question": "?", "answer": f"#### {word}"} for word in ("a", "b", "b", "c", "d", "e", "f")]
     with caplog.at_level(logging.WARNING, "strop.data"):
         prepare("gsm8k", write(tmp_path / "train.jsonl", [good, *bad]), tmp_path)
-    assert "skipped 7 of 8 records" in caplog.text
-    assert "2 times, first in row 2: field answer: expected a number" in caplog.text
-    assert "and 1 other reasons" in caplog.text
+    assert mentions(caplog.text, "7 of 8")
+    assert mentions(caplog.text, "2 times", "row 2", "answer")
+    assert mentions(caplog.text, "1 other")
 
 
 def test_all_data_sets_stand_in_one_list_of_files(real_data, tmp_path):
@@ -94,5 +96,5 @@ def test_the_command_line_passes_the_kind_on(tmp_path):
     arguments = [*arguments[:-1], str(tmp_path / "rl")]
     written = prepare_from_arguments(parser.parse_args(arguments))
     assert pq.read_table(written["train"].path).to_pylist()[0]["reward_model"]["style"] == "model"
-    with pytest.raises(DataError, match="gsm8k has no option split_kind"):
+    with pytest.raises(DataError, match=naming("gsm8k", "split_kind")):
         prepare_from_arguments(parser.parse_args(["gsm8k", *arguments[1:], "--split-kind", "rm"]))

@@ -5,80 +5,31 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
 
+from strop import RayPPOTrainer
 from strop.checkpoint.folder import verify
 from strop.engines.torch.state import stored_shapes
 
+import forked
+from killing import copy_until
 from runs import hashes, make_inputs, metrics, overrides, train
 
 SETTINGS = (
     "trainer.total_training_steps=6",
     "trainer.save_freq=1",
-    "trainer.max_ckpt_to_keep=2",
     "trainer.async_save=true",
 )
-# Ends the process while the checkpoint of iteration 4 is saved in the background, in the stage argv[1].
-DISTURBED = """
-    import os, signal, sys, time
-    from pathlib import Path
-    sys.path[:0] = sys.argv[2:5]
-    import conftest
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from strop.checkpoint import folder as checkpoint_folder, store as checkpoint
-    from strop.trainer import ray_trainer
-    from runs import train
-
-    stage = sys.argv[1]
-
-    def before(owner, name, when, deed):
-        original = getattr(owner, name)
-        def wrapped(*args, **kwargs):
-            if when(*args):
-                deed()
-            return original(*args, **kwargs)
-        setattr(owner, name, wrapped)
-
-    def die():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def critic_of_4(writer, *args):
-        return Path(writer.path).parts[-2:] == ("global_step_4.tmp", "critic")
-
-    def fifth(trainer, *args):
-        return trainer.global_step + 1 == 5
-
-    def building_4(path, *args):
-        return path.name == "global_step_4.tmp"
-
-    if stage == "write":
-        before(FileSystemWriter, "write_data", critic_of_4, die)
-    elif stage == "metadata":
-        before(FileSystemWriter, "finish", critic_of_4, die)
-    elif stage == "training":
-        before(FileSystemWriter, "write_data", critic_of_4, lambda: time.sleep(10_000))
-        before(ray_trainer.RayPPOTrainer, "step", fifth, die)
-    elif stage == "seal":
-        before(checkpoint, "seal", building_4, die)
-    elif stage == "rename":
-        before(Path, "rename", building_4, die)
-    elif stage == "latest":
-        before(checkpoint_folder, "atomic_write_text", lambda path, text: text == "4\\n", die)
-    elif stage == "ctrl-c":
-        before(FileSystemWriter, "write_data", critic_of_4, lambda: time.sleep(1))
-        before(ray_trainer.RayPPOTrainer, "step", fifth, lambda: os.kill(os.getpid(), signal.SIGINT))
-    else:
-        raise SystemExit(f"unknown stage {stage}")
-    train(sys.argv[5:])
-    raise SystemExit("the run was not disturbed")
-"""
+KEEP_TWO = "trainer.max_ckpt_to_keep=2"
 
 
 @pytest.fixture(scope="module")
@@ -93,17 +44,50 @@ def synchronous(inputs):
     return run, hashes(train(overrides(inputs, run, *SETTINGS, "trainer.async_save=false")))
 
 
+def before(owner: Any, name: str, when: Callable[..., bool], action: Callable[[], None]) -> None:
+    """Call ``action`` before the method ``name`` of ``owner`` when its arguments fulfil ``when``."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if when(*args):
+            action()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def writes_critic_of_4(writer: FileSystemWriter, *_: Any) -> bool:
+    return Path(writer.path).parts[-2:] == ("global_step_4.tmp", "critic")
+
+
+def starts_5(trainer: RayPPOTrainer, *_: Any) -> bool:
+    return trainer.global_step + 1 == 5
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def train_until(stage: str, options: list[str]) -> None:
+    """Train and end in ``stage`` of the background save of iteration 4; the other stages are crash points."""
+    die = partial(send, signal.SIGKILL)
+    if stage == "write":
+        before(FileSystemWriter, "write_data", writes_critic_of_4, die)
+    elif stage == "metadata":
+        before(FileSystemWriter, "finish", writes_critic_of_4, die)
+    elif stage == "training":
+        before(FileSystemWriter, "write_data", writes_critic_of_4, partial(time.sleep, 10_000))
+        before(RayPPOTrainer, "step", starts_5, die)
+    elif stage == "ctrl-c":
+        before(FileSystemWriter, "write_data", writes_critic_of_4, partial(time.sleep, 1))
+        before(RayPPOTrainer, "step", starts_5, partial(send, signal.SIGINT))
+    train(options)
+
+
 def disturbed(stage: str, options: list[str]) -> int:
-    """The exit status of a run that ended in ``stage``."""
-    here = Path(__file__).parent
-    folders = [str(here.parent), str(here), str(here.parents[1] / "examples")]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(DISTURBED), stage, *folders, *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert "was not disturbed" not in done.stderr
+    """Exit status of a run that ends in ``stage``."""
+    done = forked.run(train_until, stage, options, env={"STROP_CRASH_AT": f"{stage}:4"})
+    assert done.returncode in (-signal.SIGKILL, -signal.SIGINT), done.stderr[-2000:]
     return done.returncode
 
 
@@ -121,7 +105,7 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_checkpoints_written_in_the_background_are_the_synchronous_ones(inputs, synchronous, tmp_path):
     other, expected = synchronous
-    assert hashes(train(overrides(inputs, tmp_path, *SETTINGS))) == expected
+    assert hashes(train(overrides(inputs, tmp_path, *SETTINGS, KEEP_TWO))) == expected
     assert metrics(tmp_path) == metrics(other)
     kept = sorted(path.name for path in tmp_path.glob("global_step_*"))
     assert kept == ["global_step_5", "global_step_6"]
@@ -152,11 +136,12 @@ SLOW = pytest.mark.slow  # neighbours of the others
         "latest",
     ],
 )
-def test_a_run_killed_while_it_saves_in_the_background_goes_on_to_the_same_numbers(
+def test_a_run_killed_while_it_saves_in_the_background_continues_to_the_same_numbers(
     inputs, synchronous, tmp_path, stage
 ):
     other, expected = synchronous
-    options = overrides(inputs, tmp_path, *SETTINGS)
+    copy_until(other, 3, tmp_path)
+    options = overrides(inputs, tmp_path, *SETTINGS, KEEP_TWO)
     assert disturbed(stage, options) == -signal.SIGKILL
     assert latest(tmp_path) == "3\n"
     verify(tmp_path / "global_step_3")
@@ -167,7 +152,8 @@ def test_a_run_killed_while_it_saves_in_the_background_goes_on_to_the_same_numbe
 
 
 def test_ctrl_c_lets_the_save_in_flight_end(inputs, synchronous, tmp_path):
-    _, expected = synchronous
+    other, expected = synchronous
+    copy_until(other, 3, tmp_path)
     options = overrides(inputs, tmp_path, *SETTINGS)
     assert disturbed("ctrl-c", options) == -signal.SIGINT
     assert latest(tmp_path) == "4\n"
@@ -180,7 +166,7 @@ def test_ctrl_c_lets_the_save_in_flight_end(inputs, synchronous, tmp_path):
 def test_a_run_goes_on_from_remote_copies_when_its_own_disk_is_gone(inputs, synchronous, tmp_path, named):
     _, expected = synchronous
     remote = f"file://{tmp_path}/remote"
-    options = overrides(inputs, tmp_path / "run", *SETTINGS, f"trainer.default_hdfs_dir={remote}")
+    options = overrides(inputs, tmp_path / "run", *SETTINGS, f"trainer.default_hdfs_dir={remote}", KEEP_TWO)
     assert disturbed("training", options) == -signal.SIGKILL
     shutil.rmtree(tmp_path / "run")
     step = int(latest(tmp_path / "remote"))

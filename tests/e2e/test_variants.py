@@ -34,20 +34,11 @@ def _run(inputs, run, *options):
     return trainer, metrics(run)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "with_critic"),
-    [
-        ("gae", True),
-        ("grpo", False),
-        ("reinforce_plus_plus", False),
-        ("reinforce_plus_plus_baseline", False),
-        ("rloo", False),
-        ("remax", False),
-    ],
-)
-def test_an_estimator_trains_the_actor_and_brings_a_critic_only_if_it_needs_values(
+@pytest.mark.parametrize(("estimator", "with_critic"), [("gae", True), ("grpo", False), ("remax", False)])
+def test_an_estimator_trains_the_actor_and_adds_a_critic_only_if_it_needs_values(
     inputs, tmp_path, estimator, with_critic
 ):
+    """One of values, one of groups, one of greedy answers: tests/algorithms has all estimators by hand."""
     trainer, lines = _run(
         inputs,
         tmp_path,
@@ -75,9 +66,10 @@ def _noisy_reward(folder):
     return path
 
 
-@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl", "full"])
+@pytest.mark.parametrize("kind", ["kl", "full"])
 @pytest.mark.parametrize("place", ["reward", "loss"])
-def test_a_kl_of_every_kind_starts_at_zero_and_grows_with_the_policys_distance(inputs, tmp_path, kind, place):
+def test_the_kl_starts_at_zero_and_grows_with_the_policys_distance(inputs, tmp_path, kind, place):
+    """From sampled tokens or whole distributions: tests/workers/test_losses.py has every estimate."""
     options = [f"algorithm.kl_penalty={kind}", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3"]
     if place == "loss":
         options += [
@@ -99,29 +91,15 @@ def test_a_kl_of_every_kind_starts_at_zero_and_grows_with_the_policys_distance(i
     assert "ref" in trainer.groups
 
 
-@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo"])
-@pytest.mark.parametrize(
-    "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-)
-def test_policy_losses_and_aggregations_run(inputs, tmp_path, policy_loss, mode):
-    _, lines = _run(
-        inputs,
-        tmp_path,
-        f"actor_rollout_ref.actor.policy_loss={policy_loss}",
-        f"actor_rollout_ref.actor.loss_agg_mode={mode}",
-        "actor_rollout_ref.actor.rollout_is=token",
-        "trainer.total_training_steps=1",
-    )
-    assert lines[-1]["actor/grad_norm"] > 0
-
-
 def test_the_first_ratio_of_an_on_policy_update_is_one(inputs, tmp_path):
     _, lines = _run(
         inputs,
         tmp_path,
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.rollout_is=token",
         "trainer.total_training_steps=1",
     )
+    assert lines[0]["actor/grad_norm"] > 0
     assert lines[0]["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
     assert lines[0]["actor/pg_clipfrac"] == 0
     assert lines[0]["training/rollout_probs_diff_max"] < 1e-5
@@ -142,24 +120,8 @@ def test_critic_warm_up_leaves_the_actor_as_it_was(inputs, tmp_path):
     assert not all(torch.equal(start[name], after_two[name]) for name in start)
 
 
-@pytest.mark.parametrize("own_tokenizer", [True, False])
-def test_a_reward_models_score_stands_beside_the_rule(inputs, tmp_path, own_tokenizer):
-    tokenizer = str(inputs / "model") if own_tokenizer else "null"
-    _run(
-        inputs,
-        tmp_path,
-        "reward_model.enable=true",
-        f"reward_model.model.path={inputs / 'reward_model'}",
-        f"reward_model.model.input_tokenizer={tokenizer}",
-    )
-    for row in pq.read_table(tmp_path / "rollouts" / "step_000001.parquet").to_pylist():
-        assert row["score"] == pytest.approx(row["reward/rule"] + row["reward/reward_model"], abs=1e-5)
-    assert len({row["reward/reward_model"] for row in pq.read_table(
-        tmp_path / "rollouts" / "step_000001.parquet").to_pylist()}) > 1  # fmt: skip
-
-
-def test_the_reward_model_reads_the_same_text_through_its_own_tokenizer(inputs, tmp_path):
-    """Here both tokenizers are one, so decoding and writing anew must give the ids that the policy used."""
+def test_a_reward_model_adds_to_the_rule_and_reads_the_same_text_through_its_own_tokenizer(inputs, tmp_path):
+    """Here both tokenizers are one, so decoding and tokenizing again gives the ids that the policy used."""
     scores = []
     for tokenizer in (str(inputs / "model"), "null"):
         run = tmp_path / ("own" if tokenizer != "null" else "shared")
@@ -174,6 +136,9 @@ def test_the_reward_model_reads_the_same_text_through_its_own_tokenizer(inputs, 
             "data.max_response_length=12",
         )
         rows = pq.read_table(run / "rollouts" / "step_000001.parquet").to_pylist()
+        assert len({row["reward/reward_model"] for row in rows}) > 1
+        for row in rows:
+            assert row["score"] == pytest.approx(row["reward/rule"] + row["reward/reward_model"], abs=1e-5)
         # A special token sampled in the middle is lost in decoding: such a response is another text.
         scores.append(
             {
@@ -184,16 +149,6 @@ def test_the_reward_model_reads_the_same_text_through_its_own_tokenizer(inputs, 
         )
     assert scores[0]
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)
-
-
-def test_validation_is_told_by_data_source_and_written_down(inputs, tmp_path):
-    trainer = train(overrides(inputs, tmp_path, "trainer.test_freq=1", "trainer.log_rollouts=false"))
-    lines = metrics(tmp_path)
-    assert [line["step"] for line in lines] == [0, 1, 2]
-    assert all("val/test_score/strop/arithmetic" in line for line in lines)
-    assert len(pq.read_table(tmp_path / "validation" / "step_000002.parquet")) == 6
-    assert not (tmp_path / "rollouts").exists()
-    assert trainer.global_step == 2
 
 
 def test_prompts_alone_are_enough_for_a_reward_of_ones_own(inputs, tmp_path):
@@ -260,8 +215,14 @@ def test_exactly_the_planned_iterations_run(inputs, tmp_path):
 
 
 def test_every_metric_of_the_reference_documents_is_there(inputs, tmp_path):
-    train(overrides(inputs, tmp_path, "trainer.test_freq=1"))
-    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    trainer = train(overrides(inputs, tmp_path, "trainer.test_freq=1", "trainer.log_rollouts=false"))
+    assert trainer.global_step == 2
+    assert not (tmp_path / "rollouts").exists()
+    assert len(pq.read_table(tmp_path / "validation" / "step_000002.parquet")) == 6
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all("val/test_score/strop/arithmetic" in line for line in lines)
+    line = lines[-1]
     figures = ("score", "rewards", "advantages", "returns", "values")
     spread = [*(f"critic/{name}" for name in figures), "response_length", "prompt_length"]
     expected = {f"{name}/{statistic}" for name in spread for statistic in ("mean", "max", "min")}
@@ -313,30 +274,3 @@ def test_actor_rollout_and_reference_can_be_one_role(inputs, tmp_path):
     assert set(trainer.groups) == {"actor", "critic"}
     apart, _ = _run(inputs, tmp_path / "apart", "algorithm.kl_ctrl.kl_coef=0.1")
     assert hashes(trainer) == hashes(apart)
-
-
-def test_the_reference_documents_main_runs_with_only_its_imports_changed(inputs, tmp_path):
-    config = load_config(overrides(inputs, tmp_path))
-    tokenizer = load_tokenizer(inputs / "model")
-    role_worker_mapping = {
-        Role.ActorRollout: ActorRolloutRefWorker,
-        Role.Critic: CriticWorker,
-        Role.RefPolicy: ActorRolloutRefWorker,
-    }
-    global_pool_id = "global_pool"
-    resource_pool_spec = {global_pool_id: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
-    mapping = dict.fromkeys(role_worker_mapping, global_pool_id)
-    resource_pool_manager = ResourcePoolManager(resource_pool_spec=resource_pool_spec, mapping=mapping)
-    trainer = RayPPOTrainer(
-        config=config,
-        tokenizer=tokenizer,
-        role_worker_mapping=role_worker_mapping,
-        resource_pool_manager=resource_pool_manager,
-        ray_worker_group_cls=LocalWorkerGroup,
-        reward_fn=RewardManager(tokenizer=tokenizer, num_examine=0),
-        val_reward_fn=RewardManager(tokenizer=tokenizer, num_examine=1),
-    )
-    trainer.init_workers()
-    trainer.fit()
-    assert trainer.global_step == 2
-    assert hashes(trainer)

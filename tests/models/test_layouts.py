@@ -7,12 +7,12 @@ import torch
 import ulysses_jobs as jobs
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from ranks import Ranks
 
 from strop.controller.pools import Role
 from strop.engines.micro_batches import MicroBatching
 
 import tiny_model
+from ranks import Ranks
 
 PACKED = ("actor_rollout_ref.model.use_remove_padding=true",)
 LONGEST = 13
@@ -54,7 +54,7 @@ def ranks():
 
 
 @pytest.mark.parametrize("role", [Role.Actor, Role.Critic])
-@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=2, derandomize=True, phases=[Phase.generate])
 @given(drawn=st.lists(mini_batches(), min_size=3, max_size=3))
 def test_one_gradient_whatever_the_layout(ranks, folder, role, drawn):
     batches, mode = [*EDGES, *drawn], "token-mean"
@@ -69,7 +69,7 @@ def test_one_gradient_whatever_the_layout(ranks, folder, role, drawn):
                 assert metrics == pytest.approx(their_metrics, rel=1e-4, abs=1e-6)
 
 
-@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=2, derandomize=True, phases=[Phase.generate])
 @given(drawn=st.lists(mini_batches(), min_size=8, max_size=8), cap=st.integers(LONGEST, 2 * LONGEST))
 @pytest.mark.parametrize("keys", [(), PACKED], ids=["padded", "packed"])
 def test_ranks_take_as_many_passes_as_one_another_and_none_above_the_cap(ranks, folder, keys, drawn, cap):

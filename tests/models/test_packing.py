@@ -18,6 +18,8 @@ from strop.errors import ModelError
 from strop.models.policy import PolicyModel
 from strop.models.scorer import SequenceScorer, ValueModel
 
+from messages import naming
+
 SIZE = {
     "vocab_size": 19,
     "hidden_size": 32,
@@ -116,7 +118,7 @@ def policies():
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("family", ["Qwen2", "Llama"])
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(lengths=LENGTHS, all_truncated=st.booleans())
 def test_log_probs_entropies_and_gradients_are_those_of_padded_passes(
     policies, family, checkpointing, lengths, all_truncated
@@ -314,7 +316,7 @@ MASK_ONLY = {
 def test_a_family_whose_windows_are_in_its_mask_alone_is_refused(family):
     key = r"^actor_rollout_ref\.model\.use_remove_padding=True"
     model = _model(family, **MASK_ONLY[family], sliding_window=4096)
-    with pytest.raises(ModelError, match=f"{key}: the hidden states of .* change"):
+    with pytest.raises(ModelError, match=naming(key)):
         PolicyModel(model, packed=True)
     assert model.config.sliding_window == 4096
     without = {**MASK_ONLY[family], "use_sliding_window": False, "sliding_window": None}
@@ -324,7 +326,7 @@ def test_a_family_whose_windows_are_in_its_mask_alone_is_refused(family):
 def test_eager_attention_is_refused_by_the_name_of_the_critics_key():
     model = _model("Llama", "ForSequenceClassification")
     model.config._attn_implementation = "eager"
-    with pytest.raises(ModelError, match=r"^critic\.model\.use_remove_padding=True: .*eager, expected sdpa"):
+    with pytest.raises(ModelError, match=naming("critic.model.use_remove_padding=True", "eager", "sdpa")):
         ValueModel(model, packed=True)
 
 

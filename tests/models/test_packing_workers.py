@@ -5,9 +5,8 @@ from __future__ import annotations
 import packing_jobs as jobs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Ranks
 
 from strop.config.load import load_config
 from strop.controller.pools import Role
@@ -17,6 +16,7 @@ from strop.workers.reward_model import RewardModelWorker
 
 import tiny_model
 from builders import random_samples
+from ranks import Ranks
 from runs import make_inputs, overrides, train
 
 PACKED = "actor_rollout_ref.model.use_remove_padding=true"  # the critic's follows it
@@ -56,7 +56,6 @@ def test_gradients_of_two_ranks_are_those_of_one_padded_process(
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 40), cap=st.integers(11, 60), seed=st.integers(0, 99))
 def test_a_packed_micro_batch_is_filled_with_real_tokens_and_never_above_the_cap(rows, cap, seed):
     samples, micro = random_samples(rows, seed=seed), MicroBatching(max_tokens=cap)

@@ -102,7 +102,7 @@ def policies(request):
     return packed, padded
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(groups=GROUPS, order=st.integers(0, 99))
 def test_samples_that_share_prompts_have_the_gradient_of_padded_passes(policies, groups, order):
     _assert_same(*policies, _batch(groups, order))
@@ -141,7 +141,7 @@ def test_prompts_that_differ_in_a_token_or_in_their_padding_are_not_shared():
     assert first_with_prompt(batch).tolist() == [0, 0, 2, 3, 4]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(groups=GROUPS, order=st.integers(0, 99), rows=st.integers(1, 5))
 def test_packed_micro_batches_keep_the_samples_of_a_prompt_together(groups, order, rows):
     batch = _batch(groups, order)

@@ -7,7 +7,6 @@ import torch
 import ulysses_jobs as jobs
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from ranks import Ranks
 
 from strop.controller.pools import Role
 from strop.controller.shards import shard
@@ -15,6 +14,8 @@ from strop.engines.micro_batches import MicroBatching
 from strop.models.loader import load_scorer
 
 import tiny_model
+from messages import mentions
+from ranks import Ranks
 
 PACKED = "actor_rollout_ref.model.use_remove_padding=true"  # the critic's follows it
 CHECKPOINTING = (
@@ -76,7 +77,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 7), st.integers(0, 6)), min_size=1, 
 
 @pytest.mark.parametrize("role", [Role.Actor, Role.Critic])
 @pytest.mark.parametrize("family", ["Qwen2, 1 kv head", "Llama, 2 kv heads"])
-@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=2, derandomize=True, phases=[Phase.generate])
 @given(batches=st.lists(LENGTHS, min_size=4, max_size=4))
 def test_gradients_are_those_of_one_rank(ranks, folders, role, family, batches):
     rows = MicroBatching(rows=2)
@@ -238,4 +239,4 @@ def test_what_cannot_be_shared_is_refused_before_weights_are_read(ranks, tmp_pat
 
 def test_ranks_with_different_batches_say_so_instead_of_waiting(ranks, folders):
     for found in ranks.run(2, jobs.different_batches, folders["Llama, 2 kv heads"], *sharing(2)):
-        assert found.startswith("the 2 ranks that share sequences were given different batches")
+        assert mentions(found, "2 ranks")

@@ -21,6 +21,8 @@ from strop.prepare import prepare
 from strop.rewards.sandbox import require_bubblewrap
 from strop.rewards.worker.pool import RewardPool
 
+from messages import naming
+
 ROWS: list[dict[str, Any]] = [
     {"data_source": "openai/gsm8k", "response": "#### 7", "reward_model": {"ground_truth": "7"}},
     {"data_source": "openai/gsm8k", "response": "7", "reward_model": {"ground_truth": "7"}},
@@ -122,7 +124,7 @@ def test_an_unknown_source_is_an_error_before_anything_is_scored(
     started: list[object] = []
     monkeypatch.setattr(RewardPool, "evaluate_all", lambda self, samples: started.append(samples))
     rows = [ROWS[0], {**ROWS[0], "data_source": "own"}, {**ROWS[0], "data_source": "own"}]
-    with pytest.raises(RewardError, match=r"'own' \(2 rows\) has no scorer .*--scorer NAME .*--custom PATH"):
+    with pytest.raises(RewardError, match=naming("'own'", "2", "--scorer", "NAME", "--custom", "PATH")):
         score(write(tmp_path / "a.jsonl", rows))
     assert not started
 
@@ -142,11 +144,11 @@ def test_one_scorer_with_options_scores_all_rows(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--option", "method=flexible"], "--option method=flexible: it is an option of --scorer"),
-        (["--scorer", "gsm8k", "--option", "method"], "--option method: expected KEY=VALUE"),
+        (["--option", "method=flexible"], "--option method=flexible"),
+        (["--scorer", "gsm8k", "--option", "method"], "--option method: .*KEY=VALUE"),
         (["--scorer", "gsm8k", "--option", "methd=flexible"], "--scorer gsm8k: .*'methd'"),
         (["--scorer", "gsm8k", "--custom", "reward.py"], "--custom and --scorer"),
-        (["--scorer", "code", "--timeout", "2"], "--timeout 2 is less than a program may take"),
+        (["--scorer", "code", "--timeout", "2"], "--timeout 2"),
     ],
 )
 def test_options_that_do_not_go_together_are_told_at_once(
@@ -174,19 +176,19 @@ def test_code_without_a_sandbox_is_one_error_and_not_one_for_each_row(
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ('{"a": 1}\n{', [], "row 1: no column response or .*; the columns are a. Choose one with --response"),
-        ('{"response": "7"}', [], "row 1: no column reward_model.ground_truth or .*--ground-truth-column"),
-        ('{"response": "7", "ground_truth": 7}', [], r"row 1: no column 'data_source'; the columns are"),
-        ('{"response": 7, "ground_truth": 7}', [], "row 1: column response holds 7: expected a text"),
-        ('{"response": "7"}', ["--response-column", "x.y"], "no column reward_model"),
+        ('{"a": 1}\n{', [], "row 1: .*response .* a\\b.*--response"),
+        ('{"response": "7"}', [], "row 1: .*reward_model.ground_truth .*--ground-truth-column"),
+        ('{"response": "7", "ground_truth": 7}', [], r"row 1: .*'data_source'"),
+        ('{"response": 7, "ground_truth": 7}', [], "row 1: .*response .*7"),
+        ('{"response": "7"}', ["--response-column", "x.y"], "reward_model"),
         (
             '{"response": "7"}',
             ["--response-column", "response.y", "--ground-truth-column", "response"],
-            "row 1: no column 'response.y'",
+            "row 1: .*'response.y'",
         ),
-        ("{\n", [], "line 1: this is not JSON"),
-        ("[1]\n", [], "line 1: expected an object"),
-        ("\n", [], "there are no rows"),
+        ("{\n", [], "line 1: .*JSON"),
+        ("[1]\n", [], "line 1: .*object"),
+        ("\n", [], "rows"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_message(
@@ -199,9 +201,9 @@ def test_a_file_that_cannot_be_used_is_one_message(
 
 
 def test_a_missing_or_strange_file_is_named(score: Callable[..., Any], tmp_path: Path):
-    with pytest.raises(DataError, match=r"nowhere\.parquet: there is no such file"):
+    with pytest.raises(DataError, match=naming("nowhere.parquet")):
         score(tmp_path / "nowhere.parquet")
-    for name, message in (("a.csv", "expected a .parquet or .jsonl"), ("a.parquet", "cannot be read as")):
+    for name, message in (("a.csv", "a.csv.* .parquet .* .jsonl"), ("a.parquet", "a.parquet")):
         (tmp_path / name).write_text("a,b\n")
         with pytest.raises(DataError, match=message):
             score(tmp_path / name)

@@ -8,6 +8,8 @@ import pytest
 from strop.errors import ConfigError
 from strop.rewards.custom import load_custom_reward, require_score_signature
 
+from messages import mentions, naming
+
 GOOD = """
 from dataclasses import dataclass
 
@@ -59,20 +61,20 @@ def test_a_pickle_holds_path_and_name_and_not_the_code(reward_file: Path):
 
 
 def test_a_missing_file_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"custom_reward_function\.path=.*nowhere\.py.*no such file"):
+    with pytest.raises(ConfigError, match=naming("custom_reward_function.path=", "nowhere.py")):
         load_custom_reward(str(tmp_path / "nowhere.py"))
 
 
 def test_a_missing_function_names_those_that_are_there(reward_file: Path):
     with pytest.raises(ConfigError) as error:
         load_custom_reward(str(reward_file), "reward")
-    assert "no such function (it has: compute_score, other)" in str(error.value)
+    assert mentions(str(error.value), "compute_score", "other")
 
 
 def test_a_file_without_functions_says_so(tmp_path: Path):
     path = tmp_path / "empty.py"
     path.write_text("import os\n")
-    with pytest.raises(ConfigError, match="it has: no functions"):
+    with pytest.raises(ConfigError, match="function"):
         load_custom_reward(str(path))
 
 
@@ -103,12 +105,12 @@ def test_ctrl_c_during_import_is_not_an_error_of_the_file(tmp_path: Path):
 def test_a_file_that_is_not_python_is_refused(tmp_path: Path):
     path = tmp_path / "reward.yaml"
     path.write_text("a: 1\n")
-    with pytest.raises(ConfigError, match=r"expected a Python file \(\.py\)"):
+    with pytest.raises(ConfigError, match=naming(".py")):
         load_custom_reward(str(path))
 
 
 def test_something_that_is_not_a_function_is_refused(reward_file: Path):
-    with pytest.raises(ConfigError, match=r"name='number' in .* is 5: expected a function"):
+    with pytest.raises(ConfigError, match=naming("name='number'", "5")):
         load_custom_reward(str(reward_file), "number")
 
 
@@ -120,10 +122,10 @@ async def coroutine(**kwargs):
     ("function", "message"),
     [
         (lambda solution_str, ground_truth: 1.0, "unexpected keyword argument 'data_source'"),
-        (lambda a, b, c, d: 1.0, "has the parameters"),
+        (lambda a, b, c, d: 1.0, "parameters"),
         (lambda data_source, solution_str, ground_truth: 1.0, "'extra_info'"),
         (lambda data_source, solution_str, ground_truth, extra_info, tokenizer: 1.0, "'tokenizer'"),
-        (coroutine, "is async"),
+        (coroutine, "async"),
     ],
 )
 def test_a_function_that_cannot_be_called_with_the_four_keywords_is_refused(function, message: str):

@@ -12,6 +12,8 @@ from strop.errors import ConfigError
 from strop.rewards.custom import CustomReward
 from strop.rewards.manager import RewardManager, load_reward_manager
 
+from messages import naming
+
 
 def test_the_default_is_the_naive_manager_with_the_limits_of_the_configuration(tokenizer: Any):
     config = load_config(
@@ -37,7 +39,7 @@ def test_reward_kwargs_reach_the_manager(tokenizer: Any):
     )
     manager = load_reward_manager(config, tokenizer, 0, **config.reward_model.reward_kwargs)
     assert manager._process.timeout_s == 4
-    with pytest.raises(ConfigError, match="method='loose' is unknown"):
+    with pytest.raises(ConfigError, match=naming("method='loose'")):
         load_reward_manager(config, tokenizer, 0, scorer_kwargs={"openai/gsm8k": {"method": "loose"}})
 
 
@@ -47,7 +49,7 @@ def test_an_unknown_manager_names_the_known(tokenizer: Any):
 
 
 def test_an_unknown_argument_is_named_with_the_parameters(tokenizer: Any):
-    with pytest.raises(ConfigError, match=r"'temperature'; its parameters are .*timeout_s"):
+    with pytest.raises(ConfigError, match=naming("'temperature'", "timeout_s")):
         load_reward_manager(load_config(), tokenizer, 0, temperature=1.0)
 
 
@@ -57,7 +59,7 @@ def test_a_custom_function_is_loaded_and_checked(tokenizer: Any, tmp_path: Path)
     keys = [f"custom_reward_function.path={path}", "custom_reward_function.name=mine"]
     manager = load_reward_manager(load_config(keys), tokenizer, 0)
     manager.validate_sources(["anything"])
-    with pytest.raises(ConfigError, match=r"it has: mine\)"):
+    with pytest.raises(ConfigError, match=naming("mine")):
         load_reward_manager(load_config(keys[:1]), tokenizer, 0)
 
 

@@ -18,6 +18,8 @@ from strop.rewards.manager import RewardManager
 from strop.rewards.reward_output import at_last_token
 from strop.rewards.worker.records import Sample
 
+from messages import mentions, naming
+
 Make = Callable[..., RewardManager]
 
 
@@ -162,7 +164,7 @@ def test_without_a_model_score_rows_for_the_model_go_to_their_rule(
 def test_an_unknown_source_stops_before_anything_is_scored(
     make: Make, batch_of: Callable[..., DataProto], running: Callable[[], list[int]]
 ):
-    with pytest.raises(RewardError, match=r"'full_hh_rlhf' has no scorer \(known: .*openai/gsm8k.*"):
+    with pytest.raises(RewardError, match=naming("'full_hh_rlhf'", "openai/gsm8k")):
         make()(batch_of(["3", "3"], ["3", "3"], ["strop/arithmetic", "full_hh_rlhf"]))
     assert running() == []
 
@@ -172,12 +174,12 @@ def test_sources_can_be_checked_at_the_start(make: Make):
     manager.validate_sources(["openai/gsm8k", "lighteval/MATH", "openai/gsm8k"])
     manager.validate_sources(["full_hh_rlhf"], has_reward_model=True)
     make(lambda **sample: 1.0).validate_sources(["anything"])
-    with pytest.raises(RewardError, match="'full_hh_rlhf' has no scorer"):
+    with pytest.raises(RewardError, match=naming("'full_hh_rlhf'")):
         manager.validate_sources(["openai/gsm8k", "full_hh_rlhf"])
 
 
 def test_a_missing_source_column_names_the_key(make: Make, batch_of: Callable[..., DataProto]):
-    with pytest.raises(RewardError, match=r"no column 'origin' \(data\.reward_fn_key\).*data_source"):
+    with pytest.raises(RewardError, match=naming("column 'origin'", "data.reward_fn_key", "data_source")):
         make(reward_fn_key="origin")(batch_of(["3"], ["3"]))
 
 
@@ -214,7 +216,7 @@ def test_a_part_that_is_not_a_number_is_named_too(make: Make, batch_of: Callable
 
 def test_a_model_score_that_is_not_a_number_names_the_sample(make: Make, batch_of: Callable[..., DataProto]):
     batch = batch_of(["3", "4"], ["3", "3"], rm_scores=torch.tensor([0.5, torch.nan]))
-    with pytest.raises(RewardError, match=r"the reward model returned nan for sample 1 .*response='4'"):
+    with pytest.raises(RewardError, match=naming("nan", "sample 1", "response='4'")):
         make()(batch)
 
 
@@ -245,7 +247,7 @@ def test_failed_samples_are_counted_told_and_given_the_error_score(
         "reward/added/strop/arithmetic/rule": 0.25,
     }
     assert "ValueError: no verdict" in output.errors[1]
-    assert "longer than 1 s" in output.errors[2]
+    assert mentions(output.errors[2], "1 s")
     assert output.errors[0] == output.errors[3] == ""
     assert len(caplog.records) == 1  # the first of the batch, with its traceback
     assert "ValueError: no verdict" in caplog.records[0].getMessage()
@@ -261,7 +263,7 @@ def test_too_many_failed_samples_stop_with_the_first_traceback(
     with pytest.raises(RewardError) as error:
         manager(batch_of([str(number) for number in range(40)], ["3"] * 40))
     message = str(error.value)
-    assert "5 of the first 5 of this batch of 40 (reward_model.max_error_rate=0.1)" in message
+    assert mentions(message, "5 of", "40", "reward_model.max_error_rate=0.1")
     assert "sample 0" in message
     assert "ValueError: no verdict on 0" in message
 
@@ -275,14 +277,14 @@ def test_one_bad_sample_in_a_small_batch_does_not_stop_but_the_next_does(
     manager = make(score)
     batch = batch_of(["good", "bad", "good"], ["3"] * 3)
     assert manager(batch).metrics["reward/error_rate"] == pytest.approx(1 / 3)
-    with pytest.raises(RewardError, match="too many samples"):
+    with pytest.raises(RewardError, match=naming("reward_model.max_error_rate")):
         manager(batch)
 
 
 def test_a_bad_ground_truth_is_an_error_and_not_a_wrong_answer(
     make: Make, batch_of: Callable[..., DataProto]
 ):
-    with pytest.raises(RewardError, match="ground truth 'None' is not a number"):
+    with pytest.raises(RewardError, match=naming("'None'")):
         make()(batch_of(["#### 3"] * 2, [None] * 2, "openai/gsm8k"))
 
 
@@ -328,9 +330,9 @@ def test_the_process_can_be_started_early(make: Make, running: Callable[[], list
 
 
 def test_options_of_built_in_scorers_do_not_go_with_a_function_of_ones_own(make: Make):
-    with pytest.raises(ConfigError, match="scorer_kwargs"):
+    with pytest.raises(ConfigError, match=naming("scorer_kwargs")):
         make(lambda **sample: 1.0, scorer_kwargs={"openai/gsm8k": {}})
-    with pytest.raises(ConfigError, match="compute_score has the parameters"):
+    with pytest.raises(ConfigError, match=naming("compute_score")):
         make(lambda text: 1.0)
 
 

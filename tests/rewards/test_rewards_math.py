@@ -10,6 +10,8 @@ from rewards_support import real_rows
 from strop.errors import MissingExtraError
 from strop.rewards.score.math import compute_score, last_boxed, normalize_answer
 
+from messages import naming
+
 
 @pytest.mark.parametrize(
     ("text", "answer"),
@@ -136,12 +138,12 @@ def test_an_answer_of_nothing_but_signs_equals_only_itself():
 
 @pytest.mark.parametrize("truth", [None, "", "  ", r"\boxed{}", r"\boxed{5"])
 def test_a_ground_truth_without_an_answer_is_an_error(truth: object):
-    with pytest.raises(ValueError, match="holds no answer"):
+    with pytest.raises(ValueError, match="answer"):
         compute_score(r"\boxed{5}", truth)
 
 
 def test_an_unknown_method_is_an_error():
-    with pytest.raises(ValueError, match="'sympy' is unknown"):
+    with pytest.raises(ValueError, match=naming("'sympy'")):
         compute_score(r"\boxed{5}", "5", method="sympy")
 
 

@@ -15,6 +15,8 @@ from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager, load_reward_manager
 
+from messages import mentions, naming
+
 Make = Callable[..., RewardManager]
 Batch = Callable[..., DataProto]
 
@@ -147,7 +149,7 @@ def test_a_weight_for_a_part_that_the_function_never_returns_is_an_error(make: M
         return {"score": 1.0, "polite": 4.0} if solution_str == "1" else 1.0
 
     misspelt = make(score, parts={"polit": 0.5})
-    with pytest.raises(RewardError, match=r"reward_model\.parts\.polit has .* returned polite"):
+    with pytest.raises(RewardError, match=naming("reward_model.parts.polit", "polite")):
         misspelt(batch_of(["1", "2"], ["1", "1"]))
     manager = make(score, parts={"polite": {"weight": {MATH: 0.5}}}, max_error_rate=1.0)
     assert scores_of(manager(batch_of(["2"], ["1"], data_source=OWN))) == [1.0]  # it has no weight there
@@ -163,7 +165,7 @@ def test_a_weight_for_a_source_that_the_data_lack_is_warned_of_once(
     for _ in range(2):
         manager.validate_sources([GSM8K])
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith("reward_model.parts.rule.weight: no prompt has data_source 'openai/gsm8kk'")
+    assert mentions(warning, "reward_model.parts.rule.weight", "data_source", "'openai/gsm8kk'")
     assert "openai/gsm8k)" in warning
 
 
@@ -182,13 +184,13 @@ def test_a_part_that_fails_is_the_samples_failure_and_scores_the_error_score(mak
 
 
 def test_a_source_that_nothing_scores_is_an_error_at_start_up(make: Make):
-    with pytest.raises(RewardError, match=r"'my/dialogues' has no scorer"):
+    with pytest.raises(RewardError, match=naming("'my/dialogues'")):
         make().validate_sources([OWN])
-    with pytest.raises(RewardError, match=r"'my/dialogues': nothing scores it"):
+    with pytest.raises(RewardError, match=naming("'my/dialogues'")):
         make(parts={"rule": {"weight": {OWN: 0}}}).validate_sources([OWN])
     weightless = make(parts={"reward_model": {"weight": {GSM8K: 1}}})
     weightless.validate_sources([GSM8K], has_reward_model=True)
-    with pytest.raises(RewardError, match=r"'my/dialogues' has no scorer"):
+    with pytest.raises(RewardError, match=naming("'my/dialogues'")):
         weightless.validate_sources([OWN], has_reward_model=True)
 
 
@@ -201,20 +203,20 @@ def test_a_built_in_scorer_without_a_weight_does_not_judge(make: Make):
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [
-        ({"form": {"wieght": 1}}, r"reward_model\.parts\.form\.wieght: unknown key"),
+        ({"form": {"wieght": 1}}, r"reward_model\.parts\.form\.wieght"),
         (
             {"form": {"weight": "heavy", "scorer": "format"}},
-            r"form\.weight: found 'heavy'.*expected a number",
+            r"form\.weight: .*'heavy'",
         ),
         (
             {"form": {"weight": {"a": True}, "scorer": "format"}},
-            r"form\.weight: found True for data source 'a'",
+            r"form\.weight: .*True .*'a'",
         ),
-        ({"form": math.inf}, r"form\.weight: found inf"),
-        ({"rule": {"weight": 1, "scorer": "format"}}, r"parts\.rule: it has a weight only"),
-        ({"non_stop_penalty": -1}, r"the name is taken"),
-        ({"form": {"kwargs": {"a": 1}}}, r"form\.kwargs: they are the scorer's"),
-        ({"form": {"scorer": "fromat"}}, r"form\.scorer='fromat' is unknown; did you mean 'format'"),
+        ({"form": math.inf}, r"form\.weight: .*inf"),
+        ({"rule": {"weight": 1, "scorer": "format"}}, r"parts\.rule: .*weight"),
+        ({"non_stop_penalty": -1}, "non_stop_penalty"),
+        ({"form": {"kwargs": {"a": 1}}}, r"form\.kwargs"),
+        ({"form": {"scorer": "fromat"}}, r"form\.scorer='fromat' .*'format'"),
         ({"form": {"scorer": "format", "kwargs": {"patern": "a"}}}, r"form\.kwargs: .*patern"),
         ({"form": {"scorer": "math.sqrt"}}, r"form\.scorer='math.sqrt'"),
     ],
@@ -257,5 +259,5 @@ class Plain:
 def test_a_manager_that_does_not_take_a_setting_is_an_error_not_a_silence(tokenizer: Any):
     name = f"reward_model.reward_manager={__name__}:Plain"
     assert load_reward_manager(load_config([name]), tokenizer, 3).num_examine == 3
-    with pytest.raises(ConfigError, match=r"does not take reward_model\.non_stop_penalty"):
+    with pytest.raises(ConfigError, match=naming("reward_model.non_stop_penalty")):
         load_reward_manager(load_config([name, "reward_model.non_stop_penalty=True"]), tokenizer, 0)

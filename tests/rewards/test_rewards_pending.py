@@ -14,6 +14,8 @@ from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
 
+from messages import naming
+
 
 @pytest.fixture
 def manager(tokenizer: Any, tmp_path: Path, running: Any) -> Iterator[RewardManager]:
@@ -82,7 +84,7 @@ def test_a_failed_sample_is_named_by_its_row_of_the_batch(
 def test_other_tokens_than_those_of_the_batch_are_an_error(manager: RewardManager, batch: DataProto):
     pending = manager.expect(prompts(), n=2)
     pending.add(1, tokens(batch, 1)[:-1])
-    with pytest.raises(RewardError, match="sample 1: the scored tokens"):
+    with pytest.raises(RewardError, match=naming("sample 1")):
         pending.complete(batch)
 
 

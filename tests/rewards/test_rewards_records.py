@@ -25,13 +25,13 @@ def test_a_dict_gives_the_score_and_named_parts():
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (None, "the score is None: expected a number, found NoneType"),
-        ("1.0", "the score is '1.0': expected a number, found text"),
-        (b"1", "found text"),
-        ([1.0, 2.0], "found list"),
-        (1j, "found complex"),
-        ({"score": 1.0, "prediction": "42"}, "part 'prediction' is '42'.*leave such parts out"),
-        ({"score": None}, "the score is None"),
+        (None, "score .*None.* NoneType"),
+        ("1.0", "score .*'1.0'.* text"),
+        (b"1", "text"),
+        ([1.0, 2.0], "list"),
+        (1j, "complex"),
+        ({"score": 1.0, "prediction": "42"}, "'prediction' .*'42'"),
+        ({"score": None}, "score .*None"),
     ],
 )
 def test_what_is_not_a_number_is_refused(result: object, message: str):
@@ -42,9 +42,9 @@ def test_what_is_not_a_number_is_refused(result: object, message: str):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ({"accuracy": 1.0, "format": 0.0}, r"no key 'score'; it has \['accuracy', 'format'\]"),
-        ({"score": 1.0, "rule": 1.0}, "part 'rule', which is reserved"),
-        ({"score": 1.0, "reward_model": 1.0}, "part 'reward_model', which is reserved"),
+        ({"accuracy": 1.0, "format": 0.0}, r"'score'.*\['accuracy', 'format'\]"),
+        ({"score": 1.0, "rule": 1.0}, "'rule'"),
+        ({"score": 1.0, "reward_model": 1.0}, "'reward_model'"),
     ],
 )
 def test_a_dict_needs_a_score_and_names_that_are_free(result: dict, message: str):

@@ -136,8 +136,8 @@ def test_answers_come_before_the_news_that_the_other_side_is_gone(lane: tuple[wi
 
 def test_a_lane_notices_a_dead_process_and_what_is_no_message(lane: tuple[wire.Lane, int, int]):
     here, _, answers = lane
-    with pytest.raises(EOFError, match="process has ended"):
+    with pytest.raises(EOFError, match="ended"):
         here.exchange(time.monotonic() + 30, lambda: False)
     os.write(answers, b"print this")
-    with pytest.raises(ValueError, match="not a message"):
+    with pytest.raises(ValueError, match="message"):
         here.exchange(soon(), alive)

@@ -40,6 +40,8 @@ from strop.rewards.sandbox import (
     run_stdin_tests,
 )
 
+from messages import mentions, naming
+
 pytestmark = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt-get install bubblewrap"
 )
@@ -72,7 +74,7 @@ def test_honest_programs_pass_and_wrong_ones_do_not():
     assert passes("def f(x): return 1234567").passed
     assert passes("def f(x): return 7").reason.startswith("AssertionError")
     assert "ZeroDivisionError" in passes("def f(x): return 1 / 0").reason
-    assert "the program raised SyntaxError" in passes("def f(x) return").reason
+    assert mentions(passes("def f(x) return").reason, "SyntaxError")
     assert not passes("g = 1").passed
 
 
@@ -167,9 +169,7 @@ def test_standard_input_and_output():
     assert run_stdin_tests(double, ["1\n2\n", "", "5"], ["2\n4", "", "10 \n\n"], limits=PATIENT) == Verdict(
         True
     )
-    assert (
-        run_stdin_tests(double, ["1", "2"], ["2", "5"], limits=PATIENT).reason == "test 2: the output differs"
-    )
+    assert mentions(run_stdin_tests(double, ["1", "2"], ["2", "5"], limits=PATIENT).reason, "test 2")
     assert "status 1" in run_stdin_tests(double, ["x"], [""], limits=PATIENT).reason
     assert run_stdin_tests("exit(0)", ["x"], [""], limits=PATIENT).passed
     assert run_stdin_tests("if __name__ == '__main__': print('ö')", [""], ["ö"], limits=PATIENT).passed
@@ -227,9 +227,9 @@ def own_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 @pytest.mark.usefixtures("own_path")
 def test_without_bubblewrap_nothing_runs():
-    with pytest.raises(ConfigError, match="apt-get install bubblewrap"):
+    with pytest.raises(ConfigError, match=naming("bubblewrap")):
         passes("def f(x): return 1234567")
-    with pytest.raises(ConfigError, match="apt-get install bubblewrap"):
+    with pytest.raises(ConfigError, match=naming("bubblewrap")):
         run_stdin_tests("print(5)", [""], ["5"])
 
 
@@ -238,7 +238,7 @@ def test_a_bubblewrap_that_does_not_work_is_an_error_with_its_words(own_path: Pa
         "#!/bin/sh\necho bwrap: No permissions to create new namespace >&2\nexit 1\n"
     )
     (own_path / "bwrap").chmod(0o755)
-    with pytest.raises(RewardError, match="No permissions to create new namespace"):
+    with pytest.raises(RewardError, match=naming("No permissions to create new namespace")):
         passes("def f(x): return 1234567")
-    with pytest.raises(RewardError, match="No permissions to create new namespace"):
+    with pytest.raises(RewardError, match=naming("No permissions to create new namespace")):
         run_stdin_tests("print(5)", [""], ["5"])

@@ -35,7 +35,7 @@ plain_values = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(plain_values)
 def test_plain_values_cross_unchanged(value: object):
     assert crossed(value) == value

@@ -5,6 +5,8 @@ import pytest
 from strop.rewards.router import Router, default_compute_score
 from strop.rewards.score.choice import compute_score, extract_label
 
+from messages import naming
+
 STRICT = [
     ("Answer: C", "C"),
     ("C", "C"),
@@ -99,10 +101,10 @@ def test_the_ground_truth_is_a_label_or_counts_from_0():
 
 @pytest.mark.parametrize("truth", ["E", "4", "", None, "-1", "CD", "c"])
 def test_a_ground_truth_that_is_no_choice_is_an_error(truth):
-    with pytest.raises(ValueError, match="names no choice: expected one of A, B, C, D"):
+    with pytest.raises(ValueError, match=naming("A, B, C, D")):
         compute_score("Answer: C", truth)
 
 
 def test_a_method_that_does_not_exist_is_an_error():
-    with pytest.raises(ValueError, match="'loose' is unknown"):
+    with pytest.raises(ValueError, match=naming("'loose'")):
         compute_score("Answer: C", "C", method="loose")

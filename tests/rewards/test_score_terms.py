@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from strop.rewards.score import exact as format_score
-from strop.rewards.score import exact as length
+from strop.rewards.score import exact
+
+from messages import naming
 
 
 @pytest.mark.parametrize(
@@ -25,20 +26,20 @@ from strop.rewards.score import exact as length
     ],
 )
 def test_the_form_is_the_whole_response_with_each_tag_once(text, score):
-    assert format_score.compute_format_score(text, "5") == score
-    assert format_score.compute_format_score(text, score=0.5) == score / 2
+    assert exact.compute_format_score(text, "5") == score
+    assert exact.compute_format_score(text, score=0.5) == score / 2
 
 
 def test_a_form_may_be_a_pattern_of_ones_own():
-    assert format_score.compute_format_score("so\nit is\n#### 5", pattern=r".*#### \d+") == 1.0
-    assert format_score.compute_format_score("#### 5 or 6", pattern=r".*#### \d+") == 0.0
-    with pytest.raises(ValueError, match="is not a regular expression"):
-        format_score.compute_format_score("", pattern="(")
+    assert exact.compute_format_score("so\nit is\n#### 5", pattern=r".*#### \d+") == 1.0
+    assert exact.compute_format_score("#### 5 or 6", pattern=r".*#### \d+") == 0.0
+    with pytest.raises(ValueError, match="regular expression"):
+        exact.compute_format_score("", pattern="(")
 
 
 def test_a_long_response_does_not_take_long():
-    assert format_score.compute_format_score("<think>" * 20_000) == 0.0
-    assert format_score.compute_format_score("<think>" + "x<" * 50_000 + "</think> <answer>5</answer>") == 1.0
+    assert exact.compute_format_score("<think>" * 20_000) == 0.0
+    assert exact.compute_format_score("<think>" + "x<" * 50_000 + "</think> <answer>5</answer>") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -47,24 +48,24 @@ def test_a_long_response_does_not_take_long():
     [(0, 0.0), (16_384, 0.0), (17_408, -0.25), (18_432, -0.5), (20_480, -1.0), (90_000, -1.0)],
 )
 def test_the_penalty_falls_in_a_line_over_the_buffer(tokens, penalty):
-    assert length.overlong_penalty(tokens, max_length=20_480, buffer=4_096) == penalty
+    assert exact.overlong_penalty(tokens, max_length=20_480, buffer=4_096) == penalty
 
 
 def test_without_a_buffer_it_is_a_step():
-    assert length.overlong_penalty(10, max_length=10, buffer=0) == 0.0
-    assert length.overlong_penalty(11, max_length=10, buffer=0) == -1.0
+    assert exact.overlong_penalty(10, max_length=10, buffer=0) == 0.0
+    assert exact.overlong_penalty(11, max_length=10, buffer=0) == -1.0
 
 
 def test_words_or_characters_are_counted():
     text = "one two  three\nfour"
-    assert length.compute_length_score(text, max_length=5, buffer=4) == -0.75
-    assert length.compute_length_score(text, "ground truth", max_length=5, buffer=4, score=2.0) == -1.5
-    assert length.compute_length_score(text, max_length=20, buffer=2, unit="characters") == -0.5
+    assert exact.compute_length_score(text, max_length=5, buffer=4) == -0.75
+    assert exact.compute_length_score(text, "ground truth", max_length=5, buffer=4, score=2.0) == -1.5
+    assert exact.compute_length_score(text, max_length=20, buffer=2, unit="characters") == -0.5
 
 
 @pytest.mark.parametrize("options", [{"max_length": 0}, {"buffer": -1}, {"max_length": 10, "buffer": 11}])
 def test_impossible_lengths_are_errors(options):
-    with pytest.raises(ValueError, match="expected 0 <= buffer <= max_length"):
-        length.compute_length_score("x", **options)
-    with pytest.raises(ValueError, match="unit='tokens' is unknown"):
-        length.compute_length_score("x", unit="tokens")
+    with pytest.raises(ValueError, match=naming("buffer", "max_length")):
+        exact.compute_length_score("x", **options)
+    with pytest.raises(ValueError, match=naming("unit='tokens'")):
+        exact.compute_length_score("x", unit="tokens")

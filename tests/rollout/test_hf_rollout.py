@@ -283,14 +283,14 @@ def test_bfloat16_autocast_stays_near_the_float32_log_probs():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda batch: batch.pop("seeds"), "no column seeds"),
+        (lambda batch: batch.pop("seeds"), "seeds"),
         (
             lambda batch: batch.update(seeds=batch["seeds"][:, :1]),
-            r"seeds have shape \[5, 1\], expected \[5, 2\]",
+            r"seeds .* \[5, 1\],.* \[5, 2\]",
         ),
-        (lambda batch: batch["attention_mask"][3].zero_(), "prompt 3 is empty or not left-padded"),
-        (lambda batch: batch["attention_mask"][2, -1:].zero_(), "prompt 2 is empty or not left-padded"),
-        (lambda batch: batch["attention_mask"][1, 7].zero_(), "prompt 1 is empty or not left-padded"),
+        (lambda batch: batch["attention_mask"][3].zero_(), "prompt 3 .*left-padded"),
+        (lambda batch: batch["attention_mask"][2, -1:].zero_(), "prompt 2 .*left-padded"),
+        (lambda batch: batch["attention_mask"][1, 7].zero_(), "prompt 1 .*left-padded"),
     ],
 )
 def test_unusable_prompts_are_refused(change, message):
@@ -334,16 +334,16 @@ def _flash() -> LlamaForCausalLM:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: ForgetsPositions(FAMILIES["llama"]()).eval(), "decodes ForgetsPositions wrongly"),
+        (lambda: ForgetsPositions(FAMILIES["llama"]()).eval(), "ForgetsPositions"),
         (
             lambda: MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2)),
             "linear_attention",
         ),
         (
             lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=2, n_head=2)),
-            "does not take",
+            "[Bb]loom",
         ),
-        (_flash, "sdpa or eager, not 'flash_attention_2'"),
+        (_flash, "'flash_attention_2'"),
     ],
 )
 def test_models_that_would_be_decoded_wrongly_are_refused(build, message):

@@ -14,6 +14,7 @@ from strop.rollout.hf.engine import HFRollout
 from strop.rollout.hf.kv_cache import DecodeCache, keys_and_values
 from strop.rollout.hf.packed_linear import packed_linears
 
+from messages import naming
 from tiny_lms import prompts_of, tiny_lm
 
 
@@ -56,7 +57,7 @@ def test_a_model_that_fills_fewer_caches_than_it_has_layers_is_refused():
     filled = DynamicCache()
     filled.update(*random_states(1, 3, 0), layer_idx=0)
     assert len(keys_and_values(filled, 1)) == 1
-    with pytest.raises(ModelError, match="filled 1 of 2 cache layers"):
+    with pytest.raises(ModelError, match=naming("1 of 2")):
         keys_and_values(filled, 2)
 
 

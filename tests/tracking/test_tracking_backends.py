@@ -12,6 +12,8 @@ import pytest
 from strop.errors import ConfigError
 from strop.tracking import Tracking
 
+from messages import naming
+
 event_accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason="needs strop[tensorboard]"
 )
@@ -156,5 +158,5 @@ def test_wandb_that_cannot_start_says_how_to_go_on(tmp_path, monkeypatch):
         raise wandb.errors.UsageError("api_key not configured")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(ConfigError, match=r"api_key not configured.*WANDB_MODE=offline"):
+    with pytest.raises(ConfigError, match=naming("api_key", "WANDB_MODE=offline")):
         log_steps("wandb", tmp_path, 1)

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from strop.errors import DataError
 from strop.tracking import Tracking
-from strop.tracking.curves import COLOURS, draw_comparison, draw_curves, running_mean
+from strop.tracking.curves import COLOURS, draw_curves, running_mean
 
 WHITE = np.array([1.0, 1.0, 1.0])
 
@@ -85,31 +85,12 @@ def blue_of_a_run(folder: Path, values: dict[int, float]) -> np.ndarray:
     return np.abs(image - np.array([0, 0x72, 0xB2]) / 255).max(axis=2) < 0.02
 
 
-def test_a_wild_value_does_not_flatten_the_rest(tmp_path):
-    tame = blue_of_a_run(tmp_path / "tame", {})
-    wild = blue_of_a_run(tmp_path / "wild", {50: 1e30})
-    assert wild.any(axis=1).sum() > 0.5 * tame.any(axis=1).sum()  # rows of pixels that the curve covers
-
-
 def test_values_that_are_not_finite_leave_no_gap(tmp_path):
     columns = np.flatnonzero(blue_of_a_run(tmp_path, {50: float("nan"), 60: float("inf")}).any(axis=0))
     assert np.diff(columns).max() == 1
 
 
-def test_a_comparison_draws_one_colour_for_each_run(tmp_path):
-    runs = {
-        name: write_run(tmp_path / name, 100, "critic/score/mean", slope=slope)
-        for name, slope in (("PPO", 1.0), ("GRPO", 0.7), ("RLOO", 0.4))
-    }
-    out = draw_comparison(runs, "critic/score/mean", tmp_path / "docs" / "cmp.png", title="Reward")
-    image = pixels(out)
-    assert [has_colour(image, colour) for colour in COLOURS[:4]] == [True, True, True, False]
-
-
 def test_mistakes_are_named(tmp_path):
-    run = write_run(tmp_path / "run", 3, "critic/score/mean")
-    with pytest.raises(DataError, match=r"logged no 'critic/scores'; it has critic/score/mean"):
-        draw_comparison({"a": run}, "critic/scores", tmp_path / "cmp.png")
     with pytest.raises(DataError, match="cannot read"):
         draw_curves(tmp_path)
     (tmp_path / "metrics.jsonl").touch()

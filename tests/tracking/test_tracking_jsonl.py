@@ -18,6 +18,8 @@ from strop.errors import DataError, TrainingError
 from strop.tracking.base import RunInfo
 from strop.tracking.jsonl import JsonlTracker, read_metrics
 
+from messages import naming
+
 
 def tracker(run_dir: Path, start_step: int = 0) -> JsonlTracker:
     return JsonlTracker(RunInfo(run_dir, "project", "experiment", {}, 10, start_step))
@@ -94,7 +96,7 @@ def test_a_resume_survives_rubbish_in_the_middle_and_says_so(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + b"\0\0\0\n" + second)
-    with pytest.raises(DataError, match="line 2"):
+    with pytest.raises(DataError, match=naming("line 2")):
         read_metrics(path)
     log_steps(tmp_path, 3, start_step=2)
     assert steps_in(path) == [1, 2, 3]
@@ -130,7 +132,7 @@ def test_a_full_disk_stops_the_run_and_leaves_whole_lines(tmp_path):
         resource.setrlimit(
             resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 9, limits[1])
         )
-        with pytest.raises(TrainingError, match="cannot record step 2"):
+        with pytest.raises(TrainingError, match=naming("step 2")):
             log.log(2, {"x": 0.2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -158,5 +160,5 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot read"):
+    with pytest.raises(DataError, match=naming("metrics.jsonl")):
         read_metrics(tmp_path / "metrics.jsonl")

@@ -13,6 +13,7 @@ from strop.tracking.samples import write_samples
 
 import tiny_model
 from builders import random_samples
+from messages import naming
 
 
 class Letters:
@@ -119,7 +120,7 @@ def test_a_full_disk_leaves_the_earlier_file_and_no_other(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pq, "write_table", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=naming("No space left")):
         write_samples(path, two_samples(), Letters())
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]

@@ -92,10 +92,10 @@ def test_a_run_without_samples_is_still_shown(run_dir, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{run}/nowhere"], r"nowhere does not exist"),
-        (["{run}/rollouts"], r"is not a run folder: it holds no metrics\.jsonl"),
-        (["{run}", "--step", "7"], r"no samples of step 7; it has 2 steps from 1 to 3, the nearest is 3"),
-        (["{run}", "--metrics", "loss"], r"--metrics loss: the run logged no such metric; it has .*actor/lr"),
+        (["{run}/nowhere"], r"nowhere"),
+        (["{run}/rollouts"], r"metrics\.jsonl"),
+        (["{run}", "--step", "7"], r"step 7.*1 to 3.* 3"),
+        (["{run}", "--metrics", "loss"], r"--metrics loss.*actor/lr"),
     ],
 )
 def test_mistakes_end_with_status_2_and_one_message(run_dir, capsys, arguments, message):

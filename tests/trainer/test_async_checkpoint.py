@@ -11,6 +11,8 @@ from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
 from strop.errors import CheckpointError, TrainingError, WorkerError
 
+from messages import mentions, naming
+
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
@@ -64,7 +66,7 @@ def test_a_rank_that_could_not_write_is_a_checkpoint_error(tmp_path):
     failure = WorkerError("Actor: rank 1 on node a: No space left on device", is_final=True)
     checkpoints = Checkpoints(tmp_path, background=True)
     checkpoints.save(4, {"actor": Group(2, failure=failure)}, STATE)
-    with pytest.raises(CheckpointError, match=r"iteration 4 .*rank 1 on node a.* whole one is none"):
+    with pytest.raises(CheckpointError, match=naming("iteration 4", "rank 1 on node a", "none")):
         checkpoints.finish()
 
 
@@ -119,7 +121,7 @@ def test_after_an_interrupt_a_save_that_hangs_is_dropped(tmp_path, monkeypatch, 
     monkeypatch.setattr(checkpoint, "AFTER_AN_INTERRUPT_S", 0.2)
     with pytest.raises(KeyboardInterrupt):
         run_until(KeyboardInterrupt(), Checkpoints(tmp_path, background=True), Group(5), Group(6))
-    assert "iteration 4 was not written within 0 s and is dropped; the latest whole one is 3" in caplog.text
+    assert mentions(caplog.text, "iteration 4", "0 s", "3")
     assert names(tmp_path) == ["global_step_3", "latest_checkpointed_iteration.txt"]
 
 
@@ -140,7 +142,7 @@ def test_a_failure_in_the_background_names_the_iteration_and_the_last_whole_one(
     checkpoints.finish()
     checkpoints.save(4, {"actor": good, "critic": full}, STATE)
     good.let_it_write(), full.let_it_write()
-    with pytest.raises(CheckpointError, match=r"iteration 4 .*rank 1: No space left.* latest whole one is 3"):
+    with pytest.raises(CheckpointError, match=naming("iteration 4", "No space left", "rank 1", "3")):
         checkpoints.poll()
     assert names(tmp_path) == ["global_step_3", "latest_checkpointed_iteration.txt"]
     checkpoints.save(5, {"actor": good}, STATE)  # nothing of the failure is left
@@ -152,7 +154,7 @@ def test_a_dead_worker_is_told_as_what_it_is_and_its_save_is_removed(tmp_path):
     checkpoints = Checkpoints(tmp_path, background=True)
     checkpoints.save(3, {"actor": Group(1)}, STATE)
     checkpoints.save(4, {"actor": Group(2, failure=WorkerError("rank 1 on node a died"))}, STATE)
-    with pytest.raises(WorkerError, match="rank 1 on node a died"):
+    with pytest.raises(WorkerError, match=naming("rank 1 on node a")):
         checkpoints.finish()
     assert names(tmp_path) == ["global_step_3", "latest_checkpointed_iteration.txt"]
 
@@ -162,7 +164,7 @@ def test_the_error_that_ended_the_run_is_the_one_that_is_raised(tmp_path, caplog
     full = Group(2, failure=OSError(28, "No space left on device"))
     with pytest.raises(TrainingError, match="rewards"):
         run_until(TrainingError("the rewards are not numbers"), checkpoints, full)
-    assert "iteration 3 could not be written" in caplog.text
+    assert mentions(caplog.text, "iteration 3")
     assert names(tmp_path) == []
 
 
@@ -172,7 +174,7 @@ def test_when_the_second_group_cannot_begin_the_first_one_is_waited_for(tmp_path
             raise OSError(28, "No space left on device")
 
     actor = Group(1)
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(CheckpointError, match=naming("No space left")):
         Checkpoints(tmp_path, background=True).save(3, {"actor": actor, "critic": Refusing(2)}, STATE)
     assert actor.save_is_done()
     assert names(tmp_path) == []

@@ -18,6 +18,8 @@ from strop.checkpoint.remote import RemoteCheckpoints, Uploader, download
 from strop.checkpoint.store import Checkpoints
 from strop.errors import CheckpointError, ConfigError, WorkerError
 
+from messages import mentions, naming
+
 
 class ArrowLocal(ArrowFSWrapper):
     """The wrapper behind hdfs://, around a local disk: there is no Hadoop here."""
@@ -124,7 +126,7 @@ def test_a_remote_checkpoint_without_its_manifest_does_not_count(url, tmp_path):
         if cut_off is not None:
             fs.pipe_file(f"{root}/global_step_2/manifest.json", cut_off)
         assert RemoteCheckpoints(url).latest() == 1
-        with pytest.raises(CheckpointError, match=r"global_step_2 is not a whole checkpoint"):
+        with pytest.raises(CheckpointError, match=naming("global_step_2")):
             download(RemoteCheckpoints(url).url_of(2), tmp_path / "copy")
         if cut_off is None:
             break
@@ -140,7 +142,7 @@ def test_a_name_that_was_cut_off_or_names_nothing_is_only_a_hint(memory_fs, tmp_
 def test_a_file_that_arrives_short_is_found(memory_fs, tmp_path):
     run_of(1, folder=tmp_path / "run", url="memory://bucket/run")
     memory_fs.pipe("/bucket/run/global_step_1/actor/state", b"")
-    with pytest.raises(CheckpointError, match="actor/state has 0 bytes, the manifest says 1"):
+    with pytest.raises(CheckpointError, match=naming("actor/state", "0 bytes", "1")):
         Checkpoints(tmp_path / "elsewhere", remote="memory://bucket/run").find("auto")
     assert not (tmp_path / "elsewhere" / "global_step_1").exists()
 
@@ -210,9 +212,9 @@ def test_an_upload_that_fails_for_good_is_told_at_once_and_at_the_end(
     upload = uploader(retries=1)
     upload.submit(3, folder)
     upload.submit(4, later)
-    with pytest.raises(CheckpointError, match=r"not uploaded .*global_step_3: ConnectionResetError.*Nothing"):
+    with pytest.raises(CheckpointError, match=naming("global_step_3", "ConnectionResetError")):
         upload.close()
-    assert "global_step_3 was not uploaded" in caplog.text
+    assert mentions(caplog.text, "global_step_3")
     verify(folder)
     assert RemoteCheckpoints("memory://bucket/run").latest() == 4
 
@@ -263,12 +265,12 @@ def test_uploads_are_waited_for_also_when_the_save_in_flight_fails(
             if dead_before_the_end:
                 raise dead
 
-    with pytest.raises(WorkerError, match="rank 1 died"):
+    with pytest.raises(WorkerError, match=naming("rank 1")):
         run()
     checkpoints._uploader._thread.join(60)
     assert not checkpoints._uploader._thread.is_alive()
     if uploads_fail:
-        assert "not uploaded to memory://bucket/run: global_step_3: ConnectionResetError" in caplog.text
+        assert mentions(caplog.text, "memory://bucket/run", "global_step_3", "ConnectionResetError")
     else:
         assert RemoteCheckpoints("memory://bucket/run").latest() == 3
 
@@ -285,7 +287,7 @@ def test_an_upload_that_hangs_is_given_up_after_an_interrupt(memory_fs, tmp_path
 
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert "not uploaded to memory://bucket/run: global_step_3: its upload was cut off" in caplog.text
+    assert mentions(caplog.text, "memory://bucket/run", "global_step_3")
     go_on.set()
 
 
@@ -310,7 +312,7 @@ def test_a_new_run_moves_another_ones_remote_checkpoints_aside(url, tmp_path):
 
 
 def test_a_copy_onto_itself_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"is trainer\.default_local_dir itself"):
+    with pytest.raises(ConfigError, match=naming("trainer.default_local_dir")):
         Checkpoints(tmp_path, remote=f"file://{tmp_path}")
 
 
@@ -320,7 +322,7 @@ def test_a_remote_folder_that_does_not_answer_is_named(memory_fs, tmp_path, monk
 
     monkeypatch.setattr(MemoryFileSystem, "ls", dead)
     monkeypatch.setattr(MemoryFileSystem, "cat_file", dead)
-    with pytest.raises(CheckpointError, match=r"memory://bucket/run cannot be searched.*the line went dead"):
+    with pytest.raises(CheckpointError, match=naming("memory://bucket/run", "the line went dead")):
         Checkpoints(tmp_path, remote="memory://bucket/run").find("auto")
-    with pytest.raises(CheckpointError, match=r"global_step_1 cannot be read: .*the line went dead"):
+    with pytest.raises(CheckpointError, match=naming("global_step_1", "the line went dead")):
         Checkpoints(tmp_path).find("memory://bucket/run/global_step_1")

@@ -5,7 +5,6 @@ import errno
 import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,27 +17,19 @@ from strop.errors import ConfigError
 from strop.trainer.run_folder import LOCK_FILE, run_lock
 
 
-def test_a_second_process_is_told_who_runs_there(tmp_path):
+def test_a_second_process_is_refused_with_the_folder_and_what_to_do(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "run")
     (tmp_path / "run").mkdir()
-    with holding(tmp_path / "run") as holder:
+    with holding(tmp_path / "run"):
         for folder in (tmp_path / "run", tmp_path / "link"):
             with pytest.raises(ConfigError) as caught, run_lock(folder):
                 raise AssertionError("two runs in one folder")
             message = str(caught.value)
             assert f"trainer.default_local_dir={tmp_path / 'run'}" in message
-            assert f"process {holder.pid} on {socket.gethostname()} (since " in message
             assert "name another folder" in message
             assert "\n" not in message
     with run_lock(tmp_path / "run"):
         pass
-
-
-def test_a_holder_that_could_not_sign_is_another_process(tmp_path):
-    with holding(tmp_path):
-        (tmp_path / LOCK_FILE).write_text("")
-        with pytest.raises(ConfigError, match="another process runs there"), run_lock(tmp_path):
-            pass
 
 
 def test_a_killed_process_leaves_it_free_also_when_its_children_live_on(tmp_path):
@@ -76,7 +67,6 @@ def test_a_run_inside_a_command_takes_it_again_and_an_error_gives_it_back(tmp_pa
         assert not is_free()
         raise KeyError
     assert is_free()
-    assert (tmp_path / LOCK_FILE).read_text() == ""  # the same as before: nothing of a run's record changes
 
 
 def test_another_thread_is_another_run(tmp_path):
@@ -94,7 +84,7 @@ def test_another_thread_is_another_run(tmp_path):
         thread.start()
         thread.join()
     (message,) = refused
-    assert f"process {os.getpid()}" in message
+    assert str(tmp_path) in message
 
 
 @pytest.mark.parametrize("answer", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
@@ -107,11 +97,10 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplo
         caplog.clear()
         with run_lock(tmp_path):
             pass
-        assert "has no locks" in caplog.text
         assert str(tmp_path) in caplog.text
 
 
-def test_another_failure_is_told_as_it_is(tmp_path):
+def test_any_other_failure_is_raised_unchanged(tmp_path):
     (tmp_path / LOCK_FILE).mkdir()
     with pytest.raises(IsADirectoryError), run_lock(tmp_path):
         pass
@@ -121,6 +110,6 @@ def test_no_attempt_is_made_in_a_folder_where_another_runs(tmp_path):
     from strop.config.load import load_config
 
     attempts = []
-    with holding(tmp_path), pytest.raises(ConfigError, match="runs there"):
+    with holding(tmp_path), pytest.raises(ConfigError, match=str(tmp_path)):
         restart.with_restarts(load_config([f"trainer.default_local_dir={tmp_path}"]), attempts.append)
     assert attempts == []

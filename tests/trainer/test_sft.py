@@ -16,6 +16,7 @@ from strop.data.rl_dataset import RLHFDataset
 from strop.errors import ConfigError, DataError
 from strop.trainer.supervised import SftTrainer, build
 
+from messages import mentions, naming
 from supervised_runs import final_weights, make_inputs, metrics, overrides, row, train, write_rows
 
 
@@ -150,7 +151,7 @@ def test_validation_alone_goes_on_from_a_checkpoint(inputs, trained, tmp_path):
 
 def test_validation_alone_needs_something_to_validate_on(inputs, tmp_path):
     settings = ("trainer.val_only=True", "data.val_files=[]")
-    with pytest.raises(ConfigError, match=r"data\.val_files: found an empty list, expected at least one"):
+    with pytest.raises(ConfigError, match=naming("data.val_files")):
         build(SftTrainer, load_tree(SFT, overrides(inputs, tmp_path, *settings)))
 
 
@@ -168,7 +169,7 @@ def test_rows_that_are_too_long_are_dropped_counted_or_cut(inputs, tokenizer, tm
     }
     assert len(AnsweredDataset(file, tokenizer, **options)) == 2
     assert "dropped 2 of 4 rows" in caplog.text
-    with pytest.raises(DataError, match=r"long\.parquet, row 1, field prompt: 22 tokens"):
+    with pytest.raises(DataError, match=naming("long.parquet", "row 1", "field prompt", "22 tokens")):
         AnsweredDataset(file, tokenizer, filter_overlong=False, **options)
     cut = AnsweredDataset(file, tokenizer, filter_overlong=False, truncation="left", **options)
     assert tokenizer.decode(cut[1]["input_ids"]) == "1" * 9 + "<assistant>"
@@ -177,12 +178,12 @@ def test_rows_that_are_too_long_are_dropped_counted_or_cut(inputs, tokenizer, tm
 
 def test_a_missing_column_is_named_with_its_key(inputs, tmp_path):
     options = overrides(inputs, tmp_path, "data.response_key=answer")
-    with pytest.raises(DataError, match=r"no column 'answer' \(data\.response_key\); found \["):
+    with pytest.raises(DataError, match=naming("column 'answer'", "data.response_key")):
         build(SftTrainer, load_tree(SFT, options))
 
 
 def test_an_unknown_key_is_told_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"update\.optim\.learning: unknown key"):
+    with pytest.raises(ConfigError, match=naming("update.optim.learning")):
         load_tree(SFT, ["update.optim.learning=1"])
     with pytest.raises(
         ConfigError, match=r"optim\.lr: unknown key; did you mean update\.optim\.lr\?|optim: unk"
@@ -192,4 +193,4 @@ def test_an_unknown_key_is_told_with_the_nearest():
 
 def test_what_has_no_effect_is_told_before_a_model_is_loaded(inputs, tmp_path, caplog):
     build(SftTrainer, load_tree(SFT, overrides(inputs, tmp_path, "trainer.max_restarts=3")))
-    assert "warning: trainer.max_restarts=3 has no effect in one process" in caplog.text
+    assert mentions(caplog.text, "trainer.max_restarts=3")

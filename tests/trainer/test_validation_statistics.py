@@ -17,6 +17,8 @@ from strop.trainer.sample_statistics import (
     sample_counts,
 )
 
+from messages import naming
+
 
 def draws(n, k):
     return list(combinations(range(n), k))
@@ -80,7 +82,7 @@ def test_the_k_that_are_looked_at(n, counts):
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_more_than_there_are_cannot_be_drawn(k):
-    with pytest.raises(ValueError, match="expected 1 to 3"):
+    with pytest.raises(ValueError, match=naming("1 to 3")):
         expected_best(np.zeros((2, 3)), k)
     with pytest.raises(ValueError, match="expected 1 to 3"):
         expected_majority(np.zeros((2, 3)), [[None] * 3] * 2, k, seed=1)

@@ -8,7 +8,6 @@ import hub_jobs as jobs
 import pytest
 from hub import COMMIT, cache_by_hand
 from huggingface_hub import constants
-from ranks import Ranks
 
 from strop.config.load import load_config
 from strop.errors import ModelError
@@ -16,6 +15,8 @@ from strop.trainer.build import build_trainer
 
 import supervised_runs
 import tiny_model
+from messages import mentions, naming
+from ranks import Ranks
 from runs import make_inputs, overrides, train
 
 NAME = "org/tiny"
@@ -55,10 +56,7 @@ def test_machines_with_two_versions_of_a_model_are_an_error(model, ranks, tmp_pa
     cache_by_hand(tmp_path / "one", NAME, model)
     cache_by_hand(tmp_path / "two", NAME, model, OTHER)
     for text in ranks.run(2, jobs.refusal, [tmp_path / "one", tmp_path / "two"], NAME, tmp_path):
-        assert text == (
-            f"model {NAME}: the machines have different versions of it, {COMMIT}, {OTHER}; bring all to the "
-            f"newest with `hf download {NAME}`"
-        )
+        assert mentions(text, NAME, COMMIT, OTHER, "`hf", f"{NAME}`")
     assert ranks.run(2, jobs.refusal, [tmp_path / "one"] * 2, NAME, tmp_path) == ["taken", "taken"]
 
 
@@ -99,5 +97,5 @@ def test_an_unknown_name_is_an_error_before_a_model_loads(cache, tmp_path, keys)
     inputs = make_inputs(tmp_path / "inputs")
     name = f"actor_rollout_ref.model.path={NAME}"
     config = load_config(overrides(inputs, tmp_path / "run", name, *keys))
-    with pytest.raises(ModelError, match="model org/none: there is no such folder here"):
+    with pytest.raises(ModelError, match=naming("org/none")):
         build_trainer(config)

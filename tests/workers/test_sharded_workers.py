@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import worker_jobs as jobs
-from ranks import Ranks
 from transformers import AutoModelForCausalLM
 
 from strop.controller.pools import Role
 from strop.engines.torch.export import export_from_shards
 
 import tiny_model
+from messages import mentions
+from ranks import Ranks
 
 ACTOR_KEYS = "actor_rollout_ref.actor.fsdp_config"
 
@@ -109,9 +110,9 @@ def test_weights_that_do_not_fit_a_rollout_are_refused_by_name(folder, ranks):
         ],
     )
     assert messages[0] == "taken"
-    assert messages[1] == f"weight transfer: it ended without {name}"
-    assert "model.norm.bias is no parameter" in messages[2]
-    assert f"{name} has shape [31], the rollout's model expects [32]" in messages[3]
+    assert mentions(messages[1], name)
+    assert mentions(messages[2], "model.norm.bias")
+    assert mentions(messages[3], name, "[31]", "[32]")
     assert "model.embed_tokens.weight came twice" in messages[4]
     assert "and 23 more" in messages[5]
 

@@ -1,7 +1,7 @@
-"""``strop export``: a checkpoint becomes a Hugging Face folder.
+"""``strop export``: convert a checkpoint to a Hugging Face folder.
 
-Needs no GPU and none of the processes that wrote the checkpoint. Where a save in the background left no
-weights beside the configuration and the tokenizer, they are put together from the shards.
+Needs no GPU and none of the processes that wrote the checkpoint. A save in the background writes shards only;
+the weights are assembled from them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def export(checkpoint: str | Path, out: str | Path, *, role: str = "actor", dtype: str | None = None) -> Path:
-    """Write the model of ``role`` in a ``global_step_N`` folder or URL to ``out``, which must not exist yet.
+    """Write the model of ``role`` in a ``global_step_N`` folder or URL to the new folder ``out``; return it.
 
-    ``dtype`` is a name in ``DTYPES``; None leaves the weights as they were saved. ``out`` appears when it is
+    ``dtype`` is a name in ``DTYPES``; None keeps the dtype of the checkpoint. ``out`` appears only when
     whole. Raises ``CheckpointError`` when the checkpoint is not whole or lacks that role.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is not known; expected one of {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype={dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
     out = Path(out).expanduser()
     if out.exists():
         raise CheckpointError(f"{out} exists already; name a folder that does not")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # Beside `out`: on its disk, so that the last step is a rename.
+        # Beside `out`, hence on the same disk, so that the last step is a rename.
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
             building = Path(scratch) / "model"
             _build(_local_role(checkpoint, role, Path(scratch)), building)
@@ -51,7 +51,7 @@ def export(checkpoint: str | Path, out: str | Path, *, role: str = "actor", dtyp
 
 
 def _local_role(checkpoint: str | Path, role: str, scratch: Path) -> Path:
-    """The folder of ``role`` on a local disk; of a remote checkpoint only what is needed is fetched."""
+    """Return the local folder of ``role``; of a remote checkpoint only the needed files are downloaded."""
     if is_url(checkpoint):
         url = str(checkpoint).rstrip("/")
         wanted = _needed(read_manifest(url), role)
@@ -71,7 +71,7 @@ def _require_role(where: str, role: str, found: set[str]) -> None:
 
 
 def _needed(manifest: Mapping[str, int], role: str) -> Callable[[str], bool]:
-    """Which files of a checkpoint an export reads: the optimizer's may stay away when weights lie ready."""
+    """Return a filter of the files to download: only the exported weights, if the checkpoint has them."""
     folder = f"{role}/huggingface/"
     if not any(name.startswith(folder) and name.endswith(".safetensors") for name in manifest):
         folder = f"{role}/"
@@ -87,7 +87,7 @@ def _build(source: Path, building: Path) -> None:
 
 
 def _convert(folder: Path, dtype: str) -> None:
-    """Write the weights in another dtype; what is not a floating-point number stays."""
+    """Rewrite floating-point weights in ``dtype``; integers stay as they are."""
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
@@ -103,11 +103,11 @@ def _convert(folder: Path, dtype: str) -> None:
         content["metadata"]["total_size"] = sum(_bytes(path) for path in folder.glob("*.safetensors"))
         index.write_text(json.dumps(content, indent=2) + "\n")
     config = json.loads((folder / "config.json").read_text())
-    config.pop("torch_dtype", None)  # what older transformers called it
+    config.pop("torch_dtype", None)  # the key of older transformers
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
 
 
 def _bytes(path: Path) -> int:
-    """Of all tensors in a file."""
+    """Return the bytes of all tensors in a file."""
     with safe_open(path, framework="pt") as file:
         return sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 - not a mapping

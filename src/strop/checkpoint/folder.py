@@ -1,4 +1,8 @@
-"""The names and renames by which a finished checkpoint becomes the latest one of its run folder."""
+"""Checkpoint folders on disk: the manifest that makes one whole, and the renames that make it the latest.
+
+A checkpoint is written to ``global_step_N.tmp``; its manifest lists every file with its size. ``publish``
+renames it to ``global_step_N`` and only then writes ``latest_checkpointed_iteration.txt``.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,16 @@ import shutil
 from pathlib import Path
 
 from strop.errors import CheckpointError
-from strop.files import atomic_write_text
-
-# The list of a checkpoint's files with their sizes: a checkpoint is whole when every entry is there.
+from strop.files import atomic_write_text, crash_point
 
 MANIFEST = "manifest.json"
+"""Sizes of a checkpoint's files; the checkpoint is whole if every file is there with its size."""
+LATEST = "latest_checkpointed_iteration.txt"
+PREFIX = "global_step_"
 
 
 def seal(building: Path) -> None:
-    """List every file with its size and force all of them to disk; once more after an interrupt."""
+    """Write the manifest of ``building`` and force all files to disk; may be repeated after an interrupt."""
     (building / MANIFEST).unlink(missing_ok=True)
     files = sorted(path for path in building.rglob("*") if path.is_file())
     sizes = {path.relative_to(building).as_posix(): path.stat().st_size for path in files}
@@ -27,7 +32,7 @@ def seal(building: Path) -> None:
 
 
 def force_to_disk(path: Path) -> None:
-    """The content of a file, or the names in a folder, survive a power cut from here on."""
+    """Sync a file's content, or a folder's names, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -36,7 +41,7 @@ def force_to_disk(path: Path) -> None:
 
 
 def parse_manifest(text: str | bytes) -> dict[str, int] | None:
-    """Relative path -> bytes; None when ``text`` is not a whole manifest (an upload that was cut off)."""
+    """Return relative path -> bytes; None when ``text`` is not a whole manifest (an upload was cut off)."""
     try:
         sizes = json.loads(text)
     except ValueError:
@@ -46,7 +51,7 @@ def parse_manifest(text: str | bytes) -> dict[str, int] | None:
 
 
 def verify(checkpoint: Path) -> None:
-    """``CheckpointError`` unless every file of the manifest is there with its size."""
+    """Raise ``CheckpointError`` unless every file of the manifest is there with its size."""
     if not checkpoint.is_dir():
         raise CheckpointError(
             f"trainer.resume_mode: {checkpoint} is not a folder; expected a global_step_N folder"
@@ -55,14 +60,14 @@ def verify(checkpoint: Path) -> None:
     sizes = parse_manifest(manifest.read_bytes()) if manifest.is_file() else None
     if sizes is None:
         raise CheckpointError(
-            f"{checkpoint} is not a whole checkpoint: it has no whole {MANIFEST} (a save that was cut off, "
-            "or another kind of folder); give a global_step_N folder"
+            f"{checkpoint} is not a whole checkpoint: it has no whole {MANIFEST} (a save was cut off, or it "
+            "is another kind of folder); give a global_step_N folder"
         )
     require_sizes(str(checkpoint), sizes, {name: _size(checkpoint / name) for name in sizes})
 
 
 def require_sizes(where: str, expected: dict[str, int], found: dict[str, int | None]) -> None:
-    """``CheckpointError`` naming the first file whose size differs; None or no entry: it is absent."""
+    """Raise ``CheckpointError`` for the first file whose size differs; None or no entry means absent."""
     for name, size in expected.items():
         actual = found.get(name)
         if actual != size:
@@ -76,52 +81,46 @@ def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
 
 
-LATEST = "latest_checkpointed_iteration.txt"
-
-PREFIX = "global_step_"
-
-
 def building_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of iteration ``step`` is written."""
+    """Return the folder in which the checkpoint of iteration ``step`` is written."""
     return folder / f"{PREFIX}{step}.tmp"
 
 
 def publish(folder: Path, step: int) -> Path:
-    """Give a sealed checkpoint its name and make it the latest; returns it.
-
-    After an interrupt it can be called again, and goes on where it was.
-    """
+    """Rename a sealed checkpoint and make it the latest; return its folder. Idempotent after an interrupt."""
     final, stale = folder / f"{PREFIX}{step}", folder / f"{PREFIX}{step}.old"
     if not is_renamed(folder, step):
-        if final.exists():  # the same iteration again, after a resume from an earlier checkpoint
+        if final.exists():  # repeated after a resume from an earlier checkpoint
             shutil.rmtree(stale, ignore_errors=True)
             final.rename(stale)
+        crash_point("rename", step)
         building_folder(folder, step).rename(final)
+    crash_point("latest", step)
     make_latest(folder, step)
     shutil.rmtree(stale, ignore_errors=True)
     return final
 
 
 def make_latest(folder: Path, step: int) -> None:
-    """A run that is resumed goes on from there."""
+    """Record ``step`` as the one to resume from."""
     atomic_write_text(folder / LATEST, f"{step}\n")
     force_to_disk(folder)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """What was dropped, or left by a process that was killed while it wrote or replaced a checkpoint."""
+    """Delete folders left by a save that was cancelled or killed while writing or replacing a checkpoint."""
     for path in folder.glob(f"{PREFIX}*"):
         if path.suffix == ".tmp" or (path.suffix == ".old" and path.with_suffix("").exists()):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def is_renamed(folder: Path, step: int) -> bool:
-    """Whether ``publish`` has got as far as to rename the checkpoint that was being written."""
+    """Return True if ``publish`` has already renamed the checkpoint of iteration ``step``."""
     return (folder / f"{PREFIX}{step}").exists() and not building_folder(folder, step).exists()
 
 
 def latest_step(folder: Path) -> int | None:
-    """The iteration of the latest checkpoint; None when there is none."""
+    """Return the iteration of the latest checkpoint; None when there is none."""
     try:
         return int((folder / LATEST).read_text())
     except FileNotFoundError:
@@ -134,7 +133,7 @@ def latest_step(folder: Path) -> int | None:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The latest checkpoint of a run folder, also when the run died while it was being replaced."""
+    """Return the latest checkpoint of a run folder; undo the first of two renames if the run died between."""
     step = latest_step(folder)
     if step is None:
         return None
@@ -145,6 +144,6 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The iterations of all whole checkpoints, in order."""
+    """Return the iterations of all whole checkpoints, in order."""
     names = (path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*"))
     return sorted(int(name) for name in names if name.isdigit())

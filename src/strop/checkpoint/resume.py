@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and how a remote one comes to the disk that all nodes share."""
+"""Find the checkpoint to resume from, and download a remote one to the disk that all nodes share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from strop.errors import CheckpointError
 
 
 def find_checkpoint(folder: Path, resume_mode: str, remote: RemoteCheckpoints | None) -> Path | None:
-    """The checkpoint that ``trainer.resume_mode`` means, or None for a fresh start.
+    """Return the checkpoint that ``trainer.resume_mode`` selects, or None for a fresh start.
 
-    ``disable``: none. ``auto``: the latest of the run folder; if it has none, the latest of ``remote``,
-    which is downloaded and then the latest here. Otherwise a path, or the URL of a ``global_step_N``
-    folder, which is downloaded into ``<folder>/downloaded``.
+    ``disable`` selects none. ``auto`` selects the latest of the run folder; if there is none, the latest of
+    ``remote``, which is downloaded and becomes the latest of the run folder. Otherwise a path, or the URL of
+    a ``global_step_N`` folder, which is downloaded into ``<folder>/downloaded``.
     """
     if resume_mode == "disable":
         return None
@@ -32,10 +32,10 @@ def find_checkpoint(folder: Path, resume_mode: str, remote: RemoteCheckpoints | 
 def _fetch_latest(folder: Path, remote: RemoteCheckpoints) -> Path | None:
     try:
         step = remote.latest()
-    except Exception as error:  # each back-end raises its own kinds: botocore's, pyarrow's, OSError
+    except Exception as error:  # back-ends raise their own types: botocore's, pyarrow's, OSError
         raise CheckpointError(
             f"{remote.url} cannot be searched for a checkpoint to resume from ({type(error).__name__}: "
-            f"{error}); set trainer.resume_mode=disable to begin anew without looking"
+            f"{error}); set trainer.resume_mode=disable to start from scratch"
         ) from error
     if step is None:
         return None
@@ -47,13 +47,13 @@ def _fetch_latest(folder: Path, remote: RemoteCheckpoints) -> Path | None:
 
 
 def _fetch_named(folder: Path, url: str) -> Path:
-    """A local copy of a remote checkpoint; the copy from an earlier start is used if it is the same."""
+    """Return a local copy of a remote checkpoint; a copy with the same manifest is used again."""
     manifest = read_manifest(url)
     key = hashlib.sha256(f"{url} {manifest}".encode()).hexdigest()[:16]
     home = folder / "downloaded" / key
     name = url.rpartition("/")[2]
     if not home.exists():
-        shutil.rmtree(home.parent, ignore_errors=True)  # one that was cut off, or another checkpoint's
+        shutil.rmtree(home.parent, ignore_errors=True)  # a download that was cut off, or another checkpoint
         building = home.with_name(f"{key}.tmp")
         download(url, building / name)
         seal(building / name)

@@ -1,9 +1,10 @@
-"""Checkpoints that are whole or absent.
+"""Checkpoints of a run: save, load, prune, upload; each is whole or absent.
 
-A checkpoint is written into ``global_step_N.tmp``, listed in its manifest, made durable, renamed to
-``global_step_N``, and only then named in ``latest_checkpointed_iteration.txt``. Whenever the process dies,
-the file names a checkpoint that loads. Ranks write into the temporary folder; the driver alone seals and
-renames it, when all of them are done.
+A checkpoint holds the trained roles (weights, optimizer, scheduler), the trainer's state (iteration, data
+order, KL coefficient) and the driver's global random generators. It is written into ``global_step_N.tmp``,
+listed in its manifest, made durable, renamed to ``global_step_N``, and only then named in
+``latest_checkpointed_iteration.txt``: whenever the process dies, that file names a checkpoint that loads.
+Ranks write into the temporary folder; only the driver seals and renames it, after all ranks have finished.
 """
 
 from __future__ import annotations
@@ -37,12 +38,23 @@ from strop.checkpoint.remote import RemoteCheckpoints, Uploader
 from strop.checkpoint.resume import find_checkpoint
 from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError, StropError, WorkerError
+from strop.files import crash_point
 
-# The global random generators of the driver: strop draws from none of them, a user's code may.
+logger = logging.getLogger(__name__)
+
+TRAINED = ("actor", "critic")
+"""The groups of reinforcement learning with a state; reference and reward model never change."""
+AFTER_AN_INTERRUPT_S = 300.0
+"""Limit, after an interrupt, for the save in flight and then for uploads, as either may hang."""
+_TRAINER = "trainer.pt"
+_POLL_S = 0.1
 
 
 def random_state() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators, as types that ``torch.load`` trusts."""
+    """Return the states of Python's, numpy's and torch's generators, as types that ``torch.load`` trusts.
+
+    strop draws from none of them; a user's code in the driver may.
+    """
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state()
     name, keys, position, has_gauss, cached = numpy_state
@@ -55,7 +67,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to what ``random_state`` returned."""
+    """Set the generators to a state from ``random_state``."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, *rest = state["numpy"]
@@ -65,28 +77,12 @@ def restore_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-logger = logging.getLogger(__name__)
-
-
-_TRAINER = "trainer.pt"
-
-TRAINED = ("actor", "critic")
-
-"""The groups of reinforcement learning that have a state: reference and reward model never change."""
-
-AFTER_AN_INTERRUPT_S = 300.0
-
-"""For how long a save, and then uploads, hold up the end of a run that was told to end: neither may hang."""
-
-_LOOK_EVERY_S = 0.1
-
-
 class Checkpoints:
     """The checkpoints of one run folder, and their copies in a remote one.
 
-    A context manager around the run: leaving it finishes the save that is in flight (also after an
-    exception: what was written so far is a checkpoint or gone) and waits for the uploads. After Ctrl-C or
-    SIGTERM it does so for ``AFTER_AN_INTERRUPT_S`` at most, and a second one drops what is not done.
+    A context manager around the run: its exit finishes the save in flight, also after an exception, and waits
+    for uploads. After Ctrl-C or SIGTERM it waits at most ``AFTER_AN_INTERRUPT_S`` for each, and a second
+    interrupt cancels both.
     """
 
     def __init__(
@@ -98,8 +94,8 @@ class Checkpoints:
         remote: str | None = None,
         trained: Sequence[str] = TRAINED,
     ) -> None:
-        """``trained``: the groups whose state is saved, among those that ``save`` and ``load`` are given."""
-        self.folder = folder.expanduser().absolute()  # workers have working directories of their own
+        """Open the checkpoints in ``folder``; ``trained`` names the groups whose state is saved."""
+        self.folder = folder.expanduser().absolute()  # workers have other working directories
         self.max_to_keep = max_to_keep
         self.background = background
         self.trained = trained
@@ -109,24 +105,20 @@ class Checkpoints:
             checkpoints = RemoteCheckpoints(remote)
             if checkpoints.is_folder(self.folder):
                 raise ConfigError(
-                    f"trainer.default_hdfs_dir={remote} is trainer.default_local_dir itself; name another "
-                    "folder for the copies, or null"
+                    f"trainer.default_hdfs_dir={remote} is trainer.default_local_dir itself; set it to "
+                    "another folder for the copies, or to null"
                 )
             self._uploader = Uploader(checkpoints, max_to_keep=max_to_keep)
 
     @classmethod
     def of(cls, config: RootConfig, *, trained: Sequence[str] = TRAINED) -> Checkpoints:
-        """The checkpoints of the run that ``config`` describes.
-
-        ``trainer.default_hdfs_dir`` counts only where the user wrote it: its default is a local path.
-        """
+        """Return the checkpoints of the run that ``config`` describes."""
         settings = config.trainer
-        written = config.written is None or "trainer.default_hdfs_dir" in config.written
         return cls(
             Path(settings.default_local_dir),
             max_to_keep=settings.max_ckpt_to_keep,
             background=settings.async_save,
-            remote=settings.default_hdfs_dir if written else None,
+            remote=settings.default_hdfs_dir,
             trained=trained,
         )
 
@@ -147,26 +139,26 @@ class Checkpoints:
             self._end_after_interrupt()
             raise
         first = failures.pop(0) if failures and error is None else None
-        for failure in failures:  # an error that ended the run is the one to raise
+        for failure in failures:  # the error that ended the run takes precedence
             logger.warning("%s", failure)
         if first is not None:
             raise first
 
     def _end(self, finish: Callable[[], None], *, uploads_at_most_s: float = math.inf) -> list[Exception]:
-        """Finish the save in flight and then the uploads, one also when the other fails; the failures."""
+        """Finish the save in flight, then the uploads even if the save failed; return the failures."""
         failures: list[Exception] = []
         for end in (finish, lambda: self._finish_uploads(uploads_at_most_s)):
             try:
                 end()
-            except Exception as failure:  # noqa: BLE001 - a dead worker raises its group's kind of error
+            except Exception as failure:  # noqa: BLE001 - a dead worker raises the error type of its group
                 failures.append(failure)
         return failures
 
     def _end_after_interrupt(self) -> None:
-        """The same for a while, where what is under way may hang; failures are warnings."""
+        """Like a normal exit, but with time limits; failures are logged as warnings."""
         if self._in_flight is not None:
             logger.info(
-                "finishing the checkpoint of iteration %d, for %.0f s at most (Ctrl-C drops it)",
+                "finishing the checkpoint of iteration %d, for at most %.0f s (Ctrl-C cancels it)",
                 self._in_flight[0],
                 AFTER_AN_INTERRUPT_S,
             )
@@ -177,10 +169,10 @@ class Checkpoints:
             self._in_flight = None
             remove_unfinished(self.folder)
             if self._uploader is not None:
-                self._uploader.give_up()
+                self._uploader.cancel()
 
     def _finish_in_time(self) -> None:
-        """``finish``; ``CheckpointError`` when the groups have not written after ``AFTER_AN_INTERRUPT_S``."""
+        """Like ``finish``; ``CheckpointError`` when groups still write after ``AFTER_AN_INTERRUPT_S``."""
         deadline = time.monotonic() + AFTER_AN_INTERRUPT_S
         while self._in_flight is not None:
             self.poll()
@@ -192,7 +184,7 @@ class Checkpoints:
                     f"{AFTER_AN_INTERRUPT_S:.0f} s and is dropped; the latest whole one is "
                     f"{latest_step(self.folder) or 'none'}"
                 )
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
 
     def _finish_uploads(self, at_most_s: float) -> None:
         if self._uploader is None:
@@ -202,10 +194,10 @@ class Checkpoints:
             self._prune(newest=newest)
 
     def save(self, step: int, groups: Mapping[str, Any], trainer_state: dict[str, Any]) -> Path:
-        """Write ``global_step_<step>``; with ``background`` it is there after ``finish``, or some ``poll``.
+        """Write ``global_step_<step>``; with ``background`` it appears after ``finish`` or a later ``poll``.
 
-        A save that is still in flight is finished first. On failure (a full disk) the earlier checkpoints
-        are as they were, and the error is a ``CheckpointError``.
+        A save in flight is finished first. A failure (a full disk) raises ``CheckpointError`` and leaves
+        earlier checkpoints intact.
         """
         self.finish()
         remove_unfinished(self.folder)
@@ -216,6 +208,7 @@ class Checkpoints:
             for name in self.trained:
                 if name not in groups:
                     continue
+                crash_point(f"save {name}", step)
                 if self.background:
                     started.append(groups[name])
                     groups[name].save_checkpoint(building / name, background=True)
@@ -228,7 +221,7 @@ class Checkpoints:
         return self.folder / f"global_step_{step}"
 
     def poll(self) -> None:
-        """Finish the save in flight if every group has written its part; else return at once."""
+        """Finish the save in flight if every group has written its part; never wait."""
         if self._in_flight is None:
             return
         step, groups = self._in_flight
@@ -240,7 +233,7 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for the save in flight, if any, and make it the latest checkpoint.
 
-        After an interrupt it is still in flight, and this can be called again.
+        An interrupt leaves the save in flight; call this again to finish it.
         """
         if self._in_flight is None:
             return
@@ -248,7 +241,8 @@ class Checkpoints:
         with self._removed_on_failure(step, groups):
             for group in groups:
                 group.finish_save()
-            if not is_renamed(self.folder, step):  # it may be when this was interrupted before
+            if not is_renamed(self.folder, step):  # already renamed if an earlier call was interrupted
+                crash_point("seal", step)
                 seal(building_folder(self.folder, step))
             publish(self.folder, step)
         self._in_flight = None
@@ -257,20 +251,20 @@ class Checkpoints:
         self._prune(newest=step)
 
     def find(self, resume_mode: str) -> Path | None:
-        """The checkpoint to resume from, on the disk that all nodes share; see ``find_checkpoint``."""
+        """Return the checkpoint to resume from, on the disk that all nodes share; see ``find_checkpoint``."""
         remote = None if self._uploader is None else self._uploader.remote
         return find_checkpoint(self.folder, resume_mode, remote)
 
     def load(self, checkpoint: Path, groups: Mapping[str, Any]) -> dict[str, Any]:
-        """Put the state back into worker groups and global random generators; returns the trainer's."""
+        """Restore worker groups and global random generators; return the trainer's state."""
         verify(checkpoint)
         checkpoint = checkpoint.absolute()
         for name in self.trained:
             if name in groups:
                 if not (checkpoint / name).is_dir():
                     raise CheckpointError(
-                        f"{checkpoint} has no {name}: it was made by a run without one; "
-                        f"it has {[path.name for path in checkpoint.iterdir()]}"
+                        f"{checkpoint} has no {name}, so it was saved by a run without one; "
+                        f"found {[path.name for path in checkpoint.iterdir()]}"
                     )
                 groups[name].load_checkpoint(checkpoint / name)
         try:
@@ -279,45 +273,46 @@ class Checkpoints:
             raise CheckpointError(f"{checkpoint / _TRAINER} cannot be read: {error}") from error
         restore_random_state(state.pop("random"))
         if self._uploader is not None and checkpoint.parent == self.folder:
-            # The run may have been killed before it was uploaded.
+            # The run may have been killed before the upload.
             self._uploader.submit(state["global_step"], checkpoint, only_if_missing=True)
         return state
 
     def go_on_from(self, step: int) -> None:
-        """The run in this folder goes on after ``step``, also if it is killed before its next save.
+        """Make ``step`` the latest checkpoint, so that a kill before the next save resumes from it too.
 
-        Its metrics end there, and later checkpoints are of a future that it has left.
+        Later checkpoints belong to the abandoned continuation: the run's metrics now end at ``step``.
         """
         if latest_step(self.folder) != step:
             make_latest(self.folder, step)
 
     def archive_remote(self) -> None:
-        """Move another run's checkpoints in the remote folder aside: a new run would mix with them."""
+        """Move another run's checkpoints in the remote folder aside, so that the two do not mix."""
         if self._uploader is None:
             return
         remote = self._uploader.remote
         try:
             archive = remote.archive()
-        except Exception as error:  # each back-end raises its own kinds: botocore's, pyarrow's, OSError
+        except Exception as error:  # back-ends raise their own types: botocore's, pyarrow's, OSError
             raise CheckpointError(
                 f"the earlier checkpoints in {remote.url} cannot be moved aside ({type(error).__name__}: "
-                f"{error}); set trainer.default_hdfs_dir to a folder of this run's own"
+                f"{error}); set trainer.default_hdfs_dir to a folder that only this run uses"
             ) from error
         if archive is not None:
             logger.info("earlier checkpoints in %s are now in %s", remote.url, archive)
 
     @contextlib.contextmanager
     def _removed_on_failure(self, step: int, groups: list[Any]) -> Generator[None]:
-        """When the body fails, nothing of the save is left and none of ``groups`` still writes.
+        """If the body fails, wait until no group writes and remove the unfinished save.
 
-        An interrupt leaves that to the end of the run, which need not wait for a group that hangs.
+        An interrupt skips this: the exit of the run removes the folder without waiting for a group that
+        hangs.
         """
         try:
             yield
         except Exception as error:
             self._in_flight = None
             for group in groups:
-                # The first failure is the one to tell; a dead group raises its own kind.
+                # Only the first failure is reported; a dead group raises its own error type.
                 with contextlib.suppress(Exception):
                     group.finish_save()
             shutil.rmtree(building_folder(self.folder, step), ignore_errors=True)
@@ -329,9 +324,9 @@ class Checkpoints:
             ) from error
 
     def _prune(self, newest: int) -> None:
-        """Keep the last ``max_to_keep`` up to ``newest``, which is whole, and the one that is being uploaded.
+        """Keep the last ``max_to_keep`` up to ``newest``, which is whole, and any that is being uploaded.
 
-        Later ones are of a run that was taken up again from an earlier checkpoint.
+        Later ones belong to a run that was resumed from an earlier checkpoint.
         """
         if self.max_to_keep is None:
             return
@@ -344,8 +339,8 @@ class Checkpoints:
 
 
 def _is_about_files(error: BaseException) -> bool:
-    """Whether a save failed because of what it wrote to; torch reports a full disk as RuntimeError."""
+    """Return True if a save failed because of the disk; torch reports a full disk as RuntimeError."""
     if isinstance(error, WorkerError):
-        return error.is_final  # a rank that raised; when one was lost, a restart may help
-    told_as_it_is = isinstance(error, StropError) and not isinstance(error, CheckpointError)
-    return isinstance(error, OSError | RuntimeError) and not told_as_it_is
+        return error.is_final  # a rank raised; after the loss of a rank a restart may help
+    has_own_message = isinstance(error, StropError) and not isinstance(error, CheckpointError)
+    return isinstance(error, OSError | RuntimeError) and not has_own_message

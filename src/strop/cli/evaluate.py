@@ -1,4 +1,4 @@
-"""``strop eval MODEL --data FILE``: from a command line to the configuration of a run that only validates."""
+"""``strop eval MODEL --data FILE``: one validation of a model, with its samples and figures in a folder."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.cli.train import get_loaded, log_to_console, require_valid
-from strop.config.load import read_tree
+from strop.cli.train import log_to_console, require_valid
+from strop.config.backends import ROLLOUTS
+from strop.config.load import load_config
 from strop.config.paths import expand, is_url
 from strop.config.schema import Config
-from strop.config.trees import PPO
 from strop.errors import ConfigError, RewardError, TrainingError
 from strop.files import atomic_write_text
 
@@ -31,10 +31,10 @@ RESULTS = "results.json"
 
 
 def evaluate(config: Config, out: Path) -> ValidationReport:
-    """Validate as ``config``, which has ``trainer.val_only``, says; the samples and figures go to ``out``.
+    """Validate with ``config``, which has ``trainer.val_only``, and write the results to ``out``.
 
-    It gets ``samples.parquet``, ``config.yaml`` and, when all is done, ``results.json``. Raises as a run
-    does, and ``TrainingError`` when a file cannot be written.
+    The files are ``samples.parquet``, ``config.yaml`` and, last, ``results.json``. Raises as a run does, and
+    ``TrainingError`` if a file cannot be written.
     """
     from strop.data.fetch import progress_bar  # torch and transformers: seconds
     from strop.tracking.samples import write_table
@@ -54,7 +54,7 @@ def evaluate(config: Config, out: Path) -> ValidationReport:
         trainer.val_reward_fn.close()
     try:
         RunFolder(out).write_config(config)
-        write_table(out / "samples.parquet", samples)  # hours of work: whatever the report comes to
+        write_table(out / "samples.parquet", samples)  # first: the report may fail
         report = trainer.validator.report(samples, show=config.trainer.log_val_generations)
         results = {**_described(config), "seconds": round(seconds, 1), **report.as_json()}
         atomic_write_text(out / "results.json", json.dumps(results, indent=2) + "\n")
@@ -64,7 +64,7 @@ def evaluate(config: Config, out: Path) -> ValidationReport:
 
 
 def _described(config: Config) -> dict[str, Any]:
-    """What was evaluated, and how; ``config.yaml`` beside it has every key."""
+    """Return what was evaluated and how; ``config.yaml`` beside it has every key."""
     rollout = config.actor_rollout_ref.rollout
     return {
         "model": config.actor_rollout_ref.model.path,
@@ -78,11 +78,11 @@ def _described(config: Config) -> dict[str, Any]:
 
 
 class _Progress:
-    """Moves a bar; where there is no terminal to see it on, writes a line now and then."""
+    """Moves a progress bar; without a terminal, logs a line every few seconds."""
 
     def __init__(self, bar: Bar, total: int) -> None:
         self._bar, self._total, self._done = bar, total, 0
-        self._told = time.monotonic()
+        self._logged = time.monotonic()
         self._lock = threading.Lock()
 
     def __call__(self, done: int) -> None:
@@ -90,13 +90,13 @@ class _Progress:
             self._bar.advance(max(done - self._done, 0))
             self._done = max(done, self._done)
             now = time.monotonic()
-            if not self._bar.is_visible and now - self._told > _SECONDS_BETWEEN_LINES:
-                self._told = now
+            if not self._bar.is_visible and now - self._logged > _SECONDS_BETWEEN_LINES:
+                self._logged = now
                 logger.info("%d of %d answers", self._done, self._total)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of ``strop eval`` to ``parser``."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, or the URL of one")
     add(
@@ -107,14 +107,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="parquet file of prompts, as strop prepare writes them; once for each file",
     )
     add("--n", type=int, default=1, help="answers to each prompt (1)")
-    add("--temperature", type=float, help="of the sampling; 0: the likeliest token (0 for --n 1, else 1)")
+    add("--temperature", type=float, help="sampling temperature; 0: greedy (0 for --n 1, else 1)")
     add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability (1)")
-    add("--max-prompt-length", type=int, default=1024, help="in tokens; a longer one is an error (1024)")
-    add("--max-response-length", type=int, default=512, help="tokens at which an answer is cut (512)")
-    add("--rollout", choices=("hf", "vllm"), default="hf", help="what generates (hf)")
-    add("--batch-size", type=int, default=64, help="prompts answered at once; it changes no result (64)")
-    add("--reward-model", metavar="PATH", help="scores the data sources that have no scorer of their own")
-    add("--custom-reward", metavar="PATH[:NAME]", help="a reward function of your own (compute_score)")
+    add(
+        "--max-prompt-length",
+        type=int,
+        default=1024,
+        help="in tokens; a longer prompt is an error (1024)",
+    )
+    add("--max-response-length", type=int, default=512, help="in tokens; a longer answer is cut (512)")
+    add("--rollout", choices=tuple(ROLLOUTS), default="hf", help="engine that generates (hf)")
+    add("--batch-size", type=int, default=64, help="prompts in one batch; it changes no result (64)")
+    add("--reward-model", metavar="PATH", help="reward model for data sources without a scorer")
+    add("--custom-reward", metavar="PATH[:NAME]", help="your own reward function (compute_score)")
     add("--limit", type=int, metavar="K", help="only the first K prompts of each data source")
     add("--out", metavar="DIR", help="folder for samples.parquet and results.json (evaluations/MODEL)")
     add("--show", type=int, default=3, metavar="K", help="samples shown at the end (3)")
@@ -122,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate the model and show the figures; returns 0.
+    """Evaluate the model and show the figures; return 0.
 
     Raises:
         ConfigError: an argument is wrong, or ``--out`` holds an evaluation already.
@@ -143,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = evaluate(config, out)
     except UnknownSourceError as error:
         raise RewardError(
-            f"{error.what}. Score it with a function of your own, --custom-reward PATH[:NAME], or with "
+            f"{error.what}. Score it with your own function, --custom-reward PATH[:NAME], or with "
             "--reward-model PATH"
         ) from None
     console = plain_console()
@@ -155,9 +160,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def config_from(arguments: argparse.Namespace) -> Config:
-    """The configuration that the arguments ask for, with the user's own keys over it; ``ConfigError``."""
+    """Return the configuration of a command line, with the user's overrides over it."""
     _require_model(arguments.model)
-    return get_loaded(read_tree(PPO, [*_settings(arguments), *arguments.overrides]))
+    return load_config([*_settings(arguments), *arguments.overrides])
 
 
 def _settings(arguments: argparse.Namespace) -> Iterator[str]:
@@ -176,7 +181,7 @@ def _settings(arguments: argparse.Namespace) -> Iterator[str]:
     yield f"data.val_batch_size={arguments.batch_size}"
     yield f"data.max_prompt_length={arguments.max_prompt_length}"
     yield f"data.max_response_length={arguments.max_response_length}"
-    yield "data.filter_overlong_prompts=False"  # an evaluation without its longest prompts is another one
+    yield "data.filter_overlong_prompts=False"  # without its longest prompts it would be another evaluation
     if arguments.limit is not None:
         yield f"data.val_max_samples={arguments.limit}"
     if arguments.reward_model is not None:
@@ -195,26 +200,24 @@ def _settings(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _path_and_name(text: str) -> tuple[str, str]:
-    """A path or URL, and the name of the function that may stand behind a colon."""
+    """Split a path or URL from the name of the function, which may follow a colon."""
     path, colon, name = text.rpartition(":")
     return (path, name) if colon and name.isidentifier() else (text, "compute_score")
 
 
 def _quoted(text: str) -> str:
-    """A value that Hydra takes as it stands."""
+    """Return the value in quotes for Hydra's grammar."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
 def _require_model(path: str) -> None:
-    """``ConfigError`` for what holds a model, but is none."""
+    """Raise ``ConfigError`` for a folder that contains a model instead of being one."""
     folder = Path(expand(path))
     if is_url(path) or (folder / "config.json").is_file():
         return
     for role, export in (("actor", "strop export"), ("reward_model", "strop export --role reward_model")):
-        then = (
-            "" if role == "actor" else ", and give it with --reward-model: it scores answers, and gives none"
-        )
+        then = "" if role == "actor" else ", and give it with --reward-model: it scores answers only"
         if (folder / role).is_dir():
             raise ConfigError(
                 f"{path} is a checkpoint of a run: make a model of it first, with "

@@ -1,46 +1,14 @@
-"""The command ``strop``: what a command needs is imported when it is asked for."""
+"""The command ``strop``; the modules of a command are imported when it runs."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from strop.cli.run import run_command
-
-Run = Callable[[argparse.Namespace], int]
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    from strop.cli import train
-
-    return train.run(train.config_from(arguments))
-
-
-def _sft(arguments: argparse.Namespace) -> int:
-    return importlib.import_module("strop.cli.train").run_sft(arguments)
-
-
-def _train_rm(arguments: argparse.Namespace) -> int:
-    return importlib.import_module("strop.cli.train").run_train_rm(arguments)
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    from strop.cli.check import data_problems, option_problems, show_check
-    from strop.cli.train import loaded_from
-    from strop.config.trees import PPO
-    from strop.data.parquet import count_rows
-
-    return show_check(
-        loaded_from(arguments, PPO),
-        train_rows=count_rows,
-        more_problems=lambda config: [*option_problems(config), *data_problems(config)],
-    )
-
-
-def _eval(arguments: argparse.Namespace) -> int:
-    return importlib.import_module("strop.cli.evaluate").run(arguments)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
@@ -59,63 +27,74 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _score(arguments: argparse.Namespace) -> int:
-    return importlib.import_module("strop.cli.score").run(arguments)
-
-
-def _view(arguments: argparse.Namespace) -> int:
-    return importlib.import_module("strop.cli.view").run(arguments)
-
-
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a global_step_N folder, or the URL of one")
     parser.add_argument("--out", required=True, help="the Hugging Face folder to write; must not exist")
     parser.add_argument(
-        "--role", default="actor", choices=("actor", "critic", "reward_model"), help="whose model (actor)"
+        "--role",
+        default="actor",
+        choices=("actor", "critic", "reward_model"),
+        help="role of the model (actor)",
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the weights (as they were saved)"
+        "--dtype", choices=("float32", "bfloat16"), help="dtype of the weights (default: as saved)"
     )
 
 
-_COMMANDS: dict[str, tuple[str, str, Run]] = {
-    "train": ("train a model", "strop.cli.train:add_config_arguments", _train),
-    "sft": ("fine-tune a model on responses", "strop.cli.train:add_config_arguments", _sft),
-    "train-rm": (
-        "train a reward model on pairs of answers",
-        "strop.cli.train:add_config_arguments",
-        _train_rm,
+class _Command(NamedTuple):
+    """A command; functions are named "module:function" and imported when the command runs."""
+
+    summary: str
+    add_arguments: str
+    run: str
+    trains: bool = False
+
+
+_CONFIG = "strop.cli.train:add_config_arguments"
+_COMMANDS = {
+    "train": _Command("train a model", _CONFIG, "strop.cli.train:run_train", trains=True),
+    "sft": _Command("fine-tune a model on responses", _CONFIG, "strop.cli.train:run_sft", trains=True),
+    "train-rm": _Command(
+        "train a reward model on pairs of answers", _CONFIG, "strop.cli.train:run_train_rm", trains=True
     ),
-    "check": (
-        "check a configuration without loading a model",
-        "strop.cli.train:add_config_arguments",
-        _check,
+    "check": _Command(
+        "check a configuration and the data that it names, without loading a model",
+        "strop.cli.check:add_arguments",
+        "strop.cli.check:run",
     ),
-    "eval": (
+    "eval": _Command(
         "answer the prompts of a data set with a model, and score the answers",
         "strop.cli.evaluate:add_arguments",
-        _eval,
+        "strop.cli.evaluate:run",
     ),
-    "prepare": (
-        "turn a data set into parquet files",
-        "strop.cli.prepare:add_arguments",
-        _prepare,
+    "prepare": _Command(
+        "turn a data set into parquet files", "strop.cli.prepare:add_arguments", "strop.cli.main:_prepare"
     ),
-    "score": ("score a file of answers", "strop.cli.score:add_arguments", _score),
-    "export": ("turn a checkpoint into a Hugging Face folder", "strop.cli.main:_export_arguments", _export),
-    "view": ("look at a run", "strop.cli.view:add_arguments", _view),
+    "score": _Command("score a file of answers", "strop.cli.score:add_arguments", "strop.cli.score:run"),
+    "export": _Command(
+        "turn a checkpoint into a Hugging Face folder",
+        "strop.cli.main:_export_arguments",
+        "strop.cli.main:_export",
+    ),
+    "view": _Command(
+        "show metrics and samples of a run", "strop.cli.view:add_arguments", "strop.cli.view:run"
+    ),
 }
-_THAT_TRAIN = ("train", "sft", "train-rm")
+
+
+def _imported(name: str) -> Any:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def _overview() -> argparse.ArgumentParser:
-    """What ``strop --help`` shows; the arguments of a command are its own parser's."""
+    """Return the parser behind ``strop --help``; each command has its own for its arguments."""
     parser = argparse.ArgumentParser(
-        prog="strop", description="Sharpen language models with reinforcement learning."
+        prog="strop", description="Train language models with reinforcement learning."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (summary, _arguments, _run) in _COMMANDS.items():
-        commands.add_parser(name, help=summary)
+    for name, command in _COMMANDS.items():
+        commands.add_parser(name, help=command.summary)
     return parser
 
 
@@ -125,13 +104,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or argv[0] not in _COMMANDS:
         _overview().parse_args(argv)
         return 2
-    sys.path.insert(0, "")  # a user's own modules, named by import path, lie where the command is run
-    summary, add_arguments, run = _COMMANDS[argv[0]]
-    parser = argparse.ArgumentParser(prog=f"strop {argv[0]}", description=f"{summary.capitalize()}.")
+    sys.path.insert(0, "")  # users' modules, named by import path, are in the current folder
+    command = _COMMANDS[argv[0]]
+    parser = argparse.ArgumentParser(
+        prog=f"strop {argv[0]}", description=f"{command.summary[0].upper()}{command.summary[1:]}."
+    )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    module, _, function = add_arguments.partition(":")
-    getattr(importlib.import_module(module), function)(parser)
+    _imported(command.add_arguments)(parser)
     arguments = parser.parse_intermixed_args(argv[1:])
     return run_command(
-        lambda: run(arguments), debug=arguments.debug, makes_checkpoints=argv[0] in _THAT_TRAIN
+        lambda: _imported(command.run)(arguments), debug=arguments.debug, makes_checkpoints=command.trains
     )

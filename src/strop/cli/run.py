@@ -1,4 +1,4 @@
-"""How every command ends: what went wrong in one message, and an exit status."""
+"""The end of every command: an error in one message, and an exit status."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from strop.errors import ConfigError, StropError
+from strop.errors import SeveralErrors, StropError, problems_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_WHAT_TO_DO = {
+_REMEDIES = {
     **dict.fromkeys(_FULL, "free some room there, or name a place on another disk"),
     **dict.fromkeys(
-        (errno.EACCES, errno.EPERM, errno.EROFS), "name a place that you may use, or change its rights"
+        (errno.EACCES, errno.EPERM, errno.EROFS), "name a place that you may use, or change its permissions"
     ),
     **dict.fromkeys(
         (errno.EEXIST, errno.ENOTDIR), "a file is where a folder is needed: name another, or move it away"
     ),
     errno.EISDIR: "a folder is where a file is needed: name another, or move it away",
-    errno.ENOENT: "there is nothing of that name, or nothing can be made there: look at the path",
+    errno.ENOENT: "no such file or folder, or none can be created there: check the path",
 }
 
 
@@ -31,8 +31,8 @@ def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bo
     """Run ``action`` and return the exit status.
 
     A ``StropError``, and an ``OSError`` about a file or a full disk, is printed without its traceback
-    (unless ``debug``) and gives 2; Ctrl-C gives 130 and SIGTERM 143, as shells expect. What is left then is
-    told of an action that ``makes_checkpoints``.
+    (unless ``debug``) and gives 2; Ctrl-C gives 130 and SIGTERM 143, as shells expect. ``makes_checkpoints``
+    adds to that message that the last one is kept.
     """
     terminated: list[int] = []
     try:
@@ -41,13 +41,13 @@ def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bo
     except StropError as error:
         if debug:
             raise
-        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-        for problem in problems:
-            sys.stderr.write(f"{type(error).__name__}: {problem}\n")
+        for one in error.errors if isinstance(error, SeveralErrors) else [error]:
+            for problem in problems_of(one):
+                sys.stderr.write(f"{type(one).__name__}: {problem}\n")
         return 2
     except OSError as error:
         if debug or (error.filename is None and error.errno not in _FULL):
-            raise  # a broken pipe, a child process: nothing that another path would put right
+            raise  # a broken pipe, a child process: another path would not help
         sys.stderr.write(f"{type(error).__name__}: {_about_file(error)}\n")
         return 2
     except KeyboardInterrupt:
@@ -60,10 +60,10 @@ def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bo
 
 
 def _about_file(error: OSError) -> str:
-    """Which file, what happened to it, what to do: in one line."""
+    """Return one line: the file, what happened to it, what to do."""
     named = [] if error.filename is None else [_readable(error.filename)]
     reason = str(error) if error.errno is None else os.strerror(error.errno)
-    advice = _WHAT_TO_DO.get(error.errno or 0, "--debug shows where it happened")
+    advice = _REMEDIES.get(error.errno or 0, "--debug shows where it happened")
     return ": ".join([*named, f"{reason}; {advice}"])
 
 
@@ -73,9 +73,9 @@ def _readable(name: str | bytes | int) -> str:
 
 @contextmanager
 def _sigterm_interrupts(received: list[int]) -> Generator[None]:
-    """SIGTERM, which schedulers and ``kill`` send, unwinds the stack as Ctrl-C does, and is noted down.
+    """Turn SIGTERM, which schedulers and ``kill`` send, into a KeyboardInterrupt, and record it.
 
-    Only in the main thread. The exception cannot tell the two apart: Ray raises a new one.
+    Only in the main thread. The exception itself carries no mark: Ray replaces it by a new one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

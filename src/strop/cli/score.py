@@ -1,4 +1,4 @@
-"""``strop score FILE``: the score of every answer in a file, summed up by data source."""
+"""``strop score FILE``: score every answer in a file, with a summary by data source."""
 
 from __future__ import annotations
 
@@ -26,18 +26,14 @@ from strop.rewards.worker.feed import Feed
 from strop.rewards.worker.pool import RewardPool
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 
-# Reading a file of answers: parquet or JSONL, one answer a row.
-
 RESPONSE_COLUMNS = ("response", "responses", "solution_str", "solution", "answer")
-
 GROUND_TRUTH_COLUMNS = ("reward_model.ground_truth", "ground_truth")
-
-
 _MISSING = object()
+_WITHOUT_GROUND_TRUTH = ("format", "length")
 
 
 def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The rows of a ``.parquet`` or ``.jsonl`` file, one by one; ``DataError`` names file and line."""
+    """Yield the rows of a ``.parquet`` or ``.jsonl`` file; ``DataError`` names file and line."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise DataError(f"{path}: there is no such file")
@@ -49,9 +45,9 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:
-    """The value of a column; a dotted name (``extra_info.answer``) reaches into nested ones.
+    """Return the value of a column; a dotted name (``extra_info.answer``) reaches into nested ones.
 
-    Raises ``KeyError`` when it is not there.
+    Raises ``KeyError`` if there is no such column.
     """
     found = _look_up(row, column)
     if found is _MISSING:
@@ -60,7 +56,7 @@ def value_at(row: Mapping[str, Any], column: str) -> Any:
 
 
 def find_column(row: Mapping[str, Any], candidates: tuple[str, ...], option: str) -> str:
-    """The first of the candidates that the row has; ``DataError`` names the option that chooses another."""
+    """Return the first candidate that the row has; ``DataError`` names the option that chooses another."""
     for column in candidates:
         if _look_up(row, column) is not _MISSING:
             return column
@@ -107,22 +103,17 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-_OF_THE_RESPONSE_ALONE = ("format", "length")
-
-"""Scorers that look at no ground truth."""
-
-
 @dataclass
 class _Tally:
-    """What is known of one data source so far."""
+    """Scores and errors of one data source."""
 
     scores: list[float] = field(default_factory=list)
     errors: int = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the file and the options to ``parser``."""
-    parser.add_argument("file", help="parquet or JSONL, one answer a row")
+    """Add the arguments of ``strop score`` to ``parser``."""
+    parser.add_argument("file", help="parquet or JSONL, one answer per row")
     add = parser.add_argument
     add(
         "--response-column",
@@ -133,27 +124,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ground-truth-column",
         help=f"the right answer (default: the first of {', '.join(GROUND_TRUTH_COLUMNS)})",
     )
-    add("--data-source-column", default="data_source", help="says which scorer is used (data_source)")
+    add("--data-source-column", default="data_source", help="column that selects the scorer (data_source)")
     add("--data-source", help="the data source of all rows, for a file without such a column")
-    add("--scorer", choices=SCORERS, help="score all rows with this one, whatever their data source")
+    add("--scorer", choices=SCORERS, help="score all rows with this scorer, whatever their data source")
     add(
         "--option",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an option of --scorer, as in method=flexible; once for each (docs/data.md lists them)",
+        help="an option of --scorer, as in method=flexible; repeatable (docs/data.md lists them)",
     )
     add("--custom", metavar="PATH", help="score all rows with a function from this Python file")
     add("--name", default="compute_score", help="name of that function (compute_score)")
     add("--limit", type=int, help="score only the first rows")
-    add("--timeout", type=float, default=10.0, help="seconds that one answer may take (10)")
-    add("--workers", type=int, default=1, help="processes that score side by side (1)")
+    add("--timeout", type=float, default=10.0, help="time limit for one answer in seconds (10)")
+    add("--workers", type=int, default=1, help="scoring processes (1)")
 
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
-    """Score the file and print the table. Status 1 when answers could not be scored, else 0.
+    """Score the file and print the table; return 1 if answers could not be scored, else 0.
 
-    The whole file is read, and every data source looked at, before the first answer is scored.
+    The whole file is read, and every data source checked, before the first answer is scored.
 
     Raises:
         DataError: the file, a row or a column cannot be used.
@@ -186,7 +177,7 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
 
 
 def _scorer(arguments: argparse.Namespace) -> ScoreFunction:
-    """What scores: a function of the user's own, one scorer for all rows, or that of each row's source."""
+    """Return the user's function, one scorer for all rows, or the router by data source."""
     if arguments.option and arguments.scorer is None:
         raise ConfigError(
             f"--option {arguments.option[0]}: it is an option of --scorer, which is not given "
@@ -201,7 +192,7 @@ def _scorer(arguments: argparse.Namespace) -> ScoreFunction:
 
 
 def _read_option(text: str) -> tuple[str, Any]:
-    """Name and value: JSON (a number, true, a list), or else the text as it stands."""
+    """Return name and value of an option; the value is JSON (a number, true, a list) or plain text."""
     name, is_given, value = text.partition("=")
     if not is_given:
         raise ConfigError(f"--option {text}: expected KEY=VALUE")
@@ -212,7 +203,7 @@ def _read_option(text: str) -> tuple[str, Any]:
 
 
 def _require_ready(scorer: ScoreFunction, rows: Counter[str], timeout_s: float) -> None:
-    """Every data source (with its number of rows) can be scored here, each answer within the timeout."""
+    """Require a scorer that works on this machine, within the timeout, for every data source."""
     if isinstance(scorer, BuiltInScorer):
         _require_time(scorer.require_ready, timeout_s)
     if not isinstance(scorer, Router):
@@ -221,20 +212,20 @@ def _require_ready(scorer: ScoreFunction, rows: Counter[str], timeout_s: float) 
         found = ", ".join(f"{source!r} ({count} rows)" for source, count in unknown.items())
         raise RewardError(
             f"data_source {found} has no scorer (known: {', '.join(scorer.sources)}). Score all rows with "
-            f"--scorer NAME ({', '.join(SCORERS)}) or with a function of your own, --custom PATH"
+            f"--scorer NAME ({', '.join(SCORERS)}) or with your own function, --custom PATH"
         )
     for source in rows:
         _require_time(functools.partial(scorer.require_ready, source), timeout_s)
 
 
 def _require_time(require_ready: Callable[[float], None], timeout_s: float) -> None:
-    require_ready(math.inf)  # it works here at all
+    require_ready(math.inf)  # first without a deadline: does it work on this machine?
     try:
         require_ready(timeout_s)
     except ConfigError as error:
         raise ConfigError(
-            f"--timeout {timeout_s:g} is less than a program may take; give it more, or the programs less "
-            f"with --scorer code --option timeout_s=SECONDS. In the words of a configuration: {error}"
+            f"--timeout {timeout_s:g} is less than the limit of a program; raise it, or lower the limit with "
+            f"--scorer code --option timeout_s=SECONDS. As configuration keys: {error}"
         ) from None
 
 
@@ -244,7 +235,7 @@ def _samples(arguments: argparse.Namespace) -> Iterator[Sample]:
     for number, row in rows:
         try:
             response = response or arguments.response_column or _response_column(row)
-            if arguments.scorer not in _OF_THE_RESPONSE_ALONE:
+            if arguments.scorer not in _WITHOUT_GROUND_TRUTH:
                 truth = truth or arguments.ground_truth_column or _ground_truth_column(row)
             yield _sample(arguments, row, response, truth)
         except KeyError as error:
@@ -264,7 +255,7 @@ def _sample(arguments: argparse.Namespace, row: dict[str, Any], response: str, t
 
 
 def _source(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
-    """The row's data source; with one scorer for all rows a file may do without the column."""
+    """Return the row's data source; with one scorer for all rows the column is optional."""
     if arguments.data_source:
         return arguments.data_source
     try:
@@ -284,7 +275,7 @@ def _ground_truth_column(row: dict[str, Any]) -> str:
 
 
 def _count(tally: _Tally, outcome: Outcome) -> str:
-    """Add one outcome; the error, or "" when there is a score."""
+    """Add one outcome; return its error, or "" for a score."""
     error = outcome.error
     if not error and not outcome.is_finite:
         error = f"the reward function returned {outcome.score} with the parts {outcome.parts}"

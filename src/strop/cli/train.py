@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable, Sequence
 
 from strop.cli.run import run_command
-from strop.config.checks import supervised
-from strop.config.checks.check import check, check_loaded
+from strop.config.checks.check import check
 from strop.config.checks.supervised import Supervised
-from strop.config.load import Loaded, read_tree
-from strop.config.schema import Config
+from strop.config.load import load_tree
+from strop.config.placement import rollout_in_words
+from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import RewardModellingConfig, SftConfig
 from strop.config.trees import PPO, REWARD_MODELLING, SFT, Root, Tree
 from strop.errors import WorkerError
@@ -25,34 +25,22 @@ logger = logging.getLogger("strop")
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--config-path``, ``--config-name`` and Hydra overrides."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides of the defaults")
-    parser.add_argument("--config-name", "-cn", help="a YAML file of yours, laid over the defaults")
+    parser.add_argument("--config-name", "-cn", help="your own YAML file, laid over the defaults")
     parser.add_argument("--config-path", "-cp", help="the folder of that file, or the file itself")
 
 
-def loaded_from(arguments: argparse.Namespace, tree: Tree[Root]) -> Loaded[Root]:
-    """Load the configuration of a command line; problems are returned in the result."""
-    return read_tree(
+def config_from(arguments: argparse.Namespace) -> Config:
+    """Return the configuration of a ``strop train`` command line; ``ConfigError`` has all load errors."""
+    return _load(PPO, arguments)
+
+
+def _load(tree: Tree[Root], arguments: argparse.Namespace) -> Root:
+    return load_tree(
         tree, arguments.overrides, config_name=arguments.config_name, config_path=arguments.config_path
     )
 
 
-def config_from(arguments: argparse.Namespace) -> Config:
-    """Return the configuration of a ``strop train`` command line.
-
-    Raises:
-        ConfigError: all keys that do not exist or do not fit.
-    """
-    return get_loaded(loaded_from(arguments, PPO))
-
-
-def get_loaded(loaded: Loaded[Config]) -> Config:
-    """Return the configuration. Raises ``ConfigError`` with all other errors if it could not be loaded."""
-    if loaded.problems:
-        check_loaded(loaded).raise_errors()
-    return loaded.get()
-
-
-def require_valid(config: Config) -> None:
+def require_valid(config: RootConfig) -> None:
     """Raise all errors of the configuration as one ``ConfigError``; the trainer logs the warnings."""
     check(config).raise_errors()
 
@@ -63,26 +51,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(argv)
-    return run_command(lambda: run(config_from(arguments)), debug=arguments.debug)
+    return run_command(lambda: run_train(arguments), debug=arguments.debug)
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Run ``strop train``; return 0."""
+    return run(config_from(arguments))
 
 
 def run(config: Config) -> int:
-    """Train with reinforcement learning; returns 0."""
+    """Train with reinforcement learning; return 0."""
     log_to_console()
     require_valid(config)
+    logger.info("%s", rollout_in_words(config))
     with_restarts(config, train_once)
     return 0
 
 
 def run_sft(arguments: argparse.Namespace) -> int:
-    """Run ``strop sft``; returns 0."""
-    sft(supervised.get_loaded(loaded_from(arguments, SFT)))
+    """Run ``strop sft``; return 0."""
+    sft(_load(SFT, arguments))
     return 0
 
 
 def run_train_rm(arguments: argparse.Namespace) -> int:
-    """Run ``strop train-rm``; returns 0."""
-    train_reward_model(supervised.get_loaded(loaded_from(arguments, REWARD_MODELLING)))
+    """Run ``strop train-rm``; return 0."""
+    train_reward_model(_load(REWARD_MODELLING, arguments))
     return 0
 
 
@@ -98,7 +92,7 @@ def train_reward_model(config: RewardModellingConfig) -> None:
 
 def _train_supervised(config: Supervised, trainer: str) -> None:
     log_to_console()
-    supervised.require_valid(config)  # the trainer logs the warnings
+    require_valid(config)
     from strop.trainer import supervised as trainers  # torch and transformers: seconds
 
     with_restarts(config, lambda config: trainers.train_once(getattr(trainers, trainer), config))
@@ -155,8 +149,5 @@ def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
 
 
 def _with_resume(config: Root) -> Root:
-    changed = config.trainer.model_copy(update={"resume_mode": "auto"})
-    resumed = config.model_copy(update={"trainer": changed})
-    if config.written is not None:
-        resumed.note_written(config.written)
-    return resumed
+    trainer = config.trainer.model_copy(update={"resume_mode": "auto"})
+    return config.model_copy(update={"trainer": trainer})  # it keeps which keys were written

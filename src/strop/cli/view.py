@@ -1,6 +1,4 @@
-"""``strop view RUN_DIR``: what a run did, on the terminal: main metrics, validation scores, samples of a
-step.
-"""
+"""``strop view RUN_DIR``: show a run's main metrics, validation scores and samples of a step."""
 
 from __future__ import annotations
 
@@ -32,39 +30,36 @@ from strop.tracking.text import (
 )
 
 COURSE_WIDTH = 12
-
-
 Steps = Sequence[Mapping[str, Any]]
-
-
 _SAMPLE_FILE = re.compile(r"step_(\d+)\.parquet")
-
 _SAMPLE_COLUMNS = ("uid", "data_source", "prompt", "response", "ground_truth", "truncated", "score")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run folder (trainer.default_local_dir)")
-    parser.add_argument("--step", type=int, help="the step whose samples are shown (the last one written)")
-    parser.add_argument("--samples", type=int, default=5, metavar="K", help="samples shown; 0 for none (5)")
+    parser.add_argument("--step", type=int, help="the step whose samples are shown (default: the last one)")
+    parser.add_argument(
+        "--samples", type=int, default=5, metavar="K", help="number of samples shown; 0 for none (5)"
+    )
     parser.add_argument(
         "--sort",
         choices=("score", "length"),
-        help="show the samples of lowest score or greatest length first",
+        help="show samples with the lowest score or greatest length first",
     )
     parser.add_argument(
-        "--validation", action="store_true", help="validation samples instead of training ones"
+        "--validation", action="store_true", help="show validation samples instead of training samples"
     )
     parser.add_argument(
         "--metrics",
         nargs="+",
         metavar="NAME",
-        help="metrics to show, instead of the main ones; * matches anything",
+        help="show these metrics instead of the main ones; * matches anything",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the run; raises DataError when the folder is not one, or has no such step."""
+    """Show the run; DataError when the folder is not a run folder or has no such step."""
     run_dir = Path(args.run_dir).expanduser()
     steps = _read_steps(run_dir)
     shown: list[RenderableType] = [_metrics_table(run_dir, steps, args.metrics)]
@@ -75,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
     if args.samples > 0 and (files or args.step is not None):
         step, path = _choose_step(folder, files, args.step)
         shown.append(_samples_view(step, path, count=args.samples, sort=args.sort))
-    Console().print(*shown, sep="\n")  # only now: a mistake in the arguments gives its error and nothing else
+    Console().print(*shown, sep="\n")  # last, so that a mistake in the arguments prints its error only
     return 0
 
 
 def sample_files(folder: Path) -> dict[int, Path]:
-    """Step -> its parquet file, in order of steps; empty when the folder is not there."""
+    """Return step -> parquet file, in order of steps; empty when the folder does not exist."""
     found = {}
     for path in folder.glob("step_*.parquet"):
         if match := _SAMPLE_FILE.fullmatch(path.name):
@@ -114,9 +109,7 @@ def _choose_step(folder: Path, files: Mapping[int, Path], wanted: int | None) ->
 
 
 def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) -> Table:
-    """Rows of metrics; columns for the first step, the step with the best reward, the last step, and the
-    course.
-    """
+    """Return a table of metrics at the first step, the step with the best reward and the last step."""
     trained = [step for step in steps if REWARD.pick(step) is not None] or list(steps)
     best = max(trained, key=_reward_or_worst)
     shown = {"first": trained[0], "best reward": best, "last": trained[-1]}
@@ -138,7 +131,7 @@ def _reward_or_worst(step: Mapping[str, Any]) -> float:
 
 
 def _names_to_show(steps: Steps, wanted: Sequence[str] | None) -> list[str]:
-    """The metrics of the rows; DataError when a name of ``wanted`` matches nothing."""
+    """Return the metrics to show; DataError when a pattern in ``wanted`` matches nothing."""
     names = names_in_order(steps)
     if wanted is None:
         first_present = (
@@ -179,7 +172,7 @@ def _validation_table(steps: Steps) -> Table:
 
 
 def _samples_view(step: int, path: Path, *, count: int, sort: str | None) -> Group:
-    """The first ``count`` samples of the file, or those that ``sort`` puts first, each in a frame."""
+    """Return the first ``count`` samples of the file, after sorting, each in a frame."""
     samples = _read_samples(path)
     if sort == "score":
         samples.sort(key=lambda sample: sample.get("score", 0.0))

@@ -1,5 +1,5 @@
-"""The configuration: typed schema, defaults, loading, and the checks that run before a model is loaded.
+"""The configuration: typed schema, defaults, loading, and preflight checks.
 
-This package does not import torch, transformers or pyarrow, so that `strop --help` and `strop check` answer
-at once. It imports nothing itself: the scoring process loads `reward_parts` without pydantic.
+This package imports no torch, transformers or pyarrow, so `strop --help` and `strop check` answer at once.
+This file imports nothing: the scoring process loads `reward_parts` without pydantic.
 """

@@ -1,4 +1,4 @@
-"""What the batch-size keys come to: prompts, samples, mini-batches, micro-batches, steps, iterations.
+"""Sizes that follow from the batch-size keys: samples, mini-batches, micro-batches, steps, iterations.
 
 Units: `data.train_batch_size` and `ppo_mini_batch_size` count prompts over all ranks, each with
 `actor_rollout_ref.rollout.n` samples; `*_micro_batch_size_per_gpu` counts samples on one rank.
@@ -8,39 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from strop.config.keys import divisors, nearest_in_words, value_at
 from strop.config.placement import Placement
 from strop.config.roles import uses_critic, uses_reference
 from strop.config.schema import Config
-from strop.errors import ConfigError
-
-# The sizes of micro-batches: sequences or tokens per rank, from the new keys or the deprecated ones.
+from strop.errors import Attempts, ConfigError
 
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """What one pass takes on one rank, or ranks that share it: `rows` sequences, or at most `max_tokens`."""
+    """Size of one pass on one rank, or on ranks that share it: `rows`, or up to `max_tokens` tokens."""
 
     rows: int | None = None
     max_tokens: int | None = None
 
     def passes(self, samples: int) -> int | None:
-        """Passes over `samples` sequences, the last perhaps smaller; None if it depends on their lengths."""
+        """Return the passes over `samples` sequences, or None if that depends on their lengths."""
         return None if self.rows is None else -(-samples // self.rows)
 
 
 @dataclass(frozen=True)
 class MicroBatchKeys:
-    """The keys that decide one micro-batch size, by full path."""
+    """Full paths of the keys that decide one micro-batch size."""
 
     overall: str
     """Deprecated: sequences over all ranks."""
     dynamic: str
     max_tokens: str
     sequence_parallel: str
-    """Ranks that share it."""
+    """Ranks that share a sequence."""
 
     @property
     def per_gpu(self) -> str:
@@ -86,12 +84,11 @@ MICRO_BATCHES: dict[str, MicroBatchKeys] = {
         "reward_model.ulysses_sequence_parallel_size",
     ),
 }
-
 """Each pass that is cut into micro-batches: updates of actor and critic, and the forward passes."""
 
 
 def sequence_parallel_size(config: Config, name: str, ranks: int) -> int:
-    """How many of `ranks` ranks share a sequence in the pass `name`; 1 in one process.
+    """Return how many of `ranks` ranks share a sequence in the pass `name`; 1 in one process.
 
     Raises:
         ConfigError: the size does not divide the number of ranks.
@@ -106,7 +103,7 @@ def sequence_parallel_size(config: Config, name: str, ranks: int) -> int:
 
 
 def resolve_micro_batch(config: Config, name: str, ranks: int = 1) -> MicroBatchSize:
-    """The micro-batch size of the pass `name` (of `MICRO_BATCHES`) on each of `ranks` ranks.
+    """Return the micro-batch size of the pass `name` (of `MICRO_BATCHES`) on each of `ranks` ranks.
 
     Raises:
         ConfigError: both or neither of the two keys set, a deprecated size that does not divide over the
@@ -145,7 +142,11 @@ def _token_cap(config: Config, keys: MicroBatchKeys, sharing: int) -> int:
     words = f"data.max_prompt_length={config.data.max_prompt_length} + "
     words += f"data.max_response_length={config.data.max_response_length}"
     rewards = config.reward_model
-    if keys is MICRO_BATCHES["reward_model"] and rewards.model.input_tokenizer and rewards.max_length:
+    if (
+        keys is MICRO_BATCHES["reward_model"]
+        and rewards.model.input_tokenizer is not None
+        and rewards.max_length
+    ):
         longest, words = rewards.max_length, f"reward_model.max_length={rewards.max_length}"  # its own tokens
     if cap < longest:
         shared = f" on {sharing} ranks" if sharing > 1 else ""
@@ -156,29 +157,26 @@ def _token_cap(config: Config, keys: MicroBatchKeys, sharing: int) -> int:
     return cap
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class UpdatePlan:
     """The optimizer steps of one model in one iteration."""
 
     epochs: int
     mini_batches: int
-    """In one epoch: optimizer steps = epochs x mini_batches."""
+    """Mini-batches in one epoch."""
     samples_per_mini_batch: int
-    """Over all ranks."""
+    """Samples over all ranks."""
     samples_per_rank: int
-    """Of one mini-batch."""
+    """Samples of one mini-batch on one rank."""
     micro_batch: MicroBatchSize
     micro_batches: int | None
-    """Of one mini-batch, on each rank; None when they are cut by tokens, as many as the lengths then give."""
+    """Micro-batches of one mini-batch on each rank; None when they are cut by tokens."""
     sharing: int = 1
     """Ranks that share a sequence, and with it samples and micro-batches."""
 
     @property
     def optimizer_steps(self) -> int:
-        """In one iteration."""
+        """Optimizer steps in one iteration."""
         return self.epochs * self.mini_batches
 
 
@@ -189,7 +187,7 @@ class ForwardPlan:
     samples_per_rank: int
     micro_batch: MicroBatchSize
     micro_batches: int | None
-    """On each rank; None when they are cut by tokens."""
+    """Micro-batches on each rank; None when they are cut by tokens."""
 
 
 @dataclass(frozen=True)
@@ -197,40 +195,32 @@ class BatchPlan:
     """Every number that follows from the batch-size keys; None for those that need the number of rows."""
 
     ranks: int
-    """Of the actor."""
+    """Ranks of the actor."""
     prompts: int
-    """An iteration."""
+    """Prompts per iteration."""
     n: int
     """Samples per prompt."""
     samples: int
-    """An iteration, over all ranks."""
+    """Samples per iteration, over all ranks."""
     actor: UpdatePlan
     critic: UpdatePlan | None
     forwards: dict[str, ForwardPlan]
-    """By name: log_prob, and those of ref, values and reward_model that this run has."""
+    """Forward passes by name: log_prob, and ref, values and reward_model where the run has them."""
     train_rows: int | None
     iterations_per_epoch: int | None
     iterations: int | None
-    """Of the whole run."""
+    """Iterations of the whole run."""
     actor_iterations: int | None
-    """Those that update the actor: all after `trainer.critic_warmup`."""
+    """Iterations that update the actor: all after `trainer.critic_warmup`."""
 
     @classmethod
     def from_config(cls, config: Config, *, train_rows: int | None = None) -> Self:
-        """The plan of `config` for `train_rows` training prompts, on the ranks that it places each role on.
+        """Return the plan of `config` for `train_rows` training prompts.
 
         Raises:
             ConfigError: one line for each size that does not fit the others, with the nearest that do.
         """
-        problems: list[str] = []
-
-        def attempt(build: Callable[[], T]) -> T | None:
-            try:
-                return build()
-            except ConfigError as error:
-                problems.extend(line for line in error.problems if line not in problems)
-                return None
-
+        attempt = Attempts()
         data, n = config.data, config.actor_rollout_ref.rollout.n
         with_critic = uses_critic(config)
         samples = data.train_batch_size * n
@@ -242,8 +232,8 @@ class BatchPlan:
             for name in forward_passes(config)
         }
         per_epoch = attempt(lambda: _iterations_per_epoch(data.train_batch_size, train_rows))
-        if problems or actor is None:
-            raise ConfigError(*problems)
+        if attempt.errors or actor is None:
+            raise ConfigError(*attempt.lines)
         trainer = config.trainer
         warm_up = trainer.critic_warmup if with_critic else 0
         iterations = trainer.total_training_steps
@@ -265,7 +255,7 @@ class BatchPlan:
 
 
 def forward_passes(config: Config) -> list[str]:
-    """The forward passes that this run makes over its samples, by their names in `MICRO_BATCHES`."""
+    """Return the forward passes that this run makes over its samples, by their names in `MICRO_BATCHES`."""
     optional = {
         "ref": uses_reference(config),
         "values": uses_critic(config),
@@ -278,17 +268,14 @@ def _plan_update(config: Config, name: str, ranks_of_pass: Callable[[str], int])
     is_actor = name == "actor"
     section = config.actor_rollout_ref.actor if is_actor else config.critic
     key = "actor_rollout_ref.actor.ppo_mini_batch_size" if is_actor else "critic.ppo_mini_batch_size"
-    prompts, n, mini = (
-        config.data.train_batch_size,
-        config.actor_rollout_ref.rollout.n,
-        section.ppo_mini_batch_size,
-    )
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    mini = section.ppo_mini_batch_size
     problems = []
     ranks = ranks_of_pass(name)
     groups = _groups(config, name, ranks_of_pass)
     working = [size for size in divisors(prompts) if size * n % groups == 0]
     actors = config.actor_rollout_ref.actor.ppo_mini_batch_size, _groups(config, "actor", ranks_of_pass)
-    reported = not is_actor and (mini, groups) == actors  # with the actor's
+    reported = not is_actor and (mini, groups) == actors  # the actor's line says the same
     if mini not in working and not reported:
         wrong = (
             f"does not divide data.train_batch_size={prompts}"
@@ -315,7 +302,7 @@ def _plan_update(config: Config, name: str, ranks_of_pass: Callable[[str], int])
 
 
 def _groups(config: Config, name: str, ranks_of_pass: Callable[[str], int]) -> int:
-    """Parts that the samples of a pass are spread over."""
+    """Return the number of parts that the samples of a pass are spread over."""
     return ranks_of_pass(name) // sequence_parallel_size(config, name, ranks_of_pass(name))
 
 
@@ -330,7 +317,7 @@ def _plan_forward(config: Config, name: str, samples: int, ranks: int) -> Forwar
 
 
 def _iterations_per_epoch(train_batch_size: int, train_rows: int | None) -> int | None:
-    """Full batches only: the rest of an epoch that fills no batch is left out."""
+    """Return the full batches in an epoch; rows that fill no batch are left out."""
     if train_rows is None:
         return None
     if train_rows < train_batch_size:

@@ -1,10 +1,10 @@
-"""How much memory a run takes on one rank, worked out from shapes: can it fit at all?
+"""Forecast of the memory that a run needs on one rank, computed from shapes.
 
 Weights, gradients and AdamW's two moments are float32. Activations follow Korthikanti et al.
 (arXiv:2205.05198, section 4): about 34 bytes x tokens x hidden size a layer in 16 bits with an attention
 kernel that keeps no score matrix, twice that in 32 bits; with checkpointing, the inputs of all layers and
-one layer's activations. Ranks that shard a model share its weights evenly. Roles with pools of their own are
-counted as if they were in one.
+one layer's activations. Ranks that shard a model share its weights evenly. Roles in separate pools are
+counted as if they shared one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop.config.backends import ROLLOUTS, load_backend
 from strop.config.batch_plan import BatchPlan, UpdatePlan
 from strop.config.paths import expand, is_url
 from strop.config.placement import Placement, rollout_dtype, tensor_parallel_size
@@ -23,8 +24,6 @@ from strop.config.roles import uses_reference
 from strop.config.schema import Config
 from strop.config.schema.critic import CriticModelConfig
 from strop.config.schema.policy import ActorModelConfig
-
-# What a model folder tells without loading the model: the size from the weights' headers, and the shape.
 
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
@@ -35,7 +34,7 @@ class ModelFacts:
 
     parameters: int
     counted: bool
-    """From the weights themselves; False: worked out from the shape in config.json."""
+    """Counted in the headers of the weights; False: computed from the shape in config.json."""
     layers: int
     hidden: int
     vocabulary: int
@@ -44,13 +43,13 @@ class ModelFacts:
     kv_width: int
     """Key-value heads x head size: a token's cache holds 2 x layers x kv_width numbers."""
     context: int | None
-    """The longest sequence that it was made for."""
+    """Context window in tokens."""
 
 
 def read_model_facts(path: str) -> ModelFacts | None:
-    """Facts about the model in the folder `path`; None when it is not local or its config.json lacks them."""
+    """Return facts about the model in the folder `path`; None if it is not local or lacks them."""
     folder = Path(expand(path))
-    if is_url(path) or not (folder / "config.json").is_file():
+    if not path or is_url(path) or not (folder / "config.json").is_file():
         return None
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -69,11 +68,11 @@ def read_model_facts(path: str) -> ModelFacts | None:
             context=shape.get("max_position_embeddings"),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
-        return None  # a forecast only: loading the model is where a broken folder is reported
+        return None  # loading the model reports a broken folder
 
 
 def count_parameters(file: Path) -> int:
-    """The numbers in a safetensors file, by its header: 8 bytes of length, then JSON with the shapes."""
+    """Count the numbers in a safetensors file by its header: 8 bytes of length, then JSON with shapes."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > _MOST_HEADER_BYTES:
@@ -83,7 +82,7 @@ def count_parameters(file: Path) -> int:
 
 
 def _estimate(shape: dict[str, Any], query_width: int) -> int:
-    """Parameters of a Llama-shaped model: embeddings, attention, gated feed-forward, norms."""
+    """Return the parameters of a Llama-shaped model: embeddings, attention, gated feed-forward, norms."""
     hidden, layers, vocabulary = shape["hidden_size"], shape["num_hidden_layers"], shape["vocab_size"]
     heads = shape["num_attention_heads"]
     kv_width = query_width // heads * shape.get("num_key_value_heads", heads)
@@ -95,37 +94,32 @@ def _estimate(shape: dict[str, Any], query_width: int) -> int:
 
 _FLOAT32 = 4
 
-_TRAINED = 4 * _FLOAT32
+_TRAINED = 4 * _FLOAT32  # weight, gradient and two moments
 
-"""Weight, gradient and two moments."""
-
+# Activation bytes for each token, layer and hidden unit, by the bytes of a number.
 _ACTIVATION_BYTES = {2: 34, 4: 68}
 
-"""By the bytes of a number: activation bytes for each token, layer and hidden unit."""
-
+# Logits in one block of the vocabulary on a GPU; on a CPU there are fewer.
 _LOGITS_AT_ONCE = 1 << 25
-
-"""Logits in one block of the vocabulary on a GPU; on a CPU there are fewer."""
 
 _LOGIT_COPIES = 3
 
+# Tokens in a block of vLLM's KV cache; the last block of a sequence is not full.
 _CACHE_BLOCK = 128
-
-"""Tokens in a block of vLLM's KV cache; the last one of a sequence is not full."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes by what they are for; None for a model whose size is not known."""
+    """Bytes by purpose; None for a model of unknown size."""
 
     resident: dict[str, int | None]
-    """There all the time."""
+    """Memory held throughout."""
     phases: dict[str, int | None]
-    """There in one phase of an iteration; the phases follow one another."""
+    """Memory held in one phase of an iteration; the phases follow one another."""
 
     @property
     def peak(self) -> int | None:
-        """Everything resident and the largest phase; None if any part is not known."""
+        """Resident memory and the largest phase; None if any part is unknown."""
         resident = _sum(*self.resident.values())
         phases = [size for size in self.phases.values() if size is not None]
         if resident is None or len(phases) < len(self.phases):
@@ -134,7 +128,7 @@ class Forecast:
 
 
 def forecast(config: Config, plan: BatchPlan) -> Forecast:
-    """The memory of one rank. Reads config.json and the headers of the weights, and nothing else."""
+    """Return the memory of one rank, from config.json and the headers of the weights alone."""
     actor = config.actor_rollout_ref.model
     policy = read_model_facts(actor.path)
     length = config.data.max_prompt_length + config.data.max_response_length
@@ -143,15 +137,9 @@ def forecast(config: Config, plan: BatchPlan) -> Forecast:
     shards = _shards(config, policy_role, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)
     resident = {"actor: weights, gradients, AdamW": _times(policy, _TRAINED, shards)}
     phases = {"actor update: activations, logits": _sum(activations, _logits(policy, plan.actor, length))}
-    if config.actor_rollout_ref.rollout.name == "vllm":
-        weights, cache = _vllm(config, policy, length)
-        if config.trainer.device == "cpu" or not config.actor_rollout_ref.rollout.free_cache_engine:
-            resident |= {"vLLM: weights": weights, "vLLM: KV cache, at most": cache}
-        else:
-            phases["generation: vLLM's weights, and KV cache at most"] = _sum(weights, cache)
-    else:
-        tokens = plan.samples // plan.ranks * length
-        phases["generation: KV cache"] = _kv_cache(config, policy, tokens)
+    generation = load_backend(ROLLOUTS[config.actor_rollout_ref.rollout.name].forecast)(config, plan, policy)
+    resident |= generation.resident
+    phases |= generation.phases
     if uses_reference(config):
         shards = _shards(config, "RefPolicy", -1)
         resident["reference: weights"] = _times(policy, _FLOAT32, shards)
@@ -167,22 +155,34 @@ def forecast(config: Config, plan: BatchPlan) -> Forecast:
 
 
 def _shards(config: Config, role: str, fsdp_size: int) -> int:
-    """Ranks over which one copy of a role's model is spread."""
+    """Return the ranks over which one copy of a role's model is spread."""
     ranks = Placement.from_config(config).ranks(role)
     return min(fsdp_size, ranks) if fsdp_size > 0 else ranks
 
 
-def _vllm(config: Config, facts: ModelFacts | None, length: int) -> tuple[int | None, int | None]:
-    """One rank's part of a copy of the weights, and of a KV cache that holds ``max_num_seqs`` sequences.
+def sample_caches(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
+    """Return the memory of a rollout on the actor's weights: KV caches of the samples generated at once."""
+    tokens = plan.samples // plan.ranks * (config.data.max_prompt_length + config.data.max_response_length)
+    return Forecast({}, {"generation: KV cache": _kv_cache(config, facts, tokens)})
+
+
+def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
+    """Return the memory of vLLM: one rank's part of a copy of the weights, and a cache of ``max_num_seqs``.
 
     On a GPU vLLM takes ``gpu_memory_utilization`` of the memory for both, whether it needs that or not.
     """
-    if facts is None:
-        return None, None
-    size = 2 if rollout_dtype(config) in ("bfloat16", "float16") else 4  # auto, on an unknown device
-    ranks, blocks = tensor_parallel_size(config), -(-length // _CACHE_BLOCK) + 1
-    tokens = config.actor_rollout_ref.rollout.max_num_seqs * blocks * _CACHE_BLOCK
-    return _times(facts, size, ranks), tokens * 2 * facts.layers * facts.kv_width * size // ranks
+    del plan
+    weights = cache = None
+    if facts is not None:
+        size = 2 if rollout_dtype(config) in ("bfloat16", "float16") else 4  # auto, on an unknown device
+        length = config.data.max_prompt_length + config.data.max_response_length
+        ranks, blocks = tensor_parallel_size(config), -(-length // _CACHE_BLOCK) + 1
+        tokens = config.actor_rollout_ref.rollout.max_num_seqs * blocks * _CACHE_BLOCK
+        weights = _times(facts, size, ranks)
+        cache = tokens * 2 * facts.layers * facts.kv_width * size // ranks
+    if config.trainer.device == "cpu" or not config.actor_rollout_ref.rollout.free_cache_engine:
+        return Forecast({"vLLM: weights": weights, "vLLM: KV cache, at most": cache}, {})
+    return Forecast({}, {"generation: vLLM's weights, and KV cache at most": _sum(weights, cache)})
 
 
 def _times(facts: ModelFacts | None, bytes_each: int, shards: int) -> int | None:
@@ -195,12 +195,12 @@ def _sum(*parts: int | None) -> int | None:
 
 
 def _number_bytes(model: ActorModelConfig | CriticModelConfig) -> int:
-    """Bytes of an activation. With `auto`, on a device that is not known here: the larger figure."""
+    """Return the bytes of an activation; the larger figure for `auto`, as the device is unknown here."""
     return 2 if model.compute_dtype == "bfloat16" else 4
 
 
 def _kv_cache(config: Config, facts: ModelFacts | None, tokens: int) -> int | None:
-    """Of all `tokens` of an iteration, or of the sequences that are generated at once."""
+    """Return the bytes of hf's cache for all `tokens` of an iteration, or for those generated at once."""
     if facts is None:
         return None
     at_once = config.actor_rollout_ref.rollout.micro_batch_size_per_gpu

@@ -1,4 +1,4 @@
-"""The schema as a list of keys: path, type in words, documentation; errors and docs/config.md quote it."""
+"""The schema as a list of keys: path, type in words, documentation, markers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.base import Expected, Section
+from strop.config.schema.base import Expected, Limit, Required, Section
 
 _PLAIN_NAMES = {
     str: "string",
@@ -37,29 +37,32 @@ class Key:
     """The type in words, for example "int > 0 or null"."""
     doc: str
     is_section: bool
+    limits: tuple[Limit, ...]
+    """Markers of the sections above it, then its own."""
+    required: Required | None
 
 
 @cache
 def all_keys(schema: type[RootConfig] = Config) -> dict[str, Key]:
-    """Every key of a tree by its full path, in the order of the schema."""
-    return {key.path: key for key in _walk(schema, "")}
+    """Return every key of a tree by its full path, in the order of the schema."""
+    return {key.path: key for key in _walk(schema)}
 
 
 def leaf_paths() -> list[str]:
-    """The full paths of the keys that hold a value, in the order of the schema."""
+    """Return the full paths of the keys that hold a value, in the order of the schema."""
     return [key.path for key in all_keys().values() if not key.is_section]
 
 
 def value_at(config: RootConfig, path: str) -> Any:
-    """The value of the key `path`, for example "trainer.total_epochs"."""
+    """Return the value of the key `path`, for example "trainer.total_epochs"."""
     return operator.attrgetter(path)(config)
 
 
 def nearest(path: str, schema: type[RootConfig] = Config) -> str | None:
-    """The known key most like `path`, if any is like it: by its last word first, then by the whole path."""
+    """Return the known key most like `path`, if one is close: by its last word, then by the whole path."""
 
     def likeness(known: str) -> float:
-        if known.endswith(f".{path}"):  # the right key without its first sections
+        if known.endswith(f".{path}"):  # the key without its first sections
             return 1.0
         word = difflib.SequenceMatcher(None, _last_word(path), _last_word(known)).ratio()
         whole = difflib.SequenceMatcher(None, path, known).ratio()
@@ -70,7 +73,7 @@ def nearest(path: str, schema: type[RootConfig] = Config) -> str | None:
 
 
 def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
-    """The line that reports a key which does not exist."""
+    """Return the message about a key that does not exist."""
     guess, keys = nearest(path, schema), all_keys(schema)
     if guess:
         return f"{path}: unknown key; did you mean {guess}?"
@@ -86,16 +89,18 @@ def _last_word(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
+def _walk(section: type[Section], prefix: str = "", inherited: tuple[Limit, ...] = ()) -> Iterator[Key]:
     for name, field in section.model_fields.items():
-        path = f"{prefix}{name}"
-        inner = field.annotation
+        path, inner = f"{prefix}{name}", field.annotation
+        limits = (*inherited, *(item for item in field.metadata if isinstance(item, Limit)))
         if isinstance(inner, type) and issubclass(inner, Section):
             doc = (inner.__doc__ or "").strip().splitlines()[0]
-            yield Key(path, "a section (a mapping of keys)", doc, is_section=True)
-            yield from _walk(inner, f"{path}.")
+            yield Key(path, "a section (a mapping of keys)", doc, True, limits, None)
+            yield from _walk(inner, f"{path}.", limits)
         else:
-            yield Key(path, _in_words(inner, field.metadata), field.description or "", is_section=False)
+            required = next((item for item in field.metadata if isinstance(item, Required)), None)
+            words = _in_words(inner, field.metadata)
+            yield Key(path, words, field.description or "", False, limits, required)
 
 
 def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
@@ -130,11 +135,8 @@ def _bounds_in_words(metadata: Iterable[Any]) -> str:
     return f" {' and '.join(words)}" if words else ""
 
 
-# The nearest numbers that work, for errors about numbers that do not.
-
-
 def nearest_in_words(value: int, working: Iterable[int]) -> str:
-    """`nearest: 64, 128`: the largest of `working` below `value` and the smallest above it."""
+    """Return `nearest: 64, 128`: the largest of `working` below `value` and the smallest above it."""
     candidates = sorted(working)
     below = [number for number in candidates if number < value][-1:]
     above = [number for number in candidates if number > value][:1]
@@ -144,6 +146,6 @@ def nearest_in_words(value: int, working: Iterable[int]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """Every positive divisor of `number`, in order."""
+    """Return every positive divisor of `number`, in order."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
     return sorted({*small, *(number // i for i in small)})

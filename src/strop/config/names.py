@@ -1,48 +1,63 @@
-"""The names that configuration keys may hold, as plain strings: the check knows them without importing torch.
-
-A test holds these tables against the registries that they mirror.
-"""
+"""Names that configuration keys may hold, and what is known of each without importing torch."""
 
 from __future__ import annotations
 
-ESTIMATOR_NEEDS: dict[str, frozenset[str]] = {
-    "gae": frozenset({"values"}),
-    "grpo": frozenset({"uid"}),
-    "reinforce_plus_plus": frozenset(),
-    "reinforce_plus_plus_baseline": frozenset({"uid"}),
-    "rloo": frozenset({"uid"}),
-    "remax": frozenset({"baseline_scores"}),
-}
-"""Estimator -> what it needs besides rewards: a critic's values, groups by prompt, greedy answers' scores."""
+import ast
+from functools import cache
+from pathlib import Path
 
-ESTIMATOR_TAKES: dict[str, frozenset[str]] = {
-    "gae": frozenset({"gamma", "lam", "whiten_advantages"}),
-    "grpo": frozenset({"norm_adv_by_std_in_grpo"}),
-    "reinforce_plus_plus": frozenset({"gamma", "whiten_advantages"}),
-    "reinforce_plus_plus_baseline": frozenset({"whiten_advantages"}),
-    "rloo": frozenset(),
-    "remax": frozenset(),
+TRACKERS: dict[str, str] = {
+    "console": "strop.tracking.console:ConsoleTracker",
+    "jsonl": "strop.tracking.jsonl:JsonlTracker",
+    "file": "strop.tracking.jsonl:JsonlTracker",
+    "tensorboard": "strop.tracking.tensorboard:TensorboardTracker",
+    "wandb": "strop.tracking.wandb:WandbTracker",
 }
-"""Estimator -> the keys of `algorithm` that it is told."""
+"""Name in ``trainer.logger`` -> "module:Class", imported when a run uses it."""
 
-POLICY_LOSSES = ("ppo", "gspo", "cispo")
+OPTIONAL_PACKAGES = ("tensorboard", "wandb")
+"""Trackers that need the package, and the extra, of their own name."""
+
 REWARD_MANAGERS = ("naive", "prime")
+"""One class with one process or several: ``strop.rewards.manager.load_reward_manager``."""
 
-LOGGER_PACKAGES: dict[str, str | None] = {
-    "console": None,
-    "jsonl": None,
-    "file": None,
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-}
-"""Tracker -> the optional package that it needs, which is also the name of the extra."""
+
+@cache
+def estimators() -> dict[str, frozenset[str]]:
+    """Return the parameters of every built-in advantage estimator, by name."""
+    return _registered("advantages.py", "register_estimator")
+
+
+@cache
+def policy_losses() -> dict[str, frozenset[str]]:
+    """Return the parameters of every built-in policy loss, by name."""
+    return _registered("policy_loss.py", "register_policy_loss")
+
+
+def _registered(file: str, decorator: str) -> dict[str, frozenset[str]]:
+    """Return the parameters of the functions in ``algorithms/`` that ``@decorator("name")`` registers.
+
+    The module is parsed, not imported: it needs torch, whose import takes seconds.
+    """
+    source = Path(__file__).parents[1] / "algorithms" / file
+    found = {}
+    functions = [node for node in ast.parse(source.read_bytes()).body if isinstance(node, ast.FunctionDef)]
+    for node in functions:
+        for mark in node.decorator_list:
+            match mark:
+                case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(key))]) if (
+                    name == decorator
+                ):
+                    parameters = node.args.args + node.args.kwonlyargs
+                    found[key] = frozenset(parameter.arg for parameter in parameters)
+    return found
 
 
 def is_import_path(name: str) -> bool:
-    """Whether `name` looks like an import path: `package.module:attribute` or `package.module.attribute`."""
+    """Return True if ``name`` has the form ``package.module:attribute`` or ``package.module.attribute``."""
     return "." in name.strip(".") or ":" in name.strip(":")
 
 
 def needs_critic(adv_estimator: str) -> bool:
-    """Whether the estimator needs values; one that is named by its import path counts as if it did."""
-    return "values" in ESTIMATOR_NEEDS.get(adv_estimator, frozenset({"values"}))
+    """Return True if the estimator takes values. A user's own is not known here and counts as one."""
+    return "values" in estimators().get(adv_estimator, ("values",))

@@ -1,4 +1,4 @@
-"""Overrides on the command line, read by Hydra's grammar and applied to the tree one by one."""
+"""Overrides in Hydra's grammar, and the user's YAML file with its config groups."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ if TYPE_CHECKING:
 
 def split_overrides(
     overrides: Sequence[str], folder: Path | None
-) -> tuple[list[str], list[Override], dict[str, str]]:
-    """Parse `overrides` into config-group choices, settings, and one line for each that cannot be read.
+) -> tuple[list[str], list[Override], list[str]]:
+    """Parse `overrides` into config-group choices, settings, and a line for each that cannot be read.
 
-    Those lines are by the key that stands before the equals sign.
-
-    A group is a subfolder of `folder`, where the user's file lies; a choice is handed on as text, for Hydra.
+    A group is a subfolder of `folder`, where the user's file lies; its choice stays text, for Hydra.
     """
     groups: list[str] = []
     settings: list[Override] = []
-    problems: dict[str, str] = {}
+    problems: list[str] = []
     for text in overrides:
         try:
             override = _parse(text)
         except ValueError as error:
-            _note(problems, text, str(error))
+            problems.append(f"{text}: {error}")
             continue
         key = override.key_or_group
         is_group = folder is not None and (folder / key).is_dir() and not isinstance(override.value(), dict)
@@ -45,22 +43,17 @@ def split_overrides(
             groups.append(text)
         elif re.match(r"hydra\b", key):
             why = "Hydra's own settings have no effect; trainer.default_local_dir is the run folder"
-            _note(problems, text, why)
+            problems.append(f"{text}: {why}")
         else:
             settings.append(override)
     return groups, settings, problems
 
 
-def _note(problems: dict[str, str], text: str, why: str) -> None:
-    key = text.partition("=")[0].strip().lstrip("+~")
-    problems[text if key in problems else key] = f"{text}: {why}"
-
-
 def apply_override(tree: DictConfig, override: Override, schema: type[RootConfig]) -> str | None:
-    """Apply one setting to `tree`, in place; the line that says what is wrong with it, if anything is.
+    """Apply one setting to `tree`, in place; return a line if that is not possible.
 
-    `key=value`, `+key=value` and `++key=value` all set the key; the schema reports later those that do not
-    exist. `~key` removes a key, `~key=value` only if it has that value.
+    `key=value`, `+key=value` and `++key=value` all set the key; the schema later reports unknown ones.
+    `~key` removes a key, `~key=value` only if it has that value.
     """
     key, value = override.key_or_group, override.value()
     try:
@@ -82,7 +75,7 @@ def apply_override(tree: DictConfig, override: Override, schema: type[RootConfig
 
 
 def _parse(text: str) -> Override:
-    """One override; ValueError says in one line what is wrong with it."""
+    """Return one override; ``ValueError`` has a message of one line."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -105,16 +98,13 @@ def _parse(text: str) -> Override:
 
 
 def _quote_home(text: str) -> str:
-    """`text` with quotes around paths that begin with `~`, which Hydra's grammar does not have in a value."""
+    """Return `text` with quotes around paths that begin with `~`, which Hydra's grammar does not allow."""
     key, equals, value = text.partition("=")
     return key + equals + re.sub(r"(?<![^\[,:\s])~[^,\[\]{}'\"\s]*", lambda path: f"'{path.group()}'", value)
 
 
-# The user's own YAML file with its config groups, composed by Hydra: a layer over the defaults.
-
-
 def locate(config_path: str | Path | None, config_name: str | None, default_name: str) -> Path | None:
-    """The user's file; None when only the shipped defaults, called `default_name`, are meant.
+    """Return the user's file, or None for the shipped defaults alone, which are called `default_name`.
 
     Raises:
         ConfigError: there is no such file.
@@ -140,12 +130,12 @@ def locate(config_path: str | Path | None, config_name: str | None, default_name
 
 
 def compose_file(file: Path, group_overrides: Sequence[str], default_name: str) -> DictConfig:
-    """`file` and the config groups that it or `group_overrides` choose, without the shipped defaults.
+    """Compose `file` and the config groups that it or `group_overrides` choose, without shipped defaults.
 
     Raises:
         ConfigError: the file is not YAML, holds no mapping, or does not compose.
     """
-    from hydra import compose, initialize_config_dir  # here: not needed without a file
+    from hydra import compose, initialize_config_dir  # not needed without a file
     from hydra.errors import HydraException
 
     try:
@@ -166,10 +156,10 @@ def compose_file(file: Path, group_overrides: Sequence[str], default_name: str) 
 
 @contextmanager
 def _own_hydra(folder: Path, default_name: str) -> Generator[None, None, None]:
-    """Hydra's global state for one composition, then put back: the caller may be a Hydra application.
+    """Own Hydra's global state for one composition, then restore it: the caller may be a Hydra application.
 
-    The shipped defaults lie beneath every file. To a `defaults:` list that names them they are therefore an
-    empty layer, and what is composed is exactly what the user wrote. A file of that name in `folder` is the
+    The shipped defaults lie under every file anyway. A `defaults:` list that names them therefore gets an
+    empty layer, so the composition is exactly what the user wrote. A file of that name in `folder` is the
     user's own.
     """
     from hydra.core.config_store import ConfigStore

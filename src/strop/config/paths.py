@@ -1,4 +1,4 @@
-"""Paths as they stand in the configuration: `~`, local, or a URL."""
+"""Paths in the configuration: local ones, which may begin with `~`, URLs, and hub names."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether `path` is fetched through fsspec (hdfs://, s3://, ...) rather than read from a local disk."""
+    """Return True if `path` is fetched through fsspec (hdfs://, s3://, ...), not read from a local disk."""
     return "://" in str(path)
 
 
 def expand(path: str) -> str:
-    """`path` with a leading `~` spelled out; a URL, or a name such as Qwen/Qwen2.5-0.5B, stays as it is."""
+    """Return `path` with a leading `~` expanded; URLs and hub names (Qwen/Qwen2.5-0.5B) are unchanged."""
     return path if is_url(path) else os.path.expanduser(path)
 
 
 def may_be_a_hub_name(path: str) -> bool:
-    """Whether `path` could name a model on a hub (owner/name); what is on this disk is looked at first."""
+    """Return True if `path` may name a model on the hub (owner/name); local folders take precedence."""
     return _HUB_NAME.fullmatch(path) is not None and not path.endswith(".gguf")

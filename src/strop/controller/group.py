@@ -1,4 +1,9 @@
-"""The seam between the one driver and the processes that compute."""
+"""Worker groups: the interface between the driver and the processes that compute.
+
+``register`` marks the methods of a worker that a group may call, and how arguments are distributed. The
+trainer sees a group only; ``LocalWorkerGroup`` runs its worker in this process, ``strop.controller.ray`` on a
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,6 @@ from typing import Any, Protocol, TypeVar
 from strop.config.schema.trainer import RunConfig
 from strop.controller.pools import ResourcePool
 
-# How a worker's method is called on a group: marks that every kind of worker group honours.
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _MARK = "_strop_dispatch"
@@ -21,15 +24,14 @@ _BESIDE_CALLS = "_strop_beside_calls"
 
 
 class Dispatch(Enum):
-    """What happens to a method's arguments and results when a group has several ranks.
+    """Distribution of a method's arguments and results over the ranks of a group.
 
-    ``ONE_TO_ALL``: every rank gets the same arguments and runs at the same time, so that the method may talk
-    to the other ranks; rank zero's result is the group's.
-    ``DATA_PARALLEL``: the rows of the first argument, a ``DataProto``, are spread over the data-parallel
-    ranks, in equal numbers and with their tokens balanced; what is missing for equal numbers is padded. A
-    ``DataProto`` that comes back is put together in the order of the argument, without the padding; of any
-    other result rank zero's counts. Ranks that share data (``data_parallel_places``) get the same rows.
-    ``RANK_ZERO``: only rank zero is called. It must not wait for other ranks.
+    ``ONE_TO_ALL``: every rank runs with the same arguments at the same time and may communicate with the
+    other ranks; the result is rank zero's. ``DATA_PARALLEL``: the rows of the first argument, a
+    ``DataProto``, are distributed over the data-parallel ranks, in equal numbers (padded) and with balanced
+    tokens. A returned ``DataProto`` is joined in the order of the argument, without padding; of any other
+    result, rank zero's is returned. Ranks that share sequences (``data_parallel_places``) get the same rows.
+    ``RANK_ZERO``: only rank zero runs. It must not wait for other ranks.
     """
 
     ONE_TO_ALL = "one_to_all"
@@ -40,8 +42,8 @@ class Dispatch(Enum):
 def register(dispatch: Dispatch, *, beside_calls: bool = False) -> Callable[[Method], Method]:
     """Mark a worker's method as callable through a group.
 
-    ``beside_calls``: where workers have processes of their own, it runs in a second thread and is answered
-    while a call is under way, also one that hangs. It must bear that, and not talk to other ranks.
+    ``beside_calls``: in a worker process the method runs in a second thread, concurrently with a call in
+    flight, even one that hangs. It must be thread-safe and must not communicate with other ranks.
     """
 
     def mark(method: Method) -> Method:
@@ -53,20 +55,20 @@ def register(dispatch: Dispatch, *, beside_calls: bool = False) -> Callable[[Met
 
 
 def dispatch_of(worker_cls: type, name: str) -> Dispatch | None:
-    """The mark of a method, or None when it is not for groups to call."""
+    """Return the mark of a method, or None if groups must not call it."""
     return getattr(getattr(worker_cls, name, None), _MARK, None)
 
 
 def runs_beside_calls(worker_cls: type, name: str) -> bool:
-    """Whether a method was marked with ``beside_calls``."""
+    """Return True if a method was marked with ``beside_calls``."""
     return getattr(getattr(worker_cls, name, None), _BESIDE_CALLS, False)
 
 
 def data_parallel_places(worker: Any, rank: int, world_size: int) -> dict[str, tuple[int, int]]:
-    """By data-parallel method: the part of the rows that this rank gets, and how many parts there are.
+    """Return, by data-parallel method, the index of this rank's part of the rows and the number of parts.
 
-    A worker whose ranks share rows says so by a method ``data_parallel_place(method)``; of any other each
-    rank gets a part of its own.
+    A worker whose ranks share rows overrides it by a method ``data_parallel_place(method)``; by default each
+    rank has a separate part.
     """
     own = getattr(worker, "data_parallel_place", lambda method: (rank, world_size))
     names = [name for name in dir(type(worker)) if dispatch_of(type(worker), name) is Dispatch.DATA_PARALLEL]
@@ -74,28 +76,28 @@ def data_parallel_places(worker: Any, rank: int, world_size: int) -> dict[str, t
 
 
 def require_dispatch(worker_cls: type, name: str, group: str) -> Dispatch:
-    """The mark of a method; ``AttributeError`` when it has none."""
+    """Return the mark of a method; ``AttributeError`` when it has none."""
     if (dispatch := dispatch_of(worker_cls, name)) is None:
-        raise AttributeError(f"{group} has no method {name!r} that is marked for worker groups")
+        raise AttributeError(f"{group} has no method {name!r} marked with @register")
     return dispatch
 
 
 class Future(Protocol):
-    """The result of a call that was started."""
+    """The result of a call in flight."""
 
     def get(self) -> Any:
-        """Wait for it; raises what the call raised."""
+        """Wait for the result; raise what the call raised."""
         ...
 
 
 class GroupMethod:
-    """A worker's method, on a group: ``group.method(batch)`` waits, ``group.method.start(batch)`` does not.
+    """A worker's method on a group: ``group.method(batch)`` waits, ``group.method.start(batch)`` does not.
 
-    Calls to groups that share processes run one after another in the order in which they were started, but
-    for methods marked with ``beside_calls``; groups in other pools run at the same time. A keyword argument
-    that is a function is called here while a data-parallel method runs there, possibly in a thread: with a
-    row of the method's batch, and what else the worker tells of it. All of it is told before the result is
-    there; what the function raises, the call raises.
+    Calls to groups that share processes run in the order in which they were started, except methods marked
+    with ``beside_calls``; groups in other pools run concurrently. A keyword argument that is a function is a
+    callback: it runs on the driver, possibly in a thread, while a data-parallel method runs on the workers,
+    with a row of the method's batch and whatever else the worker passes. All callbacks return before the
+    result is available; their exceptions are raised by the call.
     """
 
     def __init__(self, start: Callable[..., Future]) -> None:
@@ -107,50 +109,43 @@ class GroupMethod:
 
 
 class WorkerGroup(Protocol):
-    """The workers of one role. Their marked methods are called on the group as if on one object."""
+    """The workers of one role; their marked methods are called on the group as if it were one worker.
 
-    def __init__(
-        self,
-        *,
-        worker_cls: type,
-        init_kwargs: Mapping[str, Any],
-        resource_pool: ResourcePool | None = None,
-        name: str = "",
-        settings: RunConfig | None = None,
-    ) -> None: ...
+    Constructed with the arguments of :class:`LocalWorkerGroup`.
+    """
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
         ...
 
     def nodes_without(self, path: Path) -> list[str]:
-        """The nodes of this group that do not see a file which the driver has written."""
+        """Return the nodes of this group that do not see a file written by the driver."""
         ...
 
     def shutdown(self) -> None:
-        """End the workers and give back what they hold."""
+        """Stop the workers and free their resources."""
         ...
 
     def __getattr__(self, name: str) -> Any: ...
 
 
-# One worker in this process: the default, and the one that a debugger can step into.
-
-
 @dataclass(frozen=True)
 class Done:
-    """A call in this process has its result as soon as it is started."""
+    """The finished future of a call in this process."""
 
     result: Any
 
     def get(self) -> Any:
-        """The result."""
+        """Return the result."""
         return self.result
 
 
 class LocalWorkerGroup:
-    """A group of one rank. Every dispatch is then the plain call: nothing is split, copied or moved."""
+    """A group of one rank in this process, where a debugger can step into the worker.
+
+    Every dispatch is the plain call: nothing is split, copied or moved.
+    """
 
     def __init__(
         self,
@@ -166,15 +161,15 @@ class LocalWorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """Always 1."""
+        """1."""
         return 1
 
     def nodes_without(self, path: Path) -> list[str]:
-        """None: the worker is where the driver is."""
+        """Return no node: the worker is on the driver's."""
         return []
 
     def shutdown(self) -> None:
-        """Drop the worker, and with it its model."""
+        """Drop the worker and its model."""
         self.worker = None
 
     def __getattr__(self, name: str) -> Any:

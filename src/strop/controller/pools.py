@@ -1,4 +1,4 @@
-"""Which processes a role gets: named pools, each a number of processes per node."""
+"""Roles, and the resource pools whose processes they run in."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from enum import Enum
 
 from strop.errors import ConfigError
 
-# The roles that workers play.
-
 
 class Role(Enum):
-    """A role is a group of workers; several may share a process."""
+    """A kind of worker; several roles may share a process."""
 
     Actor = 0
     Rollout = 1
@@ -29,11 +27,11 @@ class ResourcePool:
         self.name = name
         self.processes_per_node = tuple(processes_per_node)
         self.all_of_run: list[ResourcePool] = [self]
-        """The pools of the run, this one among them: they get their places together or not at all."""
+        """All pools of the run, including this one: they are placed together or not at all."""
 
     @property
     def world_size(self) -> int:
-        """All processes of the pool."""
+        """Total number of processes."""
         return sum(self.processes_per_node)
 
 
@@ -56,7 +54,7 @@ class ResourcePoolManager:
             pool.all_of_run = used
 
     def pool_of(self, role: Role) -> ResourcePool:
-        """The pool of a role; ``ConfigError`` when the role is not mapped."""
+        """Return the pool of a role; ``ConfigError`` when the role is not mapped."""
         if role not in self.mapping:
             raise ConfigError(
                 f"no resource pool for role {role.name}; mapped: {[r.name for r in self.mapping]}"

@@ -1,6 +1,8 @@
-"""Rows of a batch over data-parallel ranks, and back: which rank gets which row is decided here.
+"""Distribute the rows of a batch over data-parallel ranks, and join their results.
 
-Membership of a mini-batch was fixed before; this moves rows inside it only, so no number depends on it.
+Mini-batches are cut before, on the driver, so results do not depend on the number of ranks: sharding only
+moves rows within one mini-batch. Every rank gets the same number of rows, because FSDP's collectives require
+the same number of passes on every rank.
 """
 
 from __future__ import annotations
@@ -16,22 +18,22 @@ from strop.protocol import DataProto
 
 @dataclass(frozen=True)
 class Shards:
-    """One part of a batch for each data-parallel rank, all with the same number of rows."""
+    """One part of a batch per data-parallel rank, all with the same number of rows."""
 
     parts: list[DataProto]
     rows: list[Tensor]
-    """By rank, which rows of the batch it has; what its part holds beyond them is padding."""
+    """Row numbers in the batch, by rank; rows of a part beyond these are padding."""
 
     def join(self, results: list[DataProto]) -> DataProto:
-        """The rows of all results in the batch's order; padding is dropped.
+        """Return the rows of all results in the order of the batch, without padding.
 
-        A result has k rows for each row it was given (k samples of a prompt), adjacent ones.
+        A result may have k adjacent rows for each row of its part (k samples per prompt).
         """
         if len(results) == 1:
             return results[0]
         sent, received = len(self.parts[0]), len(results[0])
         if any(len(result) != received for result in results) or received % sent:
-            raise ValueError(f"{sent} rows went to each rank, {[len(r) for r in results]} came back")
+            raise ValueError(f"{sent} rows were sent to each rank, but {[len(r) for r in results]} returned")
         home = torch.empty(sum(map(len, self.rows)), dtype=torch.long)
         for rank, rows in enumerate(self.rows):
             home[rows] = rank * sent + torch.arange(len(rows))
@@ -41,16 +43,16 @@ class Shards:
 
 
 def shard(batch: DataProto, ranks: int) -> Shards:
-    """Spread the rows over ``ranks``; a single rank gets the batch as it is.
+    """Distribute the rows over ``ranks``; a single rank gets the unchanged batch.
 
-    The longest rows are dealt first, each to the rank with the fewest tokens that has room for one more
-    (Graham's rule for scheduling, with equal counts). On a rank the rows keep the batch's order. Padding
-    repeats row 0 with a ``response_mask`` of zeros: it cannot count in a loss.
+    Longest rows first, each to the rank with the fewest tokens that still has room (Graham's scheduling rule,
+    with equal counts). Rows of a rank keep the order of the batch. Padding repeats row 0 with a
+    ``response_mask`` of zeros, so that it has no effect on a loss.
 
     Raises ``ValueError`` for an empty batch.
     """
     if not len(batch):
-        raise ValueError("an empty batch cannot be spread over ranks")
+        raise ValueError("an empty batch cannot be distributed over ranks")
     if ranks == 1:
         return Shards([batch], [torch.arange(len(batch))])
     each = -(-len(batch) // ranks)
@@ -68,7 +70,7 @@ def shard(batch: DataProto, ranks: int) -> Shards:
 
 
 def _lengths(batch: DataProto) -> list[int]:
-    """Tokens of each row; all alike where the batch does not say."""
+    """Return tokens per row; 1 each if the batch has no ``attention_mask``."""
     if "attention_mask" not in batch.batch:
         return [1] * len(batch)
     return batch.batch["attention_mask"].sum(dim=1).tolist()

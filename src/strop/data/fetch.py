@@ -1,7 +1,7 @@
-"""Local copies of files and folders that may live anywhere, and writes that happen whole or not at all.
+"""Local copies of remote files, and the progress bar of slow preparations.
 
-``local_path`` takes what a user may put behind ``data.train_files`` or ``actor_rollout_ref.model.path``: a
-local path, ``hdfs://``, ``s3://`` or any other URL for which fsspec has a back-end.
+``local_path`` accepts whatever a user may write for ``data.train_files`` or ``actor_rollout_ref.model.path``:
+a local path, ``hdfs://``, ``s3://`` or any other URL that fsspec has a back-end for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,7 +24,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from strop.config.paths import is_url
 from strop.errors import DataError
 
-# One progress bar for everything slow in this package: on stderr, and only on a terminal.
+DEFAULT_CACHE_DIR = "~/.cache/strop"
+# File systems report a file's version under different names; any of these changes with its content.
+_VERSION_FACTS = (
+    "size", "mtime", "created", "ETag", "etag", "LastModified", "last_modified",
+    "checksum", "md5Hash", "version_id",
+)  # fmt: skip
 
 
 class Bar:
@@ -36,7 +41,7 @@ class Bar:
 
     @property
     def is_visible(self) -> bool:
-        """Whether anybody sees it."""
+        """True when stderr is a terminal and the bar was not hidden."""
         return not self._display.disable
 
     def advance(self, amount: int = 1) -> None:
@@ -54,29 +59,18 @@ def progress_bar(description: str, total: int, *, show: bool = True) -> Generato
         yield Bar(display, description, total)
 
 
-DEFAULT_CACHE_DIR = "~/.cache/strop"
-
-
-# What back-ends call the facts that change when a file's content does.
-_VERSION_FACTS = (
-    "size", "mtime", "created", "ETag", "etag", "LastModified", "last_modified",
-    "checksum", "md5Hash", "version_id",
-)  # fmt: skip
-
-
 def cache_folder(cache_dir: str | Path | None) -> Path:
-    """The folder for downloads: ``cache_dir``, or ``~/.cache/strop``, with ``~`` expanded."""
+    """Return the folder for downloads: ``cache_dir``, or ``~/.cache/strop``, with ``~`` expanded."""
     return Path(cache_dir or DEFAULT_CACHE_DIR).expanduser()
 
 
 def local_path(url: str | Path, cache_dir: str | Path | None = None) -> Path:
-    """A local path with the content of ``url``; a file or a folder.
+    """Return a local path with the content of ``url``; a file or a folder.
 
-    A path without a scheme is returned with ``~`` expanded and is not looked at (it may be a model's hub
-    name). A URL is downloaded below ``cache_dir/downloads`` once for each version of its content, judged by
-    the sizes, times and entity tags that the file system reports. The copy appears by one rename, under a
-    lock: a download that fails leaves nothing, and callers in other processes wait for the first one
-    instead of repeating it.
+    A path without a scheme is returned with ``~`` expanded; it need not exist (it may be a model name on a
+    hub). A URL is downloaded below ``cache_dir/downloads``, once per version of its content as reported by
+    the file system (sizes, times, entity tags). The copy appears by a rename and under a lock, so a failed
+    download leaves nothing, and other processes wait for the first one instead of downloading again.
 
     Raises :class:`DataError` when the URL cannot be found, read or written.
     """
@@ -97,12 +91,30 @@ def local_path(url: str | Path, cache_dir: str | Path | None = None) -> Path:
         downloads.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
-                _download(fs, files, folder, name)
+                partial = folder.with_name(f"{folder.name}.partial")
+                shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+                try:
+                    copy_files(fs, {info["name"]: partial / name / path for path, info in files.items()})
+                    partial.rename(folder)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
     return folder / name
 
 
+def copy_files(fs: Any, files: Mapping[str, Path]) -> None:
+    """Copy remote paths of ``fs`` to local paths, with a progress bar in bytes."""
+    total = sum(int(fs.info(remote).get("size") or 0) for remote in files)
+    with progress_bar("downloading", total) as bar:
+        for remote, target in files.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            fs.get_file(remote, str(target), callback=_BytesToBar(bar))
+
+
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of ``url`` and the path inside it; :class:`DataError` without a back-end."""
+    """Return the fsspec file system of ``url`` and the path inside it.
+
+    Raises :class:`DataError` when fsspec has no back-end for the URL.
+    """
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError, OSError) as error:
@@ -115,44 +127,42 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 
 def content_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
+    """Return the SHA-256 of a file's bytes, in hex."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 @contextmanager
 def _io_errors(url: str) -> Generator[None]:
-    """Turn what file systems raise into one :class:`DataError` that names the URL."""
+    """Turn file system errors of the body into a :class:`DataError` that names the URL."""
     try:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{url}: no such file or folder") from error
-    except (
-        Exception
-    ) as error:  # each back-end raises its own kinds: botocore's, aiohttp's, pyarrow's, OSError
+    except Exception as error:  # back-ends raise their own types: botocore's, aiohttp's, pyarrow's, OSError
         raise DataError(f"{url}: cannot be copied: {type(error).__name__}: {error}") from error
 
 
 def _remote_files(fs: Any, remote: str) -> dict[str, dict[str, Any]]:
-    """Relative path -> facts, for every file at or below ``remote``; the path of a single file is empty."""
-    facts = fs.info(remote)
-    if facts["type"] != "directory":
-        return {"": facts}
+    """Return relative path -> info for every file at or below ``remote``; a single file's path is empty."""
+    info = fs.info(remote)
+    if info["type"] != "directory":
+        return {"": info}
     found = fs.find(remote, detail=True)
     root = fs._strip_protocol(remote).rstrip("/")
-    return {path[len(root) :].lstrip("/"): facts for path, facts in sorted(found.items())}
+    return {path[len(root) :].lstrip("/"): info for path, info in sorted(found.items())}
 
 
 def _version_key(url: str, files: dict[str, dict[str, Any]]) -> str:
     versions = {
-        name: {fact: str(facts[fact]) for fact in _VERSION_FACTS if facts.get(fact) is not None}
-        for name, facts in files.items()
+        name: {fact: str(info[fact]) for fact in _VERSION_FACTS if info.get(fact) is not None}
+        for name, info in files.items()
     }
     return hashlib.sha256(json.dumps([url, versions], sort_keys=True).encode()).hexdigest()[:32]
 
 
 class _BytesToBar(Callback):
-    """Passes fsspec's byte counts on to a progress bar."""
+    """fsspec callback that passes byte counts to a progress bar."""
 
     def __init__(self, bar: Bar) -> None:
         super().__init__()
@@ -160,19 +170,3 @@ class _BytesToBar(Callback):
 
     def relative_update(self, inc: int = 1) -> None:
         self._bar.advance(inc)
-
-
-def _download(fs: Any, files: dict[str, dict[str, Any]], folder: Path, name: str) -> None:
-    """Copy ``files`` to ``folder/name``; the caller holds the lock of ``folder``."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # from a process that was killed
-    try:
-        total = sum(int(facts.get("size") or 0) for facts in files.values())
-        with progress_bar(f"downloading {name}", total) as bar:
-            for relative, facts in files.items():
-                target = partial / name / relative if relative else partial / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                fs.get_file(facts["name"], str(target), callback=_BytesToBar(bar))
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a run records and shows: metrics, samples, curves. Imports neither torch nor an optional package."""
+"""Records of a run: metrics, samples, curves. Imports neither torch nor an optional package."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Trackers: where the metrics of a step go, by the names in ``trainer.logger``.
+"""The protocol of trackers, which record or show the metrics of each step (``trainer.logger``).
 
-``metrics.jsonl`` is always written, first, and is the record of the run: when it cannot be written the
-run stops. Every other tracker is a view of the same numbers. It must start properly (a missing package or
-a failed login is an error at start-up, while somebody is watching), but once the run is under way its
-failures are warnings: a step that it cannot log is skipped, and after three failures in a row it is
-switched off.
+``metrics.jsonl`` is always written, and first. It is the record of the run: if it cannot be written, the run
+stops. Every other tracker is a view of the same numbers. A missing package or a failed login is an error at
+start-up, while the user is watching; later failures are warnings: the step is skipped, and after three
+failures in a row the tracker is switched off.
 """
 
 from __future__ import annotations
@@ -17,14 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from strop.tracking.report import ValidationReport
 
-"""Name in ``trainer.logger`` -> ``module:Class``, imported only when asked for."""
-
-"""Trackers that need the package, and the extra, of their own name."""
-
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told about the run when it is built."""
+    """The run, as passed to the constructor of a tracker."""
 
     run_dir: Path
     """The run folder; it exists."""
@@ -35,25 +30,25 @@ class RunInfo:
     total_steps: int
     """The step at which the run ends."""
     start_step: int = 0
-    """0 for a new run; k when the run resumes after step k, so that k + 1 is the first step logged."""
+    """0 for a new run; k if the run resumes after step k, so that the first step logged is k + 1."""
 
 
 class Tracker(Protocol):
-    """Built as ``TrackerClass(run_info)``; records the metrics of one step at a time."""
+    """Built as ``TrackerClass(run_info)``; records the metrics step by step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record ``metrics`` (plain ints and floats, NaN possible) for ``step``; steps never go back."""
+        """Record ``metrics`` (plain ints and floats, NaN possible) for ``step``; steps never decrease."""
         ...
 
     def close(self) -> None:
-        """Finish; called once, also when the run ends by an exception."""
+        """Finish; called once, also after an exception."""
         ...
 
 
 @runtime_checkable
 class ValidationTracker(Protocol):
-    """What a tracker may have besides: it is told what a validation found, with samples to look at."""
+    """Optional second method of a tracker, for the report of a validation."""
 
     def log_validation(self, step: int, report: ValidationReport) -> None:
-        """Show or record ``report``, of the policy after ``step`` iterations; ``log`` has its numbers."""
+        """Show or record ``report``, of the policy after ``step`` iterations; ``log`` gets its numbers."""
         ...

@@ -1,9 +1,8 @@
-"""``metrics.jsonl``: one JSON object a step, the record that curves, ``strop view`` and tests read.
+"""``metrics.jsonl``: one JSON object per step, the record that curves, ``strop view`` and tests read.
 
-``{"step": 1, "episode": 64, "critic/score/mean": 0.25, ...}``: keys in the order logged, floats written
-so that reading gives the same bits back. The file is strict JSON, which has no NaN or infinity: both are
-written as ``null`` and read as NaN. A line goes to the operating system before ``log`` returns, so a
-killed process loses nothing.
+``{"step": 1, "episode": 64, "critic/score/mean": 0.25, ...}``: keys in the order logged, floats
+with all bits. The file is strict JSON, which has no NaN or infinity: both are written as ``null`` and read as
+NaN. A line reaches the operating system before ``log`` returns, so a killed process loses nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 class JsonlTracker:
-    """Appends to ``metrics.jsonl``.
+    """Append to ``metrics.jsonl``.
 
-    A new run (``start_step`` 0) moves a file that is already there to ``metrics.previous.jsonl``. A run
-    that resumes after step k keeps the lines up to k and drops later ones, which it will write again, and
-    a half-written last line.
+    A new run (``start_step`` 0) renames an existing file to ``metrics.previous.jsonl``. A run that resumes
+    after step k keeps the lines up to k; later ones, which it will write again, and a half-written last line
+    are dropped. So k steps, a kill and k more give the same file as 2k steps.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -46,9 +45,9 @@ class JsonlTracker:
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open for the length of the run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line; when it cannot be written, TrainingError, and the earlier lines stay whole."""
+        """Append one line; if that fails, raise TrainingError and leave the earlier lines whole."""
         if "step" in metrics:
-            raise ValueError("a metric may not be called 'step': that is the key of the step number")
+            raise ValueError("a metric must not be named 'step', the key of the step number")
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
         size_before = os.fstat(self._file.fileno()).st_size
@@ -61,7 +60,7 @@ class JsonlTracker:
             raise TrainingError(f"{self.path}: cannot record step {step}: {error}") from error
 
     def close(self) -> None:
-        """Close the file; TrainingError when it only now turns out that it could not be written (NFS)."""
+        """Close the file; TrainingError if a write fails only now, as on NFS."""
         try:
             self._file.close()
         except OSError as error:
@@ -69,10 +68,9 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The steps of a ``metrics.jsonl`` in file order, ``null`` as NaN; lines of the same step are merged
-    into one.
+    """Return the steps of a ``metrics.jsonl`` in file order, ``null`` as NaN; lines of one step are merged.
 
-    A half-written last line (a run being written, or killed) is left out. Raises DataError when the file
+    A half-written last line (of a running or killed process) is ignored. Raises DataError when the file
     is missing or another line is not a JSON object with a ``step``.
     """
     steps: list[dict[str, Any]] = []
@@ -90,12 +88,12 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def trim_metrics(path: Path, *, last_step: int) -> None:
-    """Keep the whole lines of steps up to ``last_step``; the file is replaced whole, or stays as it is."""
+    """Keep the whole lines of steps up to ``last_step``; the file is replaced atomically."""
     lines = _read_lines(path)
     kept = []
     for number, (line, record) in enumerate(zip(lines, _parse_lines(lines), strict=True), start=1):
         if record is None and number < len(lines):
-            _log.warning("%s, line %d is not a metrics record: left out", path, number)
+            _log.warning("%s, line %d is not a metrics record and is dropped", path, number)
         if record is not None and record["step"] <= last_step:
             kept.append(line + b"\n")
     with atomic_path(path) as temporary:
@@ -111,7 +109,7 @@ def _read_lines(path: Path) -> list[bytes]:
 
 
 def _parse_lines(lines: list[bytes]) -> list[dict[str, Any] | None]:
-    """The record of each line, None for a line that is not one."""
+    """Return the record of each line, None for a line that is not a record."""
     records = []
     for line in lines:
         try:

@@ -1,4 +1,4 @@
-"""What a validation found, as metrics, as JSON and as tables for a terminal."""
+"""The report of a validation, as metrics, as JSON and as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SAMPLES_NAME = "val/generations"
-"""Under which a tracker has the samples to look at."""
+"""Name under which trackers record the shown samples."""
 
 _PROMPT_CHARACTERS = 160
 _RESPONSE_CHARACTERS = 400
 _COLUMNS = ("mean", "best", "maj")
-"""The statistics of all n samples that the table has; the others are among the metrics."""
+"""Statistics over all n samples that are columns of the table; the others are metrics only."""
 
 
 class Estimate(NamedTuple):
@@ -30,23 +30,23 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What was found for one data source."""
+    """Results of one data source."""
 
     prompts: int
     samples: int
     scores: Mapping[str, Estimate]
-    """``mean@n``, and for k up to n ``best@k``, ``worst@k`` and, where answers are found, ``maj@k``."""
+    """``mean@n``, and for k up to n ``best@k``, ``worst@k`` and, where answers are known, ``maj@k``."""
     mean_length: float
-    """Tokens of a response."""
+    """Mean tokens of a response."""
     truncated: float
-    """Share of the responses that were cut at the length limit."""
+    """Share of responses that were cut at the length limit."""
     error_rate: float | None
-    """Share that could not be scored; None where a reward function of the user's own does not tell."""
+    """Share that could not be scored; None if a user's reward function does not report it."""
 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample to look at."""
+    """A sample for display."""
 
     data_source: str
     prompt: str
@@ -57,15 +57,15 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """What one validation found, by data source in alphabetical order, with samples to look at."""
+    """Results of one validation by data source, in alphabetical order, with samples for display."""
 
     n: int
-    """Samples of each prompt."""
+    """Samples per prompt."""
     sources: Mapping[str, SourceReport]
     shown: Sequence[ShownSample] = ()
 
     def metrics(self) -> dict[str, float]:
-        """``val/test_score/<source>`` and, with several samples a prompt, ``val/<source>/<statistic>``."""
+        """Return ``val/test_score/<source>`` and, for n > 1, ``val/<source>/<statistic>``."""
         mean = f"mean@{self.n}"
         metrics = {
             f"{VALIDATION_PREFIX}{name}": found.scores[mean].value for name, found in self.sources.items()
@@ -79,7 +79,7 @@ class ValidationReport:
         return metrics
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, with the intervals and without the samples."""
+        """Return plain values, with intervals and without samples."""
         sources = {
             name: asdict(found) | {"scores": {key: score._asdict() for key, score in found.scores.items()}}
             for name, found in self.sources.items()
@@ -88,7 +88,7 @@ class ValidationReport:
 
 
 def report_table(report: ValidationReport, *, title: str) -> Table:
-    """One row a data source; below a statistic stands its interval."""
+    """Return a table with one row per data source and intervals below the statistics."""
     from rich import box
     from rich.table import Table
 
@@ -111,7 +111,7 @@ def report_table(report: ValidationReport, *, title: str) -> Table:
 
 
 def shown_table(samples: Sequence[ShownSample], *, title: str) -> Table:
-    """The samples: the end of the prompt, the response, the truth and the score."""
+    """Return a table of samples: end of the prompt, response, ground truth and score."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -137,5 +137,5 @@ def _with_interval(estimate: Estimate | None) -> str:
 
 
 def _end(text: str, characters: int) -> str:
-    """The end of a text: questions are asked, and answers given, there."""
+    """Return the end of a text, where prompts have their question and responses their answer."""
     return text if len(text) <= characters else f"...{text[-characters:]}"

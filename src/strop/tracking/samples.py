@@ -1,11 +1,8 @@
-"""Every sample of a step as one row of a parquet file: text, ids, masks, scores by part, per-token
-figures.
+"""Samples of a step as rows of a parquet file: text, ids, masks, scores by part, per-token values.
 
-Columns, each only when the batch has what it needs (docs/metrics.md lists them): ``uid``,
-``data_source``, ``prompt``, ``response``, ``ground_truth``, ``truncated``, ``score``, ``reward/<part>``,
-``reward_failed``, ``prompt_ids``, ``response_ids``, ``response_mask``, and the per-token columns of
-``TOKEN_COLUMNS``. Lists have the sample's real length: no padding. Shapes: B samples, P padded prompt
-tokens, T padded response tokens.
+``SAMPLE_COLUMNS`` of :mod:`strop.columns` lists the columns; each is there only if the batch has its source.
+Lists have the sample's real length, without padding. Shapes: B samples, P padded prompt tokens, T padded
+response tokens.
 """
 
 from __future__ import annotations
@@ -37,16 +34,16 @@ TOKEN_COLUMNS = (
     "advantages",
     "returns",
 )
-"""Per-token figures [B, T] of the batch that become lists of float32."""
+"""Per-token columns [B, T] of the batch that become lists of float32."""
 
 PART_PREFIX = "reward/"
 
 
 class Decoder(Protocol):
-    """The part of a Hugging Face tokenizer that is needed here."""
+    """The methods of a Hugging Face tokenizer that are used here."""
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
-        """One text a sequence of token ids."""
+        """Return one text per sequence of token ids."""
         ...
 
 
@@ -55,25 +52,25 @@ def write_samples(
 ) -> None:
     """Write the batch to ``path`` (``write_table``).
 
-    ``parts`` are the named parts of the score, [B] each; a batch that carries them as ``reward/<part>``
-    columns needs none. The prompt's text keeps its special tokens (what the model saw), the response's
-    has none (what the reward saw).
+    ``parts`` are the named parts of the score, [B] each, unless the batch has them as ``reward/<part>``
+    columns. The prompt's text keeps its special tokens, as the model saw it; the response's text has none, as
+    the reward saw it.
     """
     write_table(path, samples_table(batch, tokenizer, parts))
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write rows of samples to ``path``, whole or not at all; its folder is made."""
+    """Write rows of samples to ``path`` atomically, creating its folder."""
     texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
     with atomic_path(path, durable=False) as temporary:
-        # Floats of different tokens rarely repeat: a dictionary of them, or statistics, would only cost time.
+        # Per-token floats rarely repeat: dictionaries and statistics would cost time for nothing.
         pq.write_table(table, temporary, compression="zstd", use_dictionary=texts, write_statistics=False)
 
 
 def samples_table(
     batch: DataProto, tokenizer: Decoder, parts: Mapping[str, Tensor] | None = None
 ) -> pa.Table:
-    """The rows that ``write_samples`` writes."""
+    """Return the rows that ``write_samples`` writes."""
     tensors = {name: _to_numpy(tensor) for name, tensor in batch.batch.items()}
     response_ids_BT = tensors["responses"]
     width = response_ids_BT.shape[1]
@@ -114,9 +111,9 @@ def _prompt_ids(tensors: Mapping[str, np.ndarray], response_width: int) -> np.nd
 
 
 def _real_tokens(tensors: Mapping[str, np.ndarray], response_width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which positions of prompt [B, P] and response [B, T] hold tokens.
+    """Return masks of real tokens in prompt [B, P] and response [B, T].
 
-    By the attention mask, which also covers tokens that a tool put into the response (their
+    From the attention mask, which includes tokens that a tool inserted into the response (their
     ``response_mask`` is 0).
     """
     attention = tensors["attention_mask"].astype(bool)
@@ -125,16 +122,14 @@ def _real_tokens(tensors: Mapping[str, np.ndarray], response_width: int) -> tupl
 
 
 def _lists(values: np.ndarray, real: np.ndarray) -> pa.ListArray:
-    """The values [B, L] where ``real`` [B, L], as B lists, without a Python loop over rows."""
+    """Return the values [B, L] at ``real`` [B, L] as B lists, without a Python loop over rows."""
     offsets = np.zeros(len(values) + 1, dtype=np.int32)
     np.cumsum(real.sum(axis=1), out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values[real]))
 
 
 def _decode_each_once(ids: pa.ListArray, tokenizer: Decoder, *, skip_special_tokens: bool) -> pa.Array:
-    """Texts of id lists; equal lists (the n samples of a prompt) are decoded once, decoding being the
-    slow part.
-    """
+    """Return texts of id lists; equal lists (a prompt's n samples) are decoded once, as decoding is slow."""
     flat, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
     rows = [flat[start:end] for start, end in itertools.pairwise(offsets)]
     keys = [row.tobytes() for row in rows]
@@ -145,7 +140,7 @@ def _decode_each_once(ids: pa.ListArray, tokenizer: Decoder, *, skip_special_tok
 
 
 def _labels(objects: Mapping[str, np.ndarray]) -> dict[str, pa.Array]:
-    """``uid``, ``data_source`` and ``ground_truth`` as strings (a structured ground truth as JSON)."""
+    """Return ``uid``, ``data_source`` and ``ground_truth`` as strings (a structured ground truth as JSON)."""
     columns = {
         name: pa.array([_as_text(value) for value in objects[name]], pa.string())
         for name in ("uid", "data_source")
@@ -164,7 +159,7 @@ def _as_text(value: Any) -> str | None:
 
 
 def _parts(tensors: Mapping[str, np.ndarray], parts: Mapping[str, Tensor]) -> dict[str, pa.Array]:
-    """``reward/<part>`` columns; NaN means that the part does not apply to the sample, and becomes null."""
+    """Return ``reward/<part>`` columns; NaN (the part does not apply to the sample) becomes null."""
     named = {name: values for name, values in tensors.items() if name.startswith(PART_PREFIX)}
     named |= {PART_PREFIX + name: _to_numpy(values) for name, values in parts.items()}
     return {name: pa.array(values.astype(np.float32), from_pandas=True) for name, values in named.items()}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TensorboardTracker:
-    """One scalar a metric and step. A run that resumes after step k hides what was logged for later steps."""
+    """Write one scalar per metric and step; a resume after step k hides what was logged for later steps."""
 
     def __init__(self, run: RunInfo) -> None:
         # A new run in the same folder (start_step 0) hides everything before it, including a step 0.
@@ -28,10 +28,10 @@ class TensorboardTracker:
         """Write all metrics of ``step`` to disk."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, global_step=step)
-        self._writer.flush()  # a killed run keeps what it logged
+        self._writer.flush()  # so that a killed run loses nothing
 
     def log_validation(self, step: int, report: ValidationReport) -> None:
-        """Write the samples to look at as text."""
+        """Write the shown samples as text."""
         if report.shown:
             self._writer.add_text(
                 SAMPLES_NAME, "\n\n".join(map(_as_markdown, report.shown)), global_step=step
@@ -44,7 +44,7 @@ class TensorboardTracker:
 
 
 def _verbatim(text: str) -> str:
-    """As a block of code in Markdown."""
+    """Return ``text`` as a Markdown code block."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 

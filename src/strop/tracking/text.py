@@ -1,4 +1,4 @@
-"""The main figures of a run and how they are written: shared by the console and ``strop view``."""
+"""The main figures of a run and their text form, shared by the console and ``strop view``."""
 
 from __future__ import annotations
 
@@ -12,27 +12,21 @@ VALIDATION_PREFIX = "val/test_score/"
 
 
 class Headline(NamedTuple):
-    """A main figure: the label shown, and the metrics that can give it; the first one present does."""
+    """A main figure: its label, and the names of metrics that may hold it, in order of preference."""
 
     label: str
     metrics: tuple[str, ...]
 
     def pick(self, metrics: Mapping[str, float]) -> float | None:
-        """The figure among ``metrics``, None when no name of it is there."""
+        """Return the first of its metrics that is present, else None."""
         return next((metrics[name] for name in self.metrics if name in metrics), None)
 
 
 REWARD = Headline("reward", ("critic/score/mean", "objective/scores"))
-
 KL = Headline("kl to reference", ("critic/kl", "actor/kl_loss"))
-
 UPDATE_KL = Headline("kl of update", ("policy/approxkl_avg", "actor/ppo_kl"))
-
 LENGTH = Headline("response length", ("response_length/mean", "val/sequence_lengths"))
-
 THROUGHPUT = Headline("tokens/s", ("perf/throughput",))
-
-
 HEADLINES = (
     REWARD,
     KL,
@@ -49,17 +43,10 @@ HEADLINES = (
     Headline("learning rate", ("actor/lr", "lr")),
     THROUGHPUT,
 )
-
-
 LOSS = Headline("loss", ("train/loss",))
-
 ACCURACY = Headline("accuracy", ("train/accuracy",))
-
 VAL_LOSS = Headline("validation loss", ("val/loss",))
-
 VAL_ACCURACY = Headline("validation accuracy", ("val/accuracy",))
-
-
 SUPERVISED_HEADLINES = (
     LOSS,
     ACCURACY,
@@ -67,12 +54,11 @@ SUPERVISED_HEADLINES = (
     VAL_ACCURACY,
     Headline("gradient norm", ("grad_norm",)),
 )
-
-"""Of fine-tuning and reward modelling, which no run of reinforcement learning logs."""
+"""Figures of fine-tuning and reward modelling; reinforcement learning logs none of these metrics."""
 
 
 def validation_scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Score by data source, of the ``val/test_score/<data_source>`` among ``metrics``."""
+    """Return score by data source, from the ``val/test_score/<data_source>`` in ``metrics``."""
     return {
         name.removeprefix(VALIDATION_PREFIX): value
         for name, value in metrics.items()
@@ -81,12 +67,12 @@ def validation_scores(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def names_in_order(steps: Iterable[Mapping[str, float]]) -> list[str]:
-    """Every metric that occurs in some step, in order of first appearance, without the step number."""
+    """Return the names of all metrics in order of first appearance, without the step number."""
     return list(dict.fromkeys(name for step in steps for name in step if name != "step"))
 
 
 def format_number(value: float | None) -> str:
-    """Three or four significant figures: 1,234 12.3 0.123 4.5e-06; a dash for None, nan and inf by name."""
+    """Return three or four significant figures: 1,234 12.3 0.123 4.5e-06 nan inf; a dash for None."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -100,7 +86,7 @@ def format_number(value: float | None) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """``45s``, ``1m20s``, ``2h05m``, ``3d04h``; a question mark for None (not known yet)."""
+    """Return ``45s``, ``1m20s``, ``2h05m``, ``3d04h``; a question mark for None (unknown)."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
     whole = max(round(seconds), 0)
@@ -113,7 +99,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """The course of ``values`` in at most ``width`` blocks, each the mean of its share of the values."""
+    """Return ``values`` as at most ``width`` block characters, each the mean of an equal share of them."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -131,5 +117,5 @@ _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """The text with control characters written out: a model's answer must not steer the terminal."""
+    """Escape control characters, so that a model's answer cannot control the terminal."""
     return _CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -1,4 +1,4 @@
-"""Trackers of a run by name, and the object that feeds all of them."""
+"""``Tracking``, which passes metrics to all trackers of a run, and the trackers by name."""
 
 from __future__ import annotations
 
@@ -13,24 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from strop.config.names import OPTIONAL_PACKAGES, TRACKERS
 from strop.errors import ConfigError, MissingExtraError, TrainingError
 from strop.tracking.base import RunInfo, Tracker, ValidationTracker
 from strop.tracking.jsonl import JsonlTracker
 
 if TYPE_CHECKING:
     from strop.tracking.report import ValidationReport
-
-
-TRACKERS = {
-    "console": "strop.tracking.console:ConsoleTracker",
-    "jsonl": "strop.tracking.jsonl:JsonlTracker",
-    "file": "strop.tracking.jsonl:JsonlTracker",
-    "tensorboard": "strop.tracking.tensorboard:TensorboardTracker",
-    "wandb": "strop.tracking.wandb:WandbTracker",
-}
-
-
-OPTIONAL_PACKAGES = ("tensorboard", "wandb")
 
 
 FAILURES_BEFORE_SWITCH_OFF = 3
@@ -40,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class Tracking:
-    """The trackers of a run; ``log`` goes to all of them. A context manager."""
+    """All trackers of a run, as a context manager; ``log`` passes metrics to each."""
 
     def __init__(
         self,
@@ -53,10 +42,10 @@ class Tracking:
         total_steps: int,
         start_step: int = 0,
     ) -> None:
-        """Build every tracker named (each once; jsonl also when it is not named).
+        """Build every named tracker once, and the jsonl tracker in any case.
 
-        Raises ConfigError for an unknown name, MissingExtraError for a missing package, and what a tracker
-        raises itself when it cannot start.
+        Raises ConfigError for an unknown name, MissingExtraError for a missing package, and whatever a
+        tracker raises when it cannot start.
         """
         classes = {name: resolve_tracker(name) for name in dict.fromkeys(names)}
         run_dir = Path(run_dir)
@@ -74,7 +63,7 @@ class Tracking:
             raise
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of ``step``: numbers, or what ``float`` takes (0-d tensors, numpy scalars).
+        """Record the metrics of ``step``: numbers, 0-d tensors or numpy scalars.
 
         Raises TypeError for a value that is not a number and TrainingError when ``metrics.jsonl`` cannot
         be written.
@@ -82,16 +71,16 @@ class Tracking:
         numbers = {name: _as_number(name, value) for name, value in metrics.items()}
         self._jsonl.log(step, numbers)
         for name, tracker in list(self._others.items()):
-            self._tell(name, step, partial(tracker.log, step, numbers))
+            self._call(name, step, partial(tracker.log, step, numbers))
 
     def log_validation(self, step: int, report: ValidationReport) -> None:
-        """Hand what a validation found to the trackers that show it."""
+        """Pass the report of a validation to the trackers that show it."""
         for name, tracker in list(self._others.items()):
             if isinstance(tracker, ValidationTracker):
-                self._tell(name, step, partial(tracker.log_validation, step, report))
+                self._call(name, step, partial(tracker.log_validation, step, report))
 
     def close(self) -> None:
-        """Close every tracker; a second call does nothing."""
+        """Close every tracker; a second call has no effect."""
         others, self._others = self._others, {}
         try:
             for name, tracker in others.items():
@@ -110,12 +99,12 @@ class Tracking:
         except TrainingError as failure:
             if kind is None:
                 raise
-            _log.warning("warning: %s", failure)  # the error that ended the run is the one to raise
+            _log.warning("warning: %s", failure)  # the error that ended the run takes precedence
 
-    def _tell(self, name: str, step: int, call: Callable[[], None]) -> None:
+    def _call(self, name: str, step: int, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - a full disk or a lost network of a dashboard must not end a run
+        except Exception as error:  # noqa: BLE001 - a full disk or lost network must not end a run
             self._count_failure(name, step, error)
         else:
             self._failures[name] = 0
@@ -137,7 +126,7 @@ class Tracking:
 
 
 def resolve_tracker(name: str) -> type[Any]:
-    """The class for a name in ``trainer.logger``, built in or the user's own as ``package.module:Class``.
+    """Return the class for a name in ``trainer.logger``: built in, or the user's ``package.module:Class``.
 
     Raises ConfigError (unknown name, module or class) and MissingExtraError (package not installed).
     """
@@ -163,7 +152,7 @@ def resolve_tracker(name: str) -> type[Any]:
 
 
 def _as_number(name: str, value: Any) -> int | float:
-    """A plain int or float. Counts stay ints, so that ``episode`` reads 64 and not 64.0."""
+    """Return a plain int or float. Counts stay ints, so that ``episode`` is 64 and not 64.0."""
     try:
         return int(operator.index(value))
     except TypeError:

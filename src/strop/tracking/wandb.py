@@ -21,16 +21,15 @@ RUN_ID_FILE = "wandb_run_id.txt"
 
 
 class WandbTracker:
-    """One wandb run for the whole training run, over every resume.
+    """Log to one wandb run, which every resume of the training run continues.
 
-    The id lies in ``wandb_run_id.txt`` of the run folder; a new run (``start_step`` 0) gets a new one.
-    ``step`` is logged as a metric and set as the horizontal axis: wandb's own step counter cannot go
-    back, and would silently drop the steps that are trained again after a resume from an earlier
-    checkpoint.
+    Its id is in ``wandb_run_id.txt`` of the run folder; a new run (``start_step`` 0) gets a new id. ``step``
+    is logged as a metric and set as the horizontal axis: wandb's own step counter cannot decrease, and would
+    silently drop the steps that are trained again after a resume from an earlier checkpoint.
     """
 
     def __init__(self, run: RunInfo) -> None:
-        """Raises ConfigError when wandb does not start (no login, no network)."""
+        """Start or continue the wandb run; ConfigError if that fails (no login, no network)."""
         id_file = run.run_dir / RUN_ID_FILE
         known_id = (
             id_file.read_text(encoding="utf-8").strip() if run.start_step and id_file.exists() else None
@@ -43,7 +42,7 @@ class WandbTracker:
                 config=dict(run.config),
                 id=known_id,
                 resume="allow" if known_id else None,
-                # On a terminal the live table is redrawn many times; wandb would upload every redraw.
+                # On a terminal, wandb would upload every redraw of the live table.
                 settings=wandb.Settings(console="off" if sys.stdout.isatty() else "auto"),
             )
         except wandb.Error as error:
@@ -56,17 +55,17 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send ``step``; wandb does the rest in its own process."""
-        # Offline, every resume is a folder of its own whose counter would start at 0 again.
+        """Pass ``step`` to wandb, which sends it from its own process."""
+        # Offline, every resume is a separate folder whose counter would restart at 0.
         self._run.log({"step": step, **metrics}, step=step if self._run.offline else None)
 
     def log_validation(self, step: int, report: ValidationReport) -> None:
-        """Send the samples to look at as a table."""
+        """Send the shown samples as a table."""
         if report.shown:
             rows = [list(asdict(sample).values()) for sample in report.shown]
             table = wandb.Table(columns=[field.name for field in fields(ShownSample)], data=rows)
             self.log(step, {SAMPLES_NAME: table})
 
     def close(self) -> None:
-        """Finish the upload; a run that ends by an exception is marked as failed."""
+        """Finish the upload; mark a run that ends by an exception as failed."""
         self._run.finish(exit_code=1 if sys.exception() is not None else 0)

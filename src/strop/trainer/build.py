@@ -1,13 +1,13 @@
-"""The wiring of a run: which worker plays which role, where it lives, what rewards it.
+"""Builds a trainer from a configuration: worker classes, placement, rewards and start-up checks.
 
-This is the place to copy from when a run needs another worker, reward or placement: everything that it puts
-together is public. What can be checked before a model loads is checked here.
+Copy ``build_trainer`` for a run with another worker, reward or placement: its parts are public.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from strop.data.parquet import UNNAMED_SOURCE
 from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows
 from strop.data.tokenize import tokenizer_fingerprint
-from strop.errors import MissingExtraError, ModelError
+from strop.errors import Attempts, MissingExtraError, ModelError
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
 from strop.rewards.base import Reward
 from strop.rewards.manager import load_reward_manager
@@ -35,22 +35,19 @@ from strop.workers.critic import CriticWorker
 from strop.workers.policy import ActorRolloutRefWorker
 from strop.workers.reward_model import RewardModelWorker
 
-# Whether two models mean the same by a token id; if not, one's score of the other's ids is noise.
-
 _REMEDY = (
     "Set reward_model.model.input_tokenizer to the policy's tokenizer, so that samples are decoded and "
-    "written anew for the reward model"
+    "tokenized again for the reward model"
 )
 
 
 def require_same_vocabulary(
     policy: str | Path, reward_model: str | Path, tokenizer: Any, *, trusted: tuple[bool, bool]
 ) -> None:
-    """``ModelError`` when the models in two folders have embeddings of other sizes, or give ids other tokens.
+    """Raise ``ModelError`` if two models' vocabularies differ in size or in the meaning of a token id.
 
-    ``tokenizer`` is the policy's; ``trusted``: whether each of the two may run its own code. Tokens that one
-    of them lacks, and those added to a vocabulary, such as reserved ones that got a name, may differ. A
-    reward model without a tokenizer is taken at its size.
+    ``tokenizer`` is the policy's; ``trusted``: permission for each model to run its code. Tokens that one of
+    them lacks and added tokens may differ. Of a reward model without a tokenizer, only the size is compared.
     """
     sizes = [
         load_model_config(path, override_config={}, trust_remote_code=trust).get_text_config().vocab_size
@@ -80,8 +77,6 @@ def _ordinary_tokens(tokenizer: Any) -> dict[int, str]:
     return {token_id: token for token, token_id in tokenizer.get_vocab().items() if token not in added}
 
 
-# Before a model loads: the reward model reads what the policy writes, in words that it learned from.
-
 logger = logging.getLogger("strop")
 
 
@@ -89,10 +84,10 @@ _DIALOGUE = [{"role": "user", "content": "1"}], {"role": "assistant", "content":
 
 
 def check_reward_model_tokens(config: Config, tokenizer: Any) -> None:
-    """``ModelError`` when the policy's token ids are to be scored, and mean other tokens to the reward model.
+    """Raise ``ModelError`` if the reward model would score token ids that mean other tokens to it.
 
-    A warning when they are to be written anew although both have one ``tokenizer``, and this gives others
-    than the policy generates.
+    Warn if samples are tokenized again although both models share a tokenizer whose chat template changes
+    them.
     """
     rewards = config.reward_model
     if not rewards.enable:
@@ -106,7 +101,7 @@ def check_reward_model_tokens(config: Config, tokenizer: Any) -> None:
         return
     own = load_tokenizer(reward_model, trust_remote_code=rewards.model.trust_remote_code)
     is_shared = tokenizer_fingerprint(own) == tokenizer_fingerprint(tokenizer)
-    if is_shared and own.chat_template is not None and _written_anew(own) != _as_generated(own):
+    if is_shared and own.chat_template is not None and _rewritten(own) != _as_generated(own):
         logger.warning(
             "reward_model.model.input_tokenizer=%s: policy and reward model have one tokenizer, and its chat "
             "template ends a conversation otherwise than a policy does. A reward model of `strop train-rm` "
@@ -115,7 +110,7 @@ def check_reward_model_tokens(config: Config, tokenizer: Any) -> None:
         )
 
 
-def _written_anew(tokenizer: Any) -> list[int]:
+def _rewritten(tokenizer: Any) -> list[int]:
     prompt, response = _DIALOGUE
     return tokenizer.apply_chat_template([*prompt, response], return_dict=False)
 
@@ -128,8 +123,15 @@ def _as_generated(tokenizer: Any) -> list[int]:
     ]
 
 
-def build_trainer(config: Config) -> RayPPOTrainer:
-    """A trainer whose ``init_workers()`` and ``fit()`` are left to call; no model is loaded yet."""
+def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer:
+    """Return a trainer whose ``init_workers()`` and ``fit()`` are left to call; no model is loaded yet.
+
+    Everything that can be checked before is checked here. ``with_weights=False`` leaves the weights of models
+    on the hub there, for a caller who does not train.
+
+    Raises:
+        StropError: wrong inputs; several of them are ``SeveralErrors``.
+    """
     seed_global_generators(config.trainer.seed)
     model = config.actor_rollout_ref.model
     import_external_lib(model.external_lib)
@@ -137,14 +139,15 @@ def build_trainer(config: Config) -> RayPPOTrainer:
         models=model_paths(config).values(),
         tokenizers=tokenizer_paths(config).values(),
         cache_dir=config.data.cache_dir,
-        weights=not runs_on_ray(config),
+        weights=with_weights and not runs_on_ray(config),
     )
     tokenizer = load_tokenizer(
         local_tokenizer(config.data.tokenizer or model.path, config.data.cache_dir),
         trust_remote_code=model.trust_remote_code,
     )
-    check_reward_model_tokens(config, tokenizer)
-    _require_checkpoint(config)
+    attempt = Attempts()
+    attempt(lambda: check_reward_model_tokens(config, tokenizer))
+    attempt(lambda: _require_checkpoint(config))
 
     role_worker_mapping = {
         Role.ActorRollout: ActorRolloutRefWorker,
@@ -160,28 +163,33 @@ def build_trainer(config: Config) -> RayPPOTrainer:
         mapping={Role[role]: placement.roles[role] for role in roles_of(config)},
     )
     rewards = config.reward_model
-    trainer = RayPPOTrainer(
-        config=config,
-        tokenizer=tokenizer,
-        role_worker_mapping=role_worker_mapping,
-        resource_pool_manager=resource_pool_manager,
-        ray_worker_group_cls=worker_group_class(config),
-        reward_fn=load_reward_manager(config, tokenizer, rewards.num_examine, **rewards.reward_kwargs),
-        val_reward_fn=load_reward_manager(
-            config, tokenizer, rewards.val_num_examine, **rewards.reward_kwargs
-        ),
+    reward_fn, val_reward_fn = (
+        attempt(lambda n=n: load_reward_manager(config, tokenizer, n, **rewards.reward_kwargs))
+        for n in (rewards.num_examine, rewards.val_num_examine)
     )
+    trainer = attempt(
+        lambda: RayPPOTrainer(
+            config=config,
+            tokenizer=tokenizer,
+            role_worker_mapping=role_worker_mapping,
+            resource_pool_manager=resource_pool_manager,
+            ray_worker_group_cls=worker_group_class(config),
+            reward_fn=reward_fn,
+            val_reward_fn=val_reward_fn,
+        )
+    )
+    attempt.raise_errors()
     _require_scorers(trainer)
     return trainer
 
 
 def worker_group_class(config: Config) -> type:
-    """``LocalWorkerGroup`` or ``RayWorkerGroup``, as ``trainer.worker_group`` and the placement say."""
+    """Return the kind of worker group that ``trainer.worker_group`` and the placement require."""
     return group_class(on_ray=runs_on_ray(config))
 
 
 def group_class(*, on_ray: bool) -> type:
-    """The kind of worker group; ``MissingExtraError`` when Ray is asked for and not installed."""
+    """Return the kind of worker group; ``MissingExtraError`` if Ray is required but not installed."""
     if not on_ray:
         return LocalWorkerGroup
     if importlib.util.find_spec("ray") is None:
@@ -192,14 +200,14 @@ def group_class(*, on_ray: bool) -> type:
 
 
 def _require_checkpoint(config: Config) -> None:
-    """The checkpoint that the run would resume from is whole, or ``CheckpointError``."""
+    """Raise ``CheckpointError`` if the checkpoint to resume from is damaged."""
     checkpoint = Checkpoints.of(config).find(config.trainer.resume_mode)
     if checkpoint is not None:
         verify(checkpoint)
 
 
 def _require_scorers(trainer: RayPPOTrainer) -> None:
-    """Every row of the prompts can be scored, or an error that names it; the scoring processes start.
+    """Check that every row can be scored, and start the scoring processes.
 
     Raises:
         RewardError: a ``data_source`` without a scorer.
@@ -210,15 +218,20 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
     if not trainer.config.trainer.val_only:
         used.insert(0, (trainer.reward_fn, trainer.train_loader.dataset, has_reward_model))
     of_the_run = set().union(*(dataset.data_sources() for _, dataset, _ in used))
+    attempt = Attempts()
     for reward_fn, dataset, by_model in used:
-        _require_scored_rows(
-            reward_fn,
-            all_rows(dataset),
-            has_reward_model=has_reward_model,
-            by_model=by_model,
-            of_the_run=of_the_run,
+        attempt(
+            partial(
+                _require_scored_rows,
+                reward_fn,
+                all_rows(dataset),
+                has_reward_model=has_reward_model,
+                by_model=by_model,
+                of_the_run=of_the_run,
+            )
         )
-        reward_fn.start()
+        attempt(reward_fn.start)
+    attempt.raise_errors()
 
 
 def _require_scored_rows(

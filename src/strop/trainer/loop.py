@@ -1,4 +1,4 @@
-"""A run of any kind around its iterations: resume, trackers, checkpoints, the model at the end."""
+"""The training loop of any kind of run: resume, trackers, checkpoints, export of the trained model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from strop.checkpoint.store import Checkpoints
 from strop.config.load import to_dict
 from strop.errors import ConfigError, TrainingError
+from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.tracking.curves import draw_curves
 from strop.tracking.trackers import Tracking
@@ -21,13 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class Run(ABC):
-    """One training run: its folder, its trackers and its checkpoints.
-
-    Subclasses say what an iteration and a validation are.
-    """
+    """A training run: its folder, trackers and checkpoints around the iterations that subclasses define."""
 
     trained: tuple[str, ...]
-    """The groups whose state is saved; the first one's model is what the run is for."""
+    """Names of the groups whose state is saved; the model of the first is exported at the end."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -37,8 +35,8 @@ class Run(ABC):
         self.seconds_before = 0.0
 
     def fit(self) -> None:
-        """Run the iterations that are left, from the last checkpoint if there is one."""
-        # On leaving: the save in flight is finished, uploads are waited for, the folder is free.
+        """Run the remaining iterations, from the last checkpoint if there is one."""
+        # On exit: finish the save in flight, wait for uploads, release the lock.
         with run_lock(self.folder.path), self.checkpoints:
             self.start()
             try:
@@ -48,11 +46,11 @@ class Run(ABC):
                 self._draw()
 
     def start(self) -> None:
-        """Resume or begin: afterwards the folder holds the configuration and the trackers are open."""
+        """Resume or begin, write the configuration and open the trackers."""
         trainer, settings = self.trainer, self.settings
         checkpoint = self.checkpoints.find(settings.resume_mode)
         goes_on = checkpoint is not None and checkpoint.resolve().parent == self.folder.path.resolve()
-        if not goes_on:  # another run's files would mix with what follows
+        if not goes_on:  # keep the files of different runs apart
             self.folder.archive_previous_run()
             if not settings.val_only:
                 self.checkpoints.archive_remote()
@@ -60,7 +58,7 @@ class Run(ABC):
             self.resume(checkpoint)
         if goes_on and not settings.val_only:
             self.checkpoints.go_on_from(trainer.global_step)
-        if not (goes_on and settings.val_only):  # a look at a run leaves its record as it is
+        if not (goes_on and settings.val_only):  # validating a run must not change its record
             self.folder.write_config(trainer.config)
         self.tracking = Tracking(
             settings.logger,
@@ -74,18 +72,18 @@ class Run(ABC):
         self.started = time.perf_counter()
 
     def resume(self, checkpoint: Path) -> None:
-        """Take up where it was saved; ``ConfigError`` when nothing is left to do."""
+        """Restore the state of ``checkpoint``; ``ConfigError`` if no iterations are left."""
         trainer = self.trainer
         self.load_state_dict(self.checkpoints.load(checkpoint, trainer.groups))
         if trainer.global_step >= trainer.total_steps and not self.settings.val_only:
             raise ConfigError(
                 f"{checkpoint} is already at iteration {trainer.global_step} of {trainer.total_steps}: "
                 "nothing is left to train. Raise trainer.total_epochs or trainer.total_training_steps, "
-                "or start anew with trainer.resume_mode=disable"
+                "or start from the beginning with trainer.resume_mode=disable"
             )
 
     def iterate(self) -> None:
-        """Train to the end, or only validate."""
+        """Train for the remaining iterations, or only validate."""
         trainer, settings = self.trainer, self.settings
         first = trainer.global_step == 0
         if settings.val_only or (settings.val_before_train and first):
@@ -95,8 +93,9 @@ class Run(ABC):
             return
         for batch in trainer.train_loader:
             metrics = self.one_iteration(batch)
-            # Logged before it is saved: a run that resumes from this checkpoint then has this line, and a
-            # run that resumes from an earlier one drops it and writes it again.
+            # Log before saving: a resume drops lines after its checkpoint, so metrics.jsonl of an
+            # interrupted run equals that of an uninterrupted one.
+            crash_point("log", trainer.global_step)
             self.tracking.log(trainer.global_step, metrics)
             self.checkpoints.poll()
             last = trainer.global_step == trainer.total_steps
@@ -110,25 +109,25 @@ class Run(ABC):
 
     @abstractmethod
     def one_iteration(self, batch: DataProto) -> dict[str, float]:
-        """A step of the algorithm and what hangs on it; counts ``global_step``, returns all metrics."""
+        """Run one iteration, increment ``global_step`` and return all metrics."""
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """The figures of the model as it is."""
+        """Return the metrics of the current model."""
 
     def write(self, how: Callable[..., None], path: Path, *content: Any) -> None:
-        """``how(path, *content)``; ``TrainingError`` when the disk refuses it."""
+        """Call ``how(path, *content)``; raise ``TrainingError`` if the file cannot be written."""
         try:
             how(path, *content)
         except OSError as error:
             raise TrainingError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def seconds(self) -> float:
-        """Wall-clock seconds of training since the run first began, over all resumes."""
+        """Return wall-clock seconds of training, summed over all resumes."""
         return self.seconds_before + time.perf_counter() - self.started
 
     def state_dict(self) -> dict[str, Any]:
-        """What the driver must remember; the random streams that strop itself draws from need nothing."""
+        """Return the driver's state; random streams are functions of the iteration and need none."""
         trainer = self.trainer
         return {
             "global_step": trainer.global_step,
@@ -137,7 +136,7 @@ class Run(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where ``state_dict`` was called."""
+        """Restore the state returned by ``state_dict``."""
         trainer = self.trainer
         trainer.global_step = state["global_step"]
         if not self.settings.val_only:
@@ -145,10 +144,10 @@ class Run(ABC):
         self.seconds_before = state["seconds"]
 
     def _draw(self) -> None:
-        """Draw the curves, also after an error."""
+        """Draw the curves, also after an error; failing to draw never fails the run."""
         if self.settings.val_only or self.trainer.global_step == 0:
             return
         try:
             draw_curves(self.folder.path)
-        except Exception as error:  # noqa: BLE001 - a full disk, a broken font: no picture decides how a run ends
+        except Exception as error:  # noqa: BLE001 - a full disk, a broken font
             logger.warning("warning: the curves could not be drawn (%s)", error)

@@ -1,4 +1,4 @@
-"""The figures of one iteration, under the names that docs/metrics.md defines.
+"""Metrics of one iteration, under the names that docs/metrics.md defines.
 
 Shapes: B samples, T response tokens. Means are over real tokens or over sequences, never over padding and
 never means of means.
@@ -18,18 +18,16 @@ from strop.algorithms.correction import rollout_statistics
 from strop.algorithms.kl import mean_sequence_kl
 from strop.protocol import DataProto
 
-# Wall-clock seconds by phase of one iteration.
-
 
 class PhaseTimer:
-    """Adds up seconds by name; ``take`` hands them out as ``timing_s/<name>`` and starts again."""
+    """Sums wall-clock seconds by phase; ``take`` returns them as ``timing_s/<name>`` and resets."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Count the time inside towards ``name``."""
+        """Add the seconds of the body to ``name``."""
         start = time.perf_counter()
         try:
             yield
@@ -37,13 +35,13 @@ class PhaseTimer:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def add(self, other: PhaseTimer) -> None:
-        """Add the seconds of ``other``, which starts again."""
+        """Add the seconds of ``other`` and reset it."""
         for name, seconds in other._seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         other._seconds = {}
 
     def take(self) -> dict[str, float]:
-        """Everything counted since the last call."""
+        """Return the seconds since the last call."""
         taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds = {}
         return taken
@@ -54,7 +52,7 @@ _SEQUENCE_LOSSES = ("loss", "pg_loss", "vf_loss", "entropy_loss", "kl_loss")
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """What one optimizer step reported, and how much of the iteration it stands for."""
+    """Metrics of one optimizer step, with the tokens and sequences that weight them."""
 
     metrics: Mapping[str, float]
     n_tokens: float
@@ -62,9 +60,9 @@ class UpdateRecord:
 
 
 def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dict[str, float]:
-    """One figure for all optimizer steps of an iteration.
+    """Merge the metrics of all optimizer steps of an iteration.
 
-    Losses are weighted by what they average over (tokens, or sequences under the ``seq-*`` aggregations),
+    Losses are weighted by their denominators (tokens, or sequences under the ``seq-*`` aggregations),
     shares of tokens by tokens; the learning rate is the last one; skipped steps are counted; the gradient
     norm is the mean over the steps that were taken.
     """
@@ -98,7 +96,7 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
 
 
 def batch_metrics(batch: DataProto, *, max_prompt_length: int) -> dict[str, float]:
-    """Scores, rewards, advantages, returns, values and lengths of the samples of an iteration."""
+    """Return statistics of scores, rewards, advantages, returns, values and lengths."""
     columns, mask_BT = batch.batch, batch.batch["response_mask"]
     real_BT = mask_BT.bool()
     metrics = {
@@ -129,11 +127,10 @@ def batch_metrics(batch: DataProto, *, max_prompt_length: int) -> dict[str, floa
 
 
 def objective_metrics(batch: DataProto, *, kl_coef: float) -> dict[str, float]:
-    """The ``objective/*`` family: per-sequence sums averaged over sequences; ``kl_coef`` is the beta that
-    was used.
+    """Return the ``objective/*`` family: per-sequence sums averaged over sequences.
 
-    The KL figures are there when a reference model is; ``non_score_reward`` has the sign that adds up:
-    scores + non_score_reward = rlhf_reward.
+    ``kl_coef`` is the beta that was applied. KL metrics need a reference model. The sign of
+    ``non_score_reward`` is such that scores + non_score_reward = rlhf_reward.
     """
     columns, mask_BT = batch.batch, batch.batch["response_mask"]
     scores = masked_sum(columns["token_level_scores"], mask_BT, dim=1).mean().item()
@@ -150,14 +147,14 @@ def objective_metrics(batch: DataProto, *, kl_coef: float) -> dict[str, float]:
         metrics["critic/kl_coeff"] = kl_coef
     if "reward/rule" in columns:
         rule = columns["reward/rule"]
-        verifiable = rule[~rule.isnan()]  # a sample that no rule scored has NaN there
+        verifiable = rule[~rule.isnan()]  # NaN for samples that no rule scored
         if len(verifiable):
             metrics["objective/verifiable_correct_rate"] = (verifiable >= 1).float().mean().item()
     return metrics
 
 
 def sampler_metrics(batch: DataProto) -> dict[str, float]:
-    """How far the sampler's log-probs are from the trainer's (contract 5)."""
+    """Return statistics of the difference between the sampler's and the trainer's log-probs."""
     columns = batch.batch
     statistics = rollout_statistics(
         columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
@@ -166,7 +163,7 @@ def sampler_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def policy_metrics(actor: Mapping[str, float]) -> dict[str, float]:
-    """The actor's merged update under its two families of names."""
+    """Return the actor's merged update under both families of names."""
     aliases = {
         "objective/loss": "loss",
         "loss/policy_avg": "pg_loss",
@@ -180,7 +177,7 @@ def policy_metrics(actor: Mapping[str, float]) -> dict[str, float]:
 
 
 def speed_metrics(batch: DataProto, timing: Mapping[str, float], *, devices: int) -> dict[str, float]:
-    """Tokens per second and milliseconds per token; ``timing`` has ``timing_s/*`` with ``timing_s/step``."""
+    """Return tokens per second and milliseconds per token from ``timing_s/*``."""
     total = int(batch.batch["attention_mask"].sum())
     responses = int(batch.batch["response_mask"].sum())
     step_s = timing["timing_s/step"]

@@ -21,6 +21,7 @@ from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
 from strop.config.roles import uses_reference, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config
 from strop.controller.group import Future
+from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
 from strop.rollout.base import Finished
@@ -124,6 +125,7 @@ class PPO:
         with timer.phase("adv"):
             batch = self.estimate_advantages(batch, beta)
         critic = self.start_critic_update(batch, timer, iteration) if self.groups.critic is not None else None
+        crash_point("update", iteration)
         actor = self.start_actor_update(batch, timer, iteration, on_policy) if trains_actor else None
         metrics = {} if on_policy else self.batch_metrics(batch, beta)
         if critic is not None:

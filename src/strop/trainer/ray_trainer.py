@@ -17,6 +17,7 @@ from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.loader import PromptLoader, train_loader, validation_loader
 from strop.data.rl_dataset import FirstOfEachSource, create_rl_dataset
+from strop.errors import Attempts
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.rewards.base import as_reward
@@ -242,10 +243,13 @@ def build_loaders(
         # The reward model writes the conversation anew with its own template, so it needs the messages.
         data = data.model_copy(update={"return_raw_chat": True})
     pad_token_id, longest = tokenizer.pad_token_id, data.max_prompt_length
-    train = None
-    if not config.trainer.val_only:
-        if train_dataset is None:
-            train_dataset = create_rl_dataset(data.train_files, data, tokenizer)
+    train, attempt = None, Attempts()
+    if not config.trainer.val_only and train_dataset is None:
+        train_dataset = attempt(lambda: create_rl_dataset(data.train_files, data, tokenizer))
+    if val_dataset is None:
+        val_dataset = attempt(lambda: create_rl_dataset(data.val_files, data, tokenizer))
+    attempt.raise_errors()
+    if train_dataset is not None and not config.trainer.val_only:
         train = train_loader(
             train_dataset,
             batch_size=data.train_batch_size,
@@ -254,8 +258,6 @@ def build_loaders(
             pad_token_id=pad_token_id,
             max_prompt_length=longest,
         )
-    if val_dataset is None:
-        val_dataset = create_rl_dataset(data.val_files, data, tokenizer)
     if data.val_max_samples is not None:
         val_dataset = FirstOfEachSource(val_dataset, data.val_max_samples)
     validation = validation_loader(

@@ -1,4 +1,4 @@
-"""Scores on their way, and what a reward function returned as columns of the batch."""
+"""Scores computed while samples are generated and evaluated, and their columns in the batch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from strop.trainer.metrics import PhaseTimer
 
 
 class PendingScores:
-    """The scores of samples, computed while these are generated and while models look at them.
+    """Scores of one batch, computed in the background.
 
-    Rules have a thread that feeds their process from the first finished sample on; the reward model works in
-    its own processes, where it has some. A user's own function of the whole batch is called when the scores
-    are asked for: it need not bear threads.
+    Rules score each sample as soon as it is generated; a reward model in another pool works while other
+    models evaluate the batch. A user's function of the whole batch is called by ``get``, in its thread.
     """
 
     def __init__(
@@ -41,20 +40,20 @@ class PendingScores:
 
     @property
     def finished(self) -> Finished | None:
-        """What the rollout is to tell of samples that are finished; None: they are only scored together."""
+        """Callback for each finished sample; None if the batch is only scored as a whole."""
         if not self._rewards.takes_samples:
             return None
         return lambda prompt, number, token_ids: self._rewards.add(prompt * self._n + number, token_ids)
 
     def complete(self, batch: DataProto) -> None:
-        """All samples are."""
+        """Score the complete batch, and start the reward model on it."""
         self._batch = batch
         self._rewards.complete(batch)
         if self._reward_model is not None:
             self._model = self._reward_model.compute_rm_score.start(batch)
 
     def get(self) -> DataProto:
-        """Wait for them: the batch with the columns of ``attach_scores``, and ``rm_scores`` [B]."""
+        """Wait for the scores; returns the batch with those of ``attach_scores`` and ``rm_scores`` [B]."""
         batch = self._batch
         if self._model is not None:
             batch = batch.union(self._model.get())
@@ -62,7 +61,7 @@ class PendingScores:
 
     @contextlib.contextmanager
     def cancelled_on_error(self) -> Generator[None]:
-        """After an error inside nobody will ask for them."""
+        """Cancel scoring if the body raises."""
         try:
             yield
         except BaseException:
@@ -71,18 +70,18 @@ class PendingScores:
 
 
 class Samples(NamedTuple):
-    """Finished samples, whose scores are on the way."""
+    """Generated samples with pending scores."""
 
     batch: DataProto
     scores: PendingScores
     timer: PhaseTimer
-    """Seconds by phase of the iteration that made them."""
+    """Seconds by phase of this iteration; it travels with the samples, so two iterations may overlap."""
     greedy_scores: PendingScores | None = None
-    """Of the greedy response to each prompt, for ReMax."""
+    """Scores of the greedy response to each prompt, for ReMax."""
 
     @contextlib.contextmanager
     def cancelled_on_error(self) -> Generator[None]:
-        """After an error inside nobody will ask for their scores."""
+        """Cancel scoring if the body raises."""
         with contextlib.ExitStack() as stack:
             for scores in (self.scores, self.greedy_scores):
                 if scores is not None:
@@ -90,7 +89,7 @@ class Samples(NamedTuple):
             yield
 
     def scored(self) -> DataProto:
-        """Wait for the scores: the batch with them and, if there are greedy ones, the baseline [B]."""
+        """Wait for the scores; returns the batch with them and, for ReMax, ``baseline_scores`` [B]."""
         batch = self.scores.get()
         if self.greedy_scores is None:
             return batch
@@ -102,11 +101,11 @@ class Samples(NamedTuple):
 
 
 def attach_scores(batch: DataProto, output: Any) -> DataProto:
-    """The batch with ``token_level_scores`` [B, T] and each named part of the score as ``reward/<part>`` [B].
+    """Add ``token_level_scores`` [B, T] and each part of the score as ``reward/<part>`` [B] to the batch.
 
-    ``output`` is a ``RewardOutput``, which also tells the samples that could not be scored (``reward_failed``
-    [B], bool), or plain token-level scores [B, T] from a user's own function. Raises ``TrainingError`` when a
-    score is not finite.
+    ``output`` is a ``RewardOutput``, which also marks the samples that could not be scored
+    (``reward_failed`` [B], bool), or token-level scores [B, T] of a user's function. Raises
+    ``TrainingError`` for a score that is not finite.
     """
     if isinstance(output, Tensor):
         scores_BT, parts, metrics, columns = output, {}, {}, {}
@@ -120,7 +119,7 @@ def attach_scores(batch: DataProto, output: Any) -> DataProto:
 
 
 def require_finite(name: str, values: Tensor) -> None:
-    """``TrainingError`` naming what is wrong and the first sample [B, ...] in which it is."""
+    """Raise ``TrainingError`` naming ``name`` and the first sample [B, ...] that is not finite."""
     bad_B = ~torch.isfinite(values.reshape(len(values), -1)).all(dim=1)
     if bad_B.any():
         raise TrainingError(

@@ -1,7 +1,7 @@
-"""One seed, many streams: each is a pure function of (trainer.seed, its name, the iteration).
+"""Random streams: pure functions of (``trainer.seed``, name, iteration).
 
-Nothing random is carried from one iteration to the next, so a resumed run draws what the undisturbed run
-would have, and the number of processes plays no part.
+No generator state is carried from one iteration to the next, so a resumed run draws the same numbers, on any
+number of processes.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 
 
 def stream(seed: int, name: str, *position: int) -> np.random.SeedSequence:
-    """The stream called ``name`` at ``position`` (for example the iteration)."""
+    """Return the stream ``name`` at ``position`` (for example the iteration)."""
     return np.random.SeedSequence((seed, zlib.crc32(name.encode()), *position))
 
 
 def sample_seeds(seed: int, name: str, iteration: int, n_prompts: int, n: int) -> Tensor:
-    """A seed for every sample of an iteration: int64 [n_prompts, n], none negative."""
+    """Return a non-negative seed for every sample of an iteration: int64 [n_prompts, n]."""
     words = stream(seed, name, iteration).generate_state(n_prompts * n, np.uint64)
     return torch.from_numpy((words >> np.uint64(1)).astype(np.int64)).view(n_prompts, n)
 
 
 def permutation(seed: int, name: str, length: int, *position: int) -> Tensor:
-    """A random order of ``length`` rows: int64 [length]."""
+    """Return a random permutation: int64 [length]."""
     return torch.from_numpy(np.random.default_rng(stream(seed, name, *position)).permutation(length))
 
 
 def seed_global_generators(seed: int) -> None:
-    """Seed Python, numpy and torch: strop draws nothing from them, a user's reward function or model may."""
+    """Seed Python, numpy and torch for users' code; strop does not draw from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""Training on given answers: what fine-tuning and reward modelling have in common.
+"""Supervised trainers: fine-tuning on responses, and reward modelling on pairs of responses.
 
-One batch is one optimizer step. The trainer sees its worker through a worker group, like that of
-reinforcement learning; the loop with resume, checkpoints and trackers is that of ``strop.trainer.loop``.
+One batch is one optimizer step. Each trainer drives its worker through a worker group; ``strop.trainer.loop``
+runs the loop.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from torch import Tensor
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
 from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
-from strop.config.checks.supervised import (
-    Supervised,
-    processes_on_nodes,
-    require_valid,
-    supervised_runs_on_ray,
-)
+from strop.config.checks.check import check
+from strop.config.checks.supervised import Supervised, processes_on_nodes
+from strop.config.placement import runs_on_ray
 from strop.config.schema.supervised import RewardModellingConfig, SftConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset, pair_batch, response_batch
@@ -47,23 +44,23 @@ logger = logging.getLogger(__name__)
 
 
 class SupervisedTrainer(ABC, Generic[Supervised]):
-    """Drives one model through batches of prompts with given answers.
+    """Trains one model on prompts with given answers.
 
-    Subclasses say which worker holds the model, what a batch is, and what is measured.
+    Subclasses define the worker that holds the model, the batches and the metrics.
     """
 
     worker_cls: ClassVar[type]
     role: ClassVar[Role]
     group_name: ClassVar[str]
-    """Of the model's folder in a checkpoint."""
+    """Name of the model's folder in a checkpoint."""
 
     def __init__(self, config: Supervised, tokenizer: Any, *, group_cls: type, pool: ResourcePool) -> None:
-        """Reads the data; no model is loaded yet. Raises ``DataError`` for files that cannot be used."""
+        """Read the data without loading a model; ``DataError`` for files that cannot be used."""
         self.config = config
         self.tokenizer = tokenizer
         self._group_cls, self._pool = group_cls, pool
         data = config.data
-        self.train_loader: Any = None  # with trainer.val_only: the training files are left alone
+        self.train_loader: Any = None  # not read with trainer.val_only
         self.total_steps = 0
         if not config.trainer.val_only:
             self.train_loader = self._endless(self._dataset(data.train_files))
@@ -73,32 +70,32 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         self.val_loader = self._one_pass(self._dataset(data.val_files)) if data.val_files else None
         self.global_step = 0
         self.timer = PhaseTimer()
-        self.group: Any = None  # a worker group: its methods are those of the worker
+        self.group: Any = None  # a worker group, with the worker's methods
 
     @property
     @abstractmethod
     def answer_keys(self) -> dict[str, str]:
-        """Name of an answer in the rows -> the column that holds it."""
+        """Name of an answer -> the column that holds it."""
 
     @property
     @abstractmethod
     def collate(self) -> Any:
-        """Rows -> batch: a function of ``strop.data.answers``."""
+        """Function of ``strop.data.answers`` that makes a batch from rows."""
 
     @abstractmethod
     def denominators(self, batch: DataProto) -> dict[str, float]:
-        """What the loss of a batch is divided by, over all ranks, for its ``meta_info``."""
+        """Return the denominators of the loss over all ranks, for ``meta_info``."""
 
     def count_tokens(self, batch: DataProto) -> float:
-        """Tokens of prompts and answers, without padding."""
+        """Return the number of tokens of prompts and answers, without padding."""
         return float(batch.batch["attention_mask"].sum())
 
     @abstractmethod
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
-        """The figures of the model as it is, on all rows of ``batches``."""
+        """Return the metrics of the current model on all rows of ``batches``."""
 
     def finish(self) -> None:
-        """Called after the last optimizer step, and its validation, before the model is saved."""
+        """Run after the last iteration and its validation, before the model is saved."""
 
     def _dataset(self, files: list[str]) -> AnsweredDataset:
         data = self.config.data
@@ -150,16 +147,16 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         self.group.init_model()
 
     def fit(self) -> None:
-        """Train: ``init_workers`` comes first. Ends after ``total_steps`` iterations."""
+        """Train up to ``total_steps`` iterations; call ``init_workers`` first."""
         SupervisedRun(self).fit()
 
     def shutdown(self) -> None:
-        """End the workers and what they hold; the trainer is of no more use."""
+        """End the workers and free what they hold; the trainer cannot be used afterwards."""
         if self.group is not None:
             self.group.shutdown()
 
     def step(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step; its metrics."""
+        """Run one optimizer step and return its metrics."""
         progress = {"iteration": self.global_step, "total_iterations": self.total_steps}
         with self.timer.phase("update"):
             update = self.group.update(DataProto(batch.batch, {}, {**self.denominators(batch), **progress}))
@@ -167,14 +164,14 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         return {name if name in plain else f"train/{name}": value for name, value in update.items()}
 
     def validate(self) -> dict[str, float]:
-        """``evaluate`` on the validation files; nothing where there are none."""
+        """Return the metrics on the validation files; empty if there are none."""
         if self.val_loader is None:
             return {}
         with self.timer.phase("testing"):
             return {f"val/{name}": value for name, value in self.evaluate(self.val_loader).items()}
 
     def answered(self, batches: PromptLoader) -> Iterator[tuple[DataProto, DataProto]]:
-        """Each batch, and what the worker's ``evaluate`` says of it."""
+        """Yield each batch with the result of the worker's ``evaluate``."""
         for batch in batches:
             yield batch, self.group.evaluate(DataProto(batch.batch))
 
@@ -215,16 +212,15 @@ class SupervisedRun(Run):
 
 
 def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) -> Any:
-    """A trainer whose ``init_workers()`` and ``fit()`` are left to call.
-
-    What can be checked before a model loads is checked here.
-    """
-    for line in require_valid(config):
+    """Check everything that can be checked without a model, and return the trainer."""
+    result = check(config)
+    result.raise_errors()
+    for line in result.warnings:
         logger.warning("warning: %s", line)
     seed_global_generators(config.trainer.seed)
     model, data = config.model, config.data
     import_external_lib(model.external_lib)
-    on_ray = supervised_runs_on_ray(config)
+    on_ray = runs_on_ray(config)
     require_from_hub(
         models=[model.path],
         tokenizers=[data.tokenizer] if data.tokenizer else [],
@@ -248,7 +244,7 @@ def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) 
 
 
 def train_once(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) -> None:
-    """Build, train, and give everything back, however it ends."""
+    """Build the trainer, train, and release its workers even if it raises."""
     trainer = build(trainer_cls, config)
     try:
         trainer.init_workers()
@@ -257,11 +253,8 @@ def train_once(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervi
         trainer.shutdown()
 
 
-# Supervised fine-tuning: the mean negative log-likelihood of given responses.
-
-
 class SftTrainer(SupervisedTrainer[SftConfig]):
-    """What ``strop sft`` runs."""
+    """``strop sft``: minimizes the mean negative log-likelihood of response tokens."""
 
     worker_cls: ClassVar[type] = SftWorker
     role: ClassVar[Role] = Role.Actor
@@ -278,11 +271,11 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         return response_batch
 
     def denominators(self, batch: DataProto) -> dict[str, float]:
-        """Response tokens: every token counts alike, whatever row, rank or micro-batch it is in."""
+        """Count response tokens: each has the same weight, whatever its row, rank or micro-batch."""
         return {"n_tokens": float(batch.batch["response_mask"].sum())}
 
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
-        """``loss``, the mean over all response tokens, and ``perplexity``, its exponential."""
+        """Return ``loss``, the mean over all response tokens, and ``perplexity``, its exponential."""
         log_prob, n_tokens = 0.0, 0.0
         for batch, answers in self.answered(batches):
             log_prob += float(answers.batch["log_prob"].double().sum())
@@ -291,15 +284,11 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
 
-# Reward modelling on pairs of answers (Bradley & Terry 1952; Stiennon et al. 2020).
-
-_CALIBRATION_PAIRS = 1000
-
-"""Training pairs from which the mean score is taken where there are no validation files."""
+_CALIBRATION_PAIRS = 1000  # training pairs that give the mean score if there are no validation files
 
 
 class RewardModelTrainer(SupervisedTrainer[RewardModellingConfig]):
-    """What ``strop train-rm`` runs."""
+    """``strop train-rm``: fits a Bradley-Terry model to pairs (Stiennon et al. 2020)."""
 
     worker_cls: ClassVar[type] = RewardModellingWorker
     role: ClassVar[Role] = Role.RewardModel
@@ -317,17 +306,17 @@ class RewardModelTrainer(SupervisedTrainer[RewardModellingConfig]):
         return pair_batch
 
     def denominators(self, batch: DataProto) -> dict[str, float]:
-        """Pairs."""
+        """Count pairs."""
         return {"n_pairs": float(len(batch))}
 
     def count_tokens(self, batch: DataProto) -> float:
-        """Those of a prompt once, and of both its answers: the mask of a pair covers the longer one only."""
+        """Count each prompt once, and both answers; a pair's mask covers the longer answer only."""
         columns = batch.batch
         prompts = columns["attention_mask"][:, : -columns["response_mask"].shape[1]].sum()
         return float(prompts + columns["response_mask"].sum() + columns["rejected_mask"].sum())
 
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
-        """Figures of all pairs; the mean of their scores goes into the model's configuration."""
+        """Return metrics of all pairs; the mean score becomes the model's offset."""
         chosen, rejected, sources = [], [], []
         for batch, answers in self.answered(batches):
             chosen.append(answers.batch["chosen_scores"])
@@ -340,7 +329,7 @@ class RewardModelTrainer(SupervisedTrainer[RewardModellingConfig]):
         return pair_metrics(chosen_N, rejected_N, np.concatenate(sources))
 
     def finish(self) -> None:
-        """Centre the scores of the model that is saved: on the validation pairs, or on training pairs."""
+        """Centre the saved model's scores on the validation pairs, else on training pairs."""
         if self._calibrated_step == self.global_step:
             return
         dataset = self.train_loader.dataset
@@ -350,7 +339,7 @@ class RewardModelTrainer(SupervisedTrainer[RewardModellingConfig]):
 
 
 def pair_metrics(chosen_N: Tensor, rejected_N: Tensor, sources_N: np.ndarray) -> dict[str, float]:
-    """Loss, accuracy, margin, scores and calibration of N pairs; accuracy by data source, too."""
+    """Return loss, accuracy (also by data source), margin, scores and calibration of N pairs."""
     margin_N = chosen_N - rejected_N
     accuracy_N = pairwise_accuracy(margin_N)
     scores_2N = torch.cat([chosen_N, rejected_N])

@@ -1,4 +1,4 @@
-"""The optimizer steps of one role in one iteration: started together, finished together."""
+"""Optimizer steps of one role in one iteration."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def mini_batches(
     iteration: int,
     total_iterations: int,
 ) -> Iterator[DataProto]:
-    """Which samples share an optimizer step is decided here, before anything is spread over ranks.
+    """Yield the mini-batches of an iteration, before rows are spread over ranks.
 
-    Each mini-batch of ``size`` rows carries the denominators of its losses: its real tokens and its
-    sequences, over all ranks. ``shuffle_seed``: the run's seed and the name of what is updated, to draw a new
-    order every epoch. ``iteration`` counts from 1.
+    Cutting here makes membership independent of the number of ranks. Each mini-batch of ``size`` rows
+    carries the denominators of its losses over all ranks (tokens, sequences), so no all-reduce of counts is
+    needed. ``shuffle_seed``: the run's seed and the role, to draw a new order every epoch. ``iteration``
+    counts from 1.
     """
     for epoch in range(epochs):
         rows = batch
@@ -42,26 +43,26 @@ def mini_batches(
 
 @dataclass(frozen=True)
 class Updates:
-    """What the optimizer steps of an iteration reported."""
+    """Metrics and columns returned by the optimizer steps of an iteration."""
 
     metrics: dict[str, float]
     columns: DataProto
-    """Per-token figures from before the step, of an update that computes them on the way; else empty."""
+    """Per-token outputs of an on-policy update's forward pass; else empty."""
 
 
 class PendingUpdates:
-    """Optimizer steps under way; another role's may run at the same time, in processes of its own."""
+    """Optimizer steps in flight; those of a role in another pool may run at the same time."""
 
     def __init__(self, update: Any, mini_batches: Iterable[DataProto], *, loss_agg_mode: str) -> None:
-        """``update``: a worker group's method; one call, one mini-batch, one optimizer step.
+        """Start ``update``, a worker group's method, for each mini-batch.
 
-        It returns its metrics; or columns of all rows of the iteration, with ``metrics`` in ``meta_info``.
+        A call is one optimizer step. It returns metrics, or columns with ``metrics`` in ``meta_info``.
         """
         self._loss_agg_mode = loss_agg_mode
         self._calls = [(update.start(mini_batch), mini_batch.meta_info) for mini_batch in mini_batches]
 
     def get(self) -> Updates:
-        """Wait for the last one; the metrics of all."""
+        """Wait for all steps and return their merged metrics."""
         records, columns = [], DataProto()
         for call, meta in self._calls:
             metrics = call.get()

@@ -1,4 +1,4 @@
-"""Validation: every prompt of the validation set, answered as ``rollout.val_kwargs`` says, and scored."""
+"""Validation: answers and scores of the validation prompts, and their statistics by data source."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from strop.trainer.sample_statistics import (
 )
 from strop.trainer.scores import PendingScores
 from strop.trainer.seeds import sample_seeds
-
-# From the samples of a validation, as they are written to disk, to what they say of each data source.
 
 
 def make_report(
@@ -79,7 +77,7 @@ def _share(samples: pa.Table, column: str) -> float:
 
 
 def _shown(samples: pa.Table, n: int, count: int) -> list[ShownSample]:
-    """The first sample of ``count`` prompts, the same prompts in every validation."""
+    """Return the first sample of ``count`` prompts, the same prompts in every validation."""
     prompts = len(samples) // n
     rows = np.linspace(0, prompts - 1, min(count, prompts)).round().astype(int) * n
     return [
@@ -95,8 +93,7 @@ def _shown(samples: pa.Table, n: int, count: int) -> list[ShownSample]:
 
 
 Progress = Callable[[int], None]
-
-"""Told how many samples have been generated so far; from any thread."""
+"""Called with the number of samples generated so far, from any thread."""
 
 
 class Validator:
@@ -129,7 +126,7 @@ class Validator:
         options = self._config.reward_model.reward_kwargs.get("scorer_kwargs", {})
 
         def extractor_of(source: str) -> Extractor | None:
-            """How answers are found in responses; None where something else than a built-in scorer judges."""
+            """Return the extractor of answers; None if no built-in scorer judges ``source``."""
             if not self._reward_fn.is_built_in(source):
                 return None
             return answer_extractor(source, options.get(source))
@@ -172,7 +169,7 @@ def needs_reward_model(reward_fn: Reward, dataset: Any) -> bool:
 
 
 def _counting(progress: Progress, done: int, finished: Finished | None) -> Finished:
-    """``finished`` of a batch that begins when ``done`` samples are there; tells ``progress``, too."""
+    """Wrap ``finished`` of a batch that follows ``done`` samples so that it also calls ``progress``."""
     told = itertools.count(done + 1)
 
     def tell(prompt: int, number: int, token_ids: list[int]) -> None:
@@ -184,7 +181,7 @@ def _counting(progress: Progress, done: int, finished: Finished | None) -> Finis
 
 
 def _with_equal_columns(batches: list[DataProto]) -> list[DataProto]:
-    """A part of the score that only some batches have becomes NaN in the others."""
+    """Fill parts of the score that only some batches have with NaN in the others."""
     names = {name for batch in batches for name in batch.batch if name.startswith("reward/")}
     return [
         batch.union(

@@ -1,1 +1,1 @@
-"""Checks of a whole configuration, before any model loads."""
+"""Rules about a whole configuration, before any model loads."""

@@ -1,116 +1,111 @@
-"""Everything that can be said about a configuration before a model is loaded, in one pass."""
+"""Preflight check of a configuration across its keys: all errors and warnings in one pass, without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from strop.config.batch_plan import BatchPlan
-from strop.config.checks import inputs, learning, processes
-from strop.config.checks.finding import Rule
-from strop.config.checks.keys import unsupported
-from strop.config.load import Loaded
-from strop.config.schema import Config
+from strop.config.checks import inputs, learning, processes, supervised
+from strop.config.checks.finding import Finding, error, warning
+from strop.config.checks.keys import check_keys
+from strop.config.schema import Config, RootConfig
 from strop.config.trees import NEW_LIB, OLD_LIBS, deprecation_lines
 from strop.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What `check` found; without errors there is a plan, unless the run only validates."""
+    """Errors stop the run, warnings do not."""
 
     errors: list[str]
     warnings: list[str]
     plan: BatchPlan | None
+    """None with wrong batch sizes, for a run that only validates, and for a supervised run."""
 
     def raise_errors(self) -> None:
-        """All errors as one `ConfigError`, if there are any."""
+        """Raise all errors as one `ConfigError`, if there are any."""
         if self.errors:
             raise ConfigError(*self.errors)
 
 
-def check(config: Config, *, train_rows: int | None = None) -> CheckResult:
-    """Check `config` across its keys.
+def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
+    """Check `config`, whose values are each of the right type, across its keys.
 
-    Args:
-        config: what `load_config` gave: each value by itself is of the right type.
-        train_rows: prompts in the training files, if known: then the plan has the number of iterations.
-
-    Returns:
-        Errors that stop the run, warnings that do not (keys without effect, deprecated keys, doubtful
-        settings), and the plan, which is None when the batch sizes do not fit one another.
+    `train_rows` is the number of prompts in the training files, if known: the plan then has the number of
+    iterations.
     """
-    errors, warnings = unsupported(config)
-    for rule in ALL_RULES:
+    errors: list[str] = []
+    warnings: list[str] = []
+    rules = RULES if isinstance(config, Config) else SUPERVISED_RULES
+    for rule in (*COMMON_RULES, *rules):
         for finding in rule(config):
             (errors if finding.level == "error" else warnings).append(finding.text)
-    model = config.actor_rollout_ref.model
-    if model.external_libs is not None and model.external_libs != model.external_lib:
-        errors.append(
-            f"{NEW_LIB}={model.external_lib} and the deprecated {OLD_LIBS}={model.external_libs} differ"
-        )
-    warnings += deprecation_lines(config)
-    if config.trainer.val_only:
+    if not isinstance(config, Config) or config.trainer.val_only:
         return CheckResult(errors, warnings, None)
     try:
         plan = BatchPlan.from_config(config, train_rows=train_rows)
-    except ConfigError as error:
-        return CheckResult(errors + error.problems, warnings, None)
+    except ConfigError as problem:
+        return CheckResult(errors + problem.problems, warnings, None)
     if plan.actor_iterations == 0:
         errors.append(
             f"trainer.critic_warmup={config.trainer.critic_warmup} covers all {plan.iterations} iterations: "
-            f"the actor "
-            "would never be trained"
+            "the actor would never be trained"
         )
     return CheckResult(errors, warnings, plan)
 
 
-def check_loaded(
-    loaded: Loaded[Config], *, train_rows: int | None = None, more_problems: Iterable[str] = ()
-) -> CheckResult:
-    """As `check`, with what could not be loaded before it, and `more_problems` after it.
-
-    Findings about a default that stands in place of something wrong are left out.
-    """
-    if loaded.config is None:
-        return CheckResult(loaded.problems, [], None)
-    result = check(loaded.config, train_rows=train_rows)
-    errors = loaded.problems + loaded.reliable([*result.errors, *more_problems])
-    return CheckResult(errors, loaded.reliable(result.warnings), result.plan)
+def deprecated(config: Config) -> Iterator[Finding]:
+    """Warn of deprecated keys; refuse one that disagrees with its successor."""
+    model = config.actor_rollout_ref.model
+    if model.external_libs is not None and model.external_libs != model.external_lib:
+        yield error(
+            f"{NEW_LIB}={model.external_lib} and the deprecated {OLD_LIBS}={model.external_libs} differ"
+        )
+    for line in deprecation_lines(config):
+        yield warning(line)
 
 
-# The rules between keys, each a generator of findings about one matter; `check` runs them all.
+Rule = Callable[[Any], Iterator[Finding]]
+"""Yields the findings about one matter between keys; what a single field knows stands on the field."""
 
-ALL_RULES: tuple[Rule, ...] = (
-    learning.pluggable_names,
+COMMON_RULES: tuple[Rule, ...] = (
+    check_keys,
     learning.trackers,
+    processes.worker_group,
+    processes.restarts,
+    inputs.data_files,
+    inputs.tokenizer,
+    inputs.resume,
+    inputs.run_folder,
+)
+
+RULES: tuple[Rule, ...] = (
+    learning.pluggable_names,
     learning.reward_parts,
     learning.groups,
-    learning.kl,
     learning.sampling,
     learning.validation_sampling,
-    learning.schedules,
-    learning.critic_warmup,
     learning.kl_horizon,
-    learning.dual_clip,
     processes.tensor_parallelism,
     processes.batches,
     processes.precision,
-    processes.worker_group,
     processes.placement,
-    processes.without_effect,
     processes.hybrid_sharding,
     processes.shared_sequences,
-    processes.restarts,
-    inputs.data_files,
     inputs.models,
-    inputs.tokenizer,
     inputs.context_window,
     inputs.custom_reward,
-    inputs.resume,
-    inputs.run_folder,
     inputs.input_tokenizer,
     inputs.shared_vocabulary,
     inputs.reward_model_context_window,
     inputs.longest_sequence,
+    deprecated,
+)
+
+SUPERVISED_RULES: tuple[Rule, ...] = (
+    supervised.model,
+    supervised.shards,
+    supervised.micro_batches,
 )

@@ -1,11 +1,8 @@
-"""What a rule reports."""
+"""The report line of a rule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
-
-from strop.config.schema import Config
 
 Level = Literal["error", "warning"]
 
@@ -17,15 +14,11 @@ class Finding(NamedTuple):
     text: str
 
 
-Rule = Callable[[Config], Iterator[Finding]]
-"""A rule looks at one matter and yields what is wrong with it."""
-
-
 def error(text: str) -> Finding:
-    """Something that must be put right before the run."""
+    """Return a finding that stops the run."""
     return Finding("error", text)
 
 
 def warning(text: str) -> Finding:
-    """Something that is allowed, and perhaps not meant."""
+    """Return a finding that is allowed, and perhaps a mistake."""
     return Finding("warning", text)

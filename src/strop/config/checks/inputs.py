@@ -1,4 +1,4 @@
-"""Rules about files: what the configuration points to is there. URLs are left to the download."""
+"""Rules about files, folders and models on this machine. URLs and hub names are left to the download."""
 
 from __future__ import annotations
 
@@ -17,28 +17,25 @@ from strop.config.schema.data import RowsConfig
 
 
 def data_files(config: RootConfig) -> Iterator[Finding]:
-    """Parquet files exist."""
-    val_only = config.trainer.val_only
+    """Require the parquet files."""
     for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
-        if key == "train_files" and val_only:
+        if key == "train_files" and config.trainer.val_only:
             continue
-        if not files and (key == "train_files" or val_only or isinstance(config, Config)):
-            yield error(f"data.{key}: found an empty list, expected at least one parquet file")
         for file in files:
             if not is_url(file) and not Path(expand(file)).exists():
                 yield error(f"data.{key}: no file {file} (strop prepare makes one from a data set)")
 
 
 def models(config: Config) -> Iterator[Finding]:
-    """Model folders exist and hold a model; a name without a folder is left to the hub."""
+    """Require models where the configuration names folders."""
     for key, path in model_paths(config).items():
         yield from model_folder(key, path)
 
 
 def model_folder(key: str, path: str) -> Iterator[Finding]:
-    """The model that the key `key` names."""
+    """Require a model in the folder that the key `key` names, if it names one."""
     folder = Path(expand(path))
-    if is_url(path) or folder.is_file():
+    if not path or is_url(path) or folder.is_file():
         return
     if folder.is_dir():
         if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
@@ -48,31 +45,31 @@ def model_folder(key: str, path: str) -> Iterator[Finding]:
 
 
 def tokenizer(config: RootConfig) -> Iterator[Finding]:
-    """A tokenizer of its own exists."""
+    """Require the folder of a separate tokenizer."""
     path = config.data.tokenizer
     if path and not is_url(path) and not Path(expand(path)).exists() and not may_be_a_hub_name(path):
         yield error(f"data.tokenizer={path}: no such folder")
 
 
 def context_window(config: Config) -> Iterator[Finding]:
-    """The policy was made for sequences as long as these."""
+    """See ``context_of_model``."""
     return context_of_model(config.actor_rollout_ref.model.path, config.data)
 
 
 def context_of_model(path: str, data: RowsConfig) -> Iterator[Finding]:
-    """The model at `path` was made for sequences as long as the rows of `data` may be."""
+    """Warn if rows of `data` may be longer than the context window of the model at `path`."""
     facts = read_model_facts(path)
     longest = data.max_prompt_length + data.max_response_length
     if facts is not None and facts.context is not None and facts.context < longest:
         yield warning(
             f"data.max_prompt_length={data.max_prompt_length} + "
             f"data.max_response_length={data.max_response_length} = "
-            f"{longest} tokens, more than the {facts.context} that {path} was made for"
+            f"{longest} tokens, more than the context window of {path} ({facts.context})"
         )
 
 
 def custom_reward(config: Config) -> Iterator[Finding]:
-    """The reward file exists and defines the function; it is read, not run."""
+    """Require the file and the name of a custom reward function; the file is parsed, not run."""
     path, name = config.custom_reward_function.path, config.custom_reward_function.name
     if path is None or is_url(path):
         return
@@ -92,17 +89,16 @@ def custom_reward(config: Config) -> Iterator[Finding]:
 
 
 def resume(config: RootConfig) -> Iterator[Finding]:
-    """A checkpoint that is named exists; of a remote one this is seen when it is fetched."""
+    """Require the checkpoint that ``resume_mode`` names; a remote one is checked when it is fetched."""
     mode = config.trainer.resume_mode
     if mode not in ("auto", "disable") and not is_url(mode) and not Path(expand(mode)).is_dir():
         yield error(
-            f"trainer.resume_mode={mode}: expected auto, disable, or a global_step_N folder; there is no "
-            f"such folder"
+            f"trainer.resume_mode={mode}: expected auto, disable, or a global_step_N folder; no such folder"
         )
 
 
 def run_folder(config: RootConfig) -> Iterator[Finding]:
-    """The run folder, or the nearest folder above it that is there, can be written to: by trying."""
+    """Require a run folder that can be written, by writing to it or to its nearest existing parent."""
     path = config.trainer.default_local_dir
     if is_url(path):
         yield error(
@@ -110,25 +106,25 @@ def run_folder(config: RootConfig) -> Iterator[Finding]:
             "trainer.default_hdfs_dir takes copies of the checkpoints"
         )
         return
-    there = os.path.abspath(expand(path))
-    while not os.path.lexists(there):
-        there = os.path.dirname(there)
-    if not os.path.isdir(there):
+    parent = os.path.abspath(expand(path))
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
         yield error(
-            f"trainer.default_local_dir={path}: {there} is not a folder; name another, or move it away"
+            f"trainer.default_local_dir={path}: {parent} is not a folder; name another, or move it away"
         )
         return
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".strop-probe-", dir=there))
+        os.rmdir(tempfile.mkdtemp(prefix=".strop-probe-", dir=parent))
     except OSError as problem:
         yield error(
-            f"trainer.default_local_dir={path}: nothing can be written to {there} ({problem.strerror}); "
+            f"trainer.default_local_dir={path}: nothing can be written to {parent} ({problem.strerror}); "
             "name a folder that you may write to"
         )
 
 
 def _defined_names(tree: ast.Module) -> set[str]:
-    """What a module defines at its top level, also inside `if` and `try`; "*" for a star import."""
+    """Return the names that a module defines at top level, also in `if` and `try`; "*" for a star import."""
     names: set[str] = set()
     pending: list[ast.AST] = list(tree.body)
     while pending:
@@ -153,11 +149,8 @@ def _defined_names(tree: ast.Module) -> set[str]:
     return names
 
 
-# Rules about the reward model: it reads what the policy writes.
-
-
 def input_tokenizer(config: Config) -> Iterator[Finding]:
-    """The tokenizer that samples are decoded with exists."""
+    """Require the tokenizer that decodes samples for the reward model."""
     path = config.reward_model.model.input_tokenizer
     if not config.reward_model.enable or path is None or is_url(path) or may_be_a_hub_name(path):
         return
@@ -166,7 +159,7 @@ def input_tokenizer(config: Config) -> Iterator[Finding]:
 
 
 def shared_vocabulary(config: Config) -> Iterator[Finding]:
-    """A reward model that scores the policy's token ids has as many; the tokens are compared later."""
+    """Require a vocabulary of the policy's size where token ids are scored; tokens are compared later."""
     rewards = config.reward_model
     if not rewards.enable or rewards.model.input_tokenizer is not None:
         return
@@ -174,37 +167,37 @@ def shared_vocabulary(config: Config) -> Iterator[Finding]:
     policy, reward_model = (read_model_facts(path) for path in paths)
     if policy is not None and reward_model is not None and policy.vocabulary != reward_model.vocabulary:
         yield error(
-            f"reward_model.model.input_tokenizer=null has the policy's token ids scored as they are, but the "
-            f"vocabularies differ: {policy.vocabulary} tokens of {paths[0]}, {reward_model.vocabulary} of "
-            f"{paths[1]}; set it to the policy's tokenizer, so that samples are written anew"
+            f"reward_model.model.input_tokenizer=null: the reward model reads the policy's token ids, but "
+            f"the vocabularies differ: {policy.vocabulary} tokens of {paths[0]}, {reward_model.vocabulary} "
+            f"of {paths[1]}; set it to the policy's tokenizer, so that samples are tokenized again"
         )
 
 
 def reward_model_context_window(config: Config) -> Iterator[Finding]:
-    """The reward model was made for sequences as long as these."""
+    """Warn if sequences may be longer than the reward model's context window."""
     rewards, data = config.reward_model, config.data
     facts = read_model_facts(rewards.model.path) if rewards.enable else None
     if facts is None or facts.context is None:
         return
     if rewards.model.input_tokenizer is not None and rewards.max_length is not None:
         longest, keys = rewards.max_length, f"reward_model.max_length={rewards.max_length}"
-    else:  # samples written anew have about as many tokens as they had
+    else:  # re-tokenized samples have about as many tokens
         longest = data.max_prompt_length + data.max_response_length
         keys = (
             f"data.max_prompt_length={data.max_prompt_length} + "
             f"data.max_response_length={data.max_response_length} = {longest} tokens"
         )
     if longest > facts.context:
-        yield warning(f"{keys}, more than the {facts.context} that {rewards.model.path} was made for")
+        yield warning(f"{keys}, more than the context window of {rewards.model.path} ({facts.context})")
 
 
 def longest_sequence(config: Config) -> Iterator[Finding]:
-    """What is written anew has a limit where micro-batches have one."""
+    """Warn if re-tokenized samples may exceed the token cap of a micro-batch."""
     rewards = config.reward_model
-    written_anew = rewards.enable and rewards.model.input_tokenizer is not None
-    if written_anew and rewards.use_dynamic_bsz and rewards.max_length is None:
+    retokenized = rewards.enable and rewards.model.input_tokenizer is not None
+    if retokenized and rewards.use_dynamic_bsz and rewards.max_length is None:
         cap = rewards.forward_max_token_len_per_gpu
         yield warning(
             f"reward_model.max_length=null: a sample of more than reward_model.forward_max_token_len_per_gpu="
-            f"{cap} tokens of the reward model's would stop the run; with max_length={cap} its end is scored"
+            f"{cap} of the reward model's tokens would stop the run; with max_length={cap} its end is scored"
         )

@@ -1,4 +1,4 @@
-"""The typed configuration trees, one module for each owner; `Config` is the root of the largest."""
+"""Typed configuration trees, one module per owner; `Config` is the root of reinforcement learning."""
 
 from __future__ import annotations
 

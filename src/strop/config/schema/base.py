@@ -1,19 +1,76 @@
-"""What every section of the configuration shares: the base class and the kinds of numbers.
+"""Building blocks of the schemas: the base class, markers on fields, number types, shared sections.
 
-A section has no defaults: `ppo_trainer.yaml` is their only source, so the two cannot drift apart.
+A section has no defaults: the YAML files are their only source, so the two cannot drift apart.
+
+A key that has an effect only sometimes says so on its field: ``Annotated[type, no_effect(...)]``, with the
+condition and the reason. ``config.checks.keys`` reports such keys where somebody wrote them; docs/config.md
+lists them. A marker on a field that holds a section covers every key below it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from strop.config.backends import ENGINES
 
 
 class Expected(str):
     """Metadata on a type: the words that an error and the reference page use for it."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True)
+class At:
+    """A key of a configuration, as the condition of a marker sees it."""
+
+    path: str
+    value: Any
+    section: Any
+    """The section that holds the key, for conditions on its neighbours."""
+    config: Any
+    """The whole tree. Untyped: the root is defined above this module."""
+    one_rank: bool
+    """Every role has one process, so nothing is sharded."""
+    on_ray: bool
+    """Workers run in processes of their own."""
+    on_cpu: bool
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Marker on a field: where ``applies``, the key has no effect (warning) or cannot be used (error)."""
+
+    when: str
+    """The condition in words."""
+    applies: Callable[[At], bool]
+    reason: str
+    """Empty where the condition says it all."""
+    level: Literal["warning", "error"]
+
+
+def no_effect(when: str, applies: Callable[[At], bool], reason: str = "") -> Limit:
+    """Mark a key that does nothing where ``applies``; it is reported only if somebody wrote it."""
+    return Limit(when, applies, reason, "warning")
+
+
+def refused(when: str, applies: Callable[[At], bool], reason: str) -> Limit:
+    """Mark a key whose value stops the run where ``applies``, whoever wrote it."""
+    return Limit(when, applies, reason, "error")
+
+
+@dataclass(frozen=True)
+class Required:
+    """Marker on a field without a usable default: an empty value is an error where ``applies``."""
+
+    what: str
+    example: str
+    applies: Callable[[At], bool] = lambda at: True
+    when: str = ""
 
 
 class Section(BaseModel):
@@ -30,7 +87,7 @@ class Section(BaseModel):
 
 
 def _not_a_bool(value: Any) -> Any:
-    if isinstance(value, bool):  # Python counts True as 1; nobody who writes total_epochs=True means that
+    if isinstance(value, bool):  # to Python, True is the number 1
         raise ValueError("a truth value is not a number")
     return value
 
@@ -73,9 +130,15 @@ Probability = Annotated[Number, Field(gt=0, le=1)]
 Names = Annotated[list[str], BeforeValidator(_one_or_many), Expected("string or list of strings")]
 
 
-# Sections that several owners use: optimizer, sharding, and the enumerations that they have in common.
+if TYPE_CHECKING:
+    _StrategyName = str
+else:
+    _StrategyName = Literal[(*ENGINES, "megatron")]
 
-Strategy = Literal["fsdp", "megatron"]
+Strategy = Annotated[
+    _StrategyName,
+    refused("if megatron", lambda at: at.value not in ENGINES, "not in this version; set it to fsdp"),
+]
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -86,6 +149,34 @@ KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"]
 LossAggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
+
+
+SharedSequences = Annotated[
+    PositiveInt,
+    no_effect(
+        "with one process for each role",
+        lambda at: at.value > 1 and at.one_rank,
+        "one process shares no sequence; the numbers are the same",
+    ),
+]
+
+
+def by_rows(dynamic: str = "use_dynamic_bsz") -> Limit:
+    """Mark a size in rows; the neighbouring key ``dynamic`` chooses between rows and tokens."""
+    return no_effect(
+        f"with {dynamic}=True",
+        lambda at: getattr(at.section, dynamic),
+        "micro-batches are cut by tokens",
+    )
+
+
+def by_tokens(dynamic: str = "use_dynamic_bsz") -> Limit:
+    """Mark a size in tokens; the neighbouring key ``dynamic`` chooses between rows and tokens."""
+    return no_effect(
+        f"with {dynamic}=False",
+        lambda at: not getattr(at.section, dynamic),
+        "micro-batches are cut by rows",
+    )
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -100,12 +191,26 @@ class OptimConfig(Section):
     """Learning rate after the warm-up."""
     lr_warmup_steps_ratio: Fraction
     """Share of all iterations over which the learning rate rises linearly to lr."""
-    min_lr_ratio: Fraction | None
+    min_lr_ratio: Annotated[
+        Fraction | None,
+        no_effect(
+            "with warmup_style=constant",
+            lambda at: at.section.warmup_style == "constant",
+            "cosine and linear decay to it",
+        ),
+    ]
     """The schedule ends at this share of lr (cosine and linear); null: 0."""
     warmup_style: Literal["constant", "cosine", "linear"]
-    """What follows the warm-up: constant, or a cosine or linear decay to min_lr_ratio x lr."""
-    total_training_steps: PositiveOrAll
-    """Filled in by the trainer with the number of iterations; leave it at -1."""
+    """Schedule after the warm-up: constant, or a cosine or linear decay to min_lr_ratio x lr."""
+    total_training_steps: Annotated[
+        PositiveOrAll,
+        no_effect(
+            "unless it is -1",
+            lambda at: at.value != -1,
+            "the schedule ends with the run; trainer.total_training_steps sets its length",
+        ),
+    ]
+    """Set by the trainer to the number of iterations; leave it at -1."""
     betas: Betas
     """AdamW's decay rates of the first and second moments."""
     weight_decay: NonNegativeFloat
@@ -114,12 +219,28 @@ class OptimConfig(Section):
     """AdamW's constant in the denominator."""
 
 
-class WrapPolicyConfig(Section):
-    """Which modules are sharded as one unit."""
+_ONE_RANK = "one process holds the whole model"
 
-    transformer_layer_cls_to_wrap: str | list[str] | None
+_UNSHARDED = no_effect(
+    "with one process for each role",
+    lambda at: at.value != 0 and at.one_rank,
+    _ONE_RANK,
+)
+
+UnitSize = Annotated[Count, _UNSHARDED]
+
+Offload = Annotated[
+    bool,
+    no_effect("without a GPU", lambda at: at.value and at.on_cpu, "models are in CPU memory anyway"),
+]
+
+
+class WrapPolicyConfig(Section):
+    """Modules that are sharded as one unit."""
+
+    transformer_layer_cls_to_wrap: Annotated[str | list[str] | None, _UNSHARDED]
     """Layer classes to shard as units; null: the model's own decoder layers."""
-    min_num_params: Count
+    min_num_params: UnitSize
     """Shard modules of at least this many parameters as units; 0: by decoder layer."""
 
 
@@ -127,25 +248,40 @@ class FrozenFsdpConfig(Section):
     """Sharding of a model that is only evaluated."""
 
     wrap_policy: WrapPolicyConfig
-    param_offload: bool
+    param_offload: Offload
     """Keep the parameters in CPU memory while they are not used."""
 
 
 class FsdpConfig(FrozenFsdpConfig):
     """Sharding of a model that is trained."""
 
-    grad_offload: bool
+    grad_offload: Annotated[
+        bool,
+        no_effect(
+            "in any run",
+            lambda at: at.value,
+            # The optimizer step sets the gradients to None, so there are none between phases.
+            "gradients live only from an update's backward passes to its step",
+        ),
+    ]
     """Keep the gradients in CPU memory while they are not used."""
-    optimizer_offload: bool
+    optimizer_offload: Offload
     """Keep the optimizer state in CPU memory while it is not used."""
-    fsdp_size: PositiveOrAll
+    fsdp_size: Annotated[
+        PositiveOrAll,
+        no_effect(
+            "with one process for each role",
+            lambda at: at.value not in (-1, 1) and at.one_rank,
+            _ONE_RANK,
+        ),
+    ]
     """Ranks that share one copy of the parameters; -1: all."""
 
 
 class ModelConfig(Section):
     """A Hugging Face model that is trained."""
 
-    path: str
+    path: Annotated[str, Required("a Hugging Face folder, hub name or URL", "Qwen/Qwen2.5-0.5B-Instruct")]
     """Hugging Face model: folder, name on the hub, hdfs:// or any fsspec URL, or a GGUF file."""
     external_lib: str | list[str] | None
     """Package, or list of packages, to import first: they register models or tokenizers with transformers."""
@@ -153,7 +289,15 @@ class ModelConfig(Section):
     """Values laid over the model's config.json, for example a dropout rate."""
     enable_gradient_checkpointing: bool
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    use_remove_padding: bool
+    use_remove_padding: Annotated[
+        bool,
+        refused(
+            "if True with attn_implementation eager or flex_attention",
+            lambda at: at.value and at.section.attn_implementation in ("eager", "flex_attention"),
+            "packed rows need attention by lengths, and this attn_implementation takes a mask matrix; set it "
+            "to null, sdpa or flash_attention_2",
+        ),
+    ]
     """Pack sequences without padding: the same numbers in less time."""
     trust_remote_code: bool
     """Run Python code that comes with the model."""

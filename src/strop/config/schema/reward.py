@@ -1,18 +1,38 @@
-"""Keys under `reward_model` and `custom_reward_function`: where scores come from."""
+"""Keys under `reward_model` and `custom_reward_function`: the sources of scores."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from strop.config.schema.base import Count, Fraction, Number, PositiveFloat, PositiveInt, Section
+from strop.config.schema.base import (
+    Count,
+    Fraction,
+    Number,
+    Offload,
+    PositiveFloat,
+    PositiveInt,
+    Required,
+    Section,
+    SharedSequences,
+    UnitSize,
+    by_rows,
+    by_tokens,
+    no_effect,
+)
+
+_NO_MODEL = no_effect("with reward_model.enable=False", lambda at: not at.config.reward_model.enable)
+
+_NO_PENALTY = no_effect(
+    "with reward_model.non_stop_penalty=False", lambda at: not at.section.non_stop_penalty
+)
 
 
 class RewardFsdpConfig(Section):
     """Sharding of the reward model."""
 
-    min_num_params: Count
+    min_num_params: UnitSize
     """Shard modules of at least this many parameters as units; 0: by decoder layer."""
-    param_offload: bool
+    param_offload: Offload
     """Keep the parameters in CPU memory while they are not used."""
 
 
@@ -21,7 +41,15 @@ class RewardModelModelConfig(Section):
 
     input_tokenizer: str | None
     """Tokenizer of the policy, when the reward model's chat template differs; null: they share one."""
-    path: str
+    path: Annotated[
+        str,
+        Required(
+            "a sequence classifier",
+            "Skywork/Skywork-Reward-V2-Qwen3-0.6B",
+            applies=lambda at: at.config.reward_model.enable,
+            when="with reward_model.enable",
+        ),
+    ]
     """Model for AutoModelForSequenceClassification: folder, name, hdfs:// or any fsspec URL."""
     external_lib: str | list[str] | None
     """Package, or list of packages, to import first."""
@@ -34,24 +62,39 @@ class RewardModelConfig(Section):
     """The reward model (only with enable), and the reward manager (always)."""
 
     enable: bool
-    """Score with a model as well; False: with functions only, and the model's keys have no effect."""
-    model: RewardModelModelConfig
-    micro_batch_size: PositiveInt | None
+    """Score with a model as well; False: with functions only."""
+    model: Annotated[RewardModelModelConfig, _NO_MODEL]
+    micro_batch_size: Annotated[PositiveInt | None, _NO_MODEL]
     """Deprecated: micro_batch_size_per_gpu times the number of ranks."""
-    micro_batch_size_per_gpu: PositiveInt | None
+    micro_batch_size_per_gpu: Annotated[PositiveInt | None, _NO_MODEL, by_rows()]
     """Sequences that the model scores in one forward pass, per rank; memory only."""
-    use_dynamic_bsz: bool
+    use_dynamic_bsz: Annotated[bool, _NO_MODEL]
     """Cut micro-batches by tokens (forward_max_token_len_per_gpu) instead of by sequences."""
-    forward_max_token_len_per_gpu: PositiveInt
+    forward_max_token_len_per_gpu: Annotated[PositiveInt, _NO_MODEL, by_tokens()]
     """Most tokens in one forward pass, per rank, with use_dynamic_bsz."""
-    ulysses_sequence_parallel_size: PositiveInt
+    ulysses_sequence_parallel_size: Annotated[SharedSequences, _NO_MODEL]
     """Neighbouring ranks that share each sequence; needs use_remove_padding of actor_rollout_ref.model."""
-    max_length: PositiveInt | None
-    """With input_tokenizer: longest sequence in the reward model's own tokens, its end is kept; null: any."""
+    max_length: Annotated[
+        PositiveInt | None,
+        _NO_MODEL,
+        no_effect(
+            "with reward_model.model.input_tokenizer=null",
+            lambda at: at.section.model.input_tokenizer is None,
+            "the reward model reads the policy's tokens as they are",
+        ),
+    ]
+    """With input_tokenizer: longest sequence in the reward model's tokens; its end is kept; null: any."""
     reward_manager: str
-    """naive (one process), prime (num_workers processes at once), or the import path of your own."""
-    num_workers: PositiveInt | None
-    """Processes that prime scores with, on the driver's machine; null: as many as its cores, at most 16."""
+    """naive (one process), prime (num_workers processes), or the import path of your own."""
+    num_workers: Annotated[
+        PositiveInt | None,
+        no_effect(
+            "without reward_model.reward_manager=prime",
+            lambda at: at.section.reward_manager != "prime",
+            "only the prime reward manager has several processes",
+        ),
+    ]
+    """Scoring processes of prime, on the driver's machine; null: one for each core, at most 16."""
     reward_kwargs: dict[str, Any]
     """Further keyword arguments of the reward manager."""
     timeout_s: PositiveFloat
@@ -61,23 +104,26 @@ class RewardModelConfig(Section):
     max_error_rate: Fraction
     """Share of such samples in a batch above which the run stops."""
     parts: dict[str, Any]
-    """What a score is made of: name of a part -> weight, or {weight, scorer, kwargs}; see docs/rewards.md."""
+    """Terms of a score: name of a part -> weight, or {weight, scorer, kwargs}; see docs/rewards.md."""
     non_stop_penalty: bool
-    """Give a response that did not end by its stop token the score penalty_reward_value."""
-    penalty_reward_value: Number
-    """That score."""
-    min_response_length: Count
-    """With non_stop_penalty: a response that stopped before this many tokens gets that score, too."""
+    """Give a response that did not end with a stop token the score penalty_reward_value."""
+    penalty_reward_value: Annotated[Number, _NO_PENALTY]
+    """Score of such a response."""
+    min_response_length: Annotated[Count, _NO_PENALTY]
+    """Responses that stopped before this many tokens get that score, too."""
     num_examine: Count
-    """Training samples per data source to print with their score, each iteration."""
+    """Training samples per data source to log with their score, each iteration."""
     val_num_examine: Count
-    """Validation samples per data source to print with their score."""
+    """Validation samples per data source to log with their score."""
 
 
 class CustomRewardFunctionConfig(Section):
     """Your own reward function: compute_score(data_source, solution_str, ground_truth, extra_info=None)."""
 
     path: str | None
-    """Python file that holds it; null: the built-in scorers, by data source."""
-    name: str
+    """Python file that defines it; null: the built-in scorers, by data source."""
+    name: Annotated[
+        str,
+        no_effect("with custom_reward_function.path=null", lambda at: at.section.path is None),
+    ]
     """Name of the function in that file."""

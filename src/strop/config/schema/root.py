@@ -1,91 +1,152 @@
-"""The roots of the configuration trees: what they share, and that of reinforcement learning."""
+"""The roots of the configuration trees: the common base, and the tree of reinforcement learning."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import PrivateAttr
 
-from strop.config.schema.base import Fraction, KlKind, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from strop.config.names import estimators, needs_critic
+from strop.config.schema.base import (
+    At,
+    Fraction,
+    KlKind,
+    Limit,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    no_effect,
+)
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.data import DataConfig, RowsConfig
-from strop.config.schema.policy import ActorRolloutRefConfig
+from strop.config.schema.policy import ActorRolloutRefConfig, has_kl_term
 from strop.config.schema.reward import CustomRewardFunctionConfig, RewardModelConfig
 from strop.config.schema.trainer import RunConfig, TrainerConfig
 
-# Keys under `algorithm`: advantages, and the KL penalty in the reward.
+
+def _steers_no_kl(at: At) -> bool:
+    control = at.config.algorithm.kl_ctrl
+    return control.type == "fixed" or control.kl_coef == 0 or at.config.actor_rollout_ref.actor.use_kl_loss
+
+
+_NO_STEERING = no_effect("without an adaptive KL in the reward", _steers_no_kl)
 
 
 class KlControlConfig(Section):
     """The weight of the KL penalty in the reward; unused with actor_rollout_ref.actor.use_kl_loss."""
 
-    type: Literal["fixed", "adaptive"]
+    type: Annotated[
+        Literal["fixed", "adaptive"],
+        no_effect(
+            "without a KL in the reward",
+            lambda at: at.value == "adaptive" and _steers_no_kl(at),
+            "kl_coef is 0, or use_kl_loss puts the KL into the loss with the fixed weight kl_loss_coef",
+        ),
+    ]
     """fixed: kl_coef throughout; adaptive: steered so that the KL stays near target_kl."""
-    kl_coef: NonNegativeFloat
+    kl_coef: Annotated[
+        NonNegativeFloat,
+        no_effect(
+            "with actor_rollout_ref.actor.use_kl_loss=True",
+            lambda at: at.value != 0 and at.config.actor_rollout_ref.actor.use_kl_loss,
+            "the KL is in the loss",
+        ),
+    ]
     """Weight of the penalty (its first value, when adaptive); 0: off."""
-    horizon: PositiveInt
+    horizon: Annotated[PositiveInt, _NO_STEERING]
     """Samples over which the adaptive weight reacts."""
-    target_kl: PositiveFloat
+    target_kl: Annotated[PositiveFloat, _NO_STEERING]
     """KL that the adaptive weight steers to."""
+
+
+def _argument(name: str, *, neutral: float) -> Limit:
+    """Mark a key that is the argument ``name`` of estimators; only built-in ones have known parameters."""
+    without = [estimator for estimator, parameters in estimators().items() if name not in parameters]
+    return no_effect(
+        f"with algorithm.adv_estimator {', '.join(without)}",
+        lambda at: at.section.adv_estimator in without and at.value != neutral,
+    )
 
 
 class AlgorithmConfig(Section):
     """From scores to advantages."""
 
-    gamma: Fraction
+    gamma: Annotated[Fraction, _argument("gamma", neutral=1.0)]
     """Discount factor per token."""
-    lam: Fraction
+    lam: Annotated[Fraction, _argument("lam", neutral=1.0)]
     """GAE's trade-off between bias and variance."""
     adv_estimator: str
     """gae, grpo, rloo, remax, reinforce_plus_plus, reinforce_plus_plus_baseline, or an import path."""
-    whiten_advantages: bool
+    whiten_advantages: Annotated[bool, _argument("whiten", neutral=False)]
     """Scale GAE's advantages to mean 0 and variance 1 over the batch."""
-    norm_adv_by_std_in_grpo: bool
+    norm_adv_by_std_in_grpo: Annotated[bool, _argument("norm_by_std", neutral=False)]
     """Divide GRPO's advantages by the group's standard deviation; False: Dr. GRPO."""
-    kl_penalty: KlKind
+    kl_penalty: Annotated[
+        KlKind,
+        no_effect("without a KL term", lambda at: not has_kl_term(at.config), "no reference model is loaded"),
+    ]
     """Estimator of the KL between policy and reference in the reward."""
     kl_ctrl: KlControlConfig
 
 
 class RootConfig(Section):
-    """Everything that a run of any kind is told, read by attribute: config.trainer.total_epochs."""
+    """The whole configuration of a run of any kind; values are attributes: config.trainer.total_epochs."""
 
     data: RowsConfig
     trainer: RunConfig
 
     _written: frozenset[str] | None = PrivateAttr(default=None)
-    _overridden: frozenset[str] = PrivateAttr(default=frozenset())
+    _meant: frozenset[str] = PrivateAttr(default=frozenset())
 
     @property
     def written(self) -> frozenset[str] | None:
-        """Full paths of the keys that a file or an override wrote; None when that is not known."""
+        """Full paths of the keys that a file or an override wrote; None if that is not known."""
         return self._written
 
     @property
-    def overridden(self) -> frozenset[str]:
-        """Those that an override wrote: what is typed is meant, and a file may be a copy of another."""
-        return self._overridden
+    def meant(self) -> frozenset[str]:
+        """Written keys that somebody may count on: overrides, and values in a file that are no defaults.
 
-    def note_written(self, paths: Iterable[str], *, overridden: Iterable[str] | None = None) -> None:
-        """Keep which keys the user wrote: what stands on its default is not worth a warning."""
-        self._written = frozenset(paths)
-        if overridden is not None:
-            self._overridden = frozenset(overridden)
+        A file may be a copy of another one with all its defaults.
+        """
+        return self._meant
+
+    def note_written(self, paths: Iterable[str], *, meant: Iterable[str]) -> None:
+        """Record which keys the user wrote: an unwritten default is not worth a warning."""
+        self._written, self._meant = frozenset(paths), frozenset(meant)
 
     def __eq__(self, other: object) -> bool:
-        """Equal values; who wrote them does not matter."""
+        """Compare values; who wrote them does not matter."""
         return type(other) is type(self) and self.model_dump() == other.model_dump()
 
     __hash__ = None
 
 
+# The reward model's keys of the same names follow these, unless they are set themselves.
+_ALSO_FOR_REWARD_MODEL = (
+    "critic.use_dynamic_bsz",
+    "critic.ppo_max_token_len_per_gpu",
+    "critic.forward_max_token_len_per_gpu",
+)
+
+
+def _no_critic(at: At) -> bool:
+    if at.path in _ALSO_FOR_REWARD_MODEL and at.config.reward_model.enable:
+        return False
+    return not needs_critic(at.config.algorithm.adv_estimator)
+
+
 class Config(RootConfig):
-    """Everything that a run of reinforcement learning is told."""
+    """The whole configuration of reinforcement learning."""
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
-    critic: CriticConfig
+    critic: Annotated[
+        CriticConfig,
+        no_effect("without a critic", _no_critic, "algorithm.adv_estimator needs no values"),
+    ]
     reward_model: RewardModelConfig
     custom_reward_function: CustomRewardFunctionConfig
     algorithm: AlgorithmConfig

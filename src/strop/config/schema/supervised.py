@@ -1,8 +1,8 @@
-"""The trees of the supervised trainers: fine-tuning on responses, and reward modelling on pairs of them."""
+"""The trees of supervised training: fine-tuning on responses, and reward modelling on pairs of answers."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from strop.config.schema.base import (
     FsdpConfig,
@@ -13,6 +13,8 @@ from strop.config.schema.base import (
     PositiveInt,
     Section,
     Strategy,
+    by_rows,
+    by_tokens,
 )
 from strop.config.schema.data import RowsConfig
 from strop.config.schema.root import RootConfig
@@ -25,9 +27,9 @@ class AnsweredDataConfig(RowsConfig):
     train_batch_size: PositiveInt
     """Rows in one optimizer step, over all processes."""
     truncation: Literal["error", "left", "right", "middle"]
-    """What to do with rows that are too long: stop, or cut the prompt there; answers lose their end."""
+    """Treatment of rows that are too long: stop, or cut the prompt on that side; answers lose their end."""
     filter_overlong: bool
-    """Drop rows with a prompt or an answer over its limit when the files are read, and say how many."""
+    """Drop rows with a prompt or an answer over its limit when the files are read, and log how many."""
 
 
 class SftDataConfig(AnsweredDataConfig):
@@ -38,7 +40,7 @@ class SftDataConfig(AnsweredDataConfig):
 
 
 class PairDataConfig(AnsweredDataConfig):
-    """Prompts with two answers, of which one was preferred."""
+    """Prompts with two answers, one of them preferred."""
 
     chosen_key: str
     """Column that holds the preferred answer, a string."""
@@ -53,15 +55,15 @@ class TrainedModelConfig(ModelConfig):
 
 
 class UpdateConfig(Section):
-    """The update: one optimizer step an iteration."""
+    """The update: one optimizer step per iteration."""
 
     strategy: Strategy
     """Training back-end."""
-    micro_batch_size_per_gpu: PositiveInt | None
+    micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Rows in one pass, per rank; memory only: it never changes a number."""
     use_dynamic_bsz: bool
     """Cut micro-batches by tokens (max_token_len_per_gpu) instead of by rows."""
-    max_token_len_per_gpu: PositiveInt
+    max_token_len_per_gpu: Annotated[PositiveInt, by_tokens()]
     """Most tokens in one pass, per rank, with use_dynamic_bsz; at least one whole row."""
     grad_clip: PositiveFloat
     """Largest global norm of the gradient; above it, the gradient is scaled down."""
@@ -69,14 +71,14 @@ class UpdateConfig(Section):
 
 
 class RewardUpdateConfig(UpdateConfig):
-    """The update: one optimizer step an iteration."""
+    """The update: one optimizer step per iteration."""
 
     center_rewards_coefficient: NonNegativeFloat
-    """Weight of the mean of (chosen + rejected score)^2, which holds scores near 0; 0: off."""
+    """Weight of the mean of (chosen + rejected score)^2, which keeps scores near 0; 0: off."""
 
 
 class SupervisedConfig(RootConfig):
-    """Everything that a supervised run is told."""
+    """The whole configuration of a supervised run."""
 
     data: AnsweredDataConfig
     model: TrainedModelConfig
@@ -85,13 +87,13 @@ class SupervisedConfig(RootConfig):
 
 
 class SftConfig(SupervisedConfig):
-    """Everything that supervised fine-tuning is told."""
+    """The whole configuration of supervised fine-tuning."""
 
     data: SftDataConfig
 
 
 class RewardModellingConfig(SupervisedConfig):
-    """Everything that reward modelling is told."""
+    """The whole configuration of reward modelling."""
 
     data: PairDataConfig
     update: RewardUpdateConfig

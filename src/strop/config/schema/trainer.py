@@ -1,4 +1,4 @@
-"""Keys under `trainer` that only reinforcement learning has."""
+"""Keys under `trainer`: those of any kind of run, and those of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -6,9 +6,34 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from strop.config.schema.base import Count, Every, Expected, Names, PositiveFloat, PositiveInt, Section
+from strop.config.names import needs_critic
+from strop.config.schema.base import (
+    At,
+    Count,
+    Every,
+    Expected,
+    Names,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    no_effect,
+)
 
-# Keys under `trainer` of every kind of run: how long, where, and what is written down.
+_NO_CHECKPOINTS = no_effect(
+    "with trainer.save_freq=-1",
+    lambda at: at.value and at.section.save_freq < 0,
+    "no checkpoints are written",
+)
+
+_OTHER_POOLS = no_effect(
+    "with trainer.resource_pools",
+    lambda at: bool(getattr(at.section, "resource_pools", None)),  # supervised runs have no such key
+    "these give the number of processes",
+)
+
+
+def _validates_nothing(at: At) -> bool:
+    return not at.config.data.val_files
 
 
 class RunConfig(Section):
@@ -20,17 +45,17 @@ class RunConfig(Section):
     """Iterations of the run; null: as many as total_epochs gives."""
     project_name: str
     """Project in the trackers and in default_local_dir."""
-    experiment_name: str
-    """Run in the trackers and in default_local_dir."""
+    experiment_name: Annotated[str, Expected("string or null")]
+    """Run in the trackers and in default_local_dir; null: the name of that folder."""
     logger: Names
     """Trackers: console, tensorboard, wandb, or your own's import path; metrics.jsonl is always written."""
-    nnodes: PositiveInt
+    nnodes: Annotated[PositiveInt, _OTHER_POOLS]
     """Machines; more than one needs a Ray cluster that runs on them."""
-    n_gpus_per_node: PositiveInt
-    """Processes (GPUs) on each machine; a default of more than are there means those that are (CPU: 1)."""
+    n_gpus_per_node: Annotated[PositiveInt, _OTHER_POOLS]
+    """Processes (GPUs) on each machine. Unwritten: at most the GPUs of this machine, and 1 without any."""
     worker_group: Literal["auto", "local", "ray"]
     """Workers run in this process (local) or each in its own (ray); auto: ray if there is more than one."""
-    handles: bool
+    handles: Annotated[bool, no_effect("with one process", lambda at: not at.value and not at.on_ray)]
     """Ray: batches stay with the workers, and the driver fetches only the columns that it reads."""
     device: Literal["auto", "cpu", "cuda"]
     """auto: the GPU if there is one."""
@@ -38,24 +63,30 @@ class RunConfig(Section):
     """The one seed that all random streams derive from."""
     save_freq: Every
     """Save a checkpoint every this many iterations."""
-    async_save: bool
+    async_save: Annotated[bool, _NO_CHECKPOINTS]
     """Write checkpoints in the background, from a copy in CPU memory, while training goes on."""
-    max_ckpt_to_keep: PositiveInt | None
+    max_ckpt_to_keep: Annotated[PositiveInt | None, _NO_CHECKPOINTS]
     """Checkpoints to keep, the newest ones; null: all."""
-    test_freq: Every
+    test_freq: Annotated[
+        Every,
+        no_effect("with data.val_files=[]", lambda at: at.value > 0 and _validates_nothing(at)),
+    ]
     """Validate every this many iterations."""
-    val_before_train: bool
+    val_before_train: Annotated[
+        bool,
+        no_effect("with data.val_files=[]", lambda at: at.value and _validates_nothing(at)),
+    ]
     """Validate before the first iteration."""
     val_only: bool
     """Validate once and stop."""
     resume_mode: str
     """auto: newest in default_local_dir, else in default_hdfs_dir; disable: never; or path or URL of one."""
-    max_restarts: Count
-    """When a worker dies or hangs: start again from the last checkpoint, at most this many times."""
-    phase_timeout_s: PositiveFloat | None
-    """Ray: a longer call to workers has hung and ends the run (loading: at least 600 s); null: no limit."""
+    max_restarts: Annotated[Count, no_effect("with one process", lambda at: at.value > 0 and not at.on_ray)]
+    """When a worker dies or hangs: restart from the last checkpoint, at most this many times."""
+    phase_timeout_s: Annotated[PositiveFloat | None, no_effect("with one process", lambda at: not at.on_ray)]
+    """Ray: seconds after which a call to workers counts as hung (loading: at least 600); null: no limit."""
     default_hdfs_dir: str | None
-    """Folder for copies of the checkpoints: hdfs://, s3://, any fsspec URL or path; null, default: none."""
+    """Folder for copies of the checkpoints: hdfs://, s3://, any fsspec URL or path; null: none."""
     default_local_dir: str
     """Run folder: checkpoints, metrics, samples, resolved config."""
 
@@ -66,15 +97,28 @@ _ProcessesPerNode = Annotated[list[PositiveInt], Field(min_length=1), Expected("
 
 
 class TrainerConfig(RunConfig):
-    """The run."""
+    """The run, and the placement of its roles."""
 
-    resource_pools: dict[str, _ProcessesPerNode]
+    resource_pools: Annotated[
+        dict[str, _ProcessesPerNode],
+        no_effect("with one process", lambda at: bool(at.value) and not at.on_ray),
+    ]
     """Named groups of processes: {name: [processes on each node]}; {}: one, n_gpus_per_node on nnodes."""
-    placement: dict[RoleName, str]
+    placement: Annotated[
+        dict[RoleName, str],
+        no_effect("with one process", lambda at: bool(at.value) and not at.on_ray),
+    ]
     """The pool of a role ({Critic: name}); Actor and Rollout, in place of ActorRollout, split those two."""
-    critic_warmup: Count
+    critic_warmup: Annotated[
+        Count,
+        no_effect(
+            "without a critic",
+            lambda at: at.value > 0 and not needs_critic(at.config.algorithm.adv_estimator),
+            "algorithm.adv_estimator needs no values",
+        ),
+    ]
     """Iterations at the start that update the critic only."""
     log_val_generations: Count
-    """Validation samples that the trackers show, the same of every validation; all are in validation/."""
+    """Validation samples that the trackers show, the same each time; validation/ has all of them."""
     log_rollouts: bool
     """Write every sample to rollouts/ in default_local_dir."""

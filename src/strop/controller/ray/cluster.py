@@ -1,4 +1,4 @@
-"""The Ray cluster a run uses: connect to it, look what it has, take a place on its nodes."""
+"""The Ray cluster of a run: join or start it, reserve resources on its nodes, and watch its head."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from strop.controller.pools import ResourcePool
 from strop.errors import ConfigError
 
-# Whether the head of the cluster still answers.
+logger = logging.getLogger(__name__)
 
 _ANSWERS_S = 2.0
-
 _PATIENCE_S = 5.0
+_PLACEMENT_S = 120.0
+_RELEASE_S = 15.0
+"""Resources of a run that has just ended become free within a moment, or seconds on a busy machine."""
 
 
 def answers(address: str) -> bool:
-    """Whether somebody listens at ``host:port``."""
+    """Return True if a server accepts connections at ``host:port``."""
     host, port = address.rsplit(":", 1)
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_S).close()
@@ -41,31 +43,31 @@ def answers(address: str) -> bool:
 
 
 class HeadWatch:
-    """Asked about once a second, says when the head has been away for too long."""
+    """Detects the loss of the cluster's head, if polled about once a second."""
 
     def __init__(self) -> None:
         self.address = ray.get_runtime_context().gcs_address
         self._answered = time.monotonic()
 
     def answers(self) -> bool:
-        """Whether it is there."""
+        """Return True if the head accepts connections."""
         return answers(self.address)
 
     def is_lost(self) -> bool:
-        """Whether nobody has answered there for ``_PATIENCE_S``."""
+        """Return True if the head has not answered for ``_PATIENCE_S``."""
         if self.answers():
             self._answered = time.monotonic()
         return time.monotonic() - self._answered > _PATIENCE_S
 
-    def restart(self) -> None:
-        """Nobody has asked for a while."""
+    def reset(self) -> None:
+        """Reset the patience timer after an unpolled interval."""
         self._answered = time.monotonic()
 
 
 def end_without_head(processes: Iterable[Mapping[str, Any]]) -> None:
-    """Kill those of these processes that are on this node; other nodes end theirs when they miss the head.
+    """Kill the given processes on this node; other nodes end theirs when they miss the head.
 
-    So will what belongs to a Ray of this run alone: the children of its raylet, which would wait a minute.
+    Also kill the children of a raylet that this run started: left alone, they would linger for a minute.
     """
     here = ray.get_runtime_context().get_node_id()
     for facts in processes:
@@ -78,64 +80,55 @@ def end_without_head(processes: Iterable[Mapping[str, Any]]) -> None:
                 child.kill()
 
 
-logger = logging.getLogger(__name__)
-
-_PLACEMENT_S = 120.0
-
-_RELEASE_S = 15.0
-
-"""What a run that has just ended held is free a moment later, on a busy machine some seconds."""
-
-
 def connect(processes: int) -> None:
-    """Join the cluster that ``RAY_ADDRESS`` or ``ray start`` names; where there is none, start one here.
+    """Join the cluster of ``RAY_ADDRESS`` or ``ray start``; if there is none, start one on this machine.
 
-    One that is started here ends with this process and has a slot for each of ``processes``, also where
-    these are more than the machine has cores: they are slower then, not fewer.
+    A cluster started here ends with this process and has a slot for each of ``processes``, even if these
+    outnumber the cores: on a laptop four ranks are slow, not refused.
     """
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # a failed call is told once, by us
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # failures are reported once, by strop
     if ray.is_initialized():
         if any(node["Alive"] for node in ray.nodes()):
             return
         ray.shutdown()  # a restart after the node itself was lost
-    # Quiet: what a worker prints is shown, what Ray does about itself is in its own log files.
+    # Quiet: show the output of workers only; Ray's own messages are in its log files.
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
     address = running_cluster()
     on_sigterm = signal.getsignal(signal.SIGTERM)
     if address is not None:
         if re.fullmatch(r".+:\d+", address) and "://" not in address and not answers(address):
-            raise ConfigError(  # Ray would try for minutes
+            raise ConfigError(  # Ray itself would retry for minutes
                 f"no Ray cluster answers at {address}: start it with `ray start --head`, or unset "
-                "RAY_ADDRESS for a Ray of this run alone"
+                "RAY_ADDRESS to start a private cluster"
             )
         ray.init(address=address, **options)
     else:
         cores = os.cpu_count() or 1
         if processes > cores:
             logger.warning("warning: %d processes share the %d cores of this machine", processes, cores)
-        # So that what is left of a Ray whose head was killed ends after that many seconds and not 60.
+        # Remains of a cluster whose head was killed end after 30 s instead of 60 s.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "30")
         ray.init(address="local", num_cpus=max(cores, processes), include_dashboard=False, **options)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would end the process with status 15
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would exit with status 15
 
 
 def running_cluster() -> str | None:
-    """The cluster of ``RAY_ADDRESS``, or that which ``ray start`` began or joined on this machine.
+    """Return the address in ``RAY_ADDRESS``, or of the cluster that ``ray start`` started or joined here.
 
-    Ray's own search (``address="auto"``) would also find the private Ray of another run, and share its end.
+    Ray's own search (``address="auto"``) would also find the private cluster of another run, and end with it.
     """
     if address := os.environ.get("RAY_ADDRESS"):
         return None if address == "local" else address
-    started = services.find_bootstrap_address(None)  # a file, which outlives a cluster that was killed
+    started = services.find_bootstrap_address(None)  # from a file that outlives a killed cluster
     return started if started in services.find_gcs_addresses() else None
 
 
 def take_places(pools: Sequence[ResourcePool], *, gpus: bool) -> dict[ResourcePool, list[Any]]:
-    """Placement groups by pool: one for each node of a pool, with a bundle for each process there.
+    """Reserve placement groups by pool: one per node of a pool, with one bundle per process.
 
-    Different entries of ``processes_per_node`` are on different nodes. Raises ``ConfigError`` with what is
-    asked and what each node has when not all pools fit; nothing is taken then.
+    Different entries of ``processes_per_node`` are on different nodes. If not all pools fit, nothing is
+    reserved and ``ConfigError`` lists the request and what each node has.
     """
     resources = ("CPU", "GPU") if gpus else ("CPU",)
     places: dict[ResourcePool, list[Any]] = {pool: [] for pool in pools}
@@ -150,32 +143,32 @@ def take_places(pools: Sequence[ResourcePool], *, gpus: bool) -> dict[ResourcePo
                 for taken in places.values():
                     release(taken)
                 raise ConfigError(
-                    f"pool {pool.name!r}: node {node.name} did not give the {_in_words(resources)} that it "
-                    f"has free within {_PLACEMENT_S:.0f} s; is another run starting there?"
+                    f"pool {pool.name!r}: could not reserve free {_in_words(resources)} of node {node.name} "
+                    f"within {_PLACEMENT_S:.0f} s; is another run starting there?"
                 )
     return places
 
 
 def release(groups: Sequence[Any]) -> None:
-    """Give the places back."""
+    """Free placement groups."""
     for group in groups:
         remove_placement_group(group)
 
 
 @dataclass
 class Node:
-    """A machine of the cluster, and how many processes more it has room for."""
+    """A machine of the cluster and the number of processes that fit on it."""
 
     name: str
     own_resource: str
-    """Ray's resource that this node alone has."""
+    """Ray's resource that only this node has."""
     free: int
-    in_all: int
-    """With what others have taken."""
+    total: int
+    """Including those in use by others."""
 
 
 def living_nodes(resources: Sequence[str]) -> list[Node]:
-    """The nodes of the cluster; a process takes one of each of ``resources``."""
+    """Return the nodes of the cluster; a process takes one of each of ``resources``."""
     free, nodes = available_resources_per_node(), []
     for node in ray.nodes():
         if node["Alive"]:
@@ -190,12 +183,12 @@ def living_nodes(resources: Sequence[str]) -> list[Node]:
 
 
 def _choose_nodes(pools: Sequence[ResourcePool], resources: Sequence[str]) -> dict[ResourcePool, list[Node]]:
-    """For each pool, a node of its own for each entry; waits a while for what others are giving back."""
+    """Choose a separate node for each entry of a pool; wait a while for resources being released."""
     deadline = time.monotonic() + _RELEASE_S
     while True:
         nodes = living_nodes(resources)
-        present = ", ".join(f"{node.name}: {node.free} of {node.in_all}" for node in nodes)
-        whole = [replace(node, free=node.in_all) for node in nodes]
+        present = ", ".join(f"{node.name}: {node.free} of {node.total}" for node in nodes)
+        whole = [replace(node, free=node.total) for node in nodes]
         if chosen := _fit(pools, nodes):
             return chosen
         if not _fit(pools, whole) or time.monotonic() > deadline:
@@ -203,10 +196,10 @@ def _choose_nodes(pools: Sequence[ResourcePool], resources: Sequence[str]) -> di
         time.sleep(0.2)
     asked = ", ".join(f"{pool.name}: {list(pool.processes_per_node)}" for pool in pools)
     raise ConfigError(
-        "the cluster lacks what the run asks for. Asked, processes on each node, each with one of "
-        f"{_in_words(resources)}: {asked}; free now, by node: "
-        f"{present or 'no node at all'}. Lower trainer.n_gpus_per_node, trainer.nnodes or "
-        "trainer.resource_pools, or add nodes with `ray start --address=...`"
+        "the cluster lacks resources. Requested processes per node, each with one of "
+        f"{_in_words(resources)}: {asked}; free now, by node: {present or 'no node'}. Lower "
+        "trainer.n_gpus_per_node, trainer.nnodes or trainer.resource_pools, or add nodes with "
+        "`ray start --address=...`"
     )
 
 
@@ -215,7 +208,7 @@ def _in_words(resources: Sequence[str]) -> str:
 
 
 def _fit(pools: Sequence[ResourcePool], nodes: Sequence[Node]) -> dict[ResourcePool, list[Node]] | None:
-    """The largest entries first, each on the fullest node that still has room; None when one finds none."""
+    """Place the largest entries first, each on the fullest node with room; None if one does not fit."""
     entries = [(count, pool, index) for pool in pools for index, count in enumerate(pool.processes_per_node)]
     chosen: dict[ResourcePool, dict[int, Node]] = {pool: {} for pool in pools}
     for count, pool, index in sorted(entries, key=lambda entry: -entry[0]):

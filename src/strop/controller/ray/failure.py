@@ -1,4 +1,4 @@
-"""What went wrong in a worker, in words: role, rank, node, phase, cause, and what it printed last."""
+"""Descriptions of worker failures: role, rank, node, phase, cause, last output lines, stacks."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ class Failure:
 
     @property
     def weight(self) -> int:
-        """The higher, the nearer to the cause: a death, then an exception, then the loss of a peer."""
+        """Rank by likelihood of being the cause: a death (2), an exception (1), the loss of a peer (0)."""
         if isinstance(self.error, RayActorError):
             return 2
         return 0 if self.is_a_loss or any(words in str(self.error) for words in _LOST_PEER) else 1
 
     @property
     def is_a_loss(self) -> bool:
-        """Whether an object of the store is gone: then a process is gone that had put it there."""
+        """True if an object of the store is lost, which means that the process holding it died."""
         error = self.error.cause if isinstance(self.error, RayTaskError) else self.error
         return isinstance(error, ObjectLostError)
 
     @property
     def is_final(self) -> bool:
-        """Whether the same would happen again: an error that strop raises on purpose."""
+        """True for errors that strop raises deliberately: a restart would fail in the same way."""
         return isinstance(self.error, RayTaskError) and isinstance(self.error.cause, StropError)
 
     def describe(self, lines: str) -> str:
-        """The message for the console."""
+        """Return the error message."""
         where = f"{self.role} rank {self.rank} on {place(self.facts)}"
         if isinstance(self.error, RayTaskError):
             cause = self.error.cause
@@ -71,36 +71,36 @@ class Failure:
         text = f"{where} died in {self.method}"
         if isinstance(self.error, ActorDiedError) and "OOM" in str(self.error).split("Some common")[0]:
             text += " (out of memory)"
-        return f"{text}; the last it printed:\n{lines}" if lines else f"{text}; it had printed nothing"
+        return f"{text}; its last output:\n{lines}" if lines else f"{text}; it had printed nothing"
 
 
 def worst(failures: Sequence[Failure]) -> Failure:
-    """The one that is nearest to the cause."""
+    """Return the failure that is most likely the cause."""
     return max(failures, key=lambda failure: failure.weight)
 
 
 def place(facts: Mapping[str, Any]) -> str:
-    """Node and process of a rank."""
+    """Return node and process of a rank."""
     return f"{facts['host']} (pid {facts['pid']})" if facts else "a node that did not report yet"
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Where one rank stands."""
+    """The stack of one rank."""
 
     rank: int
     facts: Mapping[str, Any]
     text: str | None
-    """The innermost call last; None where nobody could tell."""
+    """Innermost call last; None if unknown."""
 
     @property
     def waits_for_peers(self) -> bool:
-        """Whether its innermost frames are in ``torch.distributed``."""
+        """True if the innermost frames are in ``torch.distributed``: the rank waits for another one."""
         frames = [line for line in (self.text or "").splitlines() if line.lstrip().startswith("File ")]
         return any("torch/distributed" in frame for frame in frames[-4:])
 
     def show(self, role: str = "") -> str:
-        """Under a line that says whose it is."""
+        """Return the stack below a line with role, rank and node."""
         text = self.text or "(no answer: it may be in native code that holds the interpreter)"
         whose = f"{role} rank {self.rank}".lstrip()
         return f"--- {whose} on {place(self.facts)}\n{text.rstrip()}"
@@ -114,16 +114,16 @@ def describe_hang(
     stacks: Sequence[Stack],
     others: Mapping[str, Sequence[Stack]],
 ) -> str:
-    """Which ranks keep the others waiting, and the stacks of all; ``others``: of the other pools, by role.
+    """Return a message that names the stuck ranks and shows all stacks; ``others``: of other pools, by role.
 
-    A rank that waits in ``torch.distributed`` waits for another one; the others are named.
+    A rank whose stack is in ``torch.distributed`` waits for another one, so the remaining ranks are named.
     """
     stuck = [stack for stack in stacks if stack.rank in late and not stack.waits_for_peers]
     stuck = stuck or [stack for stack in stacks if stack.rank in late]
     named = ", ".join(f"rank {stack.rank} on {place(stack.facts)}" for stack in stuck)
     lines = [
         f"{role}: {named} did not return from {method} within {limit_s:g} s (trainer.phase_timeout_s); "
-        f"ranks {list(late)} were still in it. Where every rank stands, the innermost call last:"
+        f"ranks {list(late)} were still in it. Stacks of all ranks, innermost call last:"
     ]
     lines += [stack.show() for stack in sorted(stacks, key=lambda stack: stack not in stuck)]
     lines += [stack.show(roles) for roles, theirs in others.items() for stack in theirs]
@@ -131,13 +131,13 @@ def describe_hang(
 
 
 def _own_traceback(text: str) -> str:
-    """Without the lines in which Ray says where the actor was, and its own frames."""
+    """Strip Ray's header and frames from a traceback."""
     _, found, rest = text.partition('  File "')
     return found + rest if found else text
 
 
 def last_lines(facts: Mapping[str, Any]) -> str:
-    """The end of what a process printed; read on its node, which is there although the process is not."""
+    """Return the end of a process's output, read on its node, which may outlive the process."""
     if not facts:
         return ""
     lines = _on_node_of(facts, read_end, facts["logs"])
@@ -145,14 +145,14 @@ def last_lines(facts: Mapping[str, Any]) -> str:
 
 
 def stack_by_signal(facts: Mapping[str, Any]) -> str | None:
-    """Where the thread stands that runs the calls, for a process that does not answer itself."""
+    """Return the stack of the thread that runs calls, of a process that does not answer."""
     if not facts:
         return None
     return _on_node_of(facts, signal_for_stack, facts["pid"], facts["stacks"], facts["thread"]) or None
 
 
 def _on_node_of(facts: Mapping[str, Any], function: Callable[..., str], *args: Any) -> str | None:
-    """What a function returns there; None when the node does not answer."""
+    """Run a function on the node of a process; None when the node does not answer."""
     if facts["node_id"] == ray.get_runtime_context().get_node_id():
         return function(*args)
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -166,18 +166,18 @@ def _on_node_of(facts: Mapping[str, Any], function: Callable[..., str], *args: A
 
 
 def signal_for_stack(pid: int, path: str, thread: int) -> str:
-    """Make a process of this node write its stacks, and read the one of a thread; empty if there is none."""
+    """Signal a process on this node to write its stacks; return that of a thread, or an empty text."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, STACK_SIGNAL)
     time.sleep(_SIGNAL_S)
     threads = Path(path).read_text().split("\n\n") if Path(path).is_file() else []
     frames = next((text.splitlines()[1:] for text in threads if f"hread 0x{thread:016x}" in text), [])
-    outside = next((i for i, frame in enumerate(frames) if "/ray_host.py" in frame), len(frames))
+    outside = next((i for i, frame in enumerate(frames) if "/controller/ray/host.py" in frame), len(frames))
     return "\n".join(reversed(frames[:outside]))
 
 
 def read_end(paths: Sequence[str]) -> str:
-    """The last lines of these log files, without those that Ray writes about itself."""
+    """Return the last lines of log files, without Ray's own."""
     lines = []
     for path in map(Path, paths):
         if not path.is_file():

@@ -23,7 +23,7 @@ from strop.controller.shards import Shards, shard
 from strop.protocol import DataProto
 
 _WORTH_A_PUT = 100_000
-"""Bytes from which on arguments for several ranks are stored once and not sent to each."""
+"""Arguments for several ranks with more bytes than this are put into the object store once."""
 
 
 @dataclass
@@ -37,10 +37,11 @@ class Traffic:
 class RayWorkerGroup:
     """One worker in each process of ``resource_pool``; groups with the same pool share its processes.
 
-    Their calls run one after another there (but see ``beside_calls`` of ``register``). Batches that workers
-    return stay in the object store, and the driver fetches the columns that it reads (``settings.handles``).
+    Calls to one process run in order, except methods marked with ``beside_calls``. Batches that workers
+    return stay in the object store, and the driver fetches only the columns that it reads
+    (``settings.handles``).
 
-    Raises ``ConfigError`` when the cluster has not what the pool asks for, and ``WorkerError`` from any call
+    Raises ``ConfigError`` when the cluster lacks the resources of the pool, and ``WorkerError`` from any call
     when a worker dies, raises or hangs.
     """
 
@@ -56,7 +57,7 @@ class RayWorkerGroup:
         self.name = name or worker_cls.__name__
         self.worker_cls = worker_cls
         self.traffic = Traffic()
-        self._read: set[str] = set()  # the columns that the driver has read, and will again
+        self._read: set[str] = set()  # columns that the driver has read and will probably read again
         self._handles = settings is None or settings.handles
         self._pool = resource_pool
         device = "auto" if settings is None else settings.device
@@ -77,18 +78,18 @@ class RayWorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
         return self._pool.world_size
 
     def nodes_without(self, path: Path) -> list[str]:
-        """See ``WorkerGroup.nodes_without``."""
+        """Return the nodes of this group that do not see a file written by the driver."""
         seen = zip(self._processes.facts, self._processes.all("sees", str(path)), strict=True)
         return sorted({f"{facts['host']} ({facts['ip']})" for facts, sees in seen if not sees})
 
     def shutdown(self) -> None:
-        """Drop the workers, after the calls under way; the processes end with the last group of their pool.
+        """Drop the workers after the calls in flight; processes end with the last group of their pool.
 
-        Nothing is waited for: after Ctrl-C a call may be under way that takes hours.
+        Does not wait: after Ctrl-C a call in flight may take hours.
         """
         processes = self._processes
         processes.groups.discard(self.name)
@@ -117,7 +118,7 @@ class RayWorkerGroup:
             part_of, sizes = zip(*(places[method] for places in self._places), strict=True)
             batch, args, kwargs = self._batch_of(method, args, kwargs)
             shards = shard(batch, sizes[0])
-            answers = [part_of.index(part) for part in range(sizes[0])]  # of each part, its lowest rank
+            answers = [part_of.index(part) for part in range(sizes[0])]  # the lowest rank of each part
             parts = [self._pack(((part, *args), kwargs)) for part in shards.parts]
             messages = [parts[part] for part in part_of]
         else:
@@ -147,7 +148,7 @@ class RayWorkerGroup:
     def _batch_of(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[DataProto, tuple[Any, ...], dict[str, Any]]:
-        """The batch of a data-parallel call, its first argument however it was given, and the others."""
+        """Return the batch of a data-parallel call (its first argument, by position or name) and the rest."""
         if args:
             return args[0], args[1:], kwargs
         _, first, *_ = inspect.signature(getattr(self.worker_cls, method)).parameters
@@ -161,7 +162,7 @@ class RayWorkerGroup:
         return packed, references
 
     def _receive(self, rank: int, info: tuple[Any, ...], reference: Any) -> Any:
-        """What a rank's description and reference stand for: a batch, a plain value, or a handle."""
+        """Return the batch, plain value or handle that a rank's description and reference stand for."""
         match info:
             case ("value", value):
                 return value
@@ -197,12 +198,12 @@ class Running:
     objects: dict[int, Any]
     shards: Shards | None
     answers: list[int]
-    """The ranks whose results count, one for each shard."""
+    """The ranks whose results are used, one per shard."""
     receive: Callable[[int, tuple[Any, ...], Any], Any]
     listeners: list[Listener]
 
     def get(self) -> Any:
-        """Wait for every rank; the result as ``Dispatch`` says."""
+        """Wait for every rank; return the result as defined by ``Dispatch``."""
         infos = self.call.processes.wait(self.call, starting=self.call.method == "init_model")
         for listener in self.listeners:
             listener.finish()
@@ -213,4 +214,4 @@ class Running:
 
 
 NVMegatronRayWorkerGroup = RayWorkerGroup
-"""The name under which users of Megatron know it: ranks that share data say so themselves."""
+"""Name for users of Megatron; workers whose ranks share data declare it themselves."""

@@ -1,8 +1,8 @@
-"""Handles: tensors that stay where they were computed until somebody reads them.
+"""Tensors that stay in the object store until they are read.
 
-A worker's batch stays in the object store. The driver holds ``RemoteTensor``s: to the trainer they are
-tensors; taking rows of one is only noted down, sending one to a worker sends the note, and the first other
-operation fetches the bytes. So a column that the driver never computes with never passes through it.
+A worker's batch stays in Ray's object store, and the driver holds ``RemoteTensor``s, which behave like
+tensors: selecting, joining and sending rows only records references, and the first other operation fetches
+the bytes. So a column that the driver never computes with never passes through it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Tensors as numpy arrays, which cross between processes out of band and without a copy.
-
 
 def to_array(tensor: Tensor) -> np.ndarray:
-    """The bytes of a tensor, on the CPU; numpy has no bfloat16, which travels as int16."""
+    """Return the bytes of a tensor on the CPU; bfloat16, which numpy lacks, becomes int16."""
     tensor = tensor.detach().cpu().contiguous()
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def to_tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """The tensor whose bytes these are; it shares them, and like every tensor of a batch it is only read."""
+    """Return a tensor that shares the memory of ``array``; like every tensor of a batch it is read-only."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(array)
@@ -34,23 +32,20 @@ def to_tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 
 Columns = dict[str, tuple[np.ndarray, torch.dtype]]
-
 """One rank's tensors in the store: name -> (array, dtype)."""
-
 Fetch = Callable[[dict[int, Any]], dict[int, Columns]]
-
-"""Objects of the store by rank, all at once."""
+"""Function that reads one object of the store per rank, concurrently."""
 
 
 class RemoteValue:
-    """Something of a worker that only another worker will read, such as a bucket of weights."""
+    """A worker's value that only another worker will read, such as a bucket of weights."""
 
     def __init__(self, reference: Any) -> None:
         self.reference = reference
 
 
 class RemoteColumns:
-    """The tensors that one rank returned from one call, in objects of the store: small ones share one."""
+    """The tensors that one rank returned from one call; small ones share an object of the store."""
 
     def __init__(
         self,
@@ -61,8 +56,10 @@ class RemoteColumns:
         apart: Mapping[str, Any] | None = None,
         read: set[str] | None = None,
     ) -> None:
-        """``apart``: the references of columns in other objects than ``reference``; ``read``: where to note
-        the names of columns that are read.
+        """Hold references to ``rows`` rows.
+
+        ``apart``: references of columns outside the object ``reference``. ``read`` collects the names of the
+        columns that the driver reads.
         """
         self.rank, self.rows = rank, rows
         self._shared, self._apart = reference, dict(apart or {})
@@ -71,12 +68,12 @@ class RemoteColumns:
         self._fetched: dict[Any, Columns] = {}
 
     def reference(self, name: str) -> Any:
-        """The object that holds a column."""
+        """Return the reference of the object that holds a column."""
         return self._apart.get(name, self._shared)
 
     @staticmethod
     def column(name: str, parts: Sequence[RemoteColumns]) -> Tensor:
-        """A column's rows on all these ranks; every object is fetched once, those of one call together."""
+        """Return a column's rows on these ranks; objects are fetched once, those of one call concurrently."""
         while missing := [part for part in parts if part.reference(name) not in part._fetched]:
             fetch = missing[0]._fetch
             by_rank = {part.rank: part for part in missing if part._fetch == fetch}
@@ -89,10 +86,10 @@ class RemoteColumns:
 
 
 class Layout:
-    """Which rows of which ranks' columns follow one another; shared by the columns of a batch."""
+    """A sequence of rows of several ranks' columns, shared by all columns of a batch."""
 
     def __init__(self, parts: Sequence[RemoteColumns], index: Tensor | None = None) -> None:
-        """``index``: rows of all parts, as if these lay one after another; None for all of them."""
+        """Select ``index`` from the concatenated rows of ``parts``; None selects all."""
         self.parts = tuple(parts)
         self.index = index
         self._last: tuple[Any, Layout] | None = None
@@ -102,7 +99,7 @@ class Layout:
         return sum(part.rows for part in self.parts) if self.index is None else len(self.index)
 
     def take(self, rows: slice | Tensor) -> Layout:
-        """These rows of it. Columns of one batch ask one after another for the same rows: made once."""
+        """Return these rows; the last result is cached, as all columns of a batch take the same rows."""
         if self._last is not None and (
             self._last[0] is rows or (isinstance(rows, slice) and self._last[0] == rows)
         ):
@@ -113,7 +110,7 @@ class Layout:
 
     @staticmethod
     def join(layouts: Sequence[Layout]) -> Layout:
-        """The rows of all, one layout after another. Made once for the columns that share them."""
+        """Concatenate layouts; the last result is cached for the other columns that share them."""
         first, others = layouts[0], list(layouts[1:])
         if first._last_join is None or first._last_join[0] != others:
             first._last_join = (others, Layout._joined(layouts))
@@ -136,7 +133,7 @@ class Layout:
 
     @cached_property
     def pieces(self) -> tuple[list[tuple[RemoteColumns, np.ndarray | None]], np.ndarray | None]:
-        """Rows by part (None: all), and how the pieces' rows are put in order (None: as they come)."""
+        """Rows by part (None: all), and the order of the concatenated pieces (None: unchanged)."""
         if self.index is None:
             return [(part, None) for part in self.parts], None
         index, starts = self.index.numpy(), np.cumsum([0, *(part.rows for part in self.parts)])
@@ -152,7 +149,7 @@ class Layout:
 
 
 class RemoteTensor(Tensor):
-    """One column of rows that lie with several ranks: a tensor whose bytes are fetched when needed."""
+    """A column with rows on several ranks: a tensor whose bytes are fetched when needed."""
 
     column: str
     source: Layout
@@ -160,14 +157,14 @@ class RemoteTensor(Tensor):
 
     @staticmethod
     def of(column: str, layout: Layout, *, row_shape: Sequence[int], dtype: torch.dtype) -> RemoteTensor:
-        """The column of that name, with a row of shape ``row_shape`` for each row of the layout."""
+        """Return the named column, with one row of shape ``row_shape`` per row of the layout."""
         make: Any = Tensor._make_wrapper_subclass
         tensor = make(RemoteTensor, (len(layout), *row_shape), dtype=dtype)
         tensor.column, tensor.source, tensor._fetched = column, layout, None
         return tensor
 
     def rows(self, rows: slice | Tensor) -> RemoteTensor:
-        """These rows of it; nothing is fetched."""
+        """Select rows without fetching."""
         taken = RemoteTensor.of(
             self.column, self.source.take(rows), row_shape=self.shape[1:], dtype=self.dtype
         )
@@ -176,7 +173,7 @@ class RemoteTensor(Tensor):
         return taken
 
     def fetch(self) -> Tensor:
-        """An ordinary tensor with these rows."""
+        """Return an ordinary tensor with the same content."""
         if self._fetched is None:
             whole, index = RemoteColumns.column(self.column, self.source.parts), self.source.index
             self._fetched = whole if index is None else whole[index]
@@ -187,17 +184,17 @@ class RemoteTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ASKS_FOR_NO_BYTES:
+        if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.cat and (joined := _join(*args, **kwargs)) is not None:
             return joined
         own = args[0] if args and isinstance(args[0], RemoteTensor) else None
-        if own is not None and (rows := _rows_asked_for(func, own, *args[1:], **kwargs)) is not None:
+        if own is not None and (rows := _selected_rows(func, own, *args[1:], **kwargs)) is not None:
             return own.rows(rows)
         if _writes(func, args, kwargs):
             raise RuntimeError(
-                f"{func.__name__} would write into a worker's batch, which is only read: work on a clone()"
+                f"{func.__name__} would write into a worker's batch, which is read-only: use a clone()"
             )
         return func(*_plain(args), **_plain(kwargs))
 
@@ -208,14 +205,14 @@ class RemoteTensor(Tensor):
         return func(*_plain(args), **_plain(kwargs or {}))
 
 
-_ASKS_FOR_NO_BYTES = {
+_METADATA = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.__len__),
 }
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with the remote tensors in it fetched."""
+    """Return ``value`` with its remote tensors fetched."""
     if isinstance(value, RemoteTensor):
         return value.fetch()
     if type(value) in (tuple, list):
@@ -225,8 +222,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _rows_asked_for(func: Any, tensor: RemoteTensor, *args: Any, **kwargs: Any) -> slice | Tensor | None:
-    """The rows that an operation takes when this is all it does; None for any other operation."""
+def _selected_rows(func: Any, tensor: RemoteTensor, *args: Any, **kwargs: Any) -> slice | Tensor | None:
+    """Return the rows that an operation selects; None if the operation does anything else."""
     if not args:
         return None
     if func is Tensor.__getitem__ and _is_rows(args[0]):
@@ -248,7 +245,7 @@ def _is_rows(index: Any) -> bool:
 
 
 def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this is ``add_``, ``+=``, ``t[rows] = x``, ``out=`` or ``inplace=`` on a remote tensor."""
+    """Return True for ``add_``, ``+=``, ``t[rows] = x``, ``out=`` or ``inplace=`` on a remote tensor."""
     if isinstance(kwargs.get("out"), RemoteTensor):
         return True
     name = func.__name__
@@ -257,25 +254,13 @@ def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 _OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-)
-
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
+)  # fmt: skip
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 
 
 def _join(tensors: Any, dim: int = 0) -> RemoteTensor | None:
-    """Remote columns one after another as one remote column; None if they are anything else."""
+    """Concatenate rows of one remote column; None if ``tensors`` are anything else."""
     remote = [tensor for tensor in tensors if isinstance(tensor, RemoteTensor)]
     kinds = {(tensor.column, tensor.shape[1:], tensor.dtype) for tensor in remote}
     if dim != 0 or len(remote) < len(tensors) or len(kinds) > 1:

@@ -1,8 +1,7 @@
-"""The process that holds workers: a Ray actor. Roles of one pool share it, and with it its device.
+"""The process that holds workers: a Ray actor, shared by all roles of a pool, and with it the device.
 
-Besides the calls to its workers, which run one after another in one thread, it answers in further threads:
-it is asked there whether it is alive, what there is to report, whether a save is done and, when a call takes
-too long, where that thread stands.
+Calls to its workers run one after another in one thread. Further threads serve heartbeats, progress reports,
+methods marked with ``beside_calls``, and the stack of the calling thread when a call takes too long.
 """
 
 from __future__ import annotations
@@ -33,48 +32,43 @@ from strop.controller.ray.wire import Packed, pack, unpack
 from strop.errors import portable
 from strop.protocol import DataProto
 
-# Functions of the driver that workers on Ray call while they work, each time about one row of their batch.
-
 
 @dataclass(frozen=True)
 class Reporter:
-    """Stands for a function of the driver on its way to the workers."""
+    """Placeholder of a callback of the driver in the arguments sent to workers."""
 
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class Reports:
-    """What the workers of one process have to tell, by the key of the function that they call."""
+    """Progress reports of one process's workers, queued by the key of the callback."""
 
     def __init__(self) -> None:
         self._queues: dict[str, SimpleQueue[tuple[Any, ...] | None]] = {}
         self._finding = threading.Lock()
 
     def connect(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments with a function for each ``Reporter``."""
+        """Return keyword arguments with each ``Reporter`` replaced by a function that enqueues."""
         return {
             name: self._function(value.key) if isinstance(value, Reporter) else value
             for name, value in arguments.items()
         }
 
     def end(self, arguments: Mapping[str, Any]) -> None:
-        """The call with these keyword arguments is over."""
+        """Close the queues of a finished call."""
         for value in arguments.values():
             if isinstance(value, Reporter):
                 self._queue(value.key).put(None)
 
     def fetch(self, key: str) -> tuple[list[tuple[Any, ...]], bool]:
-        """The arguments of calls of that function since the last fetch, and whether there may be more.
-
-        Waits until there is something to say.
-        """
-        queue, news = self._queue(key), []
+        """Wait for reports; return the callback's arguments since the last fetch, and False when closed."""
+        queue, reports = self._queue(key), []
         while (arguments := queue.get()) is not None:
-            news.append(arguments)
+            reports.append(arguments)
             if queue.empty():
-                return news, True
+                return reports, True
         del self._queues[key]
-        return news, False
+        return reports, False
 
     def _function(self, key: str) -> Callable[..., None]:
         queue = self._queue(key)
@@ -86,10 +80,10 @@ class Reports:
 
 
 class Listener:
-    """Has ``function`` called, in a thread, with what the hosts report until their calls are over.
+    """Call ``function`` in a thread with the reports of hosts until their calls end.
 
-    The first argument, a row of the rank's part, becomes the row of the whole batch (``rows`` by rank); news
-    of padding is dropped.
+    The first argument, a row of the rank's part, is mapped to the row of the whole batch (``rows`` by rank);
+    reports of padding rows are dropped.
     """
 
     def __init__(
@@ -105,46 +99,40 @@ class Listener:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until all is told, soon after the calls are over; raises what the function raised."""
+        """Wait for the last report, soon after the calls end; raise what the function raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
-        asked = {host.news.remote(self._key): rank for rank, host in self._hosts.items()}
-        while asked and ray.is_initialized():
-            (reference, *_), _ = ray.wait(list(asked))
-            rank = asked.pop(reference)
+        pending = {host.reports.remote(self._key): rank for rank, host in self._hosts.items()}
+        while pending and ray.is_initialized():
+            (reference, *_), _ = ray.wait(list(pending))
+            rank = pending.pop(reference)
             try:
-                news, may_be_more = ray.get(reference)
-            except RayError:  # the process is gone: who waits for its result is told so
+                reports, may_be_more = ray.get(reference)
+            except RayError:  # the process died: the wait for its result raises
                 continue
-            self._tell(rank, news)
+            self._deliver(rank, reports)
             if may_be_more and ray.is_initialized():
-                asked[self._hosts[rank].news.remote(self._key)] = rank
+                pending[self._hosts[rank].reports.remote(self._key)] = rank
 
-    def _tell(self, rank: int, news: Sequence[tuple[Any, ...]]) -> None:
+    def _deliver(self, rank: int, reports: Sequence[tuple[Any, ...]]) -> None:
         rows = self._rows[rank]
-        for row, *more in news:
+        for row, *more in reports:
             if row < len(rows) and self._error is None:
                 try:
                     self._function(rows[row], *more)
-                except Exception as error:  # noqa: BLE001 - the user's; raised again in finish()
+                except Exception as error:  # noqa: BLE001 - a user's error; raised in finish()
                     self._error = error
 
 
 STACK_SIGNAL = signal.SIGUSR2
-
-"""Writes the stacks of all threads into a file, also when native code holds the interpreter."""
-
+"""Writes the stacks of all threads into a file, even while native code holds the interpreter."""
 _WATCH = "watch"
-
 _BESIDE = "beside"
-
 _LARGE_BYTES = 1 << 18
-
-"""Of a column on one rank."""
-
+"""A rank's column of this size is a separate object of the store."""
 _AFTER_THE_DRIVER_S = 60.0
 
 
@@ -159,10 +147,10 @@ class WorkerHost:
         self._store: Any = None
 
     def prepare(self, module_path: list[str], folder: str, threads: int, gpu: bool) -> dict[str, Any]:
-        """Become like the driver: its import path, folder and number of threads; tells where this is."""
+        """Adopt the driver's sys.path, cwd and thread count; return this process's location."""
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
-            os.environ.setdefault(name, "1")  # a bar of each process would break into the driver's display
-        if not gpu:  # Ray hides no GPU from a process that asked for none
+            os.environ.setdefault(name, "1")  # bars would break the driver's live display
+        if not gpu:  # Ray hides no GPU from a process that requests none
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         import torch
 
@@ -185,7 +173,7 @@ class WorkerHost:
         }
 
     def open_store(self) -> int:
-        """Begin to listen where the pool's other processes will meet this one; returns the port."""
+        """Start the rendezvous store of the pool's processes; return its port."""
         import torch.distributed as dist
 
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -194,9 +182,9 @@ class WorkerHost:
     def join(
         self, host: str, port: int, rank: int, world_size: int, *, gpu: bool, timeout_s: float | None
     ) -> None:
-        """Meet the pool's other processes in ``torch.distributed``, by what rank zero opened there.
+        """Join the pool's process group through the store that rank zero opened.
 
-        Who waits there for a rank that hangs gives up after the driver does, which can name that rank.
+        Its timeout exceeds the driver's, because the driver can name the rank that hangs.
         """
         import torch
         import torch.distributed as dist
@@ -215,7 +203,7 @@ class WorkerHost:
         )
 
     def add(self, name: str, worker: bytes, rank: int, world_size: int) -> dict[str, tuple[int, int]]:
-        """Construct a worker; returns its ``data_parallel_places``."""
+        """Construct a worker; return its ``data_parallel_places``."""
         with _portable_errors():
             worker_cls, init_kwargs = pickle.loads(worker)
             made = worker_cls(**init_kwargs, rank=rank, world_size=world_size)
@@ -223,16 +211,16 @@ class WorkerHost:
         return data_parallel_places(made, rank, world_size)
 
     def remove(self, name: str) -> None:
-        """Drop a worker, and with it its model."""
+        """Drop a worker and its model."""
         self._workers.pop(name, None)
 
     @ray.method(num_returns=2)
     def call(self, name: str, method: str, packed: Packed, read: Set[str], *objects: Any) -> tuple[Any, Any]:
-        """Call a worker's method; returns a description of the result, and the bytes of its tensors.
+        """Call a worker's method; return a description of the result, and the bytes of its tensors.
 
-        Descriptions: ("batch", rows, shapes of columns, references of those that are objects of their own,
-        the rest of the batch), ("value", the value) or ("tensors",), where the second part is the packed
-        value. ``read``: the columns that the driver is known to read.
+        Descriptions: ("batch", rows, shapes of columns, references of columns in separate objects, the rest
+        of the batch), ("value", the value) or ("tensors",), where the second part is the packed value.
+        ``read``: names of the columns that the driver has read before.
         """
         args, kwargs = unpack(packed, objects)
         try:
@@ -253,27 +241,27 @@ class WorkerHost:
     def call_beside(
         self, name: str, method: str, packed: Packed, read: Set[str], *objects: Any
     ) -> tuple[Any, Any]:
-        """``call`` of a method that is marked with ``beside_calls``: at once, whatever is under way."""
-        host: Any = self  # its type is that of a method on a handle of Ray
+        """Like ``call``, concurrently with a call in flight, for methods marked with ``beside_calls``."""
+        host: Any = self  # Ray's decorator changes the type of methods
         return host.call(name, method, packed, read, *objects)
 
     def sees(self, path: str) -> bool:
-        """Whether there is such a file, from here."""
+        """Return True if the file exists on this node."""
         return Path(path).exists()
 
     @ray.method(concurrency_group=_WATCH)
     def lifetime(self) -> None:
-        """Never returns: who waits for it learns at once when the process dies."""
+        """Block forever: the pending call fails as soon as the process dies."""
         threading.Event().wait()
 
     @ray.method(concurrency_group=_WATCH)
-    def news(self, key: str) -> tuple[list[tuple[Any, ...]], bool]:
-        """See ``Reports.fetch``."""
+    def reports(self, key: str) -> tuple[list[tuple[Any, ...]], bool]:
+        """Wait for progress reports; see ``Reports.fetch``."""
         return self._reports.fetch(key)
 
     @ray.method(concurrency_group=_WATCH)
     def stack(self) -> str:
-        """Where the thread stands that runs the calls."""
+        """Return the stack of the thread that runs calls."""
         frame = sys._current_frames().get(self._calls_thread)
         stack = traceback.extract_stack(frame) if frame else []
         own = next((i for i, entry in enumerate(stack) if entry.filename == __file__), -1)
@@ -281,11 +269,11 @@ class WorkerHost:
 
 
 def _objects(columns: Columns, read: Set[str]) -> list[Columns]:
-    """Which columns share an object of the store, the smallest object first.
+    """Group columns into objects of the store, the smallest object first.
 
-    Reading one column fetches all of its object, and every object has its price on every way. So a large
-    column is alone; of the others, those that the driver reads share one, and those that go from worker to
-    worker.
+    Reading one column fetches its whole object, and every object has an overhead. So a large column is a
+    separate object; small columns that the driver reads share one object, and the other small columns
+    another.
     """
     objects: dict[Any, Columns] = {}
     for name, (array, dtype) in columns.items():
@@ -296,14 +284,14 @@ def _objects(columns: Columns, read: Set[str]) -> list[Columns]:
 
 @contextlib.contextmanager
 def _portable_errors() -> Generator[None]:
-    """What is raised in here can be told to the driver."""
+    """Convert errors of the body to ones that can be sent to the driver."""
     try:
         yield
     except Exception as error:
-        told = portable(error)
-        if told is error:
+        sendable = portable(error)
+        if sendable is error:
             raise
-        raise told from error.__cause__ or error.__context__
+        raise sendable from error.__cause__ or error.__context__
 
 
 _ACTOR: dict[str, Any] = {

@@ -1,4 +1,8 @@
-"""The processes of one pool, and what becomes of a call to them: results, a death, an exception, a hang."""
+"""The processes of one pool, and the outcome of calls to them: results, a death, an exception, a hang.
+
+Death is noticed by the failure of a pending call. A rank's peers would wait in a collective for minutes, so
+the first failure ends all pools of the run.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +27,27 @@ from strop.errors import WorkerError
 _LIVE: dict[ResourcePool, Processes] = {}
 _PLACES: dict[ResourcePool, list[Any]] = {}
 _GRACE_S = 2.0
-"""After the first failure: others of the same moment may say more about its cause."""
+"""Wait after the first failure: a simultaneous one may be nearer to the cause."""
 _CHECK_S = 1.0
 _STACKS_S = 5.0
 _READING = "the reading of its results"
 START_S = 600.0
-"""At least so long may it take to start processes and load models: that is no phase of a step."""
+"""Lower bound of the time limit for starting processes and loading models."""
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One method in flight on some ranks of a pool."""
+    """A method in flight on some ranks of a pool."""
 
     processes: Processes
     role: str
     method: str
     references: dict[int, Any]
-    """Rank -> what it will return."""
+    """Rank -> reference of its result."""
 
 
 def processes_of(pool: ResourcePool, *, gpus: bool, timeout_s: float | None) -> Processes:
-    """The processes of a pool; the first group that asks starts them, once there is room for all pools."""
+    """Return the processes of a pool; the first call reserves places for all pools and starts them."""
     if pool not in _PLACES:
         _PLACES.update(cluster.take_places(pool.all_of_run, gpus=gpus))
     if pool not in _LIVE:
@@ -52,7 +56,7 @@ def processes_of(pool: ResourcePool, *, gpus: bool, timeout_s: float | None) -> 
 
 
 def end_all(failure: WorkerError | None = None) -> None:
-    """Kill the processes of all pools and give their places back: without one rank a run cannot go on."""
+    """Kill the processes of all pools and release their places: a run cannot continue without a rank."""
     for processes in list(_LIVE.values()):
         processes.kill(failure)
     for pool in list(_PLACES):
@@ -65,7 +69,7 @@ def _release(pool: ResourcePool) -> None:
 
 
 class Processes:
-    """``pool.world_size`` processes, with ``torch.distributed`` between them if they are several."""
+    """``pool.world_size`` processes, connected by ``torch.distributed`` if more than one."""
 
     def __init__(self, pool: ResourcePool, *, gpus: bool, timeout_s: float | None) -> None:
         self.pool, self.timeout_s = pool, timeout_s
@@ -92,8 +96,8 @@ class Processes:
         self.lifetimes = {host.lifetime.remote(): rank for rank, host in enumerate(self.hosts)}
         self.facts = self.all("prepare", sys.path, os.getcwd(), _threads(self.pool), gpus, starting=True)
         if len(self.hosts) > 1:
-            asked = self.begin(self.pool.name, "open_store", {0: self.hosts[0].open_store.remote()})
-            where = self.facts[0]["ip"], self.wait(asked, starting=True)[0]
+            opened = self.begin(self.pool.name, "open_store", {0: self.hosts[0].open_store.remote()})
+            where = self.facts[0]["ip"], self.wait(opened, starting=True)[0]
             joins = {
                 rank: host.join.remote(*where, rank, len(self.hosts), gpu=gpus, timeout_s=self.timeout_s)
                 for rank, host in enumerate(self.hosts)
@@ -101,33 +105,33 @@ class Processes:
             self.wait(self.begin(self.pool.name, "join", joins), starting=True)
 
     def begin(self, role: str, method: str, references: dict[int, Any]) -> Call:
-        """Note down a call that was sent to ranks; ``wait`` for it."""
+        """Register a call that was sent to ranks; ``wait`` returns its results."""
         call = Call(self, role, method, references)
         self.in_flight.append(call)
         return call
 
     def all(self, method: str, *args: Any, starting: bool = False) -> list[Any]:
-        """A method of every host itself; the results by rank."""
+        """Call a method of every host; return the results by rank."""
         self.require_alive()
         calls = {rank: getattr(host, method).remote(*args) for rank, host in enumerate(self.hosts)}
         return list(self.wait(self.begin(self.pool.name, method, calls), starting=starting).values())
 
     def read(self, role: str, references: dict[int, Any]) -> dict[int, Any]:
-        """What ranks put into the object store, where it lives as long as they do; see ``wait``."""
+        """Fetch objects that ranks put into the object store; lost when a rank dies, see ``wait``."""
         return self.wait(self.begin(role, _READING, references))
 
     def wait(self, call: Call, *, starting: bool = False) -> dict[int, Any]:
-        """The results by rank.
+        """Wait for a call and return its results by rank.
 
-        Raises ``WorkerError`` when a rank of any pool dies, raises or is not done after ``timeout_s`` (or
-        ``START_S`` where processes start, if that is longer); all processes of the run are ended then.
+        Raises ``WorkerError`` and ends all processes of the run when a rank of any pool dies, raises or
+        exceeds ``timeout_s`` (``starting``: at least ``START_S``).
         """
         references = list(call.references.values())
         limit_s = math.inf if self.timeout_s is None else self.timeout_s
         limit_s = max(limit_s, START_S) if starting else limit_s
         deadline = time.monotonic() + limit_s
         pending = references
-        self._head.restart()
+        self._head.reset()
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=_CHECK_S)
             if pending and (failures := _failures(call, done)):
@@ -144,17 +148,17 @@ class Processes:
         return results
 
     def _fail(self, call: Call, failures: list[Failure], references: list[Any]) -> NoReturn:
-        """End everything, and say what happened, where, and what that process printed last."""
-        self.require_alive()  # else another failure has ended them, of which this is but a consequence
+        """End all pools; raise an error with what failed, where, and the last output of that process."""
+        self.require_alive()  # if already ended by another failure, raise that one
         others = [
             own for pool in _LIVE.values() for other in pool.in_flight for own in other.references.values()
         ]
-        every = list({*references, *others})  # a rank may have died in another call than the one waited for
+        every = list({*references, *others})  # a rank may have died in another call
         ray.wait(every, num_returns=len(every), timeout=_GRACE_S)
-        if all(failure.is_a_loss for failure in failures):  # somebody died, of which the news is on its way
+        if all(failure.is_a_loss for failure in failures):  # a process died, but its failure has not arrived
             lifetimes = [reference for processes in _LIVE.values() for reference in processes.lifetimes]
             ray.wait(lifetimes, timeout=_GRACE_S)
-        if not self._head.answers():  # the whole session is gone, and every question to it would wait
+        if not self._head.answers():  # requests to a lost cluster would block
             self._fail_without_head(call)
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
         failure = worst(_failures(call, done) or failures)
@@ -163,17 +167,17 @@ class Processes:
         raise error from None
 
     def _fail_by_hanging(self, call: Call, pending: list[Any], limit_s: float) -> NoReturn:
-        """The same for ranks that do not return: with the stack of each, and of the other pools' ranks."""
+        """End all pools because ranks did not return; the error has the stacks of all ranks of all pools."""
         late = [rank for rank, reference in call.references.items() if reference in pending]
         pools = [self, *(processes for processes in _LIVE.values() if processes is not self)]
-        asked = {
+        stacks_of = {
             host.stack.remote(): (processes, rank)
             for processes in pools
             for rank, host in enumerate(processes.hosts)
         }
-        ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)
+        ray.wait(list(stacks_of), num_returns=len(stacks_of), timeout=_STACKS_S)
         stacks: dict[Processes, list[Stack]] = {processes: [] for processes in pools}
-        for reference, (processes, rank) in asked.items():
+        for reference, (processes, rank) in stacks_of.items():
             facts = processes.facts[rank]
             stacks[processes].append(Stack(rank, facts, _answer(reference) or stack_by_signal(facts)))
         others = {"+".join(sorted(processes.groups)): stacks[processes] for processes in pools[1:]}
@@ -183,11 +187,11 @@ class Processes:
         raise error
 
     def _fail_without_head(self, call: Call) -> NoReturn:
-        """The same when the cluster is gone: nothing there can be asked, nor ended through Ray."""
+        """End all pools after the loss of the cluster's head, without requests to Ray."""
         error = WorkerError(
-            f"the head of the Ray cluster at {self._head.address} does not answer any more, in {call.method} "
-            f"of {call.role}: it was ended, or cannot be reached. Start the run again when it is back: with "
-            "trainer.resume_mode=auto it goes on from its last checkpoint",
+            f"the head of the Ray cluster at {self._head.address} stopped answering during {call.method} of "
+            f"{call.role}: it was ended, or cannot be reached. Start the run again when it is back: with "
+            "trainer.resume_mode=auto it resumes from its last checkpoint",
             is_final=True,
         )
         end_without_head([facts for processes in _LIVE.values() for facts in processes.facts])
@@ -198,9 +202,9 @@ class Processes:
         raise error
 
     def last_phase(self, rank: int) -> tuple[str, str]:
-        """Role and method that a dead process was in: of its calls, in order, the first without a result.
+        """Return role and method of a dead process: the first of its calls, in order, without a result.
 
-        The news that a call has failed may come later than that of the death.
+        An actor's death can be observed before its call's failure.
         """
         for call in self.in_flight:
             reference = call.references.get(rank)
@@ -211,12 +215,12 @@ class Processes:
         return "+".join(sorted(self.groups)), "a wait for the next call"
 
     def require_alive(self) -> None:
-        """``WorkerError`` when they have ended: the failure that ended them, which is still the cause."""
+        """Raise the failure that ended the processes, if they have ended."""
         if not self.hosts:
             raise self.failure or WorkerError(f"the processes of the pool {self.pool.name!r} have ended")
 
     def kill(self, failure: WorkerError | None = None) -> None:
-        """End the processes at once, and give their places back."""
+        """Kill the processes and release their places."""
         _LIVE.pop(self.pool, None)
         self.failure = self.failure or failure
         for host in self.hosts:
@@ -228,7 +232,7 @@ class Processes:
 
 
 def _failures(call: Call, done: list[Any]) -> list[Failure]:
-    """What went wrong among the results that are there, and which processes of any pool are gone."""
+    """Return failures among finished results, and deaths in any pool."""
     failures = []
     ranks = {reference: rank for rank, reference in call.references.items()}
     for reference in done:
@@ -254,7 +258,7 @@ def _error(reference: Any) -> RayError | None:
 
 
 def _answer(reference: Any) -> str | None:
-    """What ``WorkerHost.stack`` said, if it did."""
+    """Return the result of ``WorkerHost.stack`` if it has arrived."""
     try:
         return ray.get(reference, timeout=0)
     except RayError:
@@ -262,7 +266,7 @@ def _answer(reference: Any) -> str | None:
 
 
 def _threads(pool: ResourcePool) -> int:
-    """Threads of a process: the driver's, divided among all processes that may share its machine."""
+    """Return threads per process: the driver's, divided among processes that may share a machine."""
     import torch
 
     neighbours = sum(max(other.processes_per_node) for other in pool.all_of_run)

@@ -1,8 +1,7 @@
-"""What crosses between processes: tensors as numpy arrays, which Ray sends out of band and without a copy.
+"""Messages between processes: tensors as numpy arrays, which Ray sends out of band and without a copy.
 
-A value is packed into a ``Packed``: the arrays of its tensors, and the value itself with a ``Slot`` where
-each tensor was. A tensor that lies with the workers already (``RemoteTensor``) crosses as the places of its
-rows.
+A value is packed into a ``Packed``: the arrays of its tensors, and the value itself with a ``Slot`` in place
+of each tensor. A tensor in the object store (``RemoteTensor``) is sent as references to the rows.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from strop.protocol import DataProto
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor was: the number of its array, and its dtype (numpy has no bfloat16)."""
+    """Placeholder of a tensor: the number of its array, and its dtype (numpy has no bfloat16)."""
 
     array: int
     dtype: torch.dtype
@@ -29,7 +28,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class RemoteSlot:
-    """Where a tensor was whose rows lie in objects of the store: ``Layout.pieces`` by number of object."""
+    """Placeholder of a tensor with rows in the object store: ``Layout.pieces`` by number of object."""
 
     column: str
     pieces: list[tuple[int, np.ndarray | None]]
@@ -38,26 +37,26 @@ class RemoteSlot:
 
 @dataclass(frozen=True)
 class ValueSlot:
-    """Where a value was that lies in the store as a whole."""
+    """Placeholder of a value that is one object of the store."""
 
     object: int
 
 
 @dataclass
 class Packed:
-    """A value without its tensors, the arrays of its tensors, and the objects of the store it refers to."""
+    """A value with placeholders for its tensors, and the arrays of these tensors."""
 
     value: Any = None
     arrays: list[np.ndarray] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Total bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays)
 
 
 def pack(value: Any) -> tuple[Packed, list[Any]]:
-    """``value`` for sending, and the references of the store that have to travel with it."""
+    """Return ``value`` for sending, and the object references that must be sent with it."""
     packed = Packed()
     numbers: dict[Any, int] = {}
 
@@ -81,7 +80,7 @@ def pack(value: Any) -> tuple[Packed, list[Any]]:
 
 
 def unpack(packed: Packed, objects: tuple[Any, ...]) -> Any:
-    """The value again; ``objects`` are those of ``pack``, fetched from the store."""
+    """Restore a value; ``objects`` are the fetched references that ``pack`` returned."""
 
     def restore(leaf: Any) -> Any:
         match leaf:
@@ -120,7 +119,7 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A ``DataProto`` on its way, with slots for tensors."""
+    """A ``DataProto`` in transit, with placeholders for tensors."""
 
     columns: dict[str, Any]
     non_tensor_batch: dict[str, np.ndarray]

@@ -1,0 +1,123 @@
+"""The columns of a batch: shape, dtype, unit, who writes each and who reads it.
+
+A batch is a :class:`~strop.protocol.DataProto`: tensors and object columns, one entry per row. ``COLUMNS``
+lists all that strop writes. ``SAMPLE_COLUMNS`` lists those of ``rollouts/*.parquet`` and
+``validation/*.parquet``, one row per sample and without padding. A data file's further columns travel with
+the rows as object columns, so that reward functions can read them. tests/data/test_columns.py holds both
+tables against real batches.
+
+Shapes: B samples (prompts x n, a prompt's samples adjacent), P prompt tokens (``data.max_prompt_length``), T
+response tokens (``data.max_response_length``), L = P + T, H hidden size, n samples per prompt. Micro-batches
+drop token positions that are padding in all of their rows.
+
+A worked example: one sample of two turns, P = 3, T = 8. The policy of version 7 writes a tool call ("c1 c2")
+and its turn ends; the environment inserts the tool's answer ("a1 a2"); meanwhile the policy was updated, so
+version 8 samples the final turn ("r1 r2" and the stop token "."). "_" is padding::
+
+    position            0   1   2 | 3   4   5   6   7   8   9   10
+    input_ids           _   p1  p2| c1  c2  a1  a2  r1  r2  .   _
+    attention_mask      0   1   1 | 1   1   1   1   1   1   1   0
+    position_ids        0   0   1 | 2   3   4   5   6   7   8   8
+    prompts             _   p1  p2|
+    responses                     | c1  c2  a1  a2  r1  r2  .   _
+    response_mask                 | 1   1   0   0   1   1   1   0
+    sampled by version            | 7   7           8   8   8
+    rollout_log_probs             | x   x   0   0   x   x   x   0   by the version that sampled the token
+    old_log_probs                 | x   x   0   0   x   x   x   0   by version 8, just before its update
+    rollout_is_weights            | w   w   0   0   1   1   1   0   min(exp(old - rollout), threshold)
+    token_level_scores            | 0   0   0   0   0   0   s   0   the score is on the last sampled token
+    advantages, returns           | x   x   0   0   x   x   x   0
+
+A tool's tokens are attended to (``attention_mask`` 1) but never trained on, scored or regularized
+(``response_mask`` 0): every sum over a response goes over ``response_mask``. The versions themselves are not
+a column: all rows of a batch come from the version in ``meta_info["weights_version"]``, and the log-probs of
+tokens that an older version sampled are enough to correct for it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Column(NamedTuple):
+    """One column of a batch or of a samples file."""
+
+    shape: str
+    """Dimensions, as in the module's legend; ``B*``: a list per row, of the sample's own length."""
+    dtype: str
+    """dtype of the tensor or parquet column; ``object`` for Python values."""
+    unit: str
+    writer: str
+    readers: str
+    meaning: str
+    when: str = "always"
+
+
+def _read(table: str) -> dict[str, Column]:
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
+    return {name: Column(*cells) for name, *cells in rows}
+
+
+# name              | dim | dtype   | unit   | writer  | readers | meaning | when
+COLUMNS = _read("""
+input_ids           | BL  | int64   | id     | data    | forward passes | prompt and response; BP without
+attention_mask      | BL  | int64   | 0 or 1 | data    | forward passes | 1 on tokens, 0 on padding
+position_ids        | BL  | int64   | index  | data    | forward passes | clip(cumsum(attention_mask) - 1, 0)
+data_source         | B   | object  | text   | data    | rewards, validation | selects the scorer
+reward_model        | B   | object  | record | data    | rewards, samples | {style, ground_truth} | optional
+extra_info          | B   | object  | record | data    | rewards | any further facts | optional
+index               | B   | object  | row    | data    | reward functions | extra_info["index"] or row number
+raw_prompt          | B   | object  | chat   | data    | data.rewriting | messages | return_raw_chat
+raw_prompt_ids      | B   | object  | ids    | data    | users | without template | return_raw_input_ids
+uid                 | B   | object  | text   | driver  | advantages | names the prompt; its n samples share it
+seeds               | Bn  | int64   | seed   | driver  | rollout | one per sample; here B counts prompts
+prompts             | BP  | int64   | id     | rollout | rewards, samples | the prompt's part of input_ids
+responses           | BT  | int64   | id     | rollout | forward passes | the response's part of input_ids
+response_mask       | BT  | float32 | 0 or 1 | rollout | every loss | 1 on tokens that the policy sampled
+rollout_log_probs   | BT  | float32 | nats   | rollout | correction, metrics | log-prob at sampling
+truncated           | B   | bool    |        | rollout | rewards, metrics | cut at the length limit
+rm_scores           | B   | float32 | score  | RM      | rewards | a model's score | reward_model.enable
+reward/<part>       | B   | float32 | score  | rewards | samples | a part of the score; NaN: does not apply
+reward_failed       | B   | bool    |        | rewards | samples | not scored | reward managers
+token_level_scores  | BT  | float32 | score  | rewards | driver | the score, on the last sampled token
+baseline_scores     | B   | float32 | score  | rewards | advantages | of the greedy response | remax
+old_log_probs       | BT  | float32 | nats   | actor   | policy loss, KL | log-prob before the update
+entropys            | BT  | float32 | nats   | actor   | metrics | entropy before the update
+ref_log_prob        | BT  | float32 | nats   | ref     | KL | log-prob | a KL is used
+ref_hidden          | BTH | float32 |        | ref     | actor | hidden states | kl_penalty=full
+full_kl             | BT  | float32 | nats   | actor   | driver | KL over the vocabulary | kl_penalty=full
+values              | BT  | float32 | score  | critic  | advantages, value loss | before the update | gae
+kl                  | BT  | float32 | nats   | driver  | driver, metrics | estimate of the KL | a KL is used
+token_level_rewards | BT  | float32 | score  | driver  | advantages | scores - beta kl
+advantages          | BT  | float32 | score  | driver  | policy loss | whitened where configured
+returns             | BT  | float32 | score  | driver  | value loss | target of the values
+rollout_is_weights  | BT  | float32 | ratio  | driver  | policy loss | min(ratio, threshold) | rollout_is
+rejected            | BT  | int64   | id     | data    | reward modelling | rejected answer | train-rm
+rejected_mask       | BT  | float32 | 0 or 1 | data    | reward modelling | 1 on its tokens | train-rm
+""")
+"""Name in ``DataProto.batch`` or ``DataProto.non_tensor_batch`` -> its description."""
+
+SAMPLE_COLUMNS = _read("""
+uid                 | B   | string  | text   | samples | users | names the prompt; its n samples share it
+data_source         | B   | string  | text   | samples | validation, view | selects the scorer
+ground_truth        | B   | string  | text   | samples | view | JSON if structured | optional
+prompt              | B   | string  | text   | samples | validation, view | with special tokens
+response            | B   | string  | text   | samples | validation, view | without special tokens
+truncated           | B   | bool    |        | samples | validation, view | cut at the length limit
+score               | B   | float32 | score  | samples | validation, view | sum of token_level_scores
+reward/<part>       | B   | float32 | score  | samples | view | null where a part does not apply
+reward_failed       | B   | bool    |        | samples | validation | not scored | reward managers
+prompt_ids          | B*  | int64   | id     | samples | users | without padding
+response_ids        | B*  | int64   | id     | samples | view | without padding
+response_mask       | B*  | int8    | 0 or 1 | samples | users | 0 on tokens inserted by a tool
+""")
+_PER_TOKEN = (
+    """rollout_log_probs old_log_probs ref_log_prob entropys values token_level_rewards advantages returns"""
+)
+SAMPLE_COLUMNS |= {name: COLUMNS[name]._replace(shape="B*", writer="samples") for name in _PER_TOKEN.split()}
+"""Column of a samples file -> its description."""
+
+
+def described(name: str, columns: dict[str, Column] = COLUMNS) -> Column | None:
+    """Return the description of a column, None for a name that ``columns`` does not list."""
+    return columns.get("reward/<part>" if name.startswith("reward/") else name)

@@ -1,0 +1,104 @@
+"""The dictionary of columns against every batch of real runs, both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from strop.columns import COLUMNS, SAMPLE_COLUMNS, Column, described
+from strop.data.answers import pair_batch
+from strop.models.loader import load_scorer
+from strop.protocol import DataProto
+
+import tiny_model
+from runs import make_inputs, overrides, train
+
+OF_THE_DATA_FILE = {"ability"}  # a column that strop knows nothing of and carries along
+CONFIGURATIONS = {
+    "gae": [
+        "actor_rollout_ref.actor.rollout_is=token",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+        "data.return_raw_chat=True",
+        "data.return_raw_input_ids=True",
+    ],
+    "remax": ["algorithm.adv_estimator=remax", "algorithm.kl_penalty=full", "algorithm.kl_ctrl.kl_coef=0.1"],
+    "reward model": ["reward_model.enable=True", "reward_model.model.input_tokenizer=null"],
+}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> tuple[dict[str, set[tuple[int, str]]], dict[str, set[str]]]:
+    """Dimensions and dtype of every column of every batch in the runs, and types in their samples files."""
+    inputs = make_inputs(tmp_path_factory.mktemp("columns"))
+    load_scorer(inputs / "model", fresh_head_seed=5).save_pretrained(inputs / "reward_model")
+    tiny_model.build_tokenizer().save_pretrained(inputs / "reward_model")
+    batches: dict[str, set[tuple[int, str]]] = {}
+    files: dict[str, set[str]] = {}
+    original = DataProto.__post_init__
+
+    def note(batch: DataProto) -> None:
+        original(batch)
+        for name, tensor in batch.batch.items():
+            batches.setdefault(name, set()).add((tensor.dim(), str(tensor.dtype).removeprefix("torch.")))
+        for name, column in batch.non_tensor_batch.items():
+            batches.setdefault(name, set()).add((np.ndim(column), str(column.dtype)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DataProto, "__post_init__", note)
+        for number, options in enumerate(CONFIGURATIONS.values()):
+            run = inputs / f"run{number}"
+            model = f"reward_model.model.path={inputs / 'reward_model'}"
+            train(
+                overrides(
+                    inputs, run, *options, model, "trainer.total_training_steps=1", "trainer.test_freq=1"
+                )
+            )
+            for path in (*run.glob("rollouts/*.parquet"), *run.glob("validation/*.parquet")):
+                for field in pq.read_schema(path):
+                    files.setdefault(field.name, set()).add(_type(field.type))
+        row: dict[str, Any] = {
+            "data_source": "x",
+            **dict.fromkeys(("input_ids", "chosen", "rejected"), torch.ones(2)),
+        }
+        pair_batch([row], pad_token_id=0, max_prompt_length=3, max_response_length=3)
+    return batches, files
+
+
+def _type(kind: pa.DataType) -> str:
+    name = str(kind.value_type if pa.types.is_list(kind) else kind)
+    return {"float": "float32"}.get(name, name) + ("*" if pa.types.is_list(kind) else "")
+
+
+def test_every_column_of_a_batch_is_listed_with_its_shape_and_dtype(seen):
+    wrong = {
+        name: (column, kinds)
+        for name, kinds in seen[0].items()
+        if name not in OF_THE_DATA_FILE
+        and ((column := described(name)) is None or kinds != {(len(column.shape), column.dtype)})
+    }
+    assert wrong == {}
+
+
+def test_every_column_of_a_samples_file_is_listed_with_its_type(seen):
+    def expected(column: Column) -> str:
+        return column.dtype + ("*" if column.shape.endswith("*") else "")
+
+    wrong = {
+        name: kinds
+        for name, kinds in seen[1].items()
+        if (column := described(name, SAMPLE_COLUMNS)) is None or kinds != {expected(column)}
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(("table", "which"), [(COLUMNS, 0), (SAMPLE_COLUMNS, 1)])
+def test_every_listed_column_is_seen(seen, table, which):
+    missing = set(table) - {"reward/<part>"} - set(seen[which])
+    assert missing == set()
+    assert any(name.startswith("reward/") for name in seen[which])

@@ -1,0 +1,145 @@
+"""Objectives put together by configuration, against the formulas written out sequence by sequence."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from strop.config.load import load_config
+from strop.workers.losses import actor_objective, critic_objective
+
+LENGTHS = (4, 2, 0, 3)  # a row that only fills up the batch
+WIDTH, MAX_LENGTH = 4, 6
+COUNTS = {"n_tokens": sum(LENGTHS), "n_seqs": 3, "max_response_length": MAX_LENGTH}
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def batch(*names: str) -> dict[str, torch.Tensor]:
+    """Columns [B,T] far enough from one another that clips and clamps take effect."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(LENGTHS), WIDTH)
+    columns = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in names}
+    columns["response_mask"] = (torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]).double()
+    return columns
+
+
+def aggregated(mode: str, sequences: list[list[torch.Tensor]]) -> torch.Tensor:
+    """One number of the losses of each sequence's tokens."""
+    rows = [torch.stack(tokens) for tokens in sequences if tokens]
+    total = torch.stack([row.sum() for row in rows]).sum()
+    return {
+        "token-mean": total / COUNTS["n_tokens"],
+        "seq-mean-token-sum": total / len(rows),
+        "seq-mean-token-mean": torch.stack([row.mean() for row in rows]).sum() / len(rows),
+        "seq-mean-token-sum-norm": total / len(rows) / MAX_LENGTH,
+    }[mode]
+
+
+def policy_token_losses(kind: str, low: float, high: float, c: float | None, columns) -> list[list]:
+    losses = []
+    for row, length in enumerate(LENGTHS):
+        log_prob, old, advantage = (
+            columns[name][row, :length] for name in ("log_prob", "old_log_probs", "advantages")
+        )
+        k = log_prob - old
+        if kind == "gspo" and length:
+            k, advantage = k.mean().expand(length), advantage.mean().expand(length)
+        tokens = []
+        for t in range(length):
+            ratio, a = k[t].exp(), advantage[t]
+            near = ratio.clamp(1 - low, 1 + high)
+            if kind == "cispo":
+                tokens.append(-near.detach() * a * log_prob[t])
+                continue
+            loss = torch.maximum(-a * ratio, -a * near)
+            tokens.append(torch.minimum(loss, -a * c) if c is not None and a < 0 else loss)
+        losses.append(tokens)
+    return losses
+
+
+@pytest.mark.parametrize(("kind", "mode"), itertools.product(("ppo", "gspo", "cispo"), MODES))
+@pytest.mark.parametrize("kl", [None, "kl", "abs", "mse", "low_var_kl", "full"])
+def test_the_actors_objective_is_the_weighted_sum_of_its_terms(kind, mode, kl):
+    c = None if kind == "cispo" else 1.5
+    actor = load_config(
+        [
+            *(f"actor_rollout_ref.actor.{key}={'null' if value is None else value}" for key, value in {
+                "policy_loss": kind, "loss_agg_mode": mode, "entropy_coeff": 0.3, "clip_ratio_c": c,
+                "clip_ratio_low": 0.2, "clip_ratio_high": 0.4, "use_kl_loss": kl is not None,
+                "kl_loss_type": kl or "kl", "kl_loss_coef": 0.7}.items())
+        ]
+    ).actor_rollout_ref.actor  # fmt: skip
+    outputs = {"log_prob", "entropy", "full_kl"}
+    columns = batch(*sorted(outputs), "old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights")
+    for name in outputs:
+        columns[name].requires_grad_()
+
+    expected = aggregated(
+        mode,
+        [
+            [loss * columns["rollout_is_weights"][row, t] for t, loss in enumerate(tokens)]
+            for row, tokens in enumerate(policy_token_losses(kind, 0.2, 0.4, c, columns))
+        ],
+    )
+    d = columns["log_prob"] - columns["ref_log_prob"]
+    penalty = {
+        None: torch.zeros_like(d),
+        "kl": d,
+        "abs": d.abs(),
+        "mse": d**2 / 2,
+        "low_var_kl": (torch.exp(-d) - 1 + d).clamp(-10, 10),
+        "full": columns["full_kl"],
+    }[kl]
+    for coefficient, column in ((-0.3, columns["entropy"]), (0.7, penalty)):
+        tokens = [[column[row, t] for t in range(length)] for row, length in enumerate(LENGTHS)]
+        expected = expected + coefficient * aggregated(mode, tokens)
+
+    given = {name: columns[name] for name in outputs}
+    total, metrics = actor_objective(actor, **COUNTS)(given, columns)
+    assert_close(total, expected)
+    assert ("kl_loss" in metrics) == (kl is not None)
+    leaves = [columns[name] for name in sorted(outputs)]
+    for found, wanted in zip(
+        torch.autograd.grad(total, leaves, allow_unused=True),
+        torch.autograd.grad(expected, leaves, allow_unused=True),
+        strict=True,
+    ):
+        assert (found is None or not found.any()) == (wanted is None or not wanted.any())
+        if found is not None and wanted is not None:
+            assert_close(found, wanted)
+
+
+def test_without_old_log_probs_the_sampler_is_the_policy_itself():
+    actor = load_config([]).actor_rollout_ref.actor
+    columns = batch("log_prob", "advantages")
+    columns["log_prob"].requires_grad_()
+    total, metrics = actor_objective(actor, **COUNTS)({"log_prob": columns["log_prob"]}, columns)
+    mask, advantages = columns["response_mask"], columns["advantages"]
+    assert_close(total, -(advantages * mask).sum() / COUNTS["n_tokens"])
+    assert metrics["ppo_kl"] == metrics["pg_clipfrac"] == 0
+    (gradient,) = torch.autograd.grad(total, columns["log_prob"])
+    assert_close(gradient, -advantages * mask / COUNTS["n_tokens"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_critics_objective_takes_the_larger_of_two_errors(mode):
+    critic = load_config([f"critic.loss_agg_mode={mode}", "critic.cliprange_value=0.5"]).critic
+    columns = batch("found", "returns", "values")
+    found = columns["found"].requires_grad_()
+    tokens = []
+    for row, length in enumerate(LENGTHS):
+        errors = []
+        for t in range(length):
+            value, old, target = found[row, t], columns["values"][row, t].item(), columns["returns"][row, t]
+            near = value.clamp(old - 0.5, old + 0.5)
+            errors.append(torch.maximum((value - target) ** 2, (near - target) ** 2) / 2)
+        tokens.append(errors)
+    expected = aggregated(mode, tokens)
+    total, metrics = critic_objective(critic, **COUNTS)({"values": found}, columns)
+    assert_close(total, expected)
+    assert_close(torch.autograd.grad(total, found), torch.autograd.grad(expected, found))
+    assert math.isclose(metrics["vf_loss"].item(), expected.item())
