@@ -18,10 +18,10 @@ preferences: .venv/core  ## from comparisons to a reward model to a better polic
 	$(BIN)/python examples/preferences.py --seed $(SEED)
 
 test: .venv/dev .venv/vllm  ## the test suite: minutes on two cores
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python tests/lanes.py $(ARGS)
 
 test-all: .venv/dev .venv/vllm  ## the slow tests too
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "slow or not slow" $(ARGS)
+	$(BIN)/python tests/lanes.py --all $(ARGS)
 
 check: .venv/dev .venv/vllm  ## formatting, lint, types, layers, generated pages
 	$(BIN)/ruff format --check .

@@ -1,9 +1,9 @@
 """Workers of Ray, forked from a server that has torch, transformers and the trainer loaded.
 
 Ray starts each of its workers as an interpreter that runs a script of Ray's, and then as a second one, which
-loads torch and the trainer: 6 s of CPU time. Here this file is the script: it hands arguments, environment and
-output to the server, which forks, and stays until the fork ends. The server does not load Ray, whose library
-reads the environment once.
+loads torch and the trainer: 6 s of CPU time. Here this file is the script: it hands arguments, environment
+and output to the server, which forks, and stays until the fork ends. The server does not load Ray, whose
+library reads the environment once.
 """
 
 import contextlib
