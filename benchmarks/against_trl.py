@@ -1,12 +1,12 @@
-"""strop and TRL side by side: one iteration of GRPO and of PPO, on the same model, prompts and lengths.
+"""Compare strop with TRL: one iteration of GRPO and of PPO, on the same model, prompts and lengths.
 
     python benchmarks/against_trl.py [--rounds 3] [--iterations 3] [--threads 2] [--models 5M 30M]
         [--only grpo] [--out benchmarks/results/against_trl_DATE.md]
 
-Every run is a process of its own, and the systems take turns. A figure is the median over the rounds of a
-run's median over its iterations, the first iteration left out. Useful tokens are those of responses, with the
-end token; a run whose responses have other lengths than planned fails the benchmark. What each system is told
-is in ``side_by_side/``; ``make bench`` builds the environments of TRL.
+Every run is a separate process, and the systems alternate. Figures are medians over rounds of each run's
+median over iterations, without the first iteration. Useful tokens are response tokens, including the end
+token; the benchmark fails if response lengths differ from the planned ones. ``side_by_side/`` has the
+settings of each system; ``make bench`` builds the environments of TRL.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ COLUMNS = (*PHASES, "rest", "iteration")
 
 @dataclass(frozen=True)
 class System:
-    """One of those compared."""
+    """A system under comparison."""
 
     name: str
     python: Path
     module: str
     changes: Mapping[str, str] = field(default_factory=dict)
-    """Fields of the setting that are others for it."""
+    """Overrides of fields of the setting."""
     options: tuple[str, ...] = ()
-    """Laid over what the module tells the system: ``key=value``."""
+    """Overrides of the module's configuration, as ``key=value``."""
 
 
 STROP = System("strop", Path(sys.executable), "strop_run")
@@ -57,7 +57,7 @@ PPO = System("TRL 1.12", HERE / ".venv-trl-ppo/bin/python", "trl_ppo")
 
 @dataclass(frozen=True)
 class Comparison:
-    """A setting, and who takes turns at it; ratios are to the system named ``peer``."""
+    """Setting and the systems compared on it; ratios are relative to the system named ``peer``."""
 
     setting: Setting
     systems: tuple[System, ...]
@@ -65,7 +65,7 @@ class Comparison:
 
 
 def comparisons(options: argparse.Namespace, inputs: Path) -> list[Comparison]:
-    """What the table has, in its order."""
+    """Return the comparisons of the table, in order."""
     found = []
     shared = {"inputs": str(inputs), "iterations": options.iterations}
     for model, lengths, precision in itertools.product(
@@ -81,7 +81,7 @@ def comparisons(options: argparse.Namespace, inputs: Path) -> list[Comparison]:
 
 
 def run(system: System, setting: Setting, threads: int, folder: Path) -> dict:
-    """One process; what it recorded. The planned lengths are checked."""
+    """Run one process, check its response lengths and return its record."""
     setting = replace(setting, **system.changes)
     written, record = setting.write(folder / "setting.json"), folder / "record.json"
     paths = [HERE] if system.module != STROP.module else [HERE, HERE.parent / "examples"]
@@ -105,19 +105,19 @@ def run(system: System, setting: Setting, threads: int, folder: Path) -> dict:
 
 
 def check_lengths(system: System, setting: Setting, iterations: list[dict]) -> None:
-    """Both systems had as many iterations, and responses as long, as planned; or ``SystemExit``."""
+    """Raise ``SystemExit`` unless the iterations and response lengths are as planned."""
     if len(iterations) != setting.total_iterations:
-        raise SystemExit(f"{system.name}: {len(iterations)} iterations, not {setting.total_iterations}")
+        raise SystemExit(f"{system.name}: {len(iterations)} iterations, expected {setting.total_iterations}")
     for number, iteration in enumerate(iterations):
         planned = sorted(setting.planned_lengths(number) or [setting.limit] * setting.samples)
         if iteration["lengths"] != planned:
             raise SystemExit(
-                f"{system.name}, {setting.name}: lengths of iteration {number} are not as planned"
+                f"{system.name}, {setting.name}: response lengths of iteration {number} differ from the plan"
             )
 
 
 def medians(runs: list[dict]) -> dict[str, float]:
-    """Of all runs of one system: seconds by phase, useful tokens a second and MB."""
+    """Return a system's median seconds by phase, useful tokens per second and MB."""
     counted = [run["iterations"][WARM_UP:] for run in runs]
     found = {
         column: statistics.median(statistics.median(row[column] for row in rows) for rows in counted)
@@ -131,7 +131,7 @@ def medians(runs: list[dict]) -> dict[str, float]:
 
 
 def compare(comparison: Comparison, rounds: int, threads: int) -> list[str]:
-    """Rows of the table; the systems take turns."""
+    """Run one comparison, alternating between systems; return its table rows."""
     runs: dict[str, list[dict]] = {system.name: [] for system in comparison.systems}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
@@ -143,14 +143,14 @@ def compare(comparison: Comparison, rounds: int, threads: int) -> list[str]:
 
 
 def row(setting: Setting, name: str, found: dict[str, float], peer: dict[str, float]) -> str:
-    """One line of markdown."""
+    """Format a Markdown table row."""
     cells = [setting.name, name, *(f"{found[column]:.2f}" for column in COLUMNS)]
     cells += [f"{found['tokens/s']:.0f}", f"{found['MB']:.0f}", f"{found['tokens/s'] / peer['tokens/s']:.2f}"]
     return f"| {' | '.join(cells)} |"
 
 
 def head(options: argparse.Namespace) -> str:
-    """What stands above the table."""
+    """Return the title, description and header of the table."""
     versions = subprocess.run(
         [GRPO.python, "-c", "import trl; print(trl.__version__)"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -158,10 +158,10 @@ def head(options: argparse.Namespace) -> str:
     titles = ["setting", "system", *COLUMNS, "tokens/s", "MB", "ratio"]
     return (
         f"# One iteration of strop and of TRL\n\n{where} TRL {versions} for GRPO, 1.12.0 for PPO.\n"
-        "strop generates with its hf rollout where it does not say vLLM. "
-        f"64 samples of 8 prompts, or of 64 where n=1, of {SHORTEST} to {LONGEST} tokens; "
+        "strop generates with its hf rollout unless marked vLLM. "
+        f"64 samples of 8 prompts (64 prompts if n=1) of {SHORTEST} to {LONGEST} tokens; "
         "one optimizer step.\n"
-        "Seconds an iteration by phase; useful tokens a second; peak of resident memory; ratio of tokens/s "
+        "Seconds per iteration by phase; useful tokens per second; peak resident memory; ratio of tokens/s "
         f"to TRL's.\nMedians of {options.rounds} alternating runs of {options.iterations} iterations after a "
         "warm-up.\n\n"
         f"| {' | '.join(titles)} |\n|{' --- |' * 2}{' ---: |' * (len(titles) - 2)}"

@@ -1,14 +1,15 @@
-"""What does the driver cost as workers grow, with and without handles?
+"""Measure the cost of the driver by number of workers, with and without handles.
 
     python benchmarks/driver.py [--workers 1 8 64] [--prompts 1024] [--tokens 512] [--steps 5] [--out FOLDER]
 
 The real trainer runs its real PPO step (generate, score, reference and old log-probs, values, advantages,
-4 + 4 mini-batches) on Ray processes whose workers do next to nothing. Two trainers, with and without
-handles, take turns on the same processes. Per step: seconds, CPU seconds of the driver's process, megabytes
-of tensors through it, and which part of the step they go to. ``--out`` keeps table, profile and picture.
+4 + 4 mini-batches) on Ray processes whose workers compute almost nothing. Two trainers, with and without
+handles, alternate on the same processes. Figures per step: seconds, CPU seconds of the driver's process,
+megabytes of tensors through the driver, and CPU seconds by part of the step. ``--out`` saves the tables, the
+profile and the plot.
 
-The processes share this machine's cores, so the seconds of many are those of a crowd; the driver's own CPU
-time and the bytes are what carries over to a cluster.
+All processes share this machine's cores, so wall-clock seconds with many workers measure contention; the
+driver's CPU time and traffic carry over to a cluster.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step."""
+    """Cost of one step."""
 
     seconds: float
     cpu_s: float
-    """Of the driver's process, all its threads."""
+    """CPU seconds of all threads of the driver's process."""
     main_thread_s: float
-    """CPU seconds of the thread that runs the trainer; the others are Ray's."""
+    """CPU seconds of the thread that runs the trainer; the other threads are Ray's."""
     sent: int
     received: int
 
 
 @dataclass(frozen=True)
 class Row:
-    """Medians of one number of workers, with handles or without."""
+    """Median costs for one number of workers, with or without handles."""
 
     workers: int
     handles: bool
@@ -70,7 +71,7 @@ class Row:
     parts: dict[str, float]
     """CPU seconds of the main thread by part of the step, under the profiler."""
     hottest: list[str]
-    """Lines of the profile."""
+    """Formatted profile lines of the most expensive functions."""
 
 
 class Prompts:
@@ -97,13 +98,13 @@ class Prompts:
 
 
 class Tokenizer:
-    """What the trainer reads of one."""
+    """Tokenizer with the one attribute that the trainer reads."""
 
     pad_token_id = 0
 
 
 def reward(batch: DataProto) -> Tensor:
-    """Scores [B, T]: 1 on the last token of a response of even length, 0 elsewhere."""
+    """Return scores [B, T]: 1 on the last token of a response of even length, 0 elsewhere."""
     mask_BT = batch.batch["response_mask"]
     lengths_B = mask_BT.sum(dim=1).long()
     scores_BT = torch.zeros_like(mask_BT)
@@ -114,7 +115,7 @@ def reward(batch: DataProto) -> Tensor:
 def build(
     folder: Path, pools: ResourcePoolManager, *, workers: int, prompts: int, tokens: int, handles: bool
 ) -> RayPPOTrainer:
-    """A trainer of light workers; its checks want to see files, which nothing reads."""
+    """Build a trainer with light workers; the preflight checks require files that are never read."""
     for name in ("train.parquet", "val.parquet"):
         (folder / name).touch()
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
@@ -154,14 +155,14 @@ def build(
 
 
 def take_step(trainer: RayPPOTrainer, batches: Any) -> DataProto:
-    """One iteration, as the training loop takes it."""
+    """Run one iteration like the training loop."""
     batch, _ = trainer.step(next(batches))
     trainer.global_step += 1
     return batch
 
 
 def cost_of_step(trainer: RayPPOTrainer, batches: Any) -> Cost:
-    """Measured around one iteration, and the release of what it held."""
+    """Measure one iteration, including the release of its batch."""
     groups = trainer.groups.values()
     before = [(group.traffic.sent, group.traffic.received) for group in groups]
     gc.collect()
@@ -175,7 +176,7 @@ def cost_of_step(trainer: RayPPOTrainer, batches: Any) -> Cost:
 
 
 def profile(trainer: RayPPOTrainer, batches: Any, lines: int = 8) -> tuple[dict[str, float], list[str]]:
-    """CPU seconds of the main thread in one step: by part, and the functions that need most themselves."""
+    """Return CPU seconds of the main thread by part of a step, and the functions with the most own time."""
     profiler = cProfile.Profile(time.thread_time)
     profiler.runcall(take_step, trainer, batches)
     calls = pstats.Stats(profiler).get_stats_profile().func_profiles
@@ -192,14 +193,14 @@ def profile(trainer: RayPPOTrainer, batches: Any, lines: int = 8) -> tuple[dict[
 
 
 def place_of(file: str, line: int, name: str) -> str:
-    """A function of the profile, without the machine's folders."""
+    """Format a profiled function's location with the last folder only."""
     if file.startswith("~"):
         return re.sub(" at 0x[0-9a-f]+", "", name)
     return f"{'/'.join(Path(file).parts[-2:])}:{line} {name}"
 
 
 def measure(workers: int, *, prompts: int, tokens: int, steps: int) -> tuple[list[Row], int]:
-    """With and without handles on ``workers`` processes, and the bytes of a finished batch."""
+    """Measure ``workers`` processes with and without handles; also return the bytes of a finished batch."""
     with tempfile.TemporaryDirectory() as folder:
         pools = ResourcePoolManager({"pool": [workers]}, dict.fromkeys(ROLES, "pool"))
         sizes = {"workers": workers, "prompts": prompts, "tokens": tokens}
@@ -207,7 +208,7 @@ def measure(workers: int, *, prompts: int, tokens: int, steps: int) -> tuple[lis
         batches = {handles: iter(trainer.train_loader) for handles, trainer in trainers.items()}
         costs: dict[bool, list[Cost]] = {handles: [] for handles in trainers}
         for handles, trainer in trainers.items():
-            finished = take_step(trainer, batches[handles])  # the first step of each warms up
+            finished = take_step(trainer, batches[handles])  # warm-up step
         nbytes = sum(column.numel() * column.element_size() for column in finished.batch.values())
         del finished
         for _ in range(steps):
@@ -223,15 +224,15 @@ def measure(workers: int, *, prompts: int, tokens: int, steps: int) -> tuple[lis
 
 
 def median(costs: Sequence[Cost]) -> Cost:
-    """Of each figure by itself."""
+    """Return the median of each figure separately."""
     figures = zip(*(vars(cost).values() for cost in costs), strict=True)
     return Cost(*(statistics.median(values) for values in figures))
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, a line for each row."""
+    """Format the rows as a Markdown table."""
     lines = [
-        "| workers | handles | seconds a step | driver CPU s | its main thread | MB sent | MB received |",
+        "| workers | handles | seconds per step | driver CPU s | main thread CPU s | MB sent | MB received |",
         "| ---: | :---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
@@ -244,7 +245,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def parts_table(rows: Sequence[Row]) -> str:
-    """Markdown: where the trainer's thread spends its CPU time."""
+    """Format the trainer thread's CPU time by part of the step as a Markdown table."""
     names = {"__next__": "next prompts", "get": "results of updates"}
     lines = ["| workers | handles | " + " | ".join(names.get(p, p) for p in PARTS) + " |"]
     lines.append("| ---: | :---: |" + " ---: |" * len(PARTS))
@@ -255,16 +256,16 @@ def parts_table(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """The growth curves."""
+    """Plot the figures by number of workers."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     figures = {
-        "driver: CPU seconds a step": lambda cost: cost.cpu_s,
-        "driver: MB a step, sent and received": lambda cost: (cost.sent + cost.received) / MB,
-        "wall-clock seconds a step (shared cores)": lambda cost: cost.seconds,
+        "driver: CPU seconds per step": lambda cost: cost.cpu_s,
+        "driver: MB per step, sent and received": lambda cost: (cost.sent + cost.received) / MB,
+        "wall-clock seconds per step (shared cores)": lambda cost: cost.seconds,
     }
     figure, axes = plt.subplots(1, len(figures), figsize=(12, 3.6), layout="constrained")
     for ax, (title, value) in zip(axes, figures.items(), strict=True):
@@ -283,7 +284,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def report(rows: Sequence[Row], nbytes: int, options: argparse.Namespace) -> str:
-    """Everything that was measured, as Markdown."""
+    """Format all results as Markdown."""
     hottest = "\n\n".join(
         f"{row.workers} workers, handles {'on' if row.handles else 'off'}\n" + "\n".join(row.hottest)
         for row in rows
@@ -291,7 +292,7 @@ def report(rows: Sequence[Row], nbytes: int, options: argparse.Namespace) -> str
     return f"""{options.prompts} samples of {options.tokens} + {options.tokens} tokens, {nbytes / MB:.1f} MB \
 with all columns of a finished PPO step; 4 mini-batches each for critic and actor.
 {os.cpu_count()} cores, shared by all processes; torch {torch.__version__}, ray {ray.__version__}; \
-medians of {rows[0].steps} steps, with and without handles in turn.
+medians of {rows[0].steps} steps, alternating with and without handles.
 
 {table(rows)}
 
@@ -299,7 +300,7 @@ CPU seconds of the trainer's thread by part of the step (under the profiler, whi
 
 {parts_table(rows)}
 
-Functions by their own CPU time in that step:
+Functions by own CPU time in the profiled step:
 
 ```
 {hottest}
@@ -312,13 +313,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 8, 64])
-    parser.add_argument("--prompts", type=int, default=1024, help="a multiple of 4 times the workers")
-    parser.add_argument("--tokens", type=int, default=512, help="of a prompt, and of a response")
+    parser.add_argument(
+        "--prompts", type=int, default=1024, help="per batch; a multiple of 4 times the workers"
+    )
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a prompt, and of a response")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder for driver_<date>.md and .png")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token to the home folder
 
     rows: list[Row] = []
     for workers in options.workers:
@@ -334,7 +337,7 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         name = options.out / f"driver_{datetime.date.today()}"
         draw(rows, name.with_suffix(".png"))
-        name.with_suffix(".md").write_text(f"# What the driver costs\n\n{text}\n![]({name.name}.png)\n")
+        name.with_suffix(".md").write_text(f"# Cost of the driver\n\n{text}\n![]({name.name}.png)\n")
 
 
 if __name__ == "__main__":

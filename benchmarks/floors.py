@@ -1,12 +1,13 @@
-"""How far are strop's log-prob and update phases from the machine's limits?
+"""Compare strop's log-prob and update phases with the machine's limits.
 
     python benchmarks/floors.py [--rounds 3] [--threads 2] [--models 5M 30M] [--out FILE.md]
 
-Two floors, measured in the same run, in turn. Plain torch: forward, or forward, backward, clipping and AdamW,
-over the packed real tokens of the same batch in micro-batches of as many rows (``plain_qwen2.py``, attention
-one sequence after another). And the matrix product: floating-point operations a second over those of a large
-one. A batch has 64 samples with planned lengths, of 8 prompts or of 64; strop computes a prompt once for its
-samples, the plain loop does not. Speed is plain seconds over strop's: 1 is as fast as plain torch.
+Two baselines alternate with strop in the same run. Plain torch: forward (or forward, backward, clipping and
+AdamW) over the packed real tokens of the same batch in micro-batches of the same number of rows, with
+attention one sequence at a time (``plain_qwen2.py``). Peak: floating-point operations per second relative to
+those of a large matrix product. A batch has 64 samples of planned lengths, of 8 prompts or of 64; strop
+computes each prompt once for its samples, plain torch does not. Speed is plain seconds over strop's seconds:
+1 is as fast as plain torch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def peak(dtype: torch.dtype, size: int = 2048, rounds: int = 5) -> float:
-    """Floating-point operations a second of the best of some matrix products."""
+    """Return the floating-point operations per second of the fastest of several matrix products."""
     left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
     return 2 * size**3 / min(seconds(lambda: left @ right) for _ in range(rounds))
 
@@ -60,7 +61,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 class Plain:
-    """The loop that anybody would write first, without padding."""
+    """Straightforward training loop in plain torch, without padding."""
 
     def __init__(self, name: str, batch: DataProto, dtype: torch.dtype) -> None:
         self.model = PlainQwen2(build(name))
@@ -78,7 +79,7 @@ class Plain:
         ]
 
     def log_probs(self, piece: dict[str, Tensor]) -> Tensor:
-        """Of the response tokens, one after another."""
+        """Return the log-probs of the response tokens, concatenated."""
         mask_BL = piece["attention_mask"].bool()
         response_BT = piece["response_mask"].bool()
         response_BL = torch.zeros_like(mask_BL)
@@ -110,7 +111,7 @@ class Plain:
 
 
 class Strop:
-    """A worker of a whole trainer, after one iteration."""
+    """Trainer after one iteration, with the phases to measure."""
 
     def __init__(self, setting: Setting, folder: Path) -> None:
         self.trainer: RayPPOTrainer = build_trainer(load_config(overrides(setting, folder)))
@@ -127,14 +128,14 @@ class Strop:
 
 
 def compare(setting: Setting, rounds: int, folder: Path) -> list[str]:
-    """Rows of the table for both phases."""
+    """Measure both phases; return their table rows."""
     strop = Strop(setting, folder / "run")
     plain = Plain(setting.model, strop.batch, DTYPES[setting.precision])
     limit, lines = peak(DTYPES[setting.precision]), []
     for phase in ("infer", "update"):
         found = {}
         works = {"plain": getattr(plain, phase), "strop": getattr(strop, phase)}
-        operations = {name: flops(work) for name, work in works.items()}  # and a warm-up
+        operations = {name: flops(work) for name, work in works.items()}  # also warms up
         for _ in range(rounds):
             for name, work in works.items():
                 found.setdefault(name, []).append(seconds(work))
@@ -156,7 +157,7 @@ def compare(setting: Setting, rounds: int, folder: Path) -> list[str]:
 
 
 def flops(work: Callable[[], object]) -> float:
-    """Floating-point operations, of matrix products alone."""
+    """Count the floating-point operations of matrix products."""
     with FlopCounterMode(display=False) as counter:
         work()
     return counter.get_total_flops()

@@ -1,13 +1,13 @@
-"""How does an iteration grow with samples, response length, vocabulary and ranks?
+"""Measure throughput by number of samples, response length, vocabulary size and number of ranks.
 
     python benchmarks/growth.py [--axes samples tokens vocabulary ranks] [--rounds 3] [--threads 2]
         [--out benchmarks/results/growth_DATE]
 
-GRPO on the 5M model in float32: 64 samples of 64 tokens, a vocabulary of 4096, one process, and one of these
-at a time is another. Every run is a whole training run of its own (``side_by_side/strop_run.py``); old
-log-probs are computed apart, so that their phase shows. Response tokens a second by phase, medians over the
-rounds. Ranks are Ray processes of one thread each, also where there is one. ``--out`` writes a table and a
-picture.
+GRPO on the 5M model in float32: 64 samples of 64 tokens, a vocabulary of 4096 and one process; each axis
+varies one of these. Every point is a separate training run (``side_by_side/strop_run.py``) with old log-probs
+in a separate pass, so that their phase is visible. Figures are response tokens per second by phase, medians
+over the rounds. On the ranks axis every rank is a Ray process with one thread. ``--out`` writes a table and a
+plot.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ APART = "actor_rollout_ref.actor.old_log_prob_from_update=False"
 
 @dataclass(frozen=True)
 class Point:
-    """One place on one axis."""
+    """One value on one axis."""
 
     axis: str
     value: int
@@ -53,7 +53,7 @@ class Point:
 
 
 def point(axis: str, value: int, base: Setting, threads: int) -> Point:
-    """The base setting with one thing changed."""
+    """Return the base setting with the axis set to ``value``."""
     if axis == "samples":
         return Point(axis, value, replace(base, samples=value), threads=threads)
     if axis == "tokens":
@@ -67,7 +67,7 @@ def point(axis: str, value: int, base: Setting, threads: int) -> Point:
 
 
 def measure(place: Point, folder: Path) -> dict[str, float]:
-    """Response tokens a second by phase, in one run."""
+    """Run one point; return response tokens per second by phase."""
     system = replace(STROP, options=place.keys)
     rows = run(system, place.setting, place.threads, folder)["iterations"][WARM_UP:]
     tokens = sum(sum(row["lengths"]) for row in rows)
@@ -75,7 +75,7 @@ def measure(place: Point, folder: Path) -> dict[str, float]:
 
 
 def table(found: Sequence[tuple[Point, dict[str, float]]]) -> str:
-    """As Markdown."""
+    """Format results as a Markdown table."""
     phases = (*PHASES, "iteration")
     lines = [f"| axis | value | {' | '.join(phases)} |", f"| --- |{' ---: |' * (1 + len(phases))}"]
     for place, speeds in found:
@@ -85,7 +85,7 @@ def table(found: Sequence[tuple[Point, dict[str, float]]]) -> str:
 
 
 def draw(found: Sequence[tuple[Point, dict[str, float]]], path: Path) -> None:
-    """A panel for each axis, a curve for each phase."""
+    """Plot one panel per axis and one curve per phase."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -108,7 +108,7 @@ def draw(found: Sequence[tuple[Point, dict[str, float]]], path: Path) -> None:
         panel.set_xticks([value for value, _ in own], [str(value) for value, _ in own], rotation=30)
         panel.minorticks_off()
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("response tokens a second")
+    panels[0][0].set_ylabel("response tokens per second")
     panels[0][-1].legend()
     figure.savefig(path, dpi=110)
 
@@ -137,7 +137,7 @@ def main() -> None:
     if options.out:
         where = machine.description("torch", "transformers", "ray", threads=options.threads)
         name = options.out.name
-        title = "# Response tokens a second as things grow"
+        title = "# Response tokens per second by scale"
         about = f"{where}\n{' '.join(__doc__.split(chr(10) * 2)[2].split())}"
         options.out.with_name(f"{name}.md").write_text(
             f"{title}\n\n{about}\n\n{table(found)}\n\n![]({name}.png)\n"

@@ -1,6 +1,6 @@
-"""Workers that do next to nothing, for measuring what drives them: every column has its real shape and dtype.
+"""Workers without models, to benchmark the driver: every column has its real shape and dtype.
 
-Shapes: B samples (one for each prompt), P prompt tokens, T response tokens.
+Shapes: B samples (one per prompt), P prompt tokens, T response tokens.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from strop.rollout.base import Finished
 
 
 class LightWorker:
-    """No model, no tokenizer: a process with one stays as small as torch lets it."""
+    """Worker without model and tokenizer, so that its process needs little more memory than torch."""
 
     def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
         self.response_width = config.data.max_response_length
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """There is none."""
+        """Do nothing."""
 
 
 class LightPolicy(LightWorker):
-    """In place of actor, rollout and reference."""
+    """Stand-in for actor, rollout and reference policy."""
 
     @register(Dispatch.DATA_PARALLEL)
     def generate_sequences(self, prompts: DataProto, finished: Finished | None = None) -> DataProto:
-        """The columns of the ``hf`` rollout; responses of half to all of T tokens, their seed decides."""
+        """Return the columns of the ``hf`` rollout; each seed sets a response length of T/2 to T tokens."""
         width, columns = self.response_width, prompts.batch
         shortest = width // 2
         lengths_B = shortest + columns["seeds"][:, 0] % (width - shortest + 1)
@@ -51,44 +51,44 @@ class LightPolicy(LightWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def sync_rollout(self, version: int) -> None:
-        """There are no weights."""
+        """Do nothing: there are no weights."""
 
     @register(Dispatch.ONE_TO_ALL)
     def verify_rollout(self, version: int, expected: dict[str, int] | None = None) -> None:
-        """There are none that could be wrong."""
+        """Do nothing: there are no weights to compare."""
 
     @register(Dispatch.ONE_TO_ALL)
     def release_rollout(self) -> None:
-        """There is nothing to release."""
+        """Do nothing: there is no memory to release."""
 
     @register(Dispatch.DATA_PARALLEL)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """``old_log_probs`` and ``entropys`` [B, T]."""
+        """Return ``old_log_probs`` and ``entropys`` [B, T]."""
         mask_BT = batch.batch["response_mask"]
         return DataProto({"old_log_probs": -mask_BT, "entropys": 2 * mask_BT})
 
     @register(Dispatch.DATA_PARALLEL)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """``ref_log_prob`` [B, T]."""
+        """Return ``ref_log_prob`` [B, T]."""
         return DataProto({"ref_log_prob": -1.1 * batch.batch["response_mask"]})
 
     @register(Dispatch.DATA_PARALLEL)
     def update_actor(self, mini_batch: DataProto) -> dict[str, float]:
-        """Reads every column, as a step would."""
+        """Read every column, as an optimizer step does."""
         return _read(mini_batch)
 
 
 class LightCritic(LightWorker):
-    """In place of the critic."""
+    """Stand-in for the critic."""
 
     @register(Dispatch.DATA_PARALLEL)
     def compute_values(self, batch: DataProto) -> DataProto:
-        """``values`` [B, T]."""
+        """Return ``values`` [B, T]."""
         return DataProto({"values": 0.5 * batch.batch["response_mask"]})
 
     @register(Dispatch.DATA_PARALLEL)
     def update_critic(self, mini_batch: DataProto) -> dict[str, float]:
-        """Reads every column, as a step would."""
+        """Read every column, as an optimizer step does."""
         return _read(mini_batch)
 
 

@@ -1,15 +1,15 @@
-"""What do log-probs and entropies without logits cost, in memory and time, as the vocabulary grows?
+"""Measure memory and time of log-probs and entropies without materialised logits, by vocabulary size.
 
     python benchmarks/logprobs.py [--rounds 3] [--tokens 4096] [--hidden 896] [--vocabularies 9496 ...]
 
-Log-probs, entropies and the gradients of both with respect to hidden states and output layer, in float32 on
-one thread of a CPU, in two ways that alternate: with all logits (log_softmax, gather, -sum p log p and
-autograd), and in blocks of the vocabulary (strop.algorithms.output_layer). Each measurement has a process of
-its own. Memory is the peak of that process above what it holds with the inputs and their gradients in place;
-seconds are of CPU time. Figures are medians over the rounds, ratios those of the medians.
+Log-probs, entropies and their gradients with respect to hidden states and output layer, in float32 on one
+CPU thread. Two implementations alternate: with all logits (log_softmax, gather, -sum p log p and autograd),
+and in blocks of the vocabulary (strop.algorithms.output_layer). Each measurement is a separate process.
+Memory is the process's peak above its inputs and their gradients; seconds are CPU time. Figures are medians
+over the rounds, ratios are ratios of medians.
 
-All logits of 4096 tokens and 151,936 words take 2.5 GB a copy, and several copies: the way with all logits is
-left out where that does not fit into the memory that is free.
+Logits of 4096 tokens and 151,936 words take 2.5 GB per copy, and several copies exist at once: the
+implementation with all logits is skipped where they do not fit into free memory.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from strop.algorithms.output_layer import OutputLayer, log_probs_and_entropy
 
 WAYS = ("all logits", "in blocks")
 _COPIES = 7
-"""Tensors of all logits' size that exist at the peak of the way with all logits, and a reserve."""
+"""Copies of the logits at the peak of the implementation with all logits, plus a reserve."""
 MIB = 2**20
 
 
 def with_all_logits(hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The formula as one writes it down."""
+    """Compute log-probs and entropies by the textbook formula."""
     log_p_NV = torch.log_softmax(hidden_NH @ weight_VH.t(), dim=-1)
     return log_p_NV.gather(1, ids_N[:, None])[:, 0], -(log_p_NV.exp() * log_p_NV).sum(dim=-1)
 
 
 def in_blocks(hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """What strop's policy runs."""
+    """Compute log-probs and entropies as strop's policy does."""
     return log_probs_and_entropy(hidden_NH, OutputLayer(weight_VH), ids_N, temperature=1.0)
 
 
 def measure(way: str, tokens: int, hidden: int, vocabulary: int) -> dict[str, float]:
-    """Seconds of CPU time and MiB, in this process; and a figure of the gradients, to compare."""
+    """Measure CPU seconds and MiB in this process; also return gradient norms for comparison."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     hidden_NH = torch.randn(tokens, hidden)
     weight_VH = torch.randn(vocabulary, hidden) / hidden**0.5
     ids_N = torch.randint(vocabulary, (tokens,))
     upstream_2N = torch.randn(2, tokens)
-    gradients = [torch.ones_like(hidden_NH), torch.ones_like(weight_VH)]  # touched: they count as there
-    torch.mm(hidden_NH[:64], weight_VH[:64].t())  # the library's own buffers
+    gradients = [torch.ones_like(hidden_NH), torch.ones_like(weight_VH)]  # written: pages are resident
+    torch.mm(hidden_NH[:64], weight_VH[:64].t())  # allocates the library's buffers
     inputs = resident()
     del gradients
     reset_peak()
@@ -73,29 +73,29 @@ def measure(way: str, tokens: int, hidden: int, vocabulary: int) -> dict[str, fl
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return this process's resident bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def reset_peak() -> None:
-    """Let ``peak`` count from now on."""
+    """Reset the kernel's peak counter that ``peak`` reads."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak() -> int:
-    """The most bytes that were in memory at once."""
+    """Return the peak of resident bytes."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     return int(line.split()[1]) * 1024
 
 
 def available() -> int:
-    """Bytes that are free, or can be made free."""
+    """Return the bytes of available memory."""
     (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)
     return int(line.split()[1]) * 1024
 
 
 def in_own_process(way: str, tokens: int, hidden: int, vocabulary: int) -> dict[str, float]:
-    """``measure`` in a fresh process."""
+    """Run ``measure`` in a new process."""
     sizes = [str(size) for size in (tokens, hidden, vocabulary)]
     command = [sys.executable, __file__, "--measure", way, *sizes]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -104,7 +104,7 @@ def in_own_process(way: str, tokens: int, hidden: int, vocabulary: int) -> dict[
 
 
 def compare(tokens: int, hidden: int, vocabulary: int, rounds: int) -> dict[str, dict[str, float] | None]:
-    """The medians of both ways; None for one that does not fit."""
+    """Return the medians of both implementations; None for one that does not fit into memory."""
     needed = _COPIES * 4 * tokens * vocabulary
     ways = [way for way in WAYS if way == "in blocks" or needed < available()]
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
@@ -119,7 +119,7 @@ def compare(tokens: int, hidden: int, vocabulary: int, rounds: int) -> dict[str,
 
 
 def row(vocabulary: int, found: dict[str, dict[str, float] | None]) -> str:
-    """A line of the table."""
+    """Format a Markdown table row."""
     whole, blocks = (found[way] for way in WAYS)
     assert blocks is not None  # it always fits
     cells = [f"{vocabulary:,}", f"{blocks['seconds']:.2f}", f"{blocks['memory']:,.0f}"]

@@ -1,4 +1,4 @@
-"""What a table of results must say of where it was measured."""
+"""Description of the machine for tables of results."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import platform
 from pathlib import Path
 
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
-"""Those that decide how fast matrices are multiplied."""
+"""CPU features that determine the speed of matrix products."""
 
 
 def description(*packages: str, threads: int) -> str:
-    """Date, processor, memory, threads and versions, as a sentence or two."""
+    """Describe the date, processor, memory, threads and package versions."""
     cpu = Path("/proc/cpuinfo").read_text()
     model = next(
         (line.split(":")[1].strip() for line in cpu.splitlines() if line.startswith("model name")), "?"

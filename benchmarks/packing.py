@@ -1,12 +1,12 @@
-"""How much does `use_remove_padding` save in a forward and backward pass?
+"""Measure the speed-up of `use_remove_padding` in a forward and backward pass.
 
     python benchmarks/packing.py [--rounds 3] [--models 5M 30M] [--rows 32] [--shortest 32]
 
-CPU seconds of one thread for the policy's gradient on sequences whose lengths are spread 1:8, evenly or
-geometrically (as many between 1 and 2 as between 4 and 8), packed and padded in turn, and the ratio of the
-medians. One sample of each prompt, or 8, whose prompt packed passes compute once. Padded in the order in
-which rows come, as most trainers do it, and sorted by length, as strop's engine cuts its micro-batches; all
-rows at once, and 8 at a time. The last column is columns over real tokens when all rows stand together.
+CPU seconds of one thread for the policy's gradient, packed and padded in alternation, and ratios of the
+medians. Lengths are spread 1:8, evenly or geometrically (as many between 1 and 2 as between 4 and 8). Each
+prompt has 1 or 8 samples; packed passes compute the prompt once. Padded passes take rows in the given
+order, as most trainers do ("padded"), or sorted by length, as strop's engine splits micro-batches ("sorted");
+all rows at once, or 8 at a time. The last column is padded over real tokens of the whole batch.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from rollout_hf import MODELS, build
 
 
 def spread_lengths(count: int, shortest: float, spread: str, generator: torch.Generator) -> Tensor:
-    """[count, 1], from ``shortest`` to 8 times that, in a random order."""
+    """Return lengths [count, 1] from ``shortest`` to 8 times that, in random order."""
     places = torch.linspace(0, 1, count)
     lengths = (shortest * (8**places if spread == "geometric" else 1 + 7 * places)).round().long()
     return lengths[torch.randperm(count, generator=generator)][:, None]
 
 
 def samples(rows: int, n: int, shortest: int, vocabulary: int, spread: str) -> DataProto:
-    """``n`` responses to each prompt; both are from half of ``shortest`` to 8 times that."""
+    """Return ``n`` responses per prompt; the lengths of both start at half of ``shortest``, spread 1:8."""
     generator = torch.Generator().manual_seed(0)
     prompts = spread_lengths(rows // n, shortest / 2, spread, generator).repeat_interleave(n, dim=0)
-    # one response of each prompt is as long as its prompt: then sequences are spread 1:8, too
+    # with n == 1 a response is as long as its prompt, so that whole sequences are spread 1:8 too
     responses = prompts if n == 1 else spread_lengths(rows, shortest / 2, spread, generator)
     width = int(prompts.max())
     columns = torch.arange(width)
@@ -65,7 +65,7 @@ def samples(rows: int, n: int, shortest: int, vocabulary: int, spread: str) -> D
 
 
 def cpu_seconds(policy: PolicyModel, batch: DataProto, pieces: list[Tensor]) -> float:
-    """One gradient of the sum of the log-probs and entropies."""
+    """Measure one gradient of the sum of log-probs and entropies."""
     start = time.process_time()
     for rows in pieces:
         outputs = policy(trim(batch[rows]), with_entropy=True)
@@ -74,7 +74,7 @@ def cpu_seconds(policy: PolicyModel, batch: DataProto, pieces: list[Tensor]) -> 
 
 
 def compare(model: PreTrainedModel, batch: DataProto, at_once: int, rounds: int) -> dict[str, float]:
-    """The median of CPU seconds of each way."""
+    """Return the median CPU seconds of each variant."""
     packed, padded = PolicyModel(model, packed=True), PolicyModel(model)
     by_length = MicroBatching(rows=at_once).split(batch)
     by_prompt = MicroBatching(rows=at_once).split(batch, packed=True)

@@ -1,6 +1,6 @@
-"""A Qwen2 in plain torch, without transformers and without strop: what the floors are measured with.
+"""Qwen2 in plain torch: the baseline of ``floors.py``.
 
-Sequences stand one after another without padding; attention runs on each by itself. No part of it is clever.
+Sequences are concatenated without padding; attention runs on one sequence at a time.
 
 Shapes: N tokens of all sequences, H hidden, A heads of D each, V vocabulary.
 """
@@ -14,7 +14,7 @@ from transformers import Qwen2ForCausalLM
 
 
 class PlainQwen2(nn.Module):
-    """The weights of a transformers model, copied."""
+    """Qwen2 with a copy of a transformers model's weights."""
 
     def __init__(self, model: Qwen2ForCausalLM) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class PlainQwen2(nn.Module):
         self.register_buffer("angles", torch.cat([angles, angles], dim=1))
 
     def forward(self, ids_N: Tensor, lengths: list[int]) -> Tensor:
-        """The last hidden states [N, H]."""
+        """Return the last hidden states [N, H]."""
         weight = dict(zip(self.names, self.weights, strict=True))
         angles_ND = torch.cat([self.angles[:length] for length in lengths])
         turn = angles_ND.cos()[:, None], angles_ND.sin()[:, None]
@@ -45,7 +45,7 @@ class PlainQwen2(nn.Module):
         return self._norm(hidden_NH, weight["model.norm.weight"])
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """[N, V], by the embeddings."""
+        """Return logits [N, V] by the tied embeddings."""
         return linear(hidden_NH, self.weights[0])
 
     def _norm(self, hidden_NH: Tensor, weight_H: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class PlainQwen2(nn.Module):
         return linear(torch.cat(attended).flatten(1), layer["self_attn.o_proj.weight"])
 
     def _turned(self, heads_NAD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotary positions."""
+        """Apply rotary positions."""
         cos, sin = turn
         first, second = heads_NAD.chunk(2, dim=2)
         return heads_NAD * cos + torch.cat([-second, first], dim=2) * sin

@@ -1,21 +1,20 @@
-"""What do several scoring processes (reward_model.reward_manager=prime) save over one (naive)?
+"""Compare several scoring processes (reward_model.reward_manager=prime) with one (naive).
 
     python benchmarks/rewards.py --data ../shared/data/math_test/test.jsonl [--workers 8] [--out FILE]
 
-Scores answers to MATH, half of them right, with one process and with several, in the way of a run (a batch of
-2,000 is there at once). The scorers are the real ones; the cases differ in what a sample costs:
+Scores answers to MATH, half of them correct, as in a training run: a batch of 2,000 is submitted at once. The
+scorers are the real ones; the cases differ in the cost of a sample:
 
-- text rule: the default for MATH, some microseconds;
-- math-verify: values are compared by sympy, milliseconds;
-- waiting: the text rule behind 20 ms of waiting, as for a judge on another machine;
-- faults: the text rule; 1% of the samples never end (half loop, half sleep) and 1% end the process.
+- text rule: the default for MATH, a few microseconds;
+- math-verify: sympy compares values, milliseconds;
+- waiting: the text rule after a wait of 20 ms, as for a remote judge;
+- faults: the text rule; 1% of the samples hang (half loop, half sleep) and 1% crash the process.
 
-"ideal" is what the samples themselves take: their CPU seconds (measured here, without a process) on as many
-cores as there are workers, the waiting spread over the workers, and as many deadlines one after another as a
-worker must sit through. Every score is compared with that of the function itself, called in this process; in
-the faults case every sample without a fault must have its score, and those with one no score. At the end no
-process may be left. Wall-clock seconds, medians of the rounds, in which one and several alternate; faults
-have one round.
+"ideal" is the lower bound by the samples' own cost: their CPU seconds (measured in this process) divided over
+the cores in use, their waits divided over the workers, and the timeouts that one worker must wait for in
+sequence. Every score is compared with a direct call of the function; in the faults case all samples without
+a fault must be scored, and no others. No process may survive the benchmark. Figures are wall-clock seconds,
+medians over rounds that alternate between one and several processes; the faults case has one round.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ from strop.rewards.worker.records import Outcome, Sample
 
 WAIT_S = 0.02
 FAULTS = {0: "loop", 100: "sleep", 50: "exit", 150: "segfault"}
-"""Number of a sample modulo 200 -> what it does instead of being scored."""
+"""Sample number modulo 200 -> fault."""
 _TOKEN = "STROP_BENCHMARK"
 
 
 class Case(NamedTuple):
-    """What one row of the table measures."""
+    """Workload of one table row."""
 
     name: str
     method: str = "hendrycks"
@@ -57,7 +56,7 @@ class Case(NamedTuple):
     faults: bool = False
 
     def scorer(self) -> BuiltInScorer:
-        """The function that judges an answer."""
+        """Return the scoring function."""
         return BuiltInScorer("math", {"method": self.method})
 
 
@@ -70,7 +69,7 @@ CASES = (
 
 
 def score(*, scorer: BuiltInScorer, wait_s: float, extra_info: Any, **sample: Any) -> float:
-    """The scorer, behind what ``extra_info`` says."""
+    """Call the scorer after the fault named by ``extra_info``, if any, and a wait."""
     fault = extra_info
     if fault == "loop":
         while True:
@@ -89,7 +88,7 @@ def score(*, scorer: BuiltInScorer, wait_s: float, extra_info: Any, **sample: An
 
 
 def answers(path: Path, count: int, *, faults: bool) -> list[Sample]:
-    """Worked solutions against their own answer and, every second one, against that of the next problem."""
+    """Pair solutions with ground truths: even rows with their own, odd rows with the next problem's."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][: count + 1]
     solutions = [row["solution"] for row in rows]
     return [
@@ -104,7 +103,7 @@ def answers(path: Path, count: int, *, faults: bool) -> list[Sample]:
 
 
 def in_this_process(samples: list[Sample], case: Case) -> tuple[list[float | None], float]:
-    """The scores (None for a fault), and the CPU seconds that they took."""
+    """Score in this process; return the scores (None for a fault) and the CPU seconds."""
     function = functools.partial(score, scorer=case.scorer(), wait_s=0.0)
     function(**samples[1]._asdict() | {"extra_info": None})  # what is imported once
     started = time.process_time()
@@ -113,7 +112,7 @@ def in_this_process(samples: list[Sample], case: Case) -> tuple[list[float | Non
 
 
 def timed(evaluator: RewardProcess | RewardPool, samples: list[Sample]) -> tuple[list[Outcome | None], float]:
-    """The outcomes, and the seconds from the batch to them."""
+    """Score a batch; return the outcomes and the wall-clock seconds."""
     started = time.monotonic()
     job = ScoringJob(evaluator, ErrorBudget(1.0), n_rows=len(samples), n_scored=len(samples))
     for row, sample in enumerate(samples):
@@ -123,13 +122,13 @@ def timed(evaluator: RewardProcess | RewardPool, samples: list[Sample]) -> tuple
 
 
 def wrong(outcomes: list[Outcome | None], expected: list[float | None]) -> int:
-    """How many samples have not what they must have."""
+    """Count the outcomes that differ from the expected scores."""
     found = [outcome.score if outcome and not outcome.error else None for outcome in outcomes]
     return sum(one != other for one, other in zip(found, expected, strict=True))
 
 
 def compare(case: Case, samples: list[Sample], *, workers: int, timeout_s: float, rounds: int) -> str:
-    """A row of the table."""
+    """Measure a case; return its table row."""
     function = functools.partial(score, scorer=case.scorer(), wait_s=case.wait_s)
     expected, cpu_s = in_this_process(samples, case)
     makers: dict[str, Callable[[], RewardProcess | RewardPool]] = {
@@ -169,7 +168,7 @@ def compare(case: Case, samples: list[Sample], *, workers: int, timeout_s: float
 
 
 def left_behind(token: str) -> list[int]:
-    """Living processes that this one started, directly or not."""
+    """Return the ids of live descendants, found by ``token`` in their environment."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or it is another user's

@@ -1,11 +1,11 @@
-"""How fast does the hf rollout generate, compared with transformers' `generate`?
+"""Compare the generation throughput of the hf rollout with that of transformers' `generate`.
 
     python benchmarks/rollout_hf.py [--threads 1] [--rounds 3] [--bfloat16] [--models 5M 30M]
 
 Prints useful tokens per second (up to and including the stop token) of both, alternating in one run, and the
-ratio of the best rounds: on a shared machine only the ratio means something. Models are random Qwen2-likes;
-uneven lengths come from stop tokens that hold 1/32 of the vocabulary, so a response has 32 tokens on average
-and 128 at most. The last lines are the demo's case: a tiny model, milliseconds per call.
+ratio of the best rounds; on a shared machine only the ratio is meaningful. Models are random Qwen2s. For
+uneven lengths 1/32 of the vocabulary are stop tokens: responses have 32 tokens on average and at most 128.
+The last line is the size of the demo: a tiny model, with milliseconds per call.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def prompts_of(count: int, width: int, n: int, vocabulary: int) -> DataProto:
-    """Prompts of half to all of ``width`` tokens, left-padded."""
+    """Return left-padded prompts of half to all of ``width`` tokens."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(width // 2, width + 1, (count, 1), generator=generator)
     mask = (torch.arange(width) >= width - lengths).long()
@@ -111,7 +111,7 @@ def run_ours(rollout: HFRollout, prompts: DataProto, tokens: int, n: int, stops:
 
 
 def race(rounds: int, *runners: Callable[[], int]) -> list[tuple[float, float]]:
-    """For each runner its best tokens a second, and the seconds of that call; runners alternate."""
+    """Alternate between runners; return each one's best tokens per second and that call's seconds."""
     best = [(0.0, 0.0)] * len(runners)
     for _ in range(rounds):
         for index, runner in enumerate(runners):
@@ -135,7 +135,7 @@ def main() -> None:
     autocast = torch.bfloat16 if options.bfloat16 else None
 
     precision = "bfloat16 autocast" if autocast else "float32"
-    print(f"threads {options.threads}, {precision}, best of {options.rounds} rounds, useful tokens a second")
+    print(f"threads {options.threads}, {precision}, best of {options.rounds} rounds, useful tokens/s")
     print(f"{'model':6} {'responses':>9} {'lengths':>8} {'transformers':>12} {'strop':>8} {'ratio':>6}")
     cases = [(name, kind, 16, 4, 128) for name in options.models for kind in ("uneven", "limit")]
     for name, kind, count, n, tokens in [*cases, ("140k", "limit", 64, 8, 4)]:
@@ -151,7 +151,7 @@ def main() -> None:
         )
         print(
             f"{name:6} {count * n:9} {kind:>8} {theirs[0]:12.0f} {ours[0]:8.0f} {ours[0] / theirs[0]:6.1f}"
-            + (f"   {theirs[1] * 1e3:.1f} ms and {ours[1] * 1e3:.1f} ms a call" if name == "140k" else ""),
+            + (f"   {theirs[1] * 1e3:.1f} ms and {ours[1] * 1e3:.1f} ms per call" if name == "140k" else ""),
             flush=True,
         )
 

@@ -1,15 +1,14 @@
-"""How fast does strop generate with vLLM, compared with vLLM's own `generate` and with the hf rollout?
+"""Compare the generation throughput of strop's vLLM rollout with vLLM alone and with the hf rollout.
 
     python benchmarks/rollout_vllm.py [--threads 2] [--rounds 5] [--models 5M 30M] [--bfloat16]
 
-The same engine, prompts, stop tokens and length limit; useful tokens per second, alternating in one run.
-    vLLM alone: `LLM.generate` on the prompts with n samples each, no seeds and no log-probs, which is
-        what a user of vLLM gets;
-    strop: what training gets, with a seed for every sample, every sampled token's log-prob, and the batch of
-        columns that comes out;
-    hf: strop's other rollout, on the trainer's own weights.
-And the transfer of weights to the engine, in seconds a sync: alone, and with the check of what it holds.
-Lengths as in rollout_hf.py.
+Useful tokens per second with the same prompts, stop tokens and length limit, alternating in one run.
+    vLLM alone: `LLM.generate` on the strop engine, n samples per prompt, without seeds and log-probs;
+    strop vllm: the rollout as in training, with a seed per sample, log-probs of all sampled tokens, and the
+        conversion to a batch of columns;
+    strop hf: strop's other rollout, on the trainer's weights.
+Also seconds per transfer of the weights to the engine, and per comparison of the engine's weights with the
+trainer's. Lengths as in rollout_hf.py.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def run_vllm_alone(rollout: VLLMRollout, prompts: Any, tokens: int, n: int, stop
 
 
 def rates(rounds: int, runners: dict[str, Callable[[], int]]) -> dict[str, float]:
-    """Median tokens a second of each; they alternate, and a first round is not counted."""
+    """Alternate between runners; return each one's median tokens per second without the first round."""
     found: dict[str, list[float]] = {name: [] for name in runners}
     for number in range(rounds + 1):
         for name, runner in runners.items():
@@ -88,7 +87,7 @@ def rates(rounds: int, runners: dict[str, Callable[[], int]]) -> dict[str, float
 def transfer_seconds(
     rollout: VLLMRollout, model: Any, rounds: int, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Median seconds of a transfer, and of a check."""
+    """Return the median seconds of a transfer, and of a check."""
     transfers, checks = [], []
     for _ in range(rounds):
         started = time.perf_counter()
@@ -111,7 +110,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     dtype = torch.bfloat16 if options.bfloat16 else torch.float32
-    print(f"threads {options.threads}, {dtype}, medians of {options.rounds} rounds, useful tokens a second")
+    print(f"threads {options.threads}, {dtype}, medians of {options.rounds} rounds, useful tokens per second")
     print(
         f"{'model':6} {'lengths':>8} {'vLLM alone':>11} {'strop vllm':>11} {'ratio':>6} {'strop hf':>9} "
         f"{'transfer':>9} {'check':>7}"
@@ -121,7 +120,7 @@ def main() -> None:
 
 
 def measure(name: str, rounds: int, dtype: torch.dtype) -> None:
-    """Print the lines of one model; its engine ends with this call."""
+    """Print the rows of one model; its engine is freed on return."""
     model = build(name)
     vocabulary = model.config.vocab_size
     prompts = prompts_of(PROMPTS, PROMPT_TOKENS, SAMPLES, vocabulary)

@@ -1,17 +1,17 @@
-"""What becomes of hostile programs in the sandbox, and how many honest ones does it judge in a second?
+"""Run hostile programs in the sandbox, and measure sandboxed calls per second.
 
     python benchmarks/sandbox.py [--calls 40] [--out FILE]
 
-The attacks are those of tests/rewards/sandbox_attacks.py: every program is wrong, and is run against tests.
-While one runs, the host is watched: a file that only this program should read and write, a process of the
-same user as this one, a server on the loopback device and one on an abstract socket, and every 20 ms the
-processes and the memory below this one. Harm is: any of these was reached (or the file's content was in the
-answer), more processes or memory than the limits allow (bubblewrap's own and the judge beside it), a process
-or control group left afterwards, or a second and more beyond the time limit. To see that the watch sees, this
-program first does all of that itself, outside a sandbox.
+The attacks are those of tests/rewards/sandbox_attacks.py: every program is wrong and must fail its tests.
+During an attack the benchmark monitors the host: a secret file, another process of the same user, a server on
+the loopback device, a server on an abstract socket, and every 20 ms the processes and memory of all
+descendants. Harm means that one of these was reached (or the file's content appears in the verdict), that
+processes or memory exceeded the limits (plus those of bubblewrap and the judge), that a process remained,
+or that the call took a second longer than the time limit. As a check of the monitor, the benchmark first does
+all of this harm itself, outside a sandbox.
 
-Calls per second: a small function and three assertions, in two sandboxes each, one call at a time and two at
-a time; and a program of standard input and output with three inputs, in one.
+Calls per second: a small function with three assertions, in two sandboxes per call; and a program that reads
+standard input, with three inputs, in one sandbox; each with one and with two calls at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from machine import description
 
 from strop.rewards.process_tree import MARKER, descendants, marked_processes
 from strop.rewards.sandbox import Limits, Verdict, run_assert_tests, run_stdin_tests
-from strop.rewards.sandbox import process as cgroups
 from strop.rewards.sandbox.process import resident_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "rewards"))
@@ -51,14 +50,14 @@ _SECRET = "strop-" + uuid.uuid4().hex
 
 
 class Attack(NamedTuple):
-    """A program, and how it is run."""
+    """Hostile program and a function that runs it."""
 
     name: str
     run: Callable[[], Verdict]
 
 
 class Seen(NamedTuple):
-    """What was seen of one attack."""
+    """Observations of one attack."""
 
     verdict: Verdict
     seconds: float
@@ -68,22 +67,22 @@ class Seen(NamedTuple):
 
 
 def asserting(program: str, test: str = attacks.TRICK_TEST) -> Callable[[], Verdict]:
-    """To run a program that defines ``f``."""
+    """Return a function that runs a program that defines ``f`` against ``test``."""
     return lambda: run_assert_tests(program, [test], entry_point="f", limits=LIMITS)
 
 
 def reporting(body: str) -> Callable[[], Verdict]:
-    """To run a program whose ``f`` says what befell it, which is then the reason of the verdict."""
+    """Return a function that runs ``body`` as ``f``; its return value becomes the verdict's reason."""
     return asserting(attacks.reporting(body), "got = f(3)\nassert got == 1234567, got")
 
 
 def printing(program: str) -> Callable[[], Verdict]:
-    """To run a program that should write 5."""
+    """Return a function that runs a program that should write 5."""
     return lambda: run_stdin_tests(program, [""], ["5"], limits=LIMITS)
 
 
 def all_attacks(watch: Watch) -> Iterator[Attack]:
-    """In the order of the table."""
+    """Yield the attacks in the order of the table."""
     for name, program in attacks.BOMBS.items():
         yield Attack(name, asserting(program))
     for name, (body, _) in attacks.FLOODS.items():
@@ -108,7 +107,7 @@ def all_attacks(watch: Watch) -> Iterator[Attack]:
 
 
 class Watch:
-    """What on the host an attack must not reach; ``run`` looks at it."""
+    """Monitor of host resources that an attack must not reach."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "secret"
@@ -124,14 +123,14 @@ class Watch:
         self.neighbour = subprocess.Popen(["sleep", "100000"])
 
     def close(self) -> None:
-        """End what was started."""
+        """Close the servers and kill the neighbour process."""
         self._server.close()
         self._named.close()
         self.neighbour.kill()
         self.neighbour.wait()
 
     def run(self, attack: Attack) -> Seen:
-        """Run one attack and look at the host meanwhile and afterwards."""
+        """Run one attack and monitor the host during and after it."""
         marker = os.environ[MARKER] = uuid.uuid4().hex
         own = len(descendants(os.getpid()))
         done, most = threading.Event(), [0, 0]
@@ -150,7 +149,7 @@ class Watch:
         return Seen(verdict, seconds, *most, list(self._harm(verdict, seconds, marker, *most)))
 
     def prove(self) -> None:
-        """Do all the harm there is, and require that it is seen."""
+        """Do every kind of harm outside a sandbox; raise if any goes undetected."""
         eat = f"import time; x = bytearray(b'x') * ({2 * LIMITS.memory_mb} << 20); time.sleep(99)"
         started: list[subprocess.Popen[bytes]] = []
 
@@ -161,6 +160,8 @@ class Watch:
             socket.socket(socket.AF_UNIX).connect(self.socket_name)
             self.neighbour.send_signal(signal.SIGSTOP)
             time.sleep(LIMITS.wall_s + _SLACK_S)
+            while resident_bytes(started[-1].pid) >> 20 < LIMITS.memory_mb + _OWN_MIB + 50:
+                time.sleep(0.1)  # a busy machine fills memory slowly
             return Verdict(False, self.file.read_text())
 
         seen = self.run(Attack("harm", harm)).harm
@@ -187,9 +188,6 @@ class Watch:
             yield f"{mib} MiB"
         if left := marked_processes(marker):
             yield f"{len(left)} processes left"
-        groups = f"strop-sandbox-{os.getpid()}-*"
-        if any(True for parent in cgroups._parents() for _ in parent.glob(groups)):
-            yield "a control group left"
         if seconds > LIMITS.wall_s + _SLACK_S:
             yield f"{seconds:.1f} s"
 
@@ -213,7 +211,7 @@ def _running(thread: threading.Thread, done: threading.Event) -> Iterator[None]:
 
 
 def attack_table() -> Iterator[str]:
-    """The lines of the table of attacks."""
+    """Run all attacks; yield the lines of their table."""
     yield "| attack | outcome | s | processes | MiB | harmed the host | scored |"
     yield "| --- | --- | ---: | ---: | ---: | --- | --- |"
     count, harmful, scored = 0, 0, 0
@@ -238,7 +236,7 @@ def attack_table() -> Iterator[str]:
 
 
 def calls_table(calls: int) -> Iterator[str]:
-    """The lines of the table of speed."""
+    """Measure calls per second; yield the lines of their table."""
     program = "def f(x): return sorted(x)"
     tests = ["assert f([2, 1]) == [1, 2]", "assert f([]) == []", "assert f('ba') == ['a', 'b']"]
     doubling = "for _ in range(int(input())): print(2 * int(input()))"

@@ -3,12 +3,12 @@
 #
 #   examples/cluster.sh "node1 node2 node3" key=value ...
 #
-# The first machine becomes the head. Each needs ssh without a password and this repository, installed in
-# .venv (`make .venv/dev`), in the same folder: best a shared one, where the run folder has to be anyway.
-# The cluster stays up for the next run; `.venv/bin/ray stop` on each machine ends it.
+# The first machine becomes the head. Every machine needs passwordless ssh and this repository at the same
+# path, installed in .venv (`make .venv/dev`). A shared file system is simplest: the run folder requires one.
+# The cluster stays up for the next run; stop it with `.venv/bin/ray stop` on each machine.
 set -euo pipefail
 
-read -ra nodes <<<"${1:?the machines, in one quoted list, come first}"
+read -ra nodes <<<"${1:?the first argument is the quoted list of machines}"
 shift
 head=${nodes[0]}
 ray=.venv/bin/ray
@@ -20,7 +20,7 @@ for node in "${nodes[@]:1}"; do
   on "$node" "$ray start --address=$head:6379"
 done
 
-# The head takes jobs a few seconds after it has started.
+# The head accepts jobs only a few seconds after it starts.
 until on "$head" "$ray job list --address=http://127.0.0.1:8265" >/dev/null 2>&1; do sleep 1; done
 sleep 5
 

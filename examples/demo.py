@@ -1,10 +1,12 @@
 """`make demo`: a tiny model learns to add, in a few minutes on a CPU.
 
-1. make the additions up to 99 + 99 and keep 500 of them apart;
-2. build a small Qwen2 with a character tokenizer, and teach it the form of an answer through the same
-   `strop sft` that fine-tunes large models, on examples/warm_up.yaml;
-3. train it with PPO through the same `strop train` that trains large models, on examples/demo.yaml;
-4. compare its answers to the held-out problems before and after.
+1. write the additions up to 99 + 99 as a data set and hold out 500 of them;
+2. build a small Qwen2 with a character tokenizer and fine-tune it on the answer format with `strop sft`
+   (examples/warm_up.yaml);
+3. train it with PPO with `strop train` (examples/demo.yaml);
+4. compare its accuracy on the held-out problems before and after PPO.
+
+`strop sft` and `strop train` are the commands that train large models.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from evaluate import Accuracy, evaluate, sample_answers
 
 HERE = Path(__file__).parent
 HALF_RIGHT = 0.5
-ALGORITHMS = {  # one override each turns PPO into a relative; these need no critic
+ALGORITHMS = {  # value of algorithm.adv_estimator; only gae trains a critic
     "ppo": "gae",
     "grpo": "grpo",
     "reinforce++": "reinforce_plus_plus",
@@ -42,7 +44,7 @@ console = Console()
 
 
 def make_task(out: Path, seed: int) -> int:
-    """Write train and test parquet files, and the training answers for the warm-up; returns their number."""
+    """Write the train, test and warm-up parquet files; return the number of training rows."""
     prepare("arithmetic", None, out, max_operand=99, held_out=500, seed=seed)
     rows = pq.read_table(out / "train.parquet").to_pylist()
     answers = [{"prompt": row["prompt"], "response": row["reward_model"]["ground_truth"]} for row in rows]
@@ -51,7 +53,7 @@ def make_task(out: Path, seed: int) -> int:
 
 
 def warm_up(model: Path, data: Path, run: Path, *, seed: int) -> list[Path]:
-    """What `strop sft --config-path examples/warm_up.yaml ...` does; the models on the way, in order."""
+    """Run `strop sft --config-path examples/warm_up.yaml ...`; return its exported models, oldest first."""
     config = load_tree(
         SFT,
         [
@@ -69,7 +71,7 @@ def warm_up(model: Path, data: Path, run: Path, *, seed: int) -> list[Path]:
 
 
 def first_right(models: list[Path], problems: list[dict]) -> tuple[Path, Accuracy]:
-    """The first model that is right often enough for rewards to tell answers apart, or the last one."""
+    """Return the first model accurate enough for rewards to differ between samples, else the last one."""
     for model in models:
         found = evaluate(load_causal_lm(model), load_tokenizer(model), problems)
         if found.sampled >= HALF_RIGHT:
@@ -78,7 +80,7 @@ def first_right(models: list[Path], problems: list[dict]) -> tuple[Path, Accurac
 
 
 def train(model: Path, data: Path, run: Path, *, seed: int, algorithm: str, overrides: list[str]) -> None:
-    """What `strop train --config-path examples/demo.yaml ...` does."""
+    """Run `strop train --config-path examples/demo.yaml ...`."""
     config = load_config(
         [
             f"actor_rollout_ref.model.path={model}",
@@ -96,7 +98,7 @@ def train(model: Path, data: Path, run: Path, *, seed: int, algorithm: str, over
 
 
 def show(before: Accuracy, after: Accuracy, answers: list[tuple[str, str, str]]) -> None:
-    """Two tables: accuracy before and after, and some answers."""
+    """Print two tables: accuracy before and after training, and sampled answers."""
     table = Table(title="held-out problems answered correctly")
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="right")
@@ -104,7 +106,7 @@ def show(before: Accuracy, after: Accuracy, answers: list[tuple[str, str, str]])
         was, now = getattr(before, name), getattr(after, name)
         table.add_row(name, f"{was:.3f}", f"{now:.3f}", f"{now - was:+.3f}")
     console.print(table)
-    table = Table(title="some sampled answers")
+    table = Table(title="sampled answers")
     for column in ("problem", "answer", "truth"):
         table.add_column(column, justify="right")
     for problem, answer, truth in answers:
@@ -119,8 +121,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of examples/demo.yaml")
     options = parser.parse_intermixed_args()
-    logging.disable_progress_bar()  # of transformers, for files of half a megabyte
-    torch.set_num_threads(1)  # so small a model is no faster on more
+    logging.disable_progress_bar()  # transformers draws one even for half a megabyte
+    torch.set_num_threads(1)  # a model this small is no faster with more threads
     out, started = options.out, time.perf_counter()
     data, start, warm_up_run = out / "data", out / "start", out / "warm_up"
     run = out / f"{options.algorithm}-seed{options.seed}"
@@ -129,13 +131,13 @@ def main() -> None:
     tokenizer = tiny_model.build_tokenizer()
     model = tiny_model.build_model(tokenizer, seed=options.seed)
     size = sum(weight.numel() for weight in model.parameters())
-    console.print(f"{n_pairs} additions to train on, a model of {size:,} parameters")
+    console.print(f"{n_pairs} training problems, {size:,} model parameters")
     model.save_pretrained(start)
     tokenizer.save_pretrained(start)
     problems = pq.read_table(data / "test.parquet").to_pylist()
     models = warm_up(start, data, warm_up_run, seed=options.seed)
     warmed_up, before = first_right(models, problems)
-    console.print(f"PPO starts from {warmed_up.parents[1].name} of the warm-up: {before}")
+    console.print(f"training starts from warm-up checkpoint {warmed_up.parents[1].name}: {before}")
 
     train(warmed_up, data, run, seed=options.seed, algorithm=options.algorithm, overrides=options.overrides)
 
@@ -143,12 +145,12 @@ def main() -> None:
     after = evaluate(trained, tokenizer, problems)
     show(before, after, sample_answers(trained, tokenizer, problems[:10]))
     console.print(
-        f"{time.perf_counter() - started:.0f} s for warm-up, training and evaluation, on "
-        f"{torch.get_num_threads()} threads\n"
-        f"curves:       {run / 'curves.png'}\n"
-        f"trained model: {run / 'final_model'}\n"
-        f"look closer:  .venv/bin/strop view {run}\n"
-        f"try next:     make demo ALGORITHM=grpo   (or rloo, remax, reinforce++; SEED=2)"
+        f"{time.perf_counter() - started:.0f} s for warm-up, training and evaluation on "
+        f"{torch.get_num_threads()} thread(s)\n"
+        f"curves:          {run / 'curves.png'}\n"
+        f"trained model:   {run / 'final_model'}\n"
+        f"inspect samples: .venv/bin/strop view {run}\n"
+        f"try next:        make demo ALGORITHM=grpo   (or rloo, remax, reinforce++; SEED=2)"
     )
 
 

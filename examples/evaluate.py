@@ -1,4 +1,4 @@
-"""How often a model's answers are right: sampled at temperature 1, and greedy."""
+"""Accuracy of a model's answers: sampled at temperature 1, and greedy."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from strop.rollout.hf.engine import HFRollout
 
 
 class Accuracy(NamedTuple):
-    """Shares of right answers."""
+    """Fractions of correct answers."""
 
     sampled: float
     greedy: float
 
     def __str__(self) -> str:
-        return f"{self.sampled:.3f} of sampled answers right, {self.greedy:.3f} of greedy ones"
+        return f"accuracy {self.sampled:.3f} sampled, {self.greedy:.3f} greedy"
 
 
 def answers(
     model: Any, tokenizer: Any, problems: Sequence[dict], *, n: int, do_sample: bool, max_tokens: int
 ) -> list[list[str]]:
-    """``n`` decoded answers to each problem (a row of the data set)."""
+    """Sample and decode ``n`` answers to each problem (a row of the data set)."""
     rows = [
         {
             "input_ids": torch.tensor(
@@ -54,7 +54,7 @@ def answers(
 def evaluate(
     model: Any, tokenizer: Any, problems: Sequence[dict], *, n: int = 8, max_tokens: int = 4
 ) -> Accuracy:
-    """Exact match with the ground truth; sampled accuracy over ``n`` answers to each problem."""
+    """Measure exact-match accuracy; the sampled figure averages ``n`` answers per problem."""
 
     def share(n: int, do_sample: bool) -> float:
         found = answers(model, tokenizer, problems, n=n, do_sample=do_sample, max_tokens=max_tokens)
@@ -69,7 +69,7 @@ def evaluate(
 
 
 def sample_answers(model: Any, tokenizer: Any, problems: Sequence[dict]) -> list[tuple[str, str, str]]:
-    """(problem, one sampled answer, truth) for each problem."""
+    """Return (problem, one sampled answer, ground truth) for each problem."""
     found = answers(model, tokenizer, problems, n=1, do_sample=True, max_tokens=4)
     return [
         (row["prompt"][-1]["content"], group[0], row["reward_model"]["ground_truth"])

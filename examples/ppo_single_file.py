@@ -1,14 +1,14 @@
 """PPO for a language model in one file of plain torch: read it from top to bottom.
 
-A tiny GPT learns to add two numbers. It is first shown some solved problems, until it is right about half of
-the time; from then on it only hears whether an answer was right. Run it (about a minute on a CPU):
+A tiny GPT learns to add two numbers. It first trains on solved problems until about half of its answers are
+right; from then on its only feedback is a reward of 0 or 1. Run it (about a minute on a CPU):
 
     python examples/ppo_single_file.py
 
 Four steps make one iteration. They are the same in strop, which is tested against this file:
 
     1. sample     the policy answers a batch of problems; each answer is scored 0 or 1
-    2. remember   the policy's log-probs and the critic's values of those answers, as they are now
+    2. remember   the policy's log-probs and the critic's values of those answers, before any update
     3. judge      generalised advantage estimation: which tokens did better than the critic expected?
     4. update     critic and policy take a few clipped gradient steps on that batch
 
@@ -47,7 +47,7 @@ def encode(text: str) -> list[int]:
 
 
 def make_problems(largest: int, rng: random.Random) -> list[Problem]:
-    """Every addition of two numbers from 0 to ``largest``, shuffled; the questions have equal lengths."""
+    """Return every addition of two numbers from 0 to ``largest``, shuffled; questions have equal lengths."""
     numbers, width = range(largest + 1), len(f"{largest}+{largest}=")
     problems = [(f"{a}+{b}=".rjust(width), str(a + b)) for a in numbers for b in numbers]
     rng.shuffle(problems)
@@ -55,10 +55,10 @@ def make_problems(largest: int, rng: random.Random) -> list[Problem]:
 
 
 def score(problems: list[Problem], response_ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """1 for the right answer, ended in time, else 0: [B]."""
+    """Return 1 for the right answer followed by END, else 0: [B]."""
     right = []
     for (_, answer), ids, mask in zip(problems, response_ids_BT.tolist(), mask_BT.tolist(), strict=True):
-        sampled = ids[: int(sum(mask))]  # found by its length, never by looking for the pad id
+        sampled = ids[: int(sum(mask))]  # cut by its length: the pad id can be sampled too
         right.append(float(sampled == [*encode(answer), END]))
     return torch.tensor(right)
 
@@ -67,7 +67,7 @@ def score(problems: list[Problem], response_ids_BT: Tensor, mask_BT: Tensor) -> 
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each added to what came in."""
+    """Attention and a two-layer network, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -85,9 +85,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids to one vector of ``outputs`` a position: logits [B,L,V] for the policy.
+    """Transformer with ``outputs`` numbers per position: logits [B,L,V] for the policy.
 
-    It needs no attention mask: padding comes only after the answer, where causal attention does not look.
+    The attention mask is unused: padding only follows the answer, and attention is causal.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, outputs, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.1)  # so small a model learns faster from large weights
+                nn.init.normal_(module.weight, std=0.1)  # a small model learns faster from large weights
 
     def forward(self, input_ids: Tensor, _attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         x_BLD = self.tokens(input_ids) + self.positions(position_ids)
@@ -107,7 +107,7 @@ class GPT(nn.Module):
 
 
 class Critic(nn.Module):
-    """Values [B,L]: a copy of the policy that ends in one number a position instead of logits."""
+    """Values [B,L]: a copy of the policy with one output per position instead of logits."""
 
     def __init__(self, policy: GPT) -> None:
         super().__init__()
@@ -124,12 +124,12 @@ class Critic(nn.Module):
 
 
 def masked_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """The sum where the mask is 1. A plain product would let a NaN through from where it is 0."""
+    """Sum where the mask is 1. A product with the mask would let a NaN at a masked place through."""
     return torch.where(mask_BT > 0, x_BT, 0.0).sum()
 
 
 def token_log_probs(logits_BTV: Tensor, ids_BT: Tensor, temperature: float = 1.0) -> Tensor:
-    """log p(id) of each token under softmax(logits / temperature): [B,T], float32."""
+    """Return log p(id) of each token under softmax(logits / temperature): [B,T], float32."""
     log_probs_BTV = (logits_BTV.float() / temperature).log_softmax(dim=-1)
     return log_probs_BTV.gather(-1, ids_BT.unsqueeze(-1)).squeeze(-1)
 
@@ -146,7 +146,7 @@ def gae(
     """Generalised advantage estimation (Schulman et al., arXiv:1506.02438): advantages and returns [B,T].
 
     From the last token backwards: delta_t = r_t + gamma V_(t+1) - V_t and A_t = delta_t + gamma lam A_(t+1),
-    with V = A = 0 after the end. Tokens with mask 0 are stepped over as if they were not there.
+    with V = A = 0 after the end. Tokens with mask 0 are skipped.
     """
     advantages_BT, returns_BT = torch.zeros_like(values_BT), torch.zeros_like(values_BT)
     next_value_B = next_advantage_B = torch.zeros_like(values_BT[:, 0])
@@ -162,7 +162,7 @@ def gae(
 
 
 def whiten(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean 0 and (unbiased) variance 1 over all real tokens of the batch; 0 elsewhere."""
+    """Normalise to mean 0 and (unbiased) variance 1 over all real tokens of the batch; 0 elsewhere."""
     count = mask_BT.sum()
     mean = masked_sum(x_BT, mask_BT) / count
     variance = masked_sum((x_BT - mean).square(), mask_BT) / (count - 1)
@@ -172,10 +172,10 @@ def whiten(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def policy_loss(
     log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, clip_ratio: float
 ) -> Tensor:
-    """The clipped surrogate of each token [B,T] (Schulman et al., arXiv:1707.06347, equation 7).
+    """Clipped surrogate of each token [B,T] (Schulman et al., arXiv:1707.06347, equation 7).
 
-    The ratio tells how much likelier a token has become. Once it has left 1 +- clip_ratio in the direction
-    that the advantage asks for, the loss is flat: there is nothing more to gain from this batch.
+    The ratio is the token's probability relative to the policy that sampled it. Once it leaves
+    1 +- clip_ratio in the direction that the advantage favours, the loss is flat and the gradient zero.
     """
     ratio_BT = (log_probs_BT - old_log_probs_BT).clamp(-20, 20).exp()
     clipped_BT = ratio_BT.clamp(1 - clip_ratio, 1 + clip_ratio)
@@ -185,7 +185,7 @@ def policy_loss(
 def value_loss(
     values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, cliprange_value: float
 ) -> Tensor:
-    """Half the squared error of each token [B,T]: the worse of the value's and of it kept near the old."""
+    """Half the squared error of each token [B,T]: the larger of the value's and the clipped value's."""
     clipped_BT = values_BT.clamp(old_values_BT - cliprange_value, old_values_BT + cliprange_value)
     return 0.5 * torch.maximum((values_BT - returns_BT).square(), (clipped_BT - returns_BT).square())
 
@@ -195,8 +195,8 @@ def value_loss(
 
 @dataclass(frozen=True)
 class HyperParameters:
-    mini_batch_size: int = 128  # samples an optimizer step
-    micro_batch_size: int = 128  # samples in memory at once: changes no number
+    mini_batch_size: int = 128  # samples per optimizer step
+    micro_batch_size: int = 128  # samples in memory at once; does not affect results
     ppo_epochs: int = 1
     clip_ratio: float = 0.2
     cliprange_value: float = 0.5
@@ -212,16 +212,16 @@ def responses(batch: Batch) -> Tensor:
 
 
 def run_on_responses(model: Model, batch: Batch) -> Tensor:
-    """The model's outputs for the response tokens, [B,T] or [B,T,V].
+    """Return the model's outputs for the response tokens, [B,T] or [B,T,V].
 
-    What is said about token t is read one place earlier, from the state that has seen all before it.
+    The output for token t is at position t - 1, which attends to all tokens before t.
     """
     output = model(batch["input_ids"], batch["attention_mask"], batch["position_ids"])
     return output[:, -batch["response_mask"].shape[1] - 1 : -1]
 
 
 def policy_objective(policy: Model, batch: Batch, hp: HyperParameters) -> Tensor:
-    """The loss of each token [B,T]."""
+    """Policy loss of each token [B,T]."""
     logits_BTV = run_on_responses(policy, batch)
     log_probs_BT = token_log_probs(logits_BTV, responses(batch), hp.temperature)
     loss_BT = policy_loss(log_probs_BT, batch["old_log_probs"], batch["advantages"], hp.clip_ratio)
@@ -229,13 +229,13 @@ def policy_objective(policy: Model, batch: Batch, hp: HyperParameters) -> Tensor
 
 
 def value_objective(critic: Model, batch: Batch, hp: HyperParameters) -> Tensor:
-    """The loss of each token [B,T]."""
+    """Value loss of each token [B,T]."""
     values_BT = run_on_responses(critic, batch).float()
     return value_loss(values_BT, batch["values"], batch["returns"], hp.cliprange_value)
 
 
 def split(batch: Batch, size: int) -> list[Batch]:
-    """Consecutive pieces of ``size`` rows; the last one may be smaller."""
+    """Split into consecutive chunks of ``size`` rows; the last one may be smaller."""
     starts = range(0, len(batch["input_ids"]), size)
     return [{name: rows[start : start + size] for name, rows in batch.items()} for start in starts]
 
@@ -247,10 +247,10 @@ def optimize(
     batch: Batch,
     hp: HyperParameters,
 ) -> float:
-    """One optimizer step a mini-batch, ``ppo_epochs`` times over; returns the mean loss of all tokens seen.
+    """Take one optimizer step per mini-batch for ``ppo_epochs`` epochs; return the mean loss per token.
 
-    The loss of a mini-batch is the mean over its tokens. Their number divides the sum of every micro-batch
-    (never the micro-batch's own number), so the gradient does not depend on how the mini-batch was cut.
+    The loss of a mini-batch is the mean over its tokens. Each micro-batch's sum is divided by the
+    mini-batch's token count, not by its own, so the gradient does not depend on the micro-batch size.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     loss_sum = tokens_seen = 0.0
@@ -276,10 +276,10 @@ def ppo_update(
     batch: Batch,
     hp: HyperParameters,
 ) -> dict[str, float]:
-    """Steps 3 and 4: train critic and policy in place on a batch of scored answers; returns their losses.
+    """Run steps 3 and 4: train critic and policy in place on a batch of scored answers; return their losses.
 
     ``batch`` holds input_ids, attention_mask and position_ids [B,L], and response_mask, old_log_probs,
-    values and token_level_rewards [B,T]. Without a ``policy_optimizer`` only the critic learns.
+    values and token_level_rewards [B,T]. Without a ``policy_optimizer`` only the critic is updated.
     """
     mask_BT = batch["response_mask"]
     advantages_BT, returns_BT = gae(batch["token_level_rewards"], batch["values"], mask_BT, hp.gamma, hp.lam)
@@ -294,7 +294,7 @@ def ppo_update(
 
 
 def as_batch(input_ids: Tensor, mask_BT: Tensor) -> Batch:
-    """What the models are told about prompts (real tokens only) followed by responses with that mask."""
+    """Build the model inputs for prompts (real tokens only) followed by responses with that mask."""
     prompt_mask_BP = torch.ones(len(input_ids), input_ids.shape[1] - mask_BT.shape[1])
     attention_mask = torch.cat([prompt_mask_BP, mask_BT], dim=1).long()
     position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -304,7 +304,7 @@ def as_batch(input_ids: Tensor, mask_BT: Tensor) -> Batch:
 
 @torch.no_grad()
 def generate(policy: Model, problems: list[Problem], max_tokens: int, temperature: float) -> Batch:
-    """Answer each problem token by token until END; temperature 0 takes the likeliest token."""
+    """Answer each problem token by token until END; temperature 0 is greedy."""
     input_ids = torch.tensor([encode(question) for question, _ in problems])
     mask_BT, going_B = torch.ones(len(problems), 0), torch.ones(len(problems))
     for _ in range(max_tokens):
@@ -321,11 +321,11 @@ def generate(policy: Model, problems: list[Problem], max_tokens: int, temperatur
 def collect(
     policy: Model, critic: Model, problems: list[Problem], max_tokens: int, temperature: float
 ) -> Batch:
-    """Steps 1 and 2: answers with rewards, log-probs and values, ready for ``ppo_update``."""
+    """Run steps 1 and 2: return answers with rewards, log-probs and values for ``ppo_update``."""
     batch = generate(policy, problems, max_tokens, temperature)
     mask_BT = batch["response_mask"]
     rewards_BT = torch.zeros_like(mask_BT)
-    last_B = mask_BT.sum(dim=1).long() - 1  # the whole reward stands at the last token of the answer
+    last_B = mask_BT.sum(dim=1).long() - 1  # the answer's last token gets the whole reward
     rewards_BT[torch.arange(len(problems)), last_B] = score(problems, responses(batch), mask_BT)
     with torch.no_grad():
         log_probs_BT = token_log_probs(run_on_responses(policy, batch), responses(batch), temperature)
@@ -334,7 +334,7 @@ def collect(
 
 
 def accuracy(policy: Model, problems: list[Problem], max_tokens: int, temperature: float) -> float:
-    """Share of right answers, one to each problem."""
+    """Fraction of right answers, one per problem."""
     batch = generate(policy, problems, max_tokens, temperature)
     return score(problems, responses(batch), batch["response_mask"]).mean().item()
 
@@ -343,7 +343,7 @@ def accuracy(policy: Model, problems: list[Problem], max_tokens: int, temperatur
 
 
 def warm_up(policy: GPT, problems: list[Problem], steps: int, max_tokens: int, rng: random.Random) -> None:
-    """Supervised learning on solved problems: only what is right now and then can be reinforced."""
+    """Train on solved problems: PPO can only reinforce right answers that the policy already samples."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, weight_decay=0.01)
     for _ in range(steps):
         rows, lengths = [], []
@@ -364,7 +364,7 @@ def train(
     largest: int = 49, warm_up_steps: int = 110, iterations: int = 200, prompts: int = 64, n: int = 4,
     lr: float = 1e-3, seed: int = 1, hp: HyperParameters = HyperParameters(),
 ) -> tuple[list[float], list[float]]:  # fmt: skip
-    """Warm up, then PPO; returns accuracies on held-out problems, [sampled, greedy], before and after."""
+    """Warm up, then run PPO; return held-out accuracies, [sampled, greedy], before and after."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     problems = make_problems(largest, rng)
@@ -375,20 +375,20 @@ def train(
     critic = Critic(policy)
     optimizers = [torch.optim.AdamW(model.parameters(), weight_decay=0.01) for model in (policy, critic)]
     before = [accuracy(policy, held_out * 8, max_tokens, 1.0), accuracy(policy, held_out, max_tokens, 0.0)]
-    print(f"before PPO: {before[0]:.3f} of sampled answers right, {before[1]:.3f} of greedy ones")
+    print(f"before PPO: accuracy {before[0]:.3f} sampled, {before[1]:.3f} greedy")
     rising = max(1, iterations // 10)
     for i in range(iterations):
-        for optimizer in optimizers:  # a fresh Adam would begin with steps of full size: rise, then fall to 0
+        for optimizer in optimizers:  # Adam's first steps have full size: warm up, then decay to 0
             factor = (i + 1) / rising if i < rising else (iterations - i) / (iterations - rising)
             optimizer.param_groups[0]["lr"] = lr * factor
-        asked = [problem for problem in rng.sample(training, prompts) for _ in range(n)]
-        batch = collect(policy, critic, asked, max_tokens, hp.temperature)
+        drawn = [problem for problem in rng.sample(training, prompts) for _ in range(n)]
+        batch = collect(policy, critic, drawn, max_tokens, hp.temperature)
         metrics = ppo_update(policy, critic, *optimizers, batch, hp)
         if (i + 1) % 25 == 0:
             reward = batch["token_level_rewards"].sum(dim=1).mean()
             print(f"iteration {i + 1}: reward {reward:.3f}, value loss {metrics['critic/vf_loss']:.3f}")
     after = [accuracy(policy, held_out * 8, max_tokens, 1.0), accuracy(policy, held_out, max_tokens, 0.0)]
-    print(f"after PPO:  {after[0]:.3f} of sampled answers right, {after[1]:.3f} of greedy ones")
+    print(f"after PPO:  accuracy {after[0]:.3f} sampled, {after[1]:.3f} greedy")
     return before, after
 
 

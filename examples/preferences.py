@@ -1,12 +1,12 @@
-"""The whole path from comparisons to a better policy, in a few minutes on a CPU.
+"""RLHF from comparisons, end to end, in a few minutes on a CPU.
 
-1. `strop sft`: a tiny model learns from answers of mixed quality;
-2. it answers prompts several times, and pairs of its answers are compared, with a few wrong verdicts;
-3. `strop train-rm`: a reward model learns from the comparisons;
-4. `strop train`: PPO against the reward model, with a KL penalty to the policy of step 1;
-5. the truth, which no training saw, judges: how often is an answer better than one from before?
+1. `strop sft` trains a tiny model on answers of mixed quality;
+2. the model samples several answers per prompt, and pairs of them are labelled, a few of them wrongly;
+3. `strop train-rm` trains a reward model on the pairs;
+4. `strop train` runs PPO against the reward model, with a KL penalty to the policy of step 1;
+5. the ground truth, which no training stage uses, measures the win rate against the policy of step 1.
 
-The task and its truth are in preferences_task.py, the judgement in preferences_report.py.
+The task and its ground truth are in preferences_task.py, the evaluation in preferences_report.py.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from preferences_report import draw, judge, show
 
 HERE = Path(__file__).parent
 HELD_OUT = 500
-"""Prompts that no training sees: half of what is judged, half of what the reward model is tested on."""
+"""Prompts excluded from training; the policy and the reward model are both evaluated on them."""
 PAIRS = 6000
 WRONG = 0.05
-"""Share of the training pairs whose verdict is turned round. Held-out pairs tell the truth."""
+"""Fraction of training pairs with a flipped label. Held-out pairs are labelled correctly."""
 SFT = ("data.train_batch_size=128", "update.optim.lr=2e-3", "trainer.total_epochs=2")
 REWARD_MODEL = ("data.train_batch_size=64", "update.optim.lr=1e-3", "trainer.total_epochs=3")
 SMALL = (
@@ -53,7 +53,7 @@ console = Console()
 
 
 def strop(*arguments: str) -> None:
-    """Run a `strop` command, as a shell would."""
+    """Run a `strop` command in this process; exit if it fails."""
     console.print(
         f"\n$ strop {' '.join(arguments)}", style="bold", markup=False, highlight=False, soft_wrap=True
     )
@@ -62,14 +62,14 @@ def strop(*arguments: str) -> None:
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """Rows as a parquet file."""
+    """Write rows to a parquet file; return ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
     return path
 
 
 def several_answers(model: Path, prompts: Sequence[str], n: int) -> list[list[str]]:
-    """``n`` sampled answers of a model to each prompt."""
+    """Sample ``n`` answers to each prompt."""
     policy, tokenizer = load_causal_lm(model), tiny_model.build_tokenizer(task.LETTERS)
     found: list[list[str]] = []
     for start in range(0, len(prompts), 500):
@@ -79,7 +79,7 @@ def several_answers(model: Path, prompts: Sequence[str], n: int) -> list[list[st
 
 
 def fine_tune(start: Path, out: Path, prompts: Sequence[str], common: Sequence[str], seed: int) -> Path:
-    """From a fresh model to one that answers in the right form, more or less well."""
+    """Fine-tune the random model on answers of mixed quality; return the trained model's folder."""
     generator = random.Random(seed)
     rows = [
         task.prompt_row(letters) | {"response": task.demonstrate(letters, generator)} for letters in prompts
@@ -95,7 +95,7 @@ def fine_tune(start: Path, out: Path, prompts: Sequence[str], common: Sequence[s
 def model_preferences(
     policy: Path, out: Path, prompts: Sequence[str], common: Sequence[str], seed: int
 ) -> Path:
-    """From comparisons of the policy's own answers to a reward model."""
+    """Label pairs of the policy's samples and train a reward model on them; return its folder."""
     generator = random.Random(seed)
     prompts = prompts[: HELD_OUT + PAIRS]
     groups = several_answers(policy, prompts, 3)
@@ -122,7 +122,7 @@ def train(
     common: Sequence[str],
     overrides: Sequence[str],
 ) -> Path:
-    """PPO against the reward model; its validations hold the answers that are judged. Returns the run."""
+    """Run PPO against the reward model; return the run folder, whose validation samples are evaluated."""
     rows = [task.prompt_row(letters) | {"reward_model": {"style": "model"}} for letters in prompts]
     files = (
         f"data.train_files={write(out / 'data' / 'rl.parquet', rows[HELD_OUT:])}",
@@ -150,8 +150,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/preferences"))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of preferences.yaml")
     options = parser.parse_intermixed_args()
-    logging.disable_progress_bar()  # of transformers, for files of half a megabyte
-    torch.set_num_threads(1)  # so small a model is no faster on more
+    logging.disable_progress_bar()  # transformers draws one even for half a megabyte
+    torch.set_num_threads(1)  # a model this small is no faster with more threads
     started, out, seed = time.perf_counter(), options.out, options.seed
 
     prompts = task.all_prompts(random.Random(seed))
@@ -170,8 +170,8 @@ def main() -> None:
         f"{time.perf_counter() - started:.0f} s\n"
         f"picture:       {picture}\n"
         f"trained model: {run / 'final_model'}\n"
-        "try next:      algorithm.kl_ctrl.kl_coef=0.05 and see the reward model deceived: its score goes on "
-        "rising, while the truth falls"
+        "try next:      algorithm.kl_ctrl.kl_coef=0.05 to see reward hacking: the reward model's score keeps "
+        "rising while the true win rate falls"
     )
 
 

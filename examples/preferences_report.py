@@ -1,7 +1,7 @@
-"""What the truth says of a run against a reward model: from the run's folder alone.
+"""Evaluation of a PPO run against a reward model by the ground truth, from the run folder alone.
 
-The validation files hold sampled answers to the same held-out prompts at every look, those before the first
-update included. So each answer can be compared with those of the policy that PPO started from.
+Each validation, including the one before the first update, samples answers to the same held-out prompts.
+Every answer is therefore compared with those of the initial policy to the same prompt.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from preferences_task import preference
 
 KL_OVER = 5
-"""Iterations over which the KL is averaged, up to each look: one has a few hundred samples."""
+"""Iterations averaged for the KL of each validation; a single one has only a few hundred samples."""
 
 
 class Judgement(NamedTuple):
-    """One look at the policy."""
+    """Evaluation of the policy at one step."""
 
     step: int
     preference_rate: float
-    """Share of answers that are truly better than one from before PPO to the same prompt; ties are half."""
+    """True win rate against the initial policy's answers to the same prompt; a tie counts half."""
     score: float
-    """The reward model's, on average."""
+    """Mean score of the reward model."""
     kl: float
-    """To the policy before PPO, nats a response."""
+    """KL to the initial policy, in nats per response."""
 
 
 def judge(run: Path) -> list[Judgement]:
-    """A judgement for each validation."""
+    """Evaluate every validation of a run."""
     kl = {
         line["step"]: line["objective/kl"]
         for line in read_metrics(run / METRICS_FILE)
@@ -65,40 +65,40 @@ def judge(run: Path) -> list[Judgement]:
 def _by_prompt(samples: list[dict[str, Any]]) -> dict[str, list[str]]:
     answers: dict[str, list[str]] = {}
     for sample in samples:
-        letters = re.sub(r"<\w+>", "", sample["prompt"])  # without the special tokens of the template
+        letters = re.sub(r"<\w+>", "", sample["prompt"])  # strip the special tokens of the chat template
         answers.setdefault(letters, []).append(sample["response"])
     return answers
 
 
 def show(judgements: list[Judgement], reward_model: Path, console: Console) -> None:
-    """A table of before and after, and the reward model's accuracy on held-out pairs."""
+    """Print metrics before and after PPO, and the reward model's accuracy on held-out pairs."""
     accuracy = [
         line["val/accuracy"] for line in read_metrics(reward_model / METRICS_FILE) if "val/accuracy" in line
     ][-1]
     first, last = judgements[0], judgements[-1]
     best = max(judgements, key=lambda judgement: judgement.preference_rate)
-    table = Table(title=f"the reward model is right on {accuracy:.1%} of held-out pairs")
+    table = Table(title=f"reward model accuracy: {accuracy:.1%} of held-out pairs")
     for column in ("", "before", "after", "change", "best"):
         table.add_column(column, justify="right")
     for name, field in (
-        ("truly preferred to an answer from before", "preference_rate"),
-        ("score of the reward model", "score"),
-        ("KL to the policy before, nats a response", "kl"),
+        ("true win rate against the initial policy", "preference_rate"),
+        ("reward model score", "score"),
+        ("KL to the initial policy, nats per response", "kl"),
     ):
         was, now, top = (getattr(judgement, field) for judgement in (first, last, best))
         table.add_row(name, f"{was:.3f}", f"{now:.3f}", f"{now - was:+.3f}", f"{top:.3f}")
     console.print(table)
-    console.print(f"best: at iteration {best.step} of {last.step}, by the truth")
+    console.print(f"best true win rate: iteration {best.step} of {last.step}")
 
 
 def draw(judgements: list[Judgement], path: Path) -> Path:
-    """Score, truth and KL over the iterations: only the last two tell whether the first can be believed."""
+    """Plot score, true win rate and KL; a rising score with a falling win rate is reward hacking."""
     figure = Figure(figsize=(12, 3.4), layout="constrained")
     panels = zip(
         figure.subplots(1, 3),
         ("score", "preference_rate", "kl"),
-        ("Score of the reward model", "Truly preferred to an answer from before", "KL to the policy before"),
-        ("mean", "share of answers", "nats a response"),
+        ("Reward model score", "True win rate against the initial policy", "KL to the initial policy"),
+        ("mean", "win rate", "nats per response"),
         strict=True,
     )
     steps = [judgement.step for judgement in judgements]

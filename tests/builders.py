@@ -1,4 +1,4 @@
-"""What several tests build: tiny models, and random samples with prompts and responses of uneven lengths."""
+"""Shared test data: random samples with uneven lengths, and a parquet file of prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strop.protocol import DataProto
 def random_samples(
     n_rows: int, *, prompt_width: int = 6, response_width: int = 5, vocabulary: int = 19, seed: int = 0
 ) -> DataProto:
-    """Left-padded prompts and right-padded responses of uneven lengths, as a rollout returns them."""
+    """Return left-padded prompts and right-padded responses of uneven lengths, as a rollout does."""
     generator = torch.Generator().manual_seed(seed)
     prompt_lengths = torch.randint(1, prompt_width + 1, (n_rows,), generator=generator)
     response_lengths = torch.randint(1, response_width + 1, (n_rows,), generator=generator)
@@ -35,7 +35,7 @@ def random_samples(
 
 
 def write_prompts(path: Path, n_rows: int, *, data_source: str = "strop/arithmetic") -> Path:
-    """A parquet file of one-digit additions."""
+    """Write a parquet file of one-digit additions; return ``path``."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

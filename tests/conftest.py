@@ -1,4 +1,4 @@
-"""Small real things to test with: a Hugging Face folder with a tokenizer, and batches of random samples."""
+"""Test environment, Ray sessions and the assignment of tests to xdist workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RAY_SLOTS = 8
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """One Ray for all tests that use this; they run in one process (``pytest_collection_modifyitems``)."""
+    """Start one Ray session for all tests that use it; they share one xdist worker (see below)."""
     import ray
 
     import forked_ray
@@ -54,7 +54,7 @@ def _start_ray() -> None:
 
 @pytest.fixture(scope="module")
 def two_nodes(ray_session: None) -> Iterator[None]:
-    """In place of it a cluster of two nodes on this machine, each with its address and room for two."""
+    """Replace the Ray session by a local cluster of two nodes with separate addresses and two slots each."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -88,8 +88,8 @@ _LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that wait, and group tests for ``--dist loadgroup``: by module, or by Ray session.
 
-    With ``--no-loadscope-reorder`` the groups are handed out in the order of their first tests: the longest
-    first, so that all workers end at the same time.
+    With ``--no-loadscope-reorder`` groups start in the order of their first tests: sort the longest first, so
+    that all workers finish at about the same time.
     """
     groups = {}
     for item in items:

@@ -1,8 +1,8 @@
 """Child processes forked from a server that has torch, transformers and the trainer loaded.
 
-An interpreter that loads them takes 6 s of CPU time, a fork takes milliseconds. Each process that runs tests
-has one server, started with its first child. It only imports and forks, so it has no threads but those of
-pyarrow's allocator, which survives a fork.
+Importing them takes 6 s of CPU time, a fork takes milliseconds. Each xdist worker has one server, started
+with its first child. The server only imports and forks: its only threads are those of pyarrow's allocator,
+which is fork-safe.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Target = Callable[..., Any] | Sequence[str]
 
 @dataclass(frozen=True)
 class Completed:
-    """Exit status as in ``subprocess``: negative for a signal."""
+    """Output and exit status of a child; as in ``subprocess``, negative for a signal."""
 
     returncode: int
     stdout: str
@@ -58,7 +58,7 @@ class Completed:
 
 
 class Child:
-    """A running child process; see ``start``."""
+    """Running child process; see ``start``."""
 
     def __init__(self, target: Target, arguments: tuple[Any, ...], env: dict[str, str], out: Path) -> None:
         self._out = out
@@ -67,7 +67,7 @@ class Child:
         self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
-        """Exit status, or None while it runs."""
+        """Return the exit status, or None while the child runs."""
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
@@ -77,7 +77,7 @@ class Child:
         self._process.kill()
 
     def wait(self, seconds: float = 300) -> Completed:
-        """Wait for the end; ``TimeoutError`` after ``seconds``."""
+        """Wait for the child to exit; raise ``TimeoutError`` after ``seconds``."""
         self._process.join(seconds)
         if self._process.exitcode is None:
             raise TimeoutError(f"process {self.pid} runs after {seconds} s:\n{self.stderr[-3000:]}")
@@ -85,20 +85,20 @@ class Child:
 
     @property
     def stdout(self) -> str:
-        """Output so far."""
+        """Standard output so far."""
         return _read(self._out / "stdout")
 
     @property
     def stderr(self) -> str:
-        """Errors so far."""
+        """Standard error so far."""
         return _read(self._out / "stderr")
 
 
 @contextlib.contextmanager
 def start(target: Target, *arguments: Any, env: dict[str, str] | None = None) -> Generator[Child]:
-    """Run ``target`` in a child with this process's environment and ``env``; killed when the block ends.
+    """Run ``target`` in a child with this process's environment and ``env``; kill it when the block ends.
 
-    ``target`` is a function of a module, called with ``arguments``, or a command line of Python without the
+    ``target`` is a module-level function, called with ``arguments``, or a command line of Python without the
     interpreter: ``["-m", "strop.cli", ...]`` or ``["-c", code, ...]``.
     """
     with tempfile.TemporaryDirectory() as out:
@@ -113,7 +113,7 @@ def start(target: Target, *arguments: Any, env: dict[str, str] | None = None) ->
 def run(
     target: Target, *arguments: Any, env: dict[str, str] | None = None, seconds: float = 300
 ) -> Completed:
-    """``start``, and wait for the end."""
+    """Run ``start`` and wait for the child to exit."""
     with start(target, *arguments, env=env) as child:
         return child.wait(seconds)
 

@@ -1,9 +1,9 @@
-"""Workers of Ray, forked from a server that has torch, transformers and the trainer loaded.
+"""Ray workers forked from a server that has torch, transformers and the trainer loaded.
 
-Ray starts each of its workers as an interpreter that runs a script of Ray's, and then as a second one, which
-loads torch and the trainer: 6 s of CPU time. Here this file is the script: it hands arguments, environment
-and output to the server, which forks, and stays until the fork ends. The server does not load Ray, whose
-library reads the environment once.
+Ray starts each worker as an interpreter that runs a set-up script and then as a second interpreter, which
+imports torch and the trainer: 6 s of CPU time. This file replaces the set-up script: it sends arguments,
+environment and output files to the server, which forks, and exits with the fork. The server does not import
+Ray, because Ray's library reads the environment only once.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _SIZE = 8
 
 
 def use(folder: str) -> None:
-    """Make all clusters that this process starts take their workers from a server in ``folder``."""
+    """Start a server in ``folder`` and let all Ray clusters of this process fork their workers from it."""
     import time
 
     from ray._private import ray_constants
@@ -95,7 +95,7 @@ def _become_worker(message: list, files: list[int]) -> None:
 
 
 def _option(arguments: list[str], name: str) -> str | None:
-    """Take an option out of ``arguments``: its value."""
+    """Remove an option from ``arguments`` and return its value, or None."""
     for index, argument in enumerate(arguments):
         if argument.startswith(name + "="):
             return arguments.pop(index).partition("=")[2]

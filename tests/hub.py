@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine, and caches of it made by hand."""
+"""Local Hugging Face hub server, and hand-made hub caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def cache_by_hand(cache: Path, name: str, model: Path, commit: str = COMMIT) -> Path:
-    """Put a model's files into a hub cache, as a download of some other program would; its snapshot."""
+    """Copy a model into a hub cache as a download by another program would; return the snapshot folder."""
     folder = cache / f"models--{name.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit
     shutil.copytree(model, snapshot)
@@ -26,7 +26,7 @@ def cache_by_hand(cache: Path, name: str, model: Path, commit: str = COMMIT) -> 
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one model; ``requests`` has every request, ``files`` those whose content was sent."""
+    """Server of one model; ``requests`` lists all requests, ``files`` the downloaded files."""
 
     daemon_threads = True
 
@@ -46,7 +46,7 @@ class Hub(ThreadingHTTPServer):
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
-    """``hub`` answers inside."""
+    """Serve ``hub`` in a thread for the duration of the block."""
     thread = threading.Thread(target=hub.serve_forever, daemon=True)
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""Another process that holds the lock of a run folder, as a run there does."""
+"""Separate process that holds the lock of a run folder, like a training run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ with run_lock(Path(sys.argv[1])):
 
 @contextmanager
 def holding(folder: Path, then: str = "") -> Generator[subprocess.Popen[str]]:
-    """A process that holds the lock, runs the code ``then``, and is killed at the end."""
+    """Start a process that takes the lock and runs the code ``then``; kill it when the block ends."""
     process = subprocess.Popen(
         [sys.executable, "-c", _CODE, str(folder), then], stdout=subprocess.PIPE, text=True
     )

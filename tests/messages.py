@@ -6,17 +6,17 @@ import re
 
 
 def naming(*parts: object) -> str:
-    """Pattern for ``match=``: a message that contains all ``parts``."""
+    """Return a pattern for ``match=`` that requires all ``parts``."""
     return "(?s)" + "".join(f"(?=.*{re.escape(str(part))})" for part in parts)
 
 
 def mentions(text: object, *parts: object) -> bool:
-    """True if ``text`` contains all ``parts``."""
+    """Return True if ``text`` contains all ``parts``."""
     return all(str(part) in str(text) for part in parts)
 
 
 class Message:
-    """Equal to any text that contains all ``parts``: for lists of messages."""
+    """Value equal to any text that contains all ``parts``, for comparing lists of messages."""
 
     __hash__ = None
 

@@ -1,4 +1,4 @@
-"""Processes that stay alive over many tests and form a gloo process group of any size for each call."""
+"""Persistent test processes that form a new gloo process group for each call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE_S = 120
 
 
 class Ranks:
-    """``size`` forked processes; leave the ``with`` block to end them."""
+    """Context manager of ``size`` forked processes."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -40,7 +40,7 @@ class Ranks:
         self._folder.cleanup()
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """``function(*arguments)`` on each rank of a fresh group; the results by rank, or the first error."""
+        """Call ``function(*arguments)`` on each rank of a new group; return results by rank."""
         self._calls += 1
         store = Path(self._folder.name) / str(self._calls)
         for rank, pipe in enumerate(self._pipes[:world_size]):

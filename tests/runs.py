@@ -17,7 +17,7 @@ TIMES = ("timing_", "perf/", "time/")
 
 
 def make_inputs(folder: Path, *, rows: int = 24) -> Path:
-    """A model and prompts for ``overrides``; returns ``folder``."""
+    """Write a model and prompts for ``overrides``; return ``folder``."""
     tiny_model.save(folder / "model", hidden=32)
     write_prompts(folder / "train.parquet", rows)
     write_prompts(folder / "val.parquet", 6)
@@ -25,7 +25,7 @@ def make_inputs(folder: Path, *, rows: int = 24) -> Path:
 
 
 def overrides(inputs: Path, run: Path, *extra: str) -> list[str]:
-    """A run of 8 prompts x 2 samples an iteration, 3 iterations an epoch."""
+    """Return the configuration of a run with 8 prompts x 2 samples per iteration, 3 iterations per epoch."""
     return [
         f"actor_rollout_ref.model.path={inputs / 'model'}",
         f"data.train_files={inputs / 'train.parquet'}",
@@ -57,13 +57,13 @@ def train(options: Sequence[str]) -> Any:
 
 
 def hashes(trainer: Any) -> dict[str, str]:
-    """The parameter hash of everything that is trained."""
+    """Return the parameter hashes of the trained models."""
     return {
         name: trainer.groups[name].weights_hash() for name in ("actor", "critic") if name in trainer.groups
     }
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what the clock says."""
+    """Return the lines of metrics.jsonl without timings."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]

@@ -1,4 +1,4 @@
-"""Faults of the disk for tests: a full one, where this process may mount one, and the refusal alone."""
+"""Disk faults: a small real file system where mounting is permitted, and a write that raises ENOSPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(at: Path, size: str) -> Generator[Path]:
-    """A file system of ``size`` at the folder ``at``, which is made. Skips the test without a right to."""
+    """Mount a file system of ``size`` at the new folder ``at``; skip the test if not permitted."""
     at.mkdir()
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at)], capture_output=True, text=True
@@ -29,5 +29,5 @@ def small_disk(at: Path, size: str) -> Generator[Path]:
 
 
 def no_room(*arguments: Any, **options: Any) -> None:
-    """What writing to a full disk does."""
+    """Raise the error of writing to a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

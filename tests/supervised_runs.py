@@ -1,4 +1,4 @@
-"""Supervised runs on a tiny model, in this process, and the files that they need."""
+"""Supervised runs on a tiny model in this process, and their input files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {"sft": (SFT, SftTrainer), "train-rm": (REWARD_MODELLING, RewardModelTra
 
 
 def make_inputs(folder: Path, *, rows: int = 24) -> Path:
-    """A model, and answers of uneven lengths to additions; returns ``folder``."""
+    """Write a model, and answers of uneven lengths to additions; return ``folder``."""
     tiny_model.save(folder / "model", hidden=32)
     for name, n_rows, seed in (("train", rows, 0), ("val", 10, 1)):
         draw = random.Random(seed)
@@ -47,7 +47,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def overrides(inputs: Path, run: Path, *extra: str) -> list[str]:
-    """Batches of 8 rows, 3 an epoch."""
+    """Return the configuration of a run with batches of 8 rows, 3 per epoch."""
     return [
         f"model.path={inputs / 'model'}",
         f"data.train_files={inputs / 'train.parquet'}",
@@ -69,7 +69,7 @@ def overrides(inputs: Path, run: Path, *extra: str) -> list[str]:
 
 
 def train(kind: str, options: list[str]) -> Any:
-    """Train with ``strop sft`` or ``strop train-rm``; returns the trainer."""
+    """Train as ``strop sft`` or ``strop train-rm``; return the trainer."""
     tree, trainer_cls = KINDS[kind]
     trainer = build(trainer_cls, load_tree(tree, options))
     trainer.init_workers()
@@ -78,13 +78,13 @@ def train(kind: str, options: list[str]) -> Any:
 
 
 def final_weights(run: Path) -> dict[str, Any]:
-    """The parameters of the trained model."""
+    """Load the parameters of the trained model."""
     from safetensors.torch import load_file
 
     return load_file(run / "final_model" / "model.safetensors")
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what the clock says."""
+    """Return the lines of metrics.jsonl without timings."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]

@@ -1,4 +1,4 @@
-"""Models and prompts on disk: random Qwen2-likes with a character tokenizer as large as their vocabulary."""
+"""Models and prompts on disk: random Qwen2s with a character tokenizer of the model's vocabulary size."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ from tiny_model import SPECIAL, build_tokenizer
 SHORTEST, LONGEST = 32, 64
 """Tokens of a prompt, as in ``rollout_hf.py``."""
 _TEMPLATE = 2
-"""Of which the chat template makes so many."""
-_LETTERS = (*range(0x4E00, 0xD7A4), *range(0x20000, 0x40000))  # 166,308 code points, all unlike our template
+"""Prompt tokens that the chat template adds."""
+_LETTERS = (
+    *range(0x4E00, 0xD7A4),
+    *range(0x20000, 0x40000),
+)  # 166,308 code points, none in the chat template
 
 
 def characters(vocabulary: int) -> str:
-    """A character for every token that is not special."""
+    """Return one character for every token that is not special."""
     return "".join(map(chr, _LETTERS[: vocabulary - len(SPECIAL)]))
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """One token a character. strop wants a config.json beside it; Qwen2's would make it Qwen2's tokenizer."""
+    """Write a tokenizer with one token per character, and the config.json that strop requires.
+
+    With ``"model_type": "qwen2"`` transformers would load it as Qwen2's tokenizer.
+    """
     build_tokenizer(characters(vocabulary)).save_pretrained(folder)
     (folder / "config.json").write_text('{"model_type": "llama"}')
 
 
 def write_prompts(path: Path, *, vocabulary: int, count: int) -> Path:
-    """Conversations of one message, between ``SHORTEST`` and ``LONGEST`` tokens; returns ``path``."""
+    """Write one-message conversations of ``SHORTEST`` to ``LONGEST`` tokens; return ``path``."""
     stream, alphabet = random.Random(0), characters(vocabulary)
     rows = [
         {
@@ -55,12 +61,12 @@ def write_prompts(path: Path, *, vocabulary: int, count: int) -> Path:
 
 
 def write_inputs(settings: Iterable[Setting]) -> None:
-    """Everything that the settings read; those that share a file get the longest one."""
+    """Write the inputs of all settings; a shared file has as many prompts as its largest user needs."""
     counts: dict[Path, int] = {}
     for setting in settings:
         vocabulary = MODELS[setting.model]["vocab_size"]
         if not setting.model_folder.exists():
             build(setting.model).save_pretrained(setting.model_folder)
             write_tokenizer(setting.tokenizer_folder, vocabulary)
-        count = counts[setting.prompts] = max(setting.prompts_in_all, counts.get(setting.prompts, 0))
+        count = counts[setting.prompts] = max(setting.prompt_count, counts.get(setting.prompts, 0))
         write_prompts(setting.prompts, vocabulary=vocabulary, count=count)

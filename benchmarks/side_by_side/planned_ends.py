@@ -1,4 +1,4 @@
-"""The hooks that make strop's rollouts end their responses where a ``Setting`` plans it."""
+"""Hooks that end strop's responses at the lengths planned by a ``Setting``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from strop.rollout.base import SamplingParams
 from strop.rollout.hf import decoding
 from strop.rollout.hf import engine as hf
 
-_END = 2.0  # no uniform number is that large: it marks the step at which a row ends
+_END = 2.0  # marks the step at which a row ends: uniform numbers are below 1
 
 
 def planned_ends(setting: Setting) -> contextlib.AbstractContextManager[None]:
-    """Inside, strop's rollout ends its rows where ``setting`` plans it."""
+    """Return a context in which strop's rollout ends responses as ``setting`` plans."""
     if setting.lengths == "limit":
         return contextlib.nullcontext()
     return _vllm_ends(setting) if setting.rollout == "vllm" else _hf_ends(setting)
@@ -28,7 +28,10 @@ def planned_ends(setting: Setting) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _hf_ends(setting: Setting) -> Generator[None]:
-    """The marks travel with the uniform numbers, so they stay with their rows when others are dropped."""
+    """Patch the hf rollout.
+
+    End marks replace uniform numbers, so they stay with their rows when finished rows are dropped.
+    """
     draw, sample = hf.draw_uniforms, decoding.next_tokens
     iteration = -1
 
@@ -39,7 +42,7 @@ def _hf_ends(setting: Setting) -> Generator[None]:
         lengths = setting.planned_lengths(iteration)
         if lengths is not None and len(uniforms_RT) == len(lengths):
             uniforms_RT[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = _END
-        else:  # the check that the rollout makes of itself at the start
+        else:  # the self-check of the rollout at start-up
             iteration -= 1
         return uniforms_RT
 
@@ -62,7 +65,7 @@ def _hf_ends(setting: Setting) -> Generator[None]:
 
 @contextlib.contextmanager
 def _vllm_ends(setting: Setting) -> Generator[None]:
-    """Every sample is a request of its own, which gets a limit of its own and no stop token."""
+    """Patch the vLLM rollout: every sample is a separate request with its own limit and no stop token."""
     from strop.rollout.vllm.engine import VLLMRollout
 
     sampling, requests = VLLMRollout._sampling, iter(range(1 << 40))

@@ -1,4 +1,4 @@
-"""What a run reports: seconds of each iteration by phase, its responses' lengths, and the peak of memory."""
+"""Record of a run: seconds of each iteration by phase, response lengths and peak memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 PHASES = ("generation", "log-probs", "update")
-"""``rest`` is what of an iteration is in none of them."""
+"""Recorded phases; ``rest`` is the remainder of an iteration."""
 
 
 class Record:
-    """Seconds by phase; ``end_iteration`` closes a row."""
+    """Seconds by phase of each iteration; ``end_iteration`` closes one."""
 
     def __init__(self) -> None:
         self.iterations: list[dict[str, Any]] = []
@@ -25,7 +25,7 @@ class Record:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Count the time inside towards ``name``."""
+        """Add the seconds of the ``with`` block to phase ``name``."""
         begun = time.perf_counter()
         try:
             yield
@@ -33,15 +33,15 @@ class Record:
             self._seconds[name] += time.perf_counter() - begun
 
     def add(self, name: str, seconds: float) -> None:
-        """Count seconds that were measured otherwise."""
+        """Add seconds measured elsewhere to phase ``name``."""
         self._seconds[name] += seconds
 
     def responses(self, lengths: list[int]) -> None:
-        """The tokens of each response of this iteration."""
+        """Set the token counts of this iteration's responses."""
         self._lengths = lengths
 
     def end_iteration(self, total: float | None = None) -> None:
-        """``total``: seconds of the iteration, by default those since the last one ended."""
+        """End an iteration of ``total`` seconds, by default the time since the previous one ended."""
         now = time.perf_counter()
         total = now - self._began if total is None else total
         rest = total - sum(self._seconds.values())
@@ -52,7 +52,7 @@ class Record:
         self._began = now
 
     def write(self, path: str | Path) -> None:
-        """As JSON, with the peak of resident memory of this process and its largest ended child in MB."""
+        """Write JSON with the peak resident MB of this process plus its largest finished child."""
         peak = sum(
             resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
         )

@@ -1,6 +1,6 @@
-"""A run of strop: ``python -m side_by_side.strop_run SETTING.json RECORD.json [key=value ...]``.
+"""Run of strop: ``python -m side_by_side.strop_run SETTING.json RECORD.json [key=value ...]``.
 
-The whole program as ``strop train`` runs it, with settings for this size; more keys are laid over them.
+The same program as ``strop train``; ``key=value`` are overrides of the configuration below.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from strop.trainer.build import build_trainer
 from strop.trainer.ray_trainer import RayPPOTrainer
 
 MICRO_BATCH = 16
-"""Samples of one forward and backward pass: 2 to 8% faster than 8, and 32 and 64 bring nothing more."""
+"""Samples per forward and backward pass: 2 to 8% faster than 8; 32 and 64 are no faster."""
 _PHASES = {
     "generation": ("gen", "sync_weights"),
     "log-probs": ("old_log_prob", "ref", "values"),
@@ -29,7 +29,7 @@ _PHASES = {
 
 
 def overrides(setting: Setting, run: Path) -> list[str]:
-    """The configuration of one setting."""
+    """Return the configuration of a setting."""
     prompts = setting.samples // setting.n
     shared = [
         f"data.train_files={setting.prompts}",
@@ -75,7 +75,7 @@ def overrides(setting: Setting, run: Path) -> list[str]:
 
 
 def record_lengths(trainer: RayPPOTrainer) -> list[list[int]]:
-    """The lengths of all responses, a list for each iteration, filled while the trainer runs."""
+    """Return a list that the trainer's steps extend with their response lengths."""
     step, lengths = trainer.step, []
 
     def step_and_count(prompts: Any) -> Any:

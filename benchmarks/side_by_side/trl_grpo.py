@@ -1,8 +1,8 @@
-"""A run of TRL's ``GRPOTrainer``: ``python -m side_by_side.trl_grpo SETTING.json RECORD.json [key=value]``.
+"""Run of TRL's ``GRPOTrainer``: ``python -m side_by_side.trl_grpo SETTING.json RECORD.json [key=value]``.
 
-Its fastest settings on a CPU: one process, all samples of an iteration generated at once, no reference model
-(beta=0), old log-probs not computed (one step per generation), fused AdamW, no gradient checkpointing, and
-no more logged than it always collects. ``key=value`` are fields of ``GRPOConfig`` laid over them, as JSON.
+The fastest settings found on a CPU: one process, all samples of an iteration generated at once, no reference
+model (beta=0), no old log-probs (one step per generation), fused AdamW, no gradient checkpointing and minimal
+logging. ``key=value`` are overrides of fields of ``GRPOConfig``, as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from side_by_side.reward import compute_score
 from side_by_side.setting import Setting
 
 MICRO_BATCH = 8
-"""Samples of one forward and backward pass; the fastest of 8, 16, 32 and 64."""
+"""Samples per forward and backward pass; the fastest of 8, 16, 32 and 64."""
 
 
 def config(setting: Setting, folder: str, changes: dict[str, Any]) -> GRPOConfig:
@@ -60,7 +60,7 @@ def config(setting: Setting, folder: str, changes: dict[str, Any]) -> GRPOConfig
 
 
 class PlannedEnds(LogitsProcessor):
-    """Row r draws the end token as its ``lengths[r]``-th and not before."""
+    """Force the end token as token ``lengths[r]`` of row r, and mask it before."""
 
     def __init__(self, lengths: list[int], prompt_width: int, end_token: int) -> None:
         self.lengths = torch.tensor(lengths)
@@ -76,7 +76,7 @@ class PlannedEnds(LogitsProcessor):
 
 
 def plan_ends(setting: Setting, end_token: int) -> None:
-    """Make ``generate`` end rows where ``setting`` plans it."""
+    """Patch ``generate`` to end rows as ``setting`` plans."""
     generate, calls = GenerationMixin.generate, iter(range(setting.total_iterations))
 
     def generate_with_ends(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def plan_ends(setting: Setting, end_token: int) -> None:
 
 
 class RecordedTrainer(GRPOTrainer):
-    """Reports where the time goes; computes what its base class does."""
+    """GRPO trainer that records the seconds of each phase."""
 
     record: Record
 
@@ -111,7 +111,7 @@ class RecordedTrainer(GRPOTrainer):
 
 
 class EndOfIteration(TrainerCallback):
-    """From the end of scoring to the end of the step is the update: all micro-batches and the optimizer."""
+    """Records the update: from the end of scoring to the end of the optimizer step."""
 
     trainer: RecordedTrainer
 

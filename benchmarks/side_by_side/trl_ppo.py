@@ -1,8 +1,8 @@
-"""A run of TRL's ``PPOTrainer``: ``python -m side_by_side.trl_ppo SETTING.json RECORD.json [key=value]``.
+"""Run of TRL's ``PPOTrainer``: ``python -m side_by_side.trl_ppo SETTING.json RECORD.json [key=value]``.
 
-TRL 1.12.0 is the last with this trainer. It always has a reference model, and its ``bf16`` changes nothing.
-The reward model is two operations, because strop's reward is a function. ``key=value`` are fields of
-``PPOConfig``, as JSON.
+TRL 1.12.0 is the last release with this trainer. It always has a reference model, and ``bf16`` has no effect.
+The reward model consists of two operations, because strop's reward is a function. ``key=value`` are overrides
+of fields of ``PPOConfig``, as JSON.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from side_by_side.record import Record
 from side_by_side.setting import Setting
 
 MICRO_BATCH = 8
-"""Samples of one forward and backward pass; the fastest of 8, 16, 32 and 64."""
+"""Samples per forward and backward pass; the fastest of 8, 16, 32 and 64."""
 
 
 class Parity(torch.nn.Module):
-    """Hidden states [B, L, 1]: whether the token's id is even."""
+    """Hidden states [B, L, 1]: 1 for an even token id, 0 for an odd one."""
 
     def forward(self, input_ids: torch.Tensor, **options: Any) -> BaseModelOutput:
         return BaseModelOutput(hidden_states=((input_ids % 2 == 0).float()[..., None],))
 
 
 class ParityReward(torch.nn.Module):
-    """What ``get_reward`` needs of a reward model."""
+    """Reward model with the attributes that ``get_reward`` requires."""
 
     base_model_prefix = "model"
 
@@ -76,7 +76,7 @@ def config(setting: Setting, folder: str, changes: dict[str, Any]) -> PPOConfig:
 
 
 def dataset(setting: Setting, tokenizer: Any) -> Dataset:
-    """Token ids of the prompts, with the chat template."""
+    """Return the token ids of the prompts, with the chat template applied."""
     return Dataset.from_list(
         [
             {
@@ -91,7 +91,7 @@ def dataset(setting: Setting, tokenizer: Any) -> Dataset:
 
 
 class Phases(TrainerCallback):
-    """Times the functions of TRL's module that ``PPOTrainer.train`` calls one after another."""
+    """Records phases by wrapping the module functions that ``PPOTrainer.train`` calls in sequence."""
 
     def __init__(self) -> None:
         self.rollout_ended = self.update_began = 0.0
@@ -120,7 +120,7 @@ class Phases(TrainerCallback):
         self.record.responses([logits.shape[1]] * len(sequences))
 
     def _after_log_probs(self, began: float, found: Any) -> None:
-        now = time.perf_counter()  # the policy's, the reference's log-probs, values and rewards
+        now = time.perf_counter()  # log-probs of policy and reference, values and rewards
         self.record.add("log-probs", now - self.rollout_ended)
         self.rollout_ended = now
 

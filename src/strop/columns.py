@@ -8,7 +8,7 @@ tables against real batches.
 
 Shapes: B samples (prompts x n, a prompt's samples adjacent), P prompt tokens (``data.max_prompt_length``), T
 response tokens (``data.max_response_length``), L = P + T, H hidden size, n samples per prompt. Micro-batches
-drop columns of tokens that are padding in all of their rows.
+drop token positions that are padding in all of their rows.
 
 A worked example: one sample of two turns, P = 3, T = 8. The policy of version 7 writes a tool call ("c1 c2")
 and its turn ends; the environment inserts the tool's answer ("a1 a2"); meanwhile the policy was updated, so
@@ -43,157 +43,81 @@ class Column(NamedTuple):
     """One column of a batch or of a samples file."""
 
     shape: str
+    """Dimensions, as in the module's legend; ``B*``: a list per row, of the sample's own length."""
     dtype: str
-    """``int64``, ``float32``, ``bool``, or ``object`` for a column of Python values."""
+    """dtype of the tensor or parquet column; ``object`` for Python values."""
     unit: str
-    meaning: str
     writer: str
-    reader: str
+    readers: str
+    meaning: str
     when: str = "always"
 
 
-_DATA, _ROLLOUT, _ACTOR, _CRITIC = "data.loader", "rollout", "workers.policy", "workers.critic"
-_DRIVER, _SCORES, _PASSES = "trainer.ppo", "trainer.scores", "every forward pass"
+def _read(table: str) -> dict[str, Column]:
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
+    return {name: Column(*cells) for name, *cells in rows}
 
-COLUMNS = {
-    # The prompt, from the data loader. The rollout appends the response to the first three: [B, P] -> [B, L].
-    "input_ids": Column(
-        "BL", "int64", "token id", "prompt, padded left; response, padded right", _DATA, _PASSES
-    ),
-    "attention_mask": Column("BL", "int64", "0 or 1", "1 on tokens, 0 on padding", _DATA, _PASSES),
-    "position_ids": Column("BL", "int64", "position", "clip(cumsum(attention_mask) - 1, 0)", _DATA, _PASSES),
-    "data_source": Column("B", "object", "text", "selects the scorer", _DATA, "rewards, validation"),
-    "reward_model": Column(
-        "B", "object", "record", "{style, ground_truth}", _DATA, "rewards, samples", "the data file has it"
-    ),
-    "extra_info": Column(
-        "B", "object", "record", "for reward functions", _DATA, "rewards", "the data file has it"
-    ),
-    "index": Column(
-        "B", "object", "row", 'extra_info["index"], or the row\'s number', _DATA, "reward functions"
-    ),
-    "raw_prompt": Column(
-        "B", "object", "messages", "the chat messages", _DATA, "data.rewriting", "data.return_raw_chat"
-    ),
-    "raw_prompt_ids": Column(
-        "B",
-        "object",
-        "token ids",
-        "text alone, without chat template",
-        _DATA,
-        "users",
-        "data.return_raw_input_ids",
-    ),
-    "uid": Column(
-        "B", "object", "text", "names the prompt; its n samples share it", _DRIVER, "advantages of groups"
-    ),
-    "seeds": Column("Bn", "int64", "seed", "one per sample to generate; B prompts here", _DRIVER, _ROLLOUT),
-    # The response, from the rollout.
-    "prompts": Column(
-        "BP", "int64", "token id", "the prompt's part of input_ids", _ROLLOUT, "rewards, samples"
-    ),
-    "responses": Column("BT", "int64", "token id", "the response's part of input_ids", _ROLLOUT, _PASSES),
-    "response_mask": Column(
-        "BT", "float32", "0 or 1", "1 on tokens that the policy sampled", _ROLLOUT, "every loss"
-    ),
-    "rollout_log_probs": Column(
-        "BT",
-        "float32",
-        "nats",
-        "log-prob when the token was sampled",
-        _ROLLOUT,
-        "rollout correction, metrics",
-    ),
-    "truncated": Column(
-        "B", "bool", "", "cut at the length limit, without stop token", _ROLLOUT, "rewards, metrics"
-    ),
-    # Scores.
-    "rm_scores": Column(
-        "B",
-        "float32",
-        "score",
-        "the reward model's score",
-        "workers.reward_model",
-        "rewards",
-        "reward_model.enable",
-    ),
-    "reward/<part>": Column(
-        "B", "float32", "score", "a named part of the score; NaN: none", _SCORES, "samples"
-    ),
-    "reward_failed": Column(
-        "B", "bool", "", "could not be scored", _SCORES, "samples", "not with a plain function"
-    ),
-    "token_level_scores": Column(
-        "BT", "float32", "score", "the score, on the last token", _SCORES, "rewards"
-    ),
-    "baseline_scores": Column(
-        "B", "float32", "score", "score of the greedy response", _SCORES, "ReMax", "adv_estimator=remax"
-    ),
-    # The models' view of the samples, before the update.
-    "old_log_probs": Column("BT", "float32", "nats", "log-prob before the update", _ACTOR, "policy loss, KL"),
-    "entropys": Column("BT", "float32", "nats", "entropy before the update", _ACTOR, "metrics"),
-    "ref_log_prob": Column("BT", "float32", "nats", "the reference's log-prob", _ACTOR, "KL", "a KL is used"),
-    "ref_hidden": Column(
-        "BTH", "float32", "", "the reference's hidden states", _ACTOR, _ACTOR, "kl_penalty=full"
-    ),
-    "full_kl": Column("BT", "float32", "nats", "KL over the vocabulary", _ACTOR, _DRIVER, "kl_penalty=full"),
-    "values": Column(
-        "BT", "float32", "score", "the critic's values", _CRITIC, "GAE, value loss", "adv_estimator=gae"
-    ),
-    # What the driver makes of them.
-    "kl": Column(
-        "BT",
-        "float32",
-        "nats",
-        "KL to the reference, as estimated",
-        _DRIVER,
-        "rewards, metrics",
-        "a KL is used",
-    ),
-    "token_level_rewards": Column("BT", "float32", "score", "scores - beta kl", _DRIVER, "advantages"),
-    "advantages": Column("BT", "float32", "score", "whitened where configured", _DRIVER, "policy loss"),
-    "returns": Column("BT", "float32", "score", "target of the values", _DRIVER, "value loss"),
-    "rollout_is_weights": Column(
-        "BT", "float32", "ratio", "truncated importance weights", _DRIVER, "policy loss", "actor.rollout_is"
-    ),
-    # Fine-tuning and reward modelling: answers that are given.
-    "rejected": Column(
-        "BT", "int64", "token id", "the rejected answer", "data.answers", "reward modelling", "pairs"
-    ),
-    "rejected_mask": Column(
-        "BT", "float32", "0 or 1", "1 on its tokens", "data.answers", "reward modelling", "pairs"
-    ),
-}
+
+# name              | dim | dtype   | unit   | writer  | readers | meaning | when
+COLUMNS = _read("""
+input_ids           | BL  | int64   | id     | data    | forward passes | prompt and response; BP without
+attention_mask      | BL  | int64   | 0 or 1 | data    | forward passes | 1 on tokens, 0 on padding
+position_ids        | BL  | int64   | index  | data    | forward passes | clip(cumsum(attention_mask) - 1, 0)
+data_source         | B   | object  | text   | data    | rewards, validation | selects the scorer
+reward_model        | B   | object  | record | data    | rewards, samples | {style, ground_truth} | optional
+extra_info          | B   | object  | record | data    | rewards | any further facts | optional
+index               | B   | object  | row    | data    | reward functions | extra_info["index"] or row number
+raw_prompt          | B   | object  | chat   | data    | data.rewriting | messages | return_raw_chat
+raw_prompt_ids      | B   | object  | ids    | data    | users | without template | return_raw_input_ids
+uid                 | B   | object  | text   | driver  | advantages | names the prompt; its n samples share it
+seeds               | Bn  | int64   | seed   | driver  | rollout | one per sample; here B counts prompts
+prompts             | BP  | int64   | id     | rollout | rewards, samples | the prompt's part of input_ids
+responses           | BT  | int64   | id     | rollout | forward passes | the response's part of input_ids
+response_mask       | BT  | float32 | 0 or 1 | rollout | every loss | 1 on tokens that the policy sampled
+rollout_log_probs   | BT  | float32 | nats   | rollout | correction, metrics | log-prob at sampling
+truncated           | B   | bool    |        | rollout | rewards, metrics | cut at the length limit
+rm_scores           | B   | float32 | score  | RM      | rewards | a model's score | reward_model.enable
+reward/<part>       | B   | float32 | score  | rewards | samples | a part of the score; NaN: does not apply
+reward_failed       | B   | bool    |        | rewards | samples | not scored | reward managers
+token_level_scores  | BT  | float32 | score  | rewards | driver | the score, on the last sampled token
+baseline_scores     | B   | float32 | score  | rewards | advantages | of the greedy response | remax
+old_log_probs       | BT  | float32 | nats   | actor   | policy loss, KL | log-prob before the update
+entropys            | BT  | float32 | nats   | actor   | metrics | entropy before the update
+ref_log_prob        | BT  | float32 | nats   | ref     | KL | log-prob | a KL is used
+ref_hidden          | BTH | float32 |        | ref     | actor | hidden states | kl_penalty=full
+full_kl             | BT  | float32 | nats   | actor   | driver | KL over the vocabulary | kl_penalty=full
+values              | BT  | float32 | score  | critic  | advantages, value loss | before the update | gae
+kl                  | BT  | float32 | nats   | driver  | driver, metrics | estimate of the KL | a KL is used
+token_level_rewards | BT  | float32 | score  | driver  | advantages | scores - beta kl
+advantages          | BT  | float32 | score  | driver  | policy loss | whitened where configured
+returns             | BT  | float32 | score  | driver  | value loss | target of the values
+rollout_is_weights  | BT  | float32 | ratio  | driver  | policy loss | min(ratio, threshold) | rollout_is
+rejected            | BT  | int64   | id     | data    | reward modelling | rejected answer | train-rm
+rejected_mask       | BT  | float32 | 0 or 1 | data    | reward modelling | 1 on its tokens | train-rm
+""")
 """Name in ``DataProto.batch`` or ``DataProto.non_tensor_batch`` -> its description."""
 
-_TOKENS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys", "values", "token_level_rewards")
-_SAMPLES = "tracking.samples"
-
-SAMPLE_COLUMNS = {
-    "uid": Column("B", "string", "text", "names the prompt; its n samples share it", _SAMPLES, "users"),
-    "data_source": Column("B", "string", "text", "selects the scorer", _SAMPLES, "validation, view"),
-    "ground_truth": Column(
-        "B", "string", "text", "JSON if structured", _SAMPLES, "view", "the data file has it"
-    ),
-    "prompt": Column(
-        "B", "string", "text", "with special tokens, as the model saw it", _SAMPLES, "validation, view"
-    ),
-    "response": Column("B", "string", "text", "without, as the reward saw it", _SAMPLES, "validation, view"),
-    "truncated": Column("B", "bool", "", COLUMNS["truncated"].meaning, _SAMPLES, "validation, view"),
-    "score": Column("B", "float32", "score", "sum of token_level_scores", _SAMPLES, "validation, view"),
-    "reward/<part>": Column("B", "float32", "score", "null where a part does not apply", _SAMPLES, "view"),
-    "reward_failed": COLUMNS["reward_failed"]._replace(writer=_SAMPLES, reader="validation"),
-    "prompt_ids": Column("B*", "int64", "token id", "the prompt without padding", _SAMPLES, "users"),
-    "response_ids": Column("B*", "int64", "token id", "the response without padding", _SAMPLES, "view"),
-    "response_mask": Column("B*", "int8", "0 or 1", COLUMNS["response_mask"].meaning, _SAMPLES, "users"),
-    **{
-        name: COLUMNS[name]._replace(shape="B*", writer=_SAMPLES, reader="users")
-        for name in (*_TOKENS, "advantages", "returns")
-    },
-}
-"""Column of a samples file -> its description; ``B*``: a list of the sample's own length per row."""
+SAMPLE_COLUMNS = _read("""
+uid                 | B   | string  | text   | samples | users | names the prompt; its n samples share it
+data_source         | B   | string  | text   | samples | validation, view | selects the scorer
+ground_truth        | B   | string  | text   | samples | view | JSON if structured | optional
+prompt              | B   | string  | text   | samples | validation, view | with special tokens
+response            | B   | string  | text   | samples | validation, view | without special tokens
+truncated           | B   | bool    |        | samples | validation, view | cut at the length limit
+score               | B   | float32 | score  | samples | validation, view | sum of token_level_scores
+reward/<part>       | B   | float32 | score  | samples | view | null where a part does not apply
+reward_failed       | B   | bool    |        | samples | validation | not scored | reward managers
+prompt_ids          | B*  | int64   | id     | samples | users | without padding
+response_ids        | B*  | int64   | id     | samples | view | without padding
+response_mask       | B*  | int8    | 0 or 1 | samples | users | 0 on tokens inserted by a tool
+""")
+_PER_TOKEN = (
+    """rollout_log_probs old_log_probs ref_log_prob entropys values token_level_rewards advantages returns"""
+)
+SAMPLE_COLUMNS |= {name: COLUMNS[name]._replace(shape="B*", writer="samples") for name in _PER_TOKEN.split()}
+"""Column of a samples file -> its description."""
 
 
 def described(name: str, columns: dict[str, Column] = COLUMNS) -> Column | None:
-    """Return the description of a column, None for a name that no table lists."""
+    """Return the description of a column, None for a name that ``columns`` does not list."""
     return columns.get("reward/<part>" if name.startswith("reward/") else name)

@@ -1,27 +1,17 @@
 from __future__ import annotations
 
 import importlib.util
+from inspect import signature
 
 import pytest
 
 from strop.algorithms.advantages import ESTIMATORS
-from strop.algorithms.advantages import needs as estimator_needs
-from strop.algorithms.policy_loss import POLICY_LOSSES as REGISTERED_LOSSES
-from strop.algorithms.registry import accepted
-from strop.config.checks.check import check_loaded
-from strop.config.checks.supervised import require_valid
-from strop.config.load import load_tree, read_tree
-from strop.config.names import (
-    ESTIMATOR_NEEDS,
-    ESTIMATOR_TAKES,
-    LOGGER_PACKAGES,
-    POLICY_LOSSES,
-    is_import_path,
-    needs_critic,
-)
-from strop.config.trees import PPO, SFT
+from strop.algorithms.policy_loss import POLICY_LOSSES
+from strop.config.checks.check import check
+from strop.config.load import load_config, load_tree
+from strop.config.names import estimators, is_import_path, needs_critic, policy_losses
+from strop.config.trees import SFT
 from strop.errors import ConfigError
-from strop.tracking.trackers import OPTIONAL_PACKAGES, TRACKERS
 
 from messages import Message, mentions, naming
 
@@ -52,71 +42,31 @@ def test_all_errors_come_together(report):
     assert caught.value.problems == result.errors
 
 
-def test_what_cannot_be_loaded_comes_together_with_what_is_found_by_checking(valid):
-    loaded = read_tree(
-        PPO,
-        [
-            *valid, "trainer.totl_epochs=3", f"{ROLLOUT}.n=two", "trainer.seed=[1", "critic=7",
-            "algorithm.adv_estimator=gea", "data.train_batch_size=7",
-        ],
-    )  # fmt: skip
-    with pytest.raises(ConfigError) as caught:
-        loaded.get()
-    result = check_loaded(loaded, train_rows=2048, more_problems=["of the data"])
-    assert result.errors[: len(caught.value.problems)] == caught.value.problems
-    found = result.errors[len(caught.value.problems) :]
-    assert [line.partition("=")[0] for line in found] == [
-        "algorithm.adv_estimator",
-        "actor_rollout_ref.actor.ppo_mini_batch_size",
-        "of the data",
-    ]
-
-
 @pytest.mark.parametrize(
-    "wrong",
+    ("options", "missing"),
     [
-        "data.train_batch_size=7x",
-        "data.train_batch_size=[7",
-        "data.train_batchsize=7",
-        "dta={train_batch_size: 7}",
+        ([], ["data.train_files", "data.val_files", "actor_rollout_ref.model.path"]),
+        (["trainer.val_only=True"], ["data.val_files", "actor_rollout_ref.model.path"]),
+        (
+            ["actor_rollout_ref.model.path=x/y", "data.val_files=v", "reward_model.enable=True"],
+            ["data.train_files", "reward_model.model.path"],
+        ),
     ],
 )
-def test_nothing_is_said_of_a_default_in_place_of_a_value_that_is_wrong(valid, wrong):
-    result = check_loaded(read_tree(PPO, [*valid, wrong]), train_rows=100)  # the default takes 1024
-    (line,) = result.errors
-    assert wrong.partition("=")[0] in line
-    # What was written well is still held to its word.
-    written = check_loaded(read_tree(PPO, [*valid, "data.train_batch_size=512", wrong]), train_rows=100)
-    assert len(written.errors) == (1 if wrong.startswith("data.train_batch_size=") else 2)
-
-
-def test_a_value_that_others_follow_is_replaced_with_them(valid):
-    loaded = read_tree(PPO, [*valid, "data.max_prompt_length=long"])
-    assert (
-        loaded.config.actor_rollout_ref.rollout.prompt_length == loaded.config.data.max_prompt_length == 512
-    )
-    assert "data.max_prompt_length" not in loaded.config.written
+def test_keys_without_a_default_are_required_with_an_example(options, missing):
+    errors = [line for line in check(load_config(options)).errors if "not set" in line]
+    assert [line.partition(":")[0] for line in errors] == missing
+    assert all(f"{key}=" in line for key, line in zip(missing, errors, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------ names
 
 
-def test_the_tables_of_names_mirror_the_registries():
-    always_given = {"rewards", "response_mask", "gamma", "lam", "whiten", "norm_by_std"}
-    registered = {name: estimator_needs(function) - always_given for name, function in ESTIMATORS.items()}
-    assert registered == ESTIMATOR_NEEDS
-    assert set(REGISTERED_LOSSES) == set(POLICY_LOSSES)
-    assert set(TRACKERS) == set(LOGGER_PACKAGES)
-    assert {name for name, package in LOGGER_PACKAGES.items() if package == name} == set(OPTIONAL_PACKAGES)
+def test_names_and_parameters_are_those_that_are_registered():
+    for read, registered in ((estimators(), ESTIMATORS), (policy_losses(), POLICY_LOSSES)):
+        parameters = {name: frozenset(signature(f).parameters) for name, f in registered.items()}
+        assert read == parameters
     assert [name for name in ESTIMATORS if needs_critic(name)] == ["gae"]
-    keys = {
-        "whiten": "whiten_advantages",
-        "norm_by_std": "norm_adv_by_std_in_grpo",
-        "gamma": "gamma",
-        "lam": "lam",
-    }
-    told = {name: accepted(function, keys).values() for name, function in ESTIMATORS.items()}
-    assert {name: frozenset(values) for name, values in told.items()} == ESTIMATOR_TAKES
 
 
 @pytest.mark.parametrize(
@@ -194,23 +144,11 @@ def test_estimators_without_groups_take_one_answer(report):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (
-            ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.kl_coef=0"],
-            "algorithm.kl_ctrl.kl_coef=0",
-        ),
-        (
-            ["algorithm.kl_ctrl.type=adaptive", "actor_rollout_ref.actor.use_kl_loss=True"],
-            "actor_rollout_ref.actor.use_kl_loss=True",
-        ),
         ([f"{ROLLOUT}.do_sample=False"], f"{ROLLOUT}.do_sample=False"),
         ([f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p"),
         ([f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5"], f"{ROLLOUT}.top_p and {ROLLOUT}.top_k"),
         ([f"{ROLLOUT}.val_kwargs.n=2"], f"{ROLLOUT}.val_kwargs.n=2"),
         ([f"{ROLLOUT}.val_kwargs.do_sample=True"], "do_sample=True with temperature=0"),
-        (
-            ["critic.optim.min_lr_ratio=0.1"],
-            "critic.optim.min_lr_ratio=0.1",
-        ),
     ],
 )
 def test_doubtful_settings_are_one_warning_each(report, overrides, said):
@@ -375,4 +313,4 @@ def test_a_supervised_run_folder_is_looked_at_too(tmp_path):
     with pytest.raises(
         ConfigError, match=naming(f"default_local_dir={tmp_path}/file/run", f"{tmp_path}/file")
     ):
-        require_valid(load_tree(SFT, [f"trainer.default_local_dir={tmp_path}/file/run"]))
+        check(load_tree(SFT, [f"trainer.default_local_dir={tmp_path}/file/run"])).raise_errors()

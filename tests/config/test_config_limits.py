@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from pathlib import Path
 
@@ -11,14 +10,17 @@ import pytest
 import strop
 from strop.config.batch_plan import MICRO_BATCHES
 from strop.config.checks.check import check
-from strop.config.checks.keys import LIMITS, status_in_words
+from strop.config.checks.keys import status_in_words
 from strop.config.keys import all_keys, leaf_paths
 from strop.config.load import load_config
-from strop.config.trees import PPO, REWARD_MODELLING, SFT
 
 from messages import mentions
 
 ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def status(path):
+    return status_in_words(all_keys()[path])
 
 
 def test_every_key_that_counts_as_honoured_is_read_somewhere():
@@ -32,18 +34,11 @@ def test_every_key_that_counts_as_honoured_is_read_somewhere():
     unread = [
         path
         for path in leaf_paths()
-        if status_in_words(path) == "honoured"
+        if status(path) == "honoured"
         and path not in {*in_batch_plan, "actor_rollout_ref.model.external_libs"}
         and not re.search(rf"\.{path.rpartition('.')[2]}\b", text)
     ]
     assert unread == []
-
-
-def test_every_limit_is_about_keys_that_exist():
-    paths = {path for tree in (PPO, SFT, REWARD_MODELLING) for path in all_keys(tree.schema)}
-    for limit in LIMITS:
-        for pattern in limit.keys:
-            assert fnmatch.filter(paths, pattern), pattern
 
 
 NOT_HONOURED = {
@@ -77,8 +72,8 @@ def test_a_key_that_is_not_honoured_is_named(report, path, value):
     lines = [line for line in after.errors + after.warnings if f"{path}=" in line]
     assert len(lines) == 1
     assert not any(f"{path}=" in line for line in before.errors + before.warnings)
-    assert status_in_words(path) != "honoured"
-    assert status_in_words(path).startswith("error") == bool(after.errors)
+    assert status(path) != "honoured"
+    assert ("error" in status(path)) == bool(after.errors)
 
 
 def test_micro_batches_by_tokens_have_no_number_of_rows(report):
@@ -128,6 +123,7 @@ ABSENT = {
     "algorithm.norm_adv_by_std_in_grpo": ("True", []),
     "algorithm.kl_penalty": ("mse", ["algorithm.kl_ctrl.kl_coef=0"]),
     "algorithm.kl_ctrl.kl_coef": ("0.1", ["actor_rollout_ref.actor.use_kl_loss=True"]),
+    "algorithm.kl_ctrl.type": ("adaptive", ["algorithm.kl_ctrl.kl_coef=0"]),
     "algorithm.kl_ctrl.target_kl": ("0.2", []),
     "algorithm.kl_ctrl.horizon": (
         "20000",
@@ -137,6 +133,9 @@ ABSENT = {
     "actor_rollout_ref.actor.kl_loss_coef": ("0.001", []),
     "actor_rollout_ref.actor.kl_loss_type": ("kl", []),
     "actor_rollout_ref.actor.rollout_is_threshold": ("3", []),
+    "critic.optim.min_lr_ratio": ("0.1", []),
+    "trainer.critic_warmup": ("2", ["algorithm.adv_estimator=grpo"]),
+    "reward_model.penalty_reward_value": ("-1", []),
     "reward_model.model.path": ("somebody/scorer", []),
     "reward_model.micro_batch_size_per_gpu": ("2", []),
     "custom_reward_function.name": ("mine", []),
@@ -148,10 +147,10 @@ def test_a_key_of_what_the_run_does_not_have_is_named_if_it_was_written(report, 
     value, without = ABSENT[path]
     key = path.removesuffix(".attention_dropout")
     before, after = report(*without), report(*without, f"{path}={value}")
-    assert not any(f"{key}=" in line for line in before.warnings if line.startswith("no effect ("))
-    named = [line for line in after.warnings if line.startswith("no effect (") and f" {key}=" in line]
+    assert not any(f"{key}=" in line for line in before.warnings if line.startswith("no effect "))
+    named = [line for line in after.warnings if line.startswith("no effect ") and f" {key}=" in line]
     assert len(named) == 1
-    assert status_in_words(key).startswith("no effect")
+    assert "no effect" in status(key)
     assert after.errors == before.errors
 
 
@@ -170,7 +169,7 @@ def test_no_key_of_what_the_run_has_is_named(report):
         # The reward model's key follows the critic's.
         [*model, "algorithm.adv_estimator=grpo", "critic.use_dynamic_bsz=True"],
     ):
-        assert [line for line in report(*options).warnings if line.startswith("no effect (")] == []
+        assert [line for line in report(*options).warnings if line.startswith("no effect ")] == []
 
 
 def test_a_file_may_hold_defaults_without_effect_and_an_override_may_not(valid, tmp_path):
@@ -178,7 +177,7 @@ def test_a_file_may_hold_defaults_without_effect_and_an_override_may_not(valid, 
     file.write_text(
         "algorithm: {adv_estimator: grpo, lam: 0.5}\ncritic: {optim: {lr: 1e-5}, grad_clip: 2.0}\n"
     )
-    named = "no effect (algorithm.adv_estimator needs no values): critic."
+    named = "no effect without a critic (algorithm.adv_estimator needs no values): critic."
     warnings = check(load_config(valid, config_path=file)).warnings
     assert [line for line in warnings if line.startswith(named)] == [f"{named}grad_clip=2.0"]
     assert any(line.endswith(": algorithm.lam=0.5") for line in warnings)
@@ -202,5 +201,4 @@ def test_keys_of_one_reason_share_a_line(report):
         "critic.ulysses_sequence_parallel_size=4",
     )
     (line,) = [line for line in report(*sizes).warnings if "ulysses" in line]
-    reason = "one process has nobody to share a sequence with; the numbers are the same"
-    assert mentions(line, reason, ", ".join(sizes))
+    assert mentions(line, ", ".join(sizes))

@@ -64,14 +64,35 @@ def test_overrides_work_as_hydra_users_know_them():
     assert config.trainer.logger == ["console"]
     assert config.actor_rollout_ref.model.override_config == {"nested": {"a": 1}, "more": "text"}
     assert config.data.tokenizer == "with space"
-    assert config.trainer.default_local_dir == "checkpoints/verl_examples/a-verl_examples"
+    assert config.trainer.default_local_dir == "checkpoints/strop/a-strop"
 
 
 def test_later_overrides_win_and_interpolations_follow():
     config = load_config(["data.max_prompt_length=5", "data.max_prompt_length=7", "critic.model.path=/own"])
     assert config.actor_rollout_ref.rollout.prompt_length == 7
     assert config.critic.model.path == "/own"
-    assert config.critic.model.tokenizer_path == "~/models/deepseek-llm-7b-chat"
+    assert config.critic.model.tokenizer_path == config.actor_rollout_ref.model.path
+
+
+def test_the_experiment_and_the_run_folder_name_one_another():
+    def names(*overrides):
+        trainer = load_config(overrides).trainer
+        return trainer.experiment_name, trainer.default_local_dir
+
+    assert names() == ("ppo", "checkpoints/strop/ppo")
+    assert names("trainer.experiment_name=a") == ("a", "checkpoints/strop/a")
+    assert names("trainer.default_local_dir=runs/b") == ("b", "runs/b")
+    assert names("trainer.default_local_dir=runs/b", "trainer.experiment_name=a") == ("a", "runs/b")
+    within = "runs/${trainer.experiment_name}/c"
+    assert names(f"trainer.default_local_dir={within}") == ("ppo", "runs/ppo/c")
+
+
+def test_what_follows_a_wrong_or_missing_value_is_not_reported_too():
+    assert problems_of("data.max_prompt_length=long") == [
+        "data.max_prompt_length: found 'long', expected int > 0"
+    ]
+    (problem,) = problems_of("data.max_prompt_length=???")
+    assert mentions(problem, "data.max_prompt_length", "???")
 
 
 def test_paths_that_begin_with_a_tilde_need_no_quotes():
@@ -117,9 +138,7 @@ def test_everything_that_is_wrong_is_reported_at_once():
 
 
 def test_an_override_below_a_value_is_refused():
-    assert problems_of("data.train_files.0=x") == [
-        "data.train_files: found {'0': 'x'}, expected string or list of strings"
-    ]
+    assert problems_of("data.prompt_key.0=x") == ["data.prompt_key: found {'0': 'x'}, expected string"]
     assert mentions(problems_of("trainer.logger.x=console")[0], "trainer.logger.x=console")
     assert problems_of("~trainer.seed.x") == [Message("~trainer.seed.x")]
 

@@ -13,6 +13,7 @@ from strop.errors import ConfigError
 from messages import mentions
 
 FREE = (
+    "actor_rollout_ref.actor.policy_loss_kwargs",
     "actor_rollout_ref.model.override_config",
     "critic.model.override_config",
     "reward_model.reward_kwargs",

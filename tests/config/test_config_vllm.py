@@ -7,12 +7,13 @@ import importlib.util
 import pytest
 
 from strop.config.checks import learning, processes
-from strop.config.checks.keys import unsupported
-from strop.config.load import as_config, load_config, to_dict
+from strop.config.checks.keys import check_keys
+from strop.config.load import as_config, load_config, to_dict, to_yaml
 from strop.config.placement import (
     extra_sampling,
     processes_per_node,
     rollout_dtype,
+    rollout_in_words,
     settled,
     tensor_parallel_size,
 )
@@ -32,13 +33,17 @@ def vllm_is_installed(monkeypatch):
     )
 
 
+def refused(*options):
+    return [finding.text for finding in check_keys(load_config(options)) if finding.level == "error"]
+
+
 def findings(rule, *options):
     return [finding.text for finding in rule(load_config([*VLLM, *options]))]
 
 
 def test_without_vllm_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None)
-    errors, _ = unsupported(load_config(list(VLLM)))
+    errors = refused(*VLLM)
     assert any(mentions(line, f"{ROLLOUT}.name=vllm", "vLLM") for line in errors)
 
 
@@ -98,9 +103,9 @@ def test_the_file_of_a_run_repeats_it():
     ("key", "value"), [("presence_penalty", "1.0"), ("min_tokens", "1"), ("min_p", "1.0"), ("stop", "[x]")]
 )
 def test_hf_refuses_what_only_vllm_samples(key, value):
-    errors, _ = unsupported(load_config([f"{ROLLOUT}.name=hf", f"{ROLLOUT}.{key}={value}"]))
+    errors = refused(f"{ROLLOUT}.name=hf", f"{ROLLOUT}.{key}={value}")
     assert any(f"{ROLLOUT}.{key}=" in line and "only vLLM" in line for line in errors)
-    assert not any("only vLLM" in line for line in unsupported(load_config([f"{ROLLOUT}.name=hf"]))[0])
+    assert not any("only vLLM" in line for line in refused(f"{ROLLOUT}.name=hf"))
 
 
 def test_keys_that_make_the_sampler_another_policy_are_pointed_out():
@@ -113,3 +118,21 @@ def test_a_step_has_room_for_every_sequence():
     options = (f"{ROLLOUT}.max_num_batched_tokens=256", f"{ROLLOUT}.max_num_seqs=512")
     assert len(findings(processes.batches, *options)) == 1
     assert findings(processes.batches) == []
+
+
+@pytest.mark.parametrize("name", ["null", "auto"])
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_the_engine_is_chosen_once_by_what_is_installed(monkeypatch, tmp_path, engine, name):
+    folder = f"trainer.default_local_dir={tmp_path}/run"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module, *more: engine == "vllm" or None)
+    config = load_config([f"{ROLLOUT}.name={name}", folder])
+    assert config.actor_rollout_ref.rollout.name == engine
+    assert mentions(rollout_in_words(config), engine, "auto")
+    assert f"{ROLLOUT}.name" not in config.written
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module, *more: engine == "hf" or None)
+    assert load_config([folder]).actor_rollout_ref.rollout.name == engine
+    written = load_config([f"{ROLLOUT}.name=hf", folder])
+    assert written.actor_rollout_ref.rollout.name == "hf"
+    assert "auto" not in rollout_in_words(written)

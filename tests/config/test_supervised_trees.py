@@ -7,9 +7,9 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from strop.config.checks.supervised import get_loaded, require_valid
+from strop.config.checks.check import check
 from strop.config.keys import all_keys, leaf_paths
-from strop.config.load import load_config, load_tree, read_tree, to_yaml, written_paths
+from strop.config.load import load_config, load_tree, to_yaml, written_paths
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import REWARD_MODELLING, SFT
 from strop.errors import ConfigError
@@ -54,7 +54,7 @@ def test_numbers_of_processes_that_do_not_fit_are_told():
     config = load_tree(SFT, settings)
     assert isinstance(config, SupervisedConfig)
     with pytest.raises(ConfigError) as caught:
-        require_valid(config)
+        check(config).raise_errors()
     assert mentions(str(caught.value), "trainer.worker_group=local", "4")
     assert mentions(str(caught.value), "fsdp_size=3", "4")
 
@@ -72,7 +72,9 @@ def warnings(request, tmp_path):
     one_process = (f"model.path={tmp_path}", "trainer.n_gpus_per_node=1", "trainer.device=cpu")
 
     def run(*overrides):
-        return require_valid(load_tree(request.param, [*files, *one_process, *overrides]))
+        result = check(load_tree(request.param, [*files, *one_process, *overrides]))
+        result.raise_errors()
+        return result.warnings
 
     return run
 
@@ -136,11 +138,3 @@ def test_attention_by_mask_matrices_cannot_be_packed(warnings, attention):
 def test_another_back_end_is_an_error(warnings):
     with pytest.raises(ConfigError, match=naming("update.strategy=megatron")):
         warnings("update.strategy=megatron")
-
-
-def test_mistakes_of_loading_and_of_checking_come_together(tmp_path):
-    loaded = read_tree(SFT, ["update.optim.learning=1", "trainer.seed=x", f"model.path={tmp_path}/none"])
-    with pytest.raises(ConfigError) as caught:
-        get_loaded(loaded)
-    for text in ("update.optim.learning: unknown", "trainer.seed: found 'x'", "none: no such folder"):
-        assert any(text in line for line in caught.value.problems)

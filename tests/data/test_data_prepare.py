@@ -307,7 +307,7 @@ def test_every_data_set_has_its_function():
 
 def test_preparing_and_counting_import_no_torch():
     code = (
-        "import sys, strop.data.fetch, strop.data.parquet, strop.data.loader\n"
+        "import sys, strop.data.fetch, strop.data.parquet\n"
         "import strop.cli.prepare\n"
         "from strop.prepare import arithmetic, maths\n"
         "sys.exit(' '.join(name for name in ('torch', 'transformers') if name in sys.modules) or 0)"

@@ -102,7 +102,7 @@ def test_nothing_is_said_when_nothing_is_dropped(build, caplog):
 
 
 def test_no_prompt_left_is_an_error(build):
-    with pytest.raises(DataError, match=naming("2 prompts", "=2", "3 tokens")):
+    with pytest.raises(DataError, match=naming("2 rows", "=2", "3 tokens")):
         build([full_row("w1"), full_row("w1 w2")], max_prompt_length=2)
 
 

@@ -133,19 +133,17 @@ def test_a_mistake_is_named_and_ends_with_status_2(inputs, tmp_path, capsys, cha
 
 
 def test_all_mistakes_are_told_at_once(inputs, tmp_path, capsys):
-    options = overrides(
-        inputs,
-        tmp_path / "run",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=3",
-        "algorithm.adv_estimator=gea",
-        "trainer.resume_mode=/nothing/here",
-        "trainer.totl_epochs=3",
-        "data.max_prompt_length=long",
-    )
-    assert main(options) == 2
-    printed = capsys.readouterr().err
-    for message in ("ppo_mini_batch_size", "gea", "/nothing/here", "totl_epochs", "found 'long'"):
-        assert message in printed
+    """All of a stage: first what cannot be loaded, then values that do not fit one another."""
+    values = {
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3": "ppo_mini_batch_size=3",
+        "algorithm.adv_estimator=gea": "gea",
+        "trainer.resume_mode=/nothing/here": "/nothing/here",
+    }
+    unreadable = {"trainer.totl_epochs=3": "totl_epochs", "data.max_prompt_length=long": "found 'long'"}
+    for stage in (values, unreadable):
+        assert main(overrides(inputs, tmp_path / "run", *stage)) == 2
+        printed = capsys.readouterr().err
+        assert all(message in printed for message in stage.values())
 
 
 def test_nothing_of_an_earlier_run_is_touched_by_a_run_that_cannot_start(inputs, tmp_path, capsys):

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from strop.config.load import load_config
-from strop.engines.base import OffloadSettings, OptimizerSettings, ShardingSettings, weights_hash
+from strop.engines import ranks
+from strop.engines.base import OptimizerSettings, weights_hash
 from strop.engines.micro_batches import MicroBatching
-from strop.engines.torch import ranks
 from strop.engines.torch.engine import TorchEngine
-from strop.engines.torch.sharding import Offload
+from strop.engines.torch.sharding import Offload, OffloadSettings, ShardingSettings, part, whole
 from strop.errors import CheckpointError, ConfigError, ModelError
 from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
@@ -142,11 +142,11 @@ def train_offloaded(folder: Path, micro: MicroBatching, offloads: bool) -> tuple
         offload = Offload(OffloadSettings(), module, trained._optimizer, trained.device)
         offload._parameters = offload._moments = True
         trained._offload = offload
-    before = {name: ranks.part(weight).data_ptr() for name, weight in trained.module.named_parameters()}
+    before = {name: part(weight).data_ptr() for name, weight in trained.module.named_parameters()}
     for seed in range(STEPS):
         trained.infer(mine(samples(seed=seed)), micro, temperature=0.9)
         step(trained, "actor", micro, seed=seed)
-    after = {name: ranks.part(weight).data_ptr() for name, weight in trained.module.named_parameters()}
+    after = {name: part(weight).data_ptr() for name, weight in trained.module.named_parameters()}
     return weights(trained), sum(after[name] != place for name, place in before.items())
 
 
@@ -194,7 +194,7 @@ def gradient(folder: Path, role: str, micro: MicroBatching, options: dict[str, A
     """The whole gradient of one mini-batch, and its norm as the step reports it."""
     trained, batch = engine(folder, role, **options), samples()
     trained.forward_backward(mine(batch), objective(role, batch), micro, temperature=0.9)
-    found = {name: ranks.whole(weight.grad) for name, weight in trained.module.named_parameters()}
+    found = {name: whole(weight.grad) for name, weight in trained.module.named_parameters()}
     found = {name: tensor.clone() for name, tensor in found.items()}
     return found, trained.optimizer_step(0.0).grad_norm
 

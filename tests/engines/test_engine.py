@@ -6,9 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.config.load import load_config
-from strop.engines.base import OffloadSettings, OptimizerSettings, build_engine, pick_device, weights_hash
+from strop.engines.base import (
+    EngineSpec,
+    ModelSpec,
+    OptimizerSettings,
+    build_engine,
+    pick_device,
+    weights_hash,
+)
 from strop.engines.micro_batches import MicroBatching, trim
 from strop.engines.torch.engine import TorchEngine
+from strop.engines.torch.sharding import OffloadSettings
 from strop.errors import CheckpointError, ConfigError
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
 from strop.models.policy import PolicyModel
@@ -205,11 +213,12 @@ def test_bfloat16_autocast_computes_near_float32_and_keeps_float32_weights(folde
 
 
 def test_engines_are_found_by_strategy_and_devices_by_name(folder):
-    policy = PolicyModel(load_causal_lm(folder))
-    engine = build_engine("fsdp", policy, device=pick_device("cpu"))
+    fsdp = load_config([]).actor_rollout_ref.actor.fsdp_config
+    model, spec = ModelSpec(kind="policy", path=folder), EngineSpec(device=pick_device("cpu"), section=fsdp)
+    engine = build_engine("fsdp", model, spec)
     assert isinstance(engine, TorchEngine)
     with pytest.raises(ConfigError, match=naming("strategy='ddp'", "fsdp")):
-        build_engine("ddp", policy, device=pick_device("cpu"))
+        build_engine("ddp", model, spec)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=naming("GPU")):
             pick_device("cuda")

@@ -10,7 +10,7 @@ import worker_jobs
 
 from strop.controller.pools import Role
 from strop.engines.micro_batches import MicroBatching
-from strop.engines.torch import ranks
+from strop.engines.torch.sharding import whole
 
 
 def gradient(
@@ -24,5 +24,5 @@ def gradient(
     objective = sharded_jobs.objective(name, batch)
     built.engine.forward_backward(sharded_jobs.mine(batch), objective, micro, **options)
     weights = built.engine.module.named_parameters()
-    found = {name: ranks.whole(weight.grad).clone() for name, weight in weights}
+    found = {name: whole(weight.grad).clone() for name, weight in weights}
     return {**found, "norm": torch.tensor(built.engine.optimizer_step(0.0).grad_norm)}

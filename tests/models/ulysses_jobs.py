@@ -16,7 +16,7 @@ from strop.config.load import load_config
 from strop.controller.pools import Role
 from strop.controller.shards import shard
 from strop.engines.micro_batches import MicroBatching
-from strop.engines.torch import ranks
+from strop.engines.torch.sharding import whole
 from strop.protocol import DataProto
 from strop.workers.reward_model import RewardModelWorker
 
@@ -101,7 +101,7 @@ def gradients(
         rows = _mine(built, UPDATES[role], batch)
         metrics = built.engine.forward_backward(rows, objective, micro, **options)
         weights = built.engine.module.named_parameters()
-        found = {name: ranks.whole(weight.grad).clone() for name, weight in weights}
+        found = {name: whole(weight.grad).clone() for name, weight in weights}
         found["norm"] = torch.tensor(built.engine.optimizer_step(0.0).grad_norm)
         results.append((found, metrics))
     return results

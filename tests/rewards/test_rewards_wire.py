@@ -14,8 +14,6 @@ from strop.rewards.worker import wire
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
     ends = os.pipe()
-    for end in ends:
-        os.set_blocking(end, False)
     yield ends
     for end in ends:
         try:
@@ -31,10 +29,9 @@ def soon() -> float:
 @pytest.mark.parametrize("size", [0, 1, 65_536, 3_000_000])
 def test_a_message_of_any_size_arrives_whole(pipe: tuple[int, int], size: int):
     message = os.urandom(size)
-    deadline = time.monotonic() + 20
-    sender = threading.Thread(target=wire.send, args=(pipe[1], message, deadline))
+    sender = threading.Thread(target=wire.send, args=(pipe[1], message))
     sender.start()
-    assert wire.receive(pipe[0], deadline) == message
+    assert wire.receive(pipe[0]) == message
     sender.join()
 
 
@@ -44,48 +41,25 @@ def test_messages_keep_their_order_and_borders(pipe: tuple[int, int]):
     assert [wire.receive(pipe[0]) for _ in range(3)] == [b"one", b"", b"three"]
 
 
-def test_a_message_that_does_not_come_is_a_timeout(pipe: tuple[int, int]):
-    with pytest.raises(TimeoutError):
-        wire.receive(pipe[0], soon())
-
-
-def test_half_a_message_is_a_timeout_too(pipe: tuple[int, int]):
-    os.write(pipe[1], struct.pack(">Q", 10) + b"half")
-    with pytest.raises(TimeoutError):
-        wire.receive(pipe[0], soon())
-
-
-def test_a_reader_that_does_not_read_is_a_timeout(pipe: tuple[int, int]):
-    with pytest.raises(TimeoutError):
-        wire.send(pipe[1], bytes(1_000_000), soon())
-
-
 def test_a_closed_end_is_an_error_on_both_sides(pipe: tuple[int, int]):
     assert not wire.is_closed(pipe[0])
     os.write(pipe[1], struct.pack(">Q", 10) + b"half")
     os.close(pipe[1])
     assert wire.is_closed(pipe[0])
     with pytest.raises(EOFError):
-        wire.receive(pipe[0], soon())
+        wire.receive(pipe[0])
 
 
 def test_writing_to_nobody_is_an_error(pipe: tuple[int, int]):
     os.close(pipe[0])
     with pytest.raises(BrokenPipeError):
-        wire.send(pipe[1], b"x", soon())
-
-
-def test_a_dead_process_is_noticed_although_its_pipe_is_held_open(pipe: tuple[int, int]):
-    started = time.monotonic()
-    with pytest.raises(EOFError, match="ended"):
-        wire.receive(pipe[0], started + 30, is_alive=lambda: False)
-    assert time.monotonic() - started < 5
+        wire.send(pipe[1], b"x")
 
 
 def test_a_length_that_no_message_has_is_refused(pipe: tuple[int, int]):
     os.write(pipe[1], b"print this")
-    with pytest.raises(ValueError, match="message"):
-        wire.receive(pipe[0], soon())
+    with pytest.raises(ValueError, match="not a message"):
+        wire.receive(pipe[0])
 
 
 @pytest.fixture

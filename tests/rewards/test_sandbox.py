@@ -39,7 +39,6 @@ from strop.rewards.sandbox import (
     run_assert_tests,
     run_stdin_tests,
 )
-from strop.rewards.sandbox import process as cgroups
 
 from messages import mentions, naming
 
@@ -62,15 +61,13 @@ def passes(program: str, test: str = "assert f(3) == 1234567", *, limits: Limits
 
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch):
-    """Afterwards no process of the test's sandboxes is there, and no control group."""
+    """Afterwards no process of the test's sandboxes is there."""
     marker = uuid.uuid4().hex
     monkeypatch.setenv(MARKER, marker)
     before = children()  # other tests of this process may have left theirs
     yield
     assert marked_processes(marker) == []
     assert children() - before == set()
-    own = f"strop-sandbox-{os.getpid()}-*"
-    assert [str(found) for parent in cgroups._parents() for found in parent.glob(own)] == []
 
 
 def test_honest_programs_pass_and_wrong_ones_do_not():
@@ -163,16 +160,6 @@ def test_memory_and_files_are_limited(name: str):
 
 @pytest.mark.usefixtures("nothing_left")
 def test_many_children_together_have_the_memory_of_one():
-    groups = cgroups.ControlGroups(Limits())
-    groups.remove()
-    if not groups.limits_memory:
-        pytest.skip("no control group for memory can be made here; the test below watches without one")
-    assert outcome_of(MANY_CHILDREN, True) == Verdict(True)
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_without_control_groups_the_memory_is_watched(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cgroups, "_parents", lambda: iter(()))
     assert outcome_of(MANY_CHILDREN, True).reason == "it takes too much memory"
     assert outcome_of("return 5", 5) == Verdict(True)
 

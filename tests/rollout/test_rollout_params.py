@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from strop.config.backends import ROLLOUTS, RolloutKind
 from strop.errors import ConfigError
-from strop.rollout.base import ROLLOUTS, SamplingParams, build_rollout
+from strop.rollout.base import RolloutSpec, SamplingParams, build_rollout
 
 from messages import naming
 
@@ -67,14 +67,22 @@ def test_top_k_zero_and_minus_one_are_off():
 
 def test_an_unknown_back_end_names_the_known_ones():
     with pytest.raises(ConfigError, match=naming("rollout.name='sglang'", "hf")):
-        build_rollout("sglang")
+        build_rollout("sglang", cast(RolloutSpec, None))
 
 
-def test_a_back_end_is_imported_when_it_is_built(monkeypatch):
-    monkeypatch.setitem(ROLLOUTS, "mine", "types:SimpleNamespace")
-    assert vars(build_rollout("mine", model="m", pad_token_id=3)) == {"model": "m", "pad_token_id": 3}
+def test_a_back_end_is_imported_when_it_is_built_and_shares_weights_where_it_can(monkeypatch):
+    kind = RolloutKind(replica="test_rollout_params:Replica", shared="test_rollout_params:Shared")
+    monkeypatch.setitem(ROLLOUTS, "mine", kind)
+    for model, expected in ((None, Replica), (object(), Shared)):
+        spec = cast(RolloutSpec, SimpleNamespace(shared_model=model))
+        assert type(build_rollout("mine", spec)).__name__ == expected.__name__
 
 
-def test_the_seam_imports_no_torch():
-    code = "import sys, strop.rollout.base; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+class Replica:
+    @classmethod
+    def build(cls, spec):
+        return cls()
+
+
+class Shared(Replica):
+    pass

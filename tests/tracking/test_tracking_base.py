@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from strop.config.names import LOGGER_PACKAGES
 from strop.errors import ConfigError, MissingExtraError, TrainingError
 from strop.tracking import Tracking
 from strop.tracking.jsonl import read_metrics
-from strop.tracking.trackers import TRACKERS, resolve_tracker
+from strop.tracking.trackers import resolve_tracker
 
 from messages import naming
 
@@ -178,10 +177,6 @@ def test_a_missing_package_names_the_extra(name, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(MissingExtraError, match=naming(f"'strop[{name}]'")):
         resolve_tracker(name)
-
-
-def test_the_configuration_knows_the_same_names():
-    assert set(LOGGER_PACKAGES) == set(TRACKERS)
 
 
 def test_importing_the_package_imports_no_torch_and_no_drawing():

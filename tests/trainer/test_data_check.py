@@ -1,29 +1,32 @@
+"""``strop check`` on data files and reward options: what a run would stop at."""
+
 from __future__ import annotations
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from strop.cli.check import data_problems
+from strop.cli.check import check_inputs
 from strop.config.load import load_config
-from strop.data.parquet import read_scoring_columns
 
-from builders import write_prompts
-from messages import mentions
+from messages import Message
+from runs import make_inputs, overrides
 
-ARITHMETIC = "strop/arithmetic"
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture
-def problems(tmp_path):
-    """problems(change of the rows, *overrides): of training files; the validation files are well."""
-    validation = write_prompts(tmp_path / "val.parquet", 4)
-    rows = pq.read_table(write_prompts(tmp_path / "train.parquet", 12)).to_pylist()
+def problems(inputs, tmp_path):
+    """problems(change of the training rows, *overrides): the validation files are correct."""
+    rows = pq.read_table(inputs / "train.parquet").to_pylist()
 
-    def find(change=lambda row: row, *overrides, files=None):
+    def find(change=lambda row: row, *options):
         pq.write_table(pa.Table.from_pylist([change(row) for row in rows]), tmp_path / "changed.parquet")
-        files = files or f"data.train_files={tmp_path}/changed.parquet"
-        return data_problems(load_config([f"data.val_files={validation}", files, *overrides]))
+        files = f"data.train_files={tmp_path}/changed.parquet"
+        return check_inputs(load_config(overrides(inputs, tmp_path / "run", files, *options)))[1]
 
     return find
 
@@ -36,16 +39,7 @@ def with_value(column, value, *, index=7):
     return lambda row: {**row, column: value} if row["extra_info"]["index"] == index else row
 
 
-def unanswered(style="rule"):
-    return with_value("reward_model", {"style": style, "ground_truth": None})
-
-
-def test_good_files_have_none_and_their_answers_stay_unread(problems, tmp_path):
-    assert problems() == []
-    table = read_scoring_columns(
-        tmp_path / "changed.parquet", prompt_key="prompt", reward_fn_key="data_source"
-    )
-    assert table.table.column_names == ["data_source"]
+UNANSWERED = with_value("reward_model", {"style": "rule", "ground_truth": None})
 
 
 @pytest.mark.parametrize(
@@ -56,58 +50,40 @@ def test_good_files_have_none_and_their_answers_stay_unread(problems, tmp_path):
         (without("reward_model"), "'reward_model'"),
         (with_value("data_source", "no/such"), "'no/such'"),
         (with_value("data_source", None), "row 7, field data_source"),
-        (unanswered(), "changed.parquet, row 7, field reward_model.ground_truth"),
+        (UNANSWERED, "changed.parquet, row 7, field reward_model.ground_truth"),
         (with_value("reward_model", None), "row 7, field reward_model"),
         (lambda row: {**row, "extra_info": {"index": 1}, "uid": "1"}, "'uid'"),
         (lambda row: {**row, "data_source": 3}, "row 0, field data_source"),
     ],
 )
-def test_what_a_run_would_stop_at_is_one_line(problems, change, said):
-    (line,) = problems(change)
-    assert said in line
+def test_a_row_that_a_run_would_stop_at_is_one_line(problems, change, said):
+    assert problems(change) == [Message(said)]
 
 
-def test_validation_files_are_looked_at_too_and_one_file_is_told_of_once(problems, tmp_path):
-    (tmp_path / "empty.parquet").touch()
-    (line,) = problems(files=f"data.val_files={tmp_path}/empty.parquet")
-    assert mentions(line, "empty.parquet")
-    (line,) = problems(without("prompt"), f"data.val_files={tmp_path}/changed.parquet")
-    assert "prompt" in line
+def test_good_files_have_no_problems_and_training_files_are_not_read_for_validation(problems):
+    assert problems() == []
     assert problems(without("prompt"), "trainer.val_only=True") == []
 
 
-def test_a_function_of_ones_own_needs_neither_sources_nor_answers(problems):
-    own = "custom_reward_function.path=reward.py"
-    for change in (without("data_source"), without("reward_model"), unanswered()):
-        assert problems(change, own) == []
-    assert problems(without("data_source"), "reward_model.reward_manager=my.module:Manager") == []
+def test_problems_of_files_and_of_options_are_reported_together(problems, tmp_path):
+    (tmp_path / "empty.parquet").touch()
+    found = problems(
+        without("prompt"), f"data.val_files={tmp_path}/empty.parquet", "reward_model.reward_kwargs.foo=3"
+    )
+    assert found == [
+        Message("reward_model.reward_kwargs", "foo"),
+        Message("prompt"),
+        Message("empty.parquet"),
+    ]
 
 
-def test_a_reward_model_scores_what_no_rule_does(problems):
-    model = "reward_model.enable=True"
-    assert problems(without("data_source"), model) == []
-    assert problems(lambda row: {**row, "data_source": "no/such"}, model) == []
-    assert problems(unanswered("model"), model) == []
-    (line,) = problems(unanswered("rule"), model)
-    assert "row 7" in line
-    (line,) = problems(unanswered("model"))
-    assert "row 7" in line
-
-
-def test_a_library_of_the_users_may_know_further_sources(problems):
-    library = "actor_rollout_ref.model.external_lib=mine"
-    assert problems(with_value("data_source", "no/such"), library) == []
-
-
-def test_a_rule_without_a_weight_needs_no_answer(problems):
-    parts = "reward_model.parts={rule: {weight: {strop/arithmetic: 0}}, short: {scorer: length}}"
-    assert problems(unanswered(), parts) == []
-    (line,) = problems(unanswered(), f"reward_model.parts={{rule: {{weight: {{{ARITHMETIC}: 0}}}}}}")
-    assert mentions(line, "reward_model.parts", "weight")
-
-
-def test_a_file_without_a_column_that_the_other_has_is_named(problems, tmp_path):
-    files = f"data.train_files=[{tmp_path}/train.parquet,{tmp_path}/changed.parquet]"
-    for column in ("data_source", "reward_model"):
-        (line,) = problems(without(column), files=files)
-        assert mentions(line, "changed.parquet", f"column {column!r}")
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("+reward_model.reward_kwargs.scorer_kwargs={openai/gsm8kk: {method: flexible}}", "'openai/gsm8kk'"),
+        ("+reward_model.reward_kwargs.scorer_kwargs={openai/gsm8k: {methd: flexible}}", "'methd'"),
+        ("+reward_model.parts={f: {scorer: format, kwargs: {patern: a}}}", "parts.f.kwargs"),
+    ],
+)
+def test_an_option_that_a_scorer_does_not_take_is_one_line(problems, option, said):
+    assert problems(lambda row: row, option) == [Message(said)]

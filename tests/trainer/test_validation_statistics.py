@@ -6,7 +6,6 @@ from collections import defaultdict
 from itertools import combinations
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from strop.rewards.score.answers import answer_extractor
@@ -17,9 +16,8 @@ from strop.trainer.sample_statistics import (
     expected_worst,
     sample_counts,
 )
-from strop.trainer.validation import make_report
 
-from messages import mentions, naming
+from messages import naming
 
 
 def draws(n, k):
@@ -46,13 +44,13 @@ def test_best_worst_and_majority_are_means_over_all_draws(k):
     answers = rng.choice(np.array(["4", "5", "six", None], dtype=object), size=(8, 6))
     answers[0], answers[1] = None, "4"
     best, worst = expected_best(scores, k), expected_worst(scores, k)
-    majority = expected_majority(scores, answers.tolist(), k)
+    majority = expected_majority(scores, answers.tolist(), k, seed=k, draws=4000)
     for row in range(8):
         drawn = [scores[row][list(rows)] for rows in draws(6, k)]
         assert best[row] == pytest.approx(np.mean([values.max() for values in drawn]), abs=1e-12)
         assert worst[row] == pytest.approx(np.mean([values.min() for values in drawn]), abs=1e-12)
         voted = [winner(scores[row], answers[row].tolist(), rows) for rows in draws(6, k)]
-        assert majority[row] == pytest.approx(np.mean(voted), abs=1e-12)
+        assert majority[row] == pytest.approx(np.mean(voted), abs=4 * np.std(voted) / 60 + 1e-12)
 
 
 def test_best_of_right_and_wrong_answers_is_pass_at_k():
@@ -63,47 +61,16 @@ def test_best_of_right_and_wrong_answers_is_pass_at_k():
 
 
 def test_majority_by_hand():
-    scores = np.array([[1, 1, 0, 0, 0, 0]], dtype=float)
-    assert expected_majority(scores, [["7", "7", "1", "2", "3", "4"]], 6) == [1.0]  # two against one each
-    assert expected_majority(scores, [["7", "7", "1", "1", "2", "3"]], 6) == [0.5]  # a tie
-    assert expected_majority(scores, [["7", "7", None, None, None, None]], 6) == [1.0]  # silence is no vote
-    assert expected_majority(scores, [["7", "7", "1", "2", "3", "4"]], 1) == pytest.approx([1 / 3])
+    def majority(answers, k=6):
+        return expected_majority(np.array([[1.0, 1, 0, 0, 0, 0]]), [answers], k, seed=1)
+
+    assert majority(["7", "7", "1", "2", "3", "4"]) == [1.0]  # two against one each
+    assert majority(["7", "7", "1", "1", "2", "3"]) == [0.5]  # a tie
+    assert majority(["7", "7", None, None, None, None]) == [1.0]  # silence is no vote
+    assert majority(["7", "7", "1", "2", "3", "4"], 1) == pytest.approx([1 / 3], abs=0.05)
     # Of two drawn: C(2,2) = 1 pair agrees on 7, 8 of 15 pairs tie 7 with a wrong one: (1 + 8/2) / 15.
-    assert expected_majority(scores, [["7", "7", "1", "2", "3", "4"]], 2) == pytest.approx([5 / 15])
-
-
-def test_many_samples_stay_exact():
-    """Of 256 samples, a third right: with two answers maj@129 is the share of draws with 65 or more right."""
-    from math import comb
-
-    n, right, k = 256, 86, 129
-    scores = np.zeros((1, n))
-    scores[0, :right] = 1
-    answers = [["right"] * right + ["wrong"] * (n - right)]
-    exact = sum(comb(right, j) * comb(n - right, k - j) for j in range(65, right + 1)) / comb(n, k)
-    assert expected_majority(scores, answers, k)[0] == pytest.approx(exact, rel=1e-9)
-
-
-def test_too_many_samples_have_every_figure_but_the_majorities(caplog):
-    n, right = 1200, 300
-    samples = pa.table(
-        {
-            "data_source": ["strop/arithmetic"] * n,
-            "prompt": ["1+1="] * n,
-            "response": ["2"] * right + ["3"] * (n - right),
-            "response_ids": [[5]] * n,
-            "score": [1.0] * right + [0.0] * (n - right),
-            "truncated": [False] * n,
-        }
-    )
-    report = make_report(samples, n=n, extractor_of=answer_extractor, seed=1)
-    scores = report.sources["strop/arithmetic"].scores
-    assert scores["mean@1200"].value == 0.25
-    assert scores["best@2"].value == pytest.approx(1 - (900 * 899) / (1200 * 1199))
-    assert not any(name.startswith("maj") for name in scores)
-    assert mentions(caplog.text, "1000", "1200")
-    with pytest.raises(ValueError, match=naming("1001", "1000")):
-        expected_majority(np.zeros((1, 1001)), [["7"] * 1001], 2)
+    assert majority(["7", "7", "1", "2", "3", "4"], 2) == pytest.approx([5 / 15], abs=0.05)
+    assert majority(["7", "7", "1", "2", "3", "4"], 2) == majority(["7", "7", "1", "2", "3", "4"], 2)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +84,8 @@ def test_the_k_that_are_looked_at(n, counts):
 def test_more_than_there_are_cannot_be_drawn(k):
     with pytest.raises(ValueError, match=naming("1 to 3")):
         expected_best(np.zeros((2, 3)), k)
-    with pytest.raises(ValueError, match=naming("1 to 3")):
-        expected_majority(np.zeros((2, 3)), [[None] * 3] * 2, k)
+    with pytest.raises(ValueError, match="expected 1 to 3"):
+        expected_majority(np.zeros((2, 3)), [[None] * 3] * 2, k, seed=1)
 
 
 def test_an_interval_is_that_of_the_normal_approximation_for_many_prompts():

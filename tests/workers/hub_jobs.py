@@ -24,7 +24,7 @@ def ends(cache: Path, name: str, out: Path) -> dict[str, Any]:
     built = worker_jobs.worker(name, Role.ActorRollout, f"data.cache_dir={out / 'strop'}")
     weights = built.weights_hash()
     built.export(out / "exported")
-    rollout = built.rollout._rollout if built.sharded else built.rollout
+    rollout = built.rollout._rollout if built.world_size > 1 else built.rollout
     return {"ends": rollout.eos_token_ids, "weights": weights}
 
 

@@ -94,11 +94,11 @@ class _Warnings(logging.Handler):
 
 def _train_rows(config: Config) -> int | None:
     """Return the number of training prompts, from footers; None without local files that can be read."""
-    from strop.data.parquet import count_rows  # pyarrow
-
     files = [expand(file) for file in config.data.train_files]
     if not files or not all(os.path.exists(file) for file in files):
         return None
+    from strop.data.parquet import count_rows  # pyarrow
+
     try:
         return count_rows(files)
     except DataError:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.cli.train import log_to_console, require_valid
+from strop.config.backends import ROLLOUTS
 from strop.config.load import load_config
 from strop.config.paths import expand, is_url
 from strop.config.schema import Config
@@ -115,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in tokens; a longer prompt is an error (1024)",
     )
     add("--max-response-length", type=int, default=512, help="in tokens; a longer answer is cut (512)")
-    add("--rollout", choices=("hf", "vllm"), default="hf", help="engine that generates (hf)")
+    add("--rollout", choices=tuple(ROLLOUTS), default="hf", help="engine that generates (hf)")
     add("--batch-size", type=int, default=64, help="prompts in one batch; it changes no result (64)")
     add("--reward-model", metavar="PATH", help="reward model for data sources without a scorer")
     add("--custom-reward", metavar="PATH[:NAME]", help="your own reward function (compute_score)")

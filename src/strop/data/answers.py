@@ -1,8 +1,10 @@
-"""Prompts with answers that are given: a response to learn, or a chosen and a rejected one."""
+"""Prompts with given answers (a response to learn, or a chosen and a rejected one), and their batches.
+
+Batches have the layout of rollouts, which every model's forward pass understands.
+"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ from torch import Tensor
 from strop.data.loader import collate
 from strop.data.parquet import UNNAMED_SOURCE, Files, read_prompt_table
 from strop.data.prompts import encode_responses
-from strop.data.rl_dataset import truncate
+from strop.data.rl_dataset import truncate, usable_rows
 from strop.data.tokenize import tokenize_table
 from strop.errors import DataError
 from strop.protocol import DataProto
@@ -23,20 +25,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-logger = logging.getLogger("strop.data")
-
-
 class AnsweredDataset:
     """Prompts with one or more answers each, read into memory and tokenized at construction.
 
-    ``dataset[i]`` is a dict: ``input_ids`` (the prompt, int64 [length], the very tokens that
-    ``RLHFDataset`` makes of it), one entry [length] for each answer, its end token last, and
-    ``data_source``.
+    ``dataset[i]`` is a dict: ``input_ids`` (the prompt, int64 [length], the same tokens as from
+    ``RLHFDataset``), one entry [length] per answer with its end token last, and ``data_source``.
 
-    Rows of which the prompt or an answer is over its limit are dropped with a warning that gives their
-    number, or, with ``filter_overlong=False``, handled by ``truncation``: ``error``, or cut the prompt
-    (``left``, ``right``, ``middle``: see ``RLHFDataset``). An answer that is cut keeps its first tokens and
-    loses its end token, as one that a model is not given the room to finish.
+    Rows whose prompt or answer exceeds its limit are dropped with a warning, or, with
+    ``filter_overlong=False``, handled by ``truncation``: ``error``, or cut the prompt (``left``, ``right``,
+    ``middle``: see ``RLHFDataset``). An answer that is cut keeps its first tokens and loses its end token,
+    like a response that reaches the length limit.
 
     Raises :class:`DataError` for unusable files and rows, and when no row is left.
     """
@@ -55,7 +53,7 @@ class AnsweredDataset:
         num_workers: int | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
-        """``answer_keys``: name of an answer in the rows -> the column that holds it."""
+        """Read and tokenize; ``answer_keys`` maps names in the rows to columns of the files."""
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
         self.truncation = truncation
         self._table = read_prompt_table(files, prompt_key=prompt_key, cache_dir=cache_dir)
@@ -77,7 +75,14 @@ class AnsweredDataset:
             },
         }
         self._sources = self._read_sources()
-        self._rows = self._usable_rows(filter_overlong)
+        limits = dict.fromkeys(answer_keys.values(), ("data.max_response_length", max_response_length))
+        self._rows = usable_rows(
+            self._table,
+            {self._columns[name]: tokens for name, tokens in self._tokens.items()},
+            {**limits, prompt_key: ("data.max_prompt_length", max_prompt_length)},
+            truncation=truncation,
+            filter_overlong=filter_overlong,
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -92,7 +97,7 @@ class AnsweredDataset:
         return fields
 
     def data_sources(self) -> set[str]:
-        """The values of the column ``data_source``."""
+        """Return the distinct values of the column ``data_source``."""
         return set(self._sources)
 
     def _limit(self, name: str) -> int:
@@ -103,42 +108,6 @@ class AnsweredDataset:
             return [UNNAMED_SOURCE] * len(self._table)
         return [str(source) for source in self._table.table.column("data_source").to_pylist()]
 
-    def _usable_rows(self, filter_overlong: bool) -> np.ndarray:
-        """Numbers of the rows to serve, int64; applies the filter or the rule ``truncation="error"``."""
-        fits = {name: tokens.lengths <= self._limit(name) for name, tokens in self._tokens.items()}
-        kept = np.flatnonzero(np.logical_and.reduce(list(fits.values())))
-        n_rows, files = len(self._table), ", ".join(self._table.files)
-        limits = (
-            f"data.max_prompt_length={self.max_prompt_length} or "
-            f"data.max_response_length={self.max_response_length}"
-        )
-        if not filter_overlong:
-            if self.truncation == "error" and len(kept) < n_rows:
-                raise self._first_overlong(fits, n_rows - len(kept))
-            return np.arange(n_rows)
-        if len(kept) == 0:
-            raise DataError(f"{files}: all {n_rows} rows are longer than {limits} tokens")
-        if len(kept) < n_rows:
-            dropped = n_rows - len(kept)
-            logger.warning("%s: dropped %d of %d rows, longer than %s tokens", files, dropped, n_rows, limits)
-        return kept
-
-    def _first_overlong(self, fits: Mapping[str, np.ndarray], n_overlong: int) -> DataError:
-        name, row = min(
-            ((name, int(np.argmin(fit))) for name, fit in fits.items() if not fit.all()),
-            key=lambda found: found[1],
-        )
-        key = "data.max_prompt_length" if name == "input_ids" else "data.max_response_length"
-        return self._table.error(
-            row,
-            self._columns[name],
-            f"{self._tokens[name].lengths[row]} tokens, {key} is {self._limit(name)} ({n_overlong} of "
-            f"{len(self._table)} rows are too long): raise the limit, or set data.truncation or "
-            "data.filter_overlong",
-        )
-
-
-# Rows with given answers -> batches in the layout of rollouts, which every model's passes understand.
 
 Rows = Sequence[dict[str, Any]]
 
@@ -146,7 +115,7 @@ Rows = Sequence[dict[str, Any]]
 def response_batch(
     rows: Rows, *, pad_token_id: int, max_prompt_length: int, max_response_length: int
 ) -> DataProto:
-    """Each row's prompt with its ``response``.
+    """Return each row's prompt with its ``response``.
 
     ``input_ids``, ``attention_mask``, ``position_ids`` int64 [B, L], prompts padded on the left and
     responses on the right; ``responses`` int64 [B, T], ``response_mask`` float32 [B, T].
@@ -159,10 +128,10 @@ def response_batch(
 def pair_batch(
     rows: Rows, *, pad_token_id: int, max_prompt_length: int, max_response_length: int
 ) -> DataProto:
-    """Each row's prompt with its answers ``chosen`` and ``rejected``: a pair is one row, never to be parted.
+    """Return each row's prompt with its answers ``chosen`` and ``rejected``; a pair is one row.
 
-    As ``response_batch`` with the chosen answer, but ``attention_mask`` covers the longer one of the two;
-    and the other in ``rejected`` int64 [B, T] and ``rejected_mask`` float32 [B, T].
+    Like ``response_batch`` with the chosen answer, but ``attention_mask`` covers the longer of the two. The
+    other answer is in ``rejected`` int64 [B, T] and ``rejected_mask`` float32 [B, T].
     """
     prompts = _prompts(rows, pad_token_id, max_prompt_length)
     chosen, chosen_mask = _padded([row["chosen"] for row in rows], pad_token_id, max_response_length)
@@ -177,7 +146,7 @@ def _prompts(rows: Rows, pad_token_id: int, max_prompt_length: int) -> DataProto
 
 
 def _padded(answers: Sequence[Tensor], pad_token_id: int, width: int) -> tuple[Tensor, Tensor]:
-    """Ids int64 [B, width], padded on the right, and the mask float32 [B, width] of real tokens."""
+    """Return ids int64 [B, width], padded on the right, and the mask float32 [B, width] of real tokens."""
     ids = torch.full((len(answers), width), pad_token_id, dtype=torch.int64)
     mask = torch.zeros((len(answers), width))
     for row, answer in enumerate(answers):
@@ -187,7 +156,7 @@ def _padded(answers: Sequence[Tensor], pad_token_id: int, width: int) -> tuple[T
 
 
 def _joined(prompts: DataProto, responses: Tensor, response_mask: Tensor, seen: Tensor) -> DataProto:
-    """``seen`` [B, T]: the response columns that a pass needs."""
+    """Append responses to prompts; ``seen`` [B, T] marks the response columns that a pass needs."""
     attention_mask = torch.cat([prompts.batch["attention_mask"], seen.long()], dim=1)
     return DataProto(
         {

@@ -1,4 +1,7 @@
-"""From row numbers to batches: the loaders of training and validation."""
+"""Samplers, collation and the loaders of training and validation.
+
+Shapes: B rows, P = max_prompt_length.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,13 @@ import torch
 from strop.errors import CheckpointError, DataError
 from strop.protocol import DataProto
 
-# Rows -> one batch, left-padded. Shapes: B rows, P = max_prompt_length.
-
 
 def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_length: int) -> DataProto:
-    """A batch from the rows of :class:`~strop.data.rl_dataset.RLHFDataset`.
+    """Return one left-padded batch from rows of :class:`~strop.data.rl_dataset.RLHFDataset`.
 
     Tensors, all int64 [B, P]: ``input_ids``, ``attention_mask`` and ``position_ids`` = clip(cumsum(mask) -
-    1, 0). Prompts stand at the right end, so generation continues at column P for every row; P does not
-    depend on the batch. All other fields become object columns [B].
+    1, 0). Prompts end at column P in every row, so that generation continues there; P does not depend
+    on the batch. All other fields become object columns [B].
 
     Raises :class:`DataError` when a prompt is longer than P, or when the rows have different fields.
     """
@@ -32,7 +33,7 @@ def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_len
     for number, row in enumerate(rows):
         if row.keys() != names:
             raise DataError(
-                f"collate: row {number} of the batch has other fields: {sorted(row.keys() ^ names)}"
+                f"collate: row {number} of the batch differs in the fields {sorted(row.keys() ^ names)}"
             )
         length = len(row["input_ids"])
         if length > max_prompt_length:
@@ -40,7 +41,7 @@ def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_len
                 f"collate: row {number} of the batch has {length} prompt tokens, "
                 f"the limit is {max_prompt_length}"
             )
-        # max_prompt_length - length, not -length: a slice from -0 would be the whole row.
+        # Not -length: a slice from -0 would be the whole row.
         input_ids_BP[number, max_prompt_length - length :] = row["input_ids"]
         attention_mask_BP[number, max_prompt_length - length :] = 1
     return DataProto.from_dict(
@@ -53,17 +54,15 @@ def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_len
     )
 
 
-# Which rows form which batch.
-
-
 class EpochSampler:
-    """Batches of row numbers for ever, in a new seeded order every epoch.
+    """Endless batches of row numbers, in a new seeded order every epoch.
 
-    ``epoch`` (epochs completed) and ``position`` (batches handed out in the present one) always describe
-    the batch that comes next: after the last batch of an epoch they are (epoch + 1, 0). There is one state,
-    so all iterators over one sampler share it. ``len()`` is the number of batches of one epoch.
+    ``epoch`` (completed epochs) and ``position`` (batches yielded in the current epoch) describe the next
+    batch: after the last batch of an epoch they are (epoch + 1, 0). All iterators over one sampler share this
+    state. ``len()`` is the number of batches per epoch. The order is a function of (seed, epoch), so a resume
+    needs no generator state.
 
-    Raises :class:`DataError` when the data do not fill one batch.
+    Raises :class:`DataError` when the data does not fill one batch.
     """
 
     def __init__(
@@ -100,13 +99,11 @@ class EpochSampler:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, and what that position depends on."""
+        """Return the position of the sampler and the settings that it depends on."""
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; :class:`CheckpointError` when it belongs to other data, batches or
-        another seed.
-        """
+        """Continue from ``state``; :class:`CheckpointError` if data, batch size or seed have changed."""
         changed = [
             f"{name}: {state.get(name)} in the checkpoint, {value} now"
             for name, value in self._identity().items()
@@ -115,12 +112,12 @@ class EpochSampler:
         if changed:
             raise CheckpointError(
                 "the order of the training data cannot be continued: " + "; ".join(changed)
-                + ". Restore the old values, or start anew with trainer.resume_mode=disable"
+                + ". Restore the old values, or start from scratch with trainer.resume_mode=disable"
             )  # fmt: skip
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < len(self):
             raise CheckpointError(
-                f"sampler state: epoch {epoch}, position {position} of {len(self)} is not possible"
+                f"sampler state: epoch {epoch}, position {position} of {len(self)} is impossible"
             )
         self.epoch, self.position = epoch, position
 
@@ -163,7 +160,7 @@ CollateFn = Callable[[list[dict[str, Any]]], DataProto]
 
 
 class RowDataset(Protocol):
-    """What a loader needs of a data set."""
+    """Interface of a data set for loaders."""
 
     def __len__(self) -> int: ...
 
@@ -173,11 +170,11 @@ class RowDataset(Protocol):
 
 
 class PromptLoader:
-    """Batches of ``dataset``, one for each list of row numbers that ``batches`` gives.
+    """Batches of ``dataset``, one per list of row numbers in ``batches``.
 
-    With an :class:`EpochSampler` the iteration never ends (the trainer counts its steps); with
-    :class:`SequentialBatches` it is one pass. Nothing is prefetched, so the sampler's state is that of the
-    last batch that was handed out. ``len()`` is the number of batches of one epoch.
+    With an :class:`EpochSampler` iteration never ends (the trainer counts its steps); with
+    :class:`SequentialBatches` it is one pass. Nothing is prefetched, so the sampler's state is that after the
+    last batch yielded. ``len()`` is the number of batches per epoch.
     """
 
     def __init__(
@@ -193,11 +190,11 @@ class PromptLoader:
             yield self.collate_fn([self.dataset[row] for row in rows])
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's state; empty for a loader that makes one pass."""
+        """Return the sampler's state; empty for a loader that makes one pass."""
         return self.batches.state_dict() if isinstance(self.batches, EpochSampler) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken."""
+        """Continue from ``state``."""
         if isinstance(self.batches, EpochSampler):
             self.batches.load_state_dict(state)
         elif state:
@@ -213,7 +210,7 @@ def train_loader(
     max_prompt_length: int,
     shuffle: bool = True,
 ) -> PromptLoader:
-    """Endless seeded batches of exactly ``batch_size`` rows; what is left of an epoch is skipped."""
+    """Return endless seeded batches of exactly ``batch_size`` rows; an epoch's remainder is skipped."""
     sampler = EpochSampler(len(dataset), batch_size, seed, shuffle=shuffle, drop_last=True)
     pad = partial(collate, pad_token_id=pad_token_id, max_prompt_length=max_prompt_length)
     return PromptLoader(dataset, sampler, pad)
@@ -222,6 +219,6 @@ def train_loader(
 def validation_loader(
     dataset: RowDataset, *, batch_size: int | None, pad_token_id: int, max_prompt_length: int
 ) -> PromptLoader:
-    """One pass in the order of the file; the last, smaller batch is kept."""
+    """Return one pass in the order of the file; the last batch may be smaller."""
     pad = partial(collate, pad_token_id=pad_token_id, max_prompt_length=max_prompt_length)
     return PromptLoader(dataset, SequentialBatches(len(dataset), batch_size), pad)

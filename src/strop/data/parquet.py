@@ -1,6 +1,6 @@
-"""Prompt files: parquet in, checked rows out. Rows count from 0 in every message.
+"""Parquet files of prompts: reading, and checks of the columns that rewards need.
 
-``count_rows`` reads metadata only, and nothing here imports torch: ``strop check`` uses this module.
+Rows count from 0 in every message. ``count_rows`` reads metadata only. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Files = str | Path | Sequence[str | Path]
 class PromptTable:
     """The rows of one or several files, in order.
 
-    ``files`` are the names as the user wrote them, ``paths`` their local copies, ``starts`` the number of
-    each file's first row in ``table``, ``columns`` what each has (``table`` may hold a part of them).
+    ``files`` are the names as the user wrote them, ``paths`` their local copies, ``starts`` the row number of
+    each file's first row in ``table``, ``columns`` the column names of each.
     """
 
     table: pa.Table
@@ -44,34 +44,34 @@ class PromptTable:
 
     @property
     def names(self) -> list[str]:
-        """The columns that any of the files has."""
+        """Names of the columns that at least one file has."""
         return list(dict.fromkeys(itertools.chain.from_iterable(self.columns)))
 
     def files_without(self, column: str) -> list[str]:
-        """The files that have no such column."""
+        """Return the files that lack a column."""
         return [name for name, columns in zip(self.files, self.columns, strict=True) if column not in columns]
 
     def locate(self, row: int) -> tuple[str, int]:
-        """The file that row ``row`` of the whole came from, and its number there."""
+        """Return the file of row ``row`` of the table, and its row number in the file."""
         which = bisect_right(self.starts, row) - 1
         return self.files[which], row - self.starts[which]
 
     def error(self, row: int, field: str, problem: str) -> DataError:
-        """An error that names file, row and field."""
+        """Return an error that names file, row and field."""
         name, row_in_file = self.locate(row)
         return DataError(f"{name}, row {row_in_file}, field {field}: {problem}")
 
     def values(self, column: str, start: int, stop: int) -> list[Any]:
-        """Rows ``start`` to ``stop`` of a column as plain Python values (dict, list, str, numbers, None)."""
+        """Return rows ``start`` to ``stop`` of a column as plain Python values."""
         return self.table.column(column).slice(start, stop - start).to_pylist()
 
     def row(self, row: int) -> dict[str, Any]:
-        """One row as plain Python values."""
+        """Return one row as plain Python values."""
         return self.table.slice(row, 1).to_pylist()[0]
 
 
 def list_files(files: Files) -> list[str]:
-    """One name or many -> a list of names; :class:`DataError` when there is none."""
+    """Return one or many file names as a list; :class:`DataError` when there is none."""
     names = [str(files)] if isinstance(files, str | Path) else [str(name) for name in files]
     if not names:
         raise DataError("no data file was given: expected one parquet file or a list of them")
@@ -79,7 +79,7 @@ def list_files(files: Files) -> list[str]:
 
 
 def count_rows(files: Files) -> int:
-    """The number of rows of all files, from their footers; a URL is not downloaded for it."""
+    """Return the total number of rows, from the files' footers; URLs are not downloaded."""
     return sum(_open_metadata(name).num_rows for name in list_files(files))
 
 
@@ -88,39 +88,19 @@ def read_prompt_table(
 ) -> PromptTable:
     """Read all files into one table.
 
-    Raises :class:`DataError` for a missing or unreadable file, one without rows, one without the column
-    ``prompt_key``, and for files whose columns do not fit together.
+    Raises :class:`DataError` for a missing or unreadable file, one without rows or without the column
+    ``prompt_key``, and for files whose columns have incompatible types.
     """
-    names = list_files(files)
-    paths = [_existing(name, local_path(name, cache_dir)) for name in names]
-    tables = [_read_one(name, path, prompt_key) for name, path in zip(names, paths, strict=True)]
-    return _joined(names, paths, tables, [table.column_names for table in tables])
-
-
-def read_part_of_prompt_table(
-    files: Files, *, prompt_key: str, wanted: Callable[[pq.ParquetFile], Collection[str]]
-) -> PromptTable:
-    """The columns of local files that are ``wanted`` of any of them: the others are known by name only.
-
-    Raises :class:`DataError` as ``read_prompt_table``.
-    """
-    names = list_files(files)
-    paths = [_existing(name, local_path(name)) for name in names]
-    opened = [_open(name, path) for name, path in zip(names, paths, strict=True)]
-    columns = [file.schema_arrow.names for file in opened]
-    for name, file, own in zip(names, opened, columns, strict=True):
-        _require_prompts(name, own, file.metadata.num_rows, prompt_key)
-    read = set(itertools.chain.from_iterable(wanted(file) for file in opened))
-    tables = [
-        _read_columns(name, file, sorted(read & set(own)))
-        for name, file, own in zip(names, opened, columns, strict=True)
-    ]
-    return _joined(names, paths, tables, columns)
-
-
-def _joined(
-    names: Sequence[str], paths: Sequence[Path], tables: Sequence[pa.Table], columns: Sequence[Sequence[str]]
-) -> PromptTable:
+    names, paths, tables = list_files(files), [], []
+    for name in names:
+        paths.append(_existing(name, local_path(name, cache_dir)))
+        with _reading(name):
+            tables.append(pq.read_table(paths[-1]))
+        found = tables[-1].column_names
+        if prompt_key not in found:
+            raise DataError(f"{name}: there is no column {prompt_key!r} (data.prompt_key); found {found}")
+        if not len(tables[-1]):
+            raise DataError(f"{name}: the file has no rows")
     try:
         whole = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
@@ -128,26 +108,17 @@ def _joined(
             f"the columns of {', '.join(names)} have types that cannot be joined: {error}"
         ) from error
     starts = itertools.accumulate((table.num_rows for table in tables[:-1]), initial=0)
-    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts), tuple(map(tuple, columns)))
+    columns = tuple(tuple(table.column_names) for table in tables)
+    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts), columns)
 
 
 @contextmanager
 def _reading(name: str) -> Generator[None]:
-    """What goes wrong in here is a :class:`DataError` about the file that the user calls ``name``."""
+    """Turn read errors of the body into a :class:`DataError` about the file ``name``."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{name}: cannot be read as parquet: {error}") from error
-
-
-def _open(name: str, path: Path) -> pq.ParquetFile:
-    with _reading(name):
-        return pq.ParquetFile(path)
-
-
-def _read_columns(name: str, file: pq.ParquetFile, columns: list[str]) -> pa.Table:
-    with _reading(name):
-        return file.read(columns=columns)
 
 
 def _existing(name: str, path: Path) -> Path:
@@ -155,20 +126,6 @@ def _existing(name: str, path: Path) -> Path:
         return path
     found = "a folder" if path.is_dir() else "nothing"
     raise DataError(f"{name}: expected a parquet file, found {found} (looked at {path.absolute()})")
-
-
-def _read_one(name: str, path: Path, prompt_key: str) -> pa.Table:
-    with _reading(name):
-        table = pq.read_table(path)
-    _require_prompts(name, table.column_names, table.num_rows, prompt_key)
-    return table
-
-
-def _require_prompts(name: str, columns: Sequence[str], rows: int, prompt_key: str) -> None:
-    if prompt_key not in columns:
-        raise DataError(f"{name}: there is no column {prompt_key!r} (data.prompt_key); found {list(columns)}")
-    if rows == 0:
-        raise DataError(f"{name}: the file has no rows")
 
 
 def _open_metadata(name: str) -> pq.FileMetaData:
@@ -183,91 +140,57 @@ def _open_metadata(name: str) -> pq.FileMetaData:
             raise DataError(f"{name}: no such file") from error
 
 
-# What the columns of prompt files must be for their rows to be scored. Nothing here imports torch.
-
 UNNAMED_SOURCE = "unnamed"
-
-"""The data source of rows whose files have no such column: only a reward of one's own can score them."""
-
-
-# Columns that a batch makes itself; a file that brings them would be overwritten without a word.
+"""Data source of rows whose files lack the column; only a custom reward function can score them."""
+# Columns that strop adds to batches; columns of a file with these names would be silently overwritten.
 _RESERVED = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids", "uid", "seeds")
-
 _TARGET = "reward_model"
-
 _ROW = "row number"
 
 
-def read_scoring_columns(files: Files, *, prompt_key: str, reward_fn_key: str) -> PromptTable:
-    """What the checks below have to see of local files: columns that are well by the footer stay unread."""
-
-    def wanted(file: pq.ParquetFile) -> set[str]:
-        schema = file.schema_arrow
-        names = {reward_fn_key}
-        if "extra_info" in schema.names and not pa.types.is_struct(schema.field("extra_info").type):
-            names.add("extra_info")
-        if _TARGET in schema.names and not _has_all_ground_truths(file):
-            names.add(_TARGET)
-        return names
-
-    return read_part_of_prompt_table(files, prompt_key=prompt_key, wanted=wanted)
-
-
-def _has_all_ground_truths(file: pq.ParquetFile) -> bool:
-    """Whether the footer says so."""
-    kind, metadata = file.schema_arrow.field(_TARGET).type, file.metadata
-    if not pa.types.is_struct(kind) or kind.get_field_index("ground_truth") < 0:
-        return False
-    paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
-    leaves = [n for n, path in enumerate(paths) if f"{path}.".startswith(f"{_TARGET}.ground_truth.")]
-    statistics = [
-        metadata.row_group(group).column(leaf).statistics
-        for group in range(metadata.num_row_groups)
-        for leaf in leaves
-    ]
-    return all(found is not None and found.has_null_count and found.null_count == 0 for found in statistics)
-
-
 def check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> None:
-    """Reject names that clash with a batch's own, and columns that the rewards could not use."""
+    """Reject reserved column names, and columns of types that rewards cannot use."""
     clashes = [name for name in _RESERVED if name in table.names and name != prompt_key]
     if clashes:
         raise DataError(
-            f"{', '.join(table.files)}: the columns {clashes} have names that a batch uses; rename them"
+            f"{', '.join(table.files)}: the columns {clashes} have names that batches use; rename them"
         )
-    _check_column(table, reward_fn_key, "a string", is_string)
+    _check_column(table, reward_fn_key, "a string", _is_string)
     _check_column(table, _TARGET, "a record {style, ground_truth}", pa.types.is_struct)
     _check_column(table, "extra_info", "a record or null", pa.types.is_struct, nulls=True)
 
 
 def sources_of(table: PromptTable, reward_fn_key: str) -> set[str]:
-    """The values of the column that says how a row is scored."""
+    """Return the distinct values of the column that selects a row's scorer."""
     if reward_fn_key not in table.names:
         return {UNNAMED_SOURCE}
     return set(table.table.column(reward_fn_key).unique().to_pylist())
 
 
 def no_sources(table: PromptTable, reward_fn_key: str) -> DataError:
-    """The error for files without that column, where it is needed."""
+    """Return the error for files without the column that selects a scorer, where one is needed."""
     return DataError(
-        f"{', '.join(table.files)}: there is no column {reward_fn_key!r} (data.reward_fn_key), which says "
-        f"how a row is scored; found {list(table.names)}. Add the column, name another one, or score all "
-        "rows with a function of your own (custom_reward_function.path)"
+        f"{', '.join(table.files)}: there is no column {reward_fn_key!r} (data.reward_fn_key), which selects "
+        f"the scorer of a row; found {list(table.names)}. Add the column, name another one, or score all "
+        "rows with a custom function (custom_reward_function.path)"
     )
 
 
 def require_ground_truths(
     table: PromptTable, reward_fn_key: str, sources: Collection[str], *, by_model: bool
 ) -> None:
-    """Every row of these ``sources`` has ``reward_model.ground_truth``, which their scorers compare with.
+    """Require ``reward_model.ground_truth``, which built-in scorers compare with, in rows of ``sources``.
 
-    With ``by_model``, rows that ask for the reward model (``reward_model.style`` is "model") need none.
+    With ``by_model``, rows for the reward model (``reward_model.style`` is "model") need none.
 
-    Raises :class:`DataError` naming file, row and field of the first that has none.
+    Raises :class:`DataError` naming file, row and field of the first row without a ground truth.
     """
     if not sources or reward_fn_key not in table.names:
         return
-    rows = _numbered(table, reward_fn_key).filter(pc.field(reward_fn_key).isin(sorted(sources)))
+    columns = {name: table.table.column(name) for name in (reward_fn_key, _TARGET) if name in table.names}
+    columns[reward_fn_key] = columns[reward_fn_key].cast(pa.large_string())
+    columns[_ROW] = pa.array(np.arange(len(table)))
+    rows = pa.table(columns).filter(pc.field(reward_fn_key).isin(sorted(sources)))
     if not rows:
         return
     if missing := table.files_without(_TARGET):
@@ -275,8 +198,6 @@ def require_ground_truths(
             f"{missing[0]}: there is no column {_TARGET!r}; found {list(table.names)}. Expected a record "
             "{style, ground_truth}: " + _who_needs_it(sources)
         )
-    if _TARGET not in rows.column_names:  # nothing that could be missing: it was not even read
-        return
     fields = {field.name for field in rows.schema.field(_TARGET).type}
     problem = f"found only the fields {sorted(fields)}"
     if "ground_truth" in fields:
@@ -294,17 +215,8 @@ def require_ground_truths(
         )
 
 
-def _numbered(table: PromptTable, reward_fn_key: str) -> pa.Table:
-    """What says how rows are scored, with the rows' numbers."""
-    sources = table.table.column(reward_fn_key).cast(pa.large_string())
-    columns = {reward_fn_key: sources, _ROW: pa.array(np.arange(len(table)))}
-    if _TARGET in table.table.column_names:
-        columns[_TARGET] = table.table.column(_TARGET)
-    return pa.table(columns)
-
-
-def is_string(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds texts."""
+def _is_string(kind: pa.DataType) -> bool:
+    """Return True for text columns."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
@@ -316,7 +228,7 @@ def _who_needs_it(sources: Collection[str]) -> str:
 def _check_column(
     table: PromptTable, name: str, expected: str, fits: Callable[[pa.DataType], bool], nulls: bool = False
 ) -> None:
-    """Arrow gives all rows one type: the first value shows a wrong one, and else only nulls are wrong."""
+    """Check type and nulls of a column; Arrow gives all rows one type, so the first value is an example."""
     if name not in table.table.column_names:
         return
     column = table.table.column(name)

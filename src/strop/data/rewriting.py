@@ -1,6 +1,7 @@
-"""Samples in the words of another tokenizer: decoded, and written anew with its chat template.
+"""Re-tokenize samples for a reward model whose tokenizer is not the policy's.
 
-Shapes: B samples, T response columns of the policy, L tokens of the longest conversation written anew.
+Samples are decoded and rendered again with the other tokenizer's chat template. Shapes: B samples, T response
+columns of the policy, L tokens of the longest re-tokenized conversation.
 """
 
 from __future__ import annotations
@@ -16,40 +17,40 @@ from strop.errors import DataError, ModelError
 from strop.protocol import DataProto
 
 _RESPONSE_ENDS = "\ue000"
-"""Marks the place in a template's text; of the private use area, so no tokenizer has a word with it."""
+"""Marks the end of a cut response in rendered text; a private-use character, unknown to tokenizers."""
 
 
 @dataclass(frozen=True)
 class Rewriter:
-    """From the policy's ``reader`` to the ``writer``, a tokenizer with a chat template.
+    """Re-tokenize from the policy's ``reader`` to ``writer``, a tokenizer with a chat template.
 
-    A response that was cut off by its length limit stays open: what the template writes after a response,
-    its end token above all, is left out, as the policy has not said that it had ended.
+    A response that was cut at its length limit stays open: whatever the template appends to a response, above
+    all its end token, is left out, because the policy did not generate it.
     """
 
     reader: Any
     writer: Any
     max_length: int | None = None
-    """The longest conversation in tokens of ``writer``; of a longer one the end is kept. None: any length."""
+    """Keep the last ``max_length`` tokens of a longer conversation; None: no limit."""
 
     def __post_init__(self) -> None:
         if self.writer.chat_template is None:
             raise ModelError(
-                f"the tokenizer in {self.writer.name_or_path} has no chat template to write samples with; "
-                "give it one, or, if it is the policy's tokenizer as well, set reward_model.model."
-                "input_tokenizer=null"
+                f"the tokenizer in {self.writer.name_or_path} has no chat template to render samples with; "
+                "add one, or, if the policy uses the same tokenizer, set "
+                "reward_model.model.input_tokenizer=null"
             )
 
     def __call__(self, batch: DataProto) -> DataProto:
-        """``input_ids``, ``attention_mask`` and ``position_ids`` [B, L], padded on the left.
+        """Return ``input_ids``, ``attention_mask`` and ``position_ids`` [B, L], padded on the left.
 
-        Needs ``responses`` and ``response_mask`` [B, T], ``truncated`` [B], and ``raw_prompt``: the messages,
-        which ``data.return_raw_chat`` keeps.
+        Reads ``responses`` and ``response_mask`` [B, T], ``truncated`` [B], and ``raw_prompt``, the messages
+        kept by ``data.return_raw_chat``.
         """
         if "raw_prompt" not in batch.non_tensor_batch:
             raise DataError(
-                "samples have no raw_prompt, the chat messages that are written anew for the reward model; "
-                "a data set of your own has to bring this column (data.return_raw_chat)"
+                "samples have no raw_prompt, the chat messages that are re-tokenized for the reward model; a "
+                "custom data set must provide this column (data.return_raw_chat)"
             )
         columns = batch.batch
         texts = [
@@ -73,7 +74,7 @@ class Rewriter:
         text = self.writer.apply_chat_template(messages, tokenize=False)
         if not truncated:
             return text
-        # A template that drops parts of a response (its reasoning) may drop the mark, and then has no end.
+        # A template that drops parts of a response (its reasoning) may drop the mark, and nothing follows it.
         return text.rpartition(_RESPONSE_ENDS)[0] or text
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> DataProto:

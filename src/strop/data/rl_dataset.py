@@ -1,10 +1,10 @@
-"""RLHFDataset: parquet rows with tokenized prompts, the data set of the reference documents."""
+"""``RLHFDataset``: parquet rows with tokenized prompts; the choice of usable rows; subsets of a data set."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from strop.data.loader import RowDataset
 from strop.data.parquet import (
     UNNAMED_SOURCE,
     Files,
+    PromptTable,
     check_columns,
     no_sources,
     read_prompt_table,
@@ -22,7 +23,7 @@ from strop.data.parquet import (
     sources_of,
 )
 from strop.data.prompts import as_messages, encode_raw
-from strop.data.tokenize import tokenize_table
+from strop.data.tokenize import TokenizedPrompts, tokenize_table
 from strop.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,24 +32,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("strop.data")
 
-
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 
 class RLHFDataset:
     """Prompts for reinforcement learning, read into memory and tokenized at construction.
 
-    ``dataset[i]`` is a dict: ``input_ids`` (int64 tensor [length], unpadded, at most
-    ``max_prompt_length``), ``data_source`` (the column ``reward_fn_key``), ``index``
-    (``extra_info["index"]``, else the row's number), every other column of the files as plain Python
-    values, and on request ``raw_prompt`` (chat messages; a plain string becomes one user message) and
-    ``raw_prompt_ids`` (list of ints: the text alone, without chat template and special tokens).
+    ``dataset[i]`` is a dict: ``input_ids`` (int64 tensor [length], unpadded, at most ``max_prompt_length``),
+    ``data_source`` (the column ``reward_fn_key``), ``index`` (``extra_info["index"]``, else the row's
+    number), every other column of the files as plain Python values, and optionally ``raw_prompt`` (chat
+    messages; a plain string becomes one user message) and ``raw_prompt_ids`` (list of ints: the text alone,
+    without chat template and special tokens).
 
-    Prompts over ``max_prompt_length`` tokens are dropped with a warning that gives their number, or, with
+    Prompts over ``max_prompt_length`` tokens are dropped with a warning, or, with
     ``filter_overlong_prompts=False``, handled by ``truncation``: ``error``, or keep the last tokens
     (``left``), the first (``right``), or the first half and the last (``middle``).
 
-    ``cache_dir`` holds downloads and token ids; None: ids are not cached and downloads go to
+    ``cache_dir`` holds downloads and token ids; with None, ids are not cached and downloads go to
     ``~/.cache/strop``.
 
     Raises :class:`DataError` for unusable files, rows and prompts (see :mod:`strop.data.parquet`), and when
@@ -80,7 +80,13 @@ class RLHFDataset:
         self._tokens = tokenize_table(
             self._table, tokenizer, prompt_key=prompt_key, num_workers=num_workers, cache_dir=cache_dir
         )
-        self._rows = self._usable_rows(filter_overlong_prompts)
+        self._rows = usable_rows(
+            self._table,
+            {prompt_key: self._tokens},
+            {prompt_key: ("data.max_prompt_length", max_prompt_length)},
+            truncation=truncation,
+            filter_overlong=filter_overlong_prompts,
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -100,54 +106,64 @@ class RLHFDataset:
         return fields
 
     def data_sources(self) -> set[str]:
-        """The values of the column that says how a row is scored."""
+        """Return the distinct values of the column that selects a row's scorer."""
         return sources_of(self._table, self.reward_fn_key)
 
     def no_sources(self) -> DataError:
-        """The error for files without that column, where it is needed."""
+        """Return the error for files without the column that selects a scorer, where one is needed."""
         return no_sources(self._table, self.reward_fn_key)
 
     def require_ground_truths(self, sources: Collection[str], *, by_model: bool) -> None:
-        """See :func:`strop.data.parquet.require_ground_truths`."""
+        """Raise as :func:`strop.data.parquet.require_ground_truths`."""
         require_ground_truths(self._table, self.reward_fn_key, sources, by_model=by_model)
 
-    def _usable_rows(self, filter_overlong: bool) -> np.ndarray:
-        """Numbers of the rows to serve, int64; applies the filter or the rule ``truncation="error"``."""
-        limit, lengths = self.max_prompt_length, self._tokens.lengths
-        overlong = np.flatnonzero(lengths > limit)
-        if not filter_overlong:
-            if self.truncation == "error" and len(overlong):
-                row = int(overlong[0])
-                raise self._table.error(
-                    row,
-                    self.prompt_key,
-                    f"the prompt has {lengths[row]} tokens, data.max_prompt_length is {limit} "
-                    f"({len(overlong)} of {len(lengths)} prompts are too long): raise the limit, or set "
-                    "data.truncation or data.filter_overlong_prompts",
-                )
-            return np.arange(len(lengths))
-        kept = np.flatnonzero(lengths <= limit)
-        if len(kept) == 0:
-            raise DataError(
-                f"{', '.join(self._table.files)}: all {len(lengths)} prompts are longer than "
-                f"data.max_prompt_length={limit} (the shortest has {lengths.min()} tokens)"
-            )
-        if len(overlong):
-            logger.warning(
-                "%s: dropped %d of %d prompts, longer than data.max_prompt_length=%d tokens",
-                ", ".join(self._table.files), len(overlong), len(lengths), limit,
-            )  # fmt: skip
-        return kept
+
+def usable_rows(
+    table: PromptTable,
+    tokens: Mapping[str, TokenizedPrompts],
+    limits: Mapping[str, tuple[str, int]],
+    *,
+    truncation: str,
+    filter_overlong: bool,
+) -> np.ndarray:
+    """Return the numbers of the rows to serve, int64.
+
+    ``tokens`` and ``limits`` (configuration key, tokens) are by column. With ``filter_overlong``, rows beyond
+    a limit are dropped with a warning; otherwise all rows are served, unless ``truncation`` is ``error``.
+
+    Raises :class:`DataError` for the first overlong row, or when no row is left.
+    """
+    fits = {column: found.lengths <= limits[column][1] for column, found in tokens.items()}
+    kept = np.flatnonzero(np.logical_and.reduce(list(fits.values())))
+    n_rows, n_overlong, files = len(table), len(table) - len(kept), ", ".join(table.files)
+    if not filter_overlong:
+        if truncation != "error" or not n_overlong:
+            return np.arange(n_rows)
+        row, column = min((int(np.argmin(fit)), column) for column, fit in fits.items() if not fit.all())
+        key, limit = limits[column]
+        raise table.error(
+            row,
+            column,
+            f"{tokens[column].lengths[row]} tokens, {key} is {limit} ({n_overlong} of {n_rows} rows are too "
+            "long): raise the limit, or set data.truncation or the filter of overlong rows",
+        )
+    named = " or ".join(dict.fromkeys(f"{key}={limit}" for key, limit in limits.values()))
+    if len(kept) == 0:
+        shortest = min(int(found.lengths.min()) for found in tokens.values())
+        raise DataError(f"{files}: all {n_rows} rows are longer than {named} (shortest: {shortest} tokens)")
+    if n_overlong:
+        logger.warning("%s: dropped %d of %d rows, longer than %s tokens", files, n_overlong, n_rows, named)
+    return kept
 
 
 def create_rl_dataset(
     files: Files, data_config: Any, tokenizer: PreTrainedTokenizerBase, processor: Any = None
 ) -> RLHFDataset:
-    """The data set that ``config.data`` describes. ``processor`` (images, video) must be None."""
+    """Build the data set that ``config.data`` describes. ``processor`` (images, video) must be None."""
     if processor is not None:
         raise DataError(
-            f"create_rl_dataset: a processor ({type(processor).__name__}) was given, but only "
-            "text is supported; pass None"
+            f"create_rl_dataset: found a processor ({type(processor).__name__}), but only text is supported; "
+            "pass None"
         )
     return RLHFDataset(
         files,
@@ -165,7 +181,7 @@ def create_rl_dataset(
 
 
 def truncate(ids: np.ndarray, limit: int, side: str) -> np.ndarray:
-    """At most ``limit`` ids, cut on the named side; ``middle`` keeps the first limit // 2 and the end."""
+    """Return at most ``limit`` ids, cut on ``side``; ``middle`` keeps the first limit // 2 and the end."""
     if len(ids) <= limit:
         return ids
     if side == "left":
@@ -183,39 +199,11 @@ def _row_index(fields: dict[str, Any], row_number: int) -> Any:
     return fields.get("index", row_number)
 
 
-# Parts of a data set.
+class Subset:
+    """The rows ``rows`` of ``dataset``."""
 
-
-class FirstRows:
-    """The first ``limit`` rows of ``dataset``, or all where there are fewer."""
-
-    def __init__(self, dataset: RowDataset, limit: int) -> None:
-        self.dataset = dataset
-        self._length = min(limit, len(dataset))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.dataset[row]
-
-    def data_sources(self) -> set[str]:
-        """Those of ``dataset``."""
-        return self.dataset.data_sources()
-
-
-class FirstOfEachSource:
-    """The first ``limit`` rows of every data source, in the order of ``dataset``."""
-
-    def __init__(self, dataset: RowDataset, limit: int) -> None:
-        self.dataset = dataset
-        self._rows: list[int] = []
-        taken: Counter[str] = Counter()
-        for row in range(len(dataset)):
-            source = dataset[row]["data_source"]
-            taken[source] += 1
-            if taken[source] <= limit:
-                self._rows.append(row)
+    def __init__(self, dataset: RowDataset, rows: Sequence[int]) -> None:
+        self.dataset, self._rows = dataset, rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -224,12 +212,33 @@ class FirstOfEachSource:
         return self.dataset[self._rows[row]]
 
     def data_sources(self) -> set[str]:
-        """Those of ``dataset``."""
+        """Return the data sources of the whole ``dataset``."""
         return self.dataset.data_sources()
 
 
+class FirstRows(Subset):
+    """The first ``limit`` rows of ``dataset``, or all if there are fewer."""
+
+    def __init__(self, dataset: RowDataset, limit: int) -> None:
+        super().__init__(dataset, range(min(limit, len(dataset))))
+
+
+class FirstOfEachSource(Subset):
+    """The first ``limit`` rows of every data source, in the order of ``dataset``."""
+
+    def __init__(self, dataset: RowDataset, limit: int) -> None:
+        taken: Counter[str] = Counter()
+        rows = []
+        for row in range(len(dataset)):
+            source = dataset[row]["data_source"]
+            taken[source] += 1
+            if taken[source] <= limit:
+                rows.append(row)
+        super().__init__(dataset, rows)
+
+
 def all_rows(dataset: RowDataset) -> RowDataset:
-    """The data set that ``dataset`` is a part of, or ``dataset`` itself."""
-    while isinstance(dataset, FirstRows | FirstOfEachSource):
+    """Return the data set of which ``dataset`` is a subset, or ``dataset`` itself."""
+    while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset

@@ -1,7 +1,6 @@
-"""All prompts of a table, or all responses -> token ids: in parallel when there are many, cached on disk.
+"""Token ids of a whole column: in parallel for many rows, cached on disk.
 
-Settings that only cut or filter (``max_prompt_length``, ``truncation``) are not part of the cache's key:
-the ids are stored whole.
+Cached ids are not truncated, so ``max_prompt_length`` and ``truncation`` are not part of the cache's key.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ import os
 import pickle
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("strop.data")
 
 Encode = Callable[[list[Any], Any], list[list[int]]]
-"""(values of a column, tokenizer) -> their token ids; a function of a module, for other processes."""
+"""(values of a column, tokenizer) -> token ids; a module-level function, so that it can be pickled."""
 Chunk = Sequence[Sequence[int] | np.ndarray]  # token ids of consecutive prompts
 
 CHUNK_ROWS = 1_000
-# A worker process spends some seconds on importing transformers. A fast tokenizer already uses all cores
-# for what it does in Rust, so its workers only share out the templates; one written in Python gains sooner.
+# A worker process takes seconds to import transformers. A fast tokenizer already uses all cores in Rust, so
+# processes only parallelize its templates; a tokenizer written in Python gains sooner.
 MIN_ROWS_FOR_PROCESSES = {"fast": 100_000, "slow": 5_000}
 MIN_ROWS_FOR_BAR = 5_000
 
@@ -63,7 +64,7 @@ class TokenizedPrompts:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each prompt, int64 [N]."""
+        """Tokens per prompt, int64 [N]."""
         return np.diff(self.offsets)
 
 
@@ -76,21 +77,18 @@ def tokenize_table(
     num_workers: int | None = None,
     cache_dir: str | Path | None = None,
 ) -> TokenizedPrompts:
-    """Token ids of the column ``prompt_key``, taken from the cache below ``cache_dir`` (None: no cache).
+    """Return token ids of the column ``prompt_key``, from the cache below ``cache_dir`` (None: no cache).
 
-    ``encode`` makes them. ``num_workers`` processes (None: one per core) are used where they pay off: from
+    ``encode`` computes them. ``num_workers`` processes (None: one per core) are used where they pay off: from
     100,000 rows on, or 5,000 with a tokenizer written in Python. Raises :class:`DataError` naming file, row
-    and field of the first value that cannot be used.
+    and field of the first unusable value.
     """
     cache = _cache_path(table, tokenizer, prompt_key, encode, cache_dir) if cache_dir is not None else None
     if cache is not None and (found := _load(cache, len(table))) is not None:
         return found
     workers = _cores() if num_workers is None else num_workers
     with progress_bar(f"tokenizing {prompt_key}", len(table), show=len(table) >= MIN_ROWS_FOR_BAR) as bar:
-        try:
-            chunks = _encode_all(table, tokenizer, prompt_key, encode, workers, bar)
-        except _ChunkError as error:
-            raise table.error(error.row, prompt_key, error.reason) from error
+        chunks = _encode_all(table, tokenizer, prompt_key, encode, workers, bar)
     result = _flatten(chunks)
     if cache is not None:
         _save(cache, result)
@@ -98,14 +96,8 @@ def tokenize_table(
 
 
 def _cores() -> int:
-    """Cores that this process may use, where the system tells (Linux), else all of them."""
+    """Return the number of cores this process may use (on Linux), else of all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class _ChunkError(Exception):
-    def __init__(self, row: int, reason: str) -> None:
-        super().__init__(row, reason)
-        self.row, self.reason = row, reason
 
 
 def _encode_all(
@@ -116,57 +108,48 @@ def _encode_all(
     workers: int,
     bar: Bar,
 ) -> list[Chunk]:
+    def collect(results: Generator[tuple[int, int, Callable[[], Chunk]]]) -> list[Chunk]:
+        chunks = []
+        with closing(results):  # after an error, cancel what is in flight
+            for start, stop, result in results:
+                try:
+                    chunks.append(result())
+                except PromptError as error:
+                    raise table.error(start + error.offset, prompt_key, error.reason) from error
+                bar.advance(stop - start)
+        return chunks
+
     enough = MIN_ROWS_FOR_PROCESSES["fast" if tokenizer.is_fast else "slow"]
     if workers > 1 and len(table) >= enough:
         try:
-            return _encode_in_processes(table, tokenizer, prompt_key, encode, workers, bar)
+            return collect(_in_processes(table, tokenizer, prompt_key, encode, workers))
         except (BrokenProcessPool, pickle.PicklingError, AttributeError, TypeError) as error:
-            # A script without `if __name__ == "__main__"` cannot spawn; a home-made tokenizer may not pickle.
+            # A script without `if __name__ == "__main__"` cannot spawn; a custom tokenizer may not pickle.
             logger.warning("tokenizing in one process: worker processes failed (%s)", error)
-    chunks: list[Chunk] = []
-    for start, stop in _chunk_bounds(len(table)):
-        try:
-            chunks.append(encode(table.values(prompt_key, start, stop), tokenizer))
-        except PromptError as error:
-            raise _ChunkError(start + error.offset, error.reason) from error
-        bar.advance(stop - start)
-    return chunks
+    return collect(
+        (start, stop, partial(encode, table.values(prompt_key, start, stop), tokenizer))
+        for start, stop in _chunk_bounds(len(table))
+    )
 
 
-def _encode_in_processes(
-    table: PromptTable,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_key: str,
-    encode: Encode,
-    workers: int,
-    bar: Bar,
-) -> list[Chunk]:
-    pickle.dumps(tokenizer)  # fails here and now, rather than in the pool's feeder thread
-    # spawn: forking a process in which torch has started its threads can deadlock.
+def _in_processes(
+    table: PromptTable, tokenizer: PreTrainedTokenizerBase, prompt_key: str, encode: Encode, workers: int
+) -> Generator[tuple[int, int, Callable[[], Chunk]]]:
+    """Yield first row, last row and the waiting function of every chunk, in order."""
+    pickle.dumps(tokenizer)  # fail here, not in the pool's feeder thread
+    # spawn: forking a process with torch's threads can deadlock.
     context = multiprocessing.get_context("spawn")
-    chunks: list[Chunk] = []
-    pending: deque[tuple[int, int, Future[Chunk]]] = deque()
-
-    def collect_oldest() -> None:
-        start, stop, future = pending.popleft()
-        try:
-            chunks.append(future.result())
-        except PromptError as error:
-            raise _ChunkError(start + error.offset, error.reason) from error
-        bar.advance(stop - start)
-
+    pending: deque[tuple[int, int, Callable[[], Chunk]]] = deque()
     with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer,)) as pool:
         try:
             for start, stop in _chunk_bounds(len(table)):
                 rows = table.values(prompt_key, start, stop)
-                pending.append((start, stop, pool.submit(_encode_chunk, rows, encode)))
-                if len(pending) > 4 * workers:  # enough to keep all busy, without all prompts in memory twice
-                    collect_oldest()
-            while pending:
-                collect_oldest()
+                pending.append((start, stop, pool.submit(_encode_chunk, rows, encode).result))
+                if len(pending) > 4 * workers:  # keep all busy without holding all prompts twice
+                    yield pending.popleft()
+            yield from pending
         finally:
             pool.shutdown(cancel_futures=True)
-    return chunks
 
 
 _worker_tokenizer: PreTrainedTokenizerBase | None = None
@@ -174,14 +157,14 @@ _worker_tokenizer: PreTrainedTokenizerBase | None = None
 
 def _start_worker(tokenizer: PreTrainedTokenizerBase) -> None:
     global _worker_tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # parallelism comes from the processes
     _worker_tokenizer = tokenizer
 
 
 def _encode_chunk(values: list[Any], encode: Encode = encode_prompts) -> Chunk:
     if _worker_tokenizer is None:
         raise RuntimeError("the worker process was not started by _start_worker")
-    # Arrays cross the process boundary in a tenth of the time that lists of ints take.
+    # Arrays are sent between processes in a tenth of the time of lists of ints.
     return [np.asarray(ids, dtype=np.int32) for ids in encode(values, _worker_tokenizer)]
 
 
@@ -197,14 +180,14 @@ def _flatten(chunks: list[Chunk]) -> TokenizedPrompts:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of everything that decides the token ids of a prompt."""
+    """Return a hash of everything that determines the token ids of a prompt."""
     import tokenizers
     import transformers
 
     backend = getattr(tokenizer, "backend_tokenizer", None)  # only fast tokenizers have one
     if backend is not None:
         model = json.loads(backend.to_str())
-        # Whoever padded a batch last leaves traces here; they do not touch our ids.
+        # Leftovers of the last padded batch; they do not change our ids.
         model.pop("padding", None)
         model.pop("truncation", None)
     else:
@@ -241,17 +224,17 @@ def _cache_path(
 
 
 def _load(path: Path, rows: int) -> TokenizedPrompts | None:
-    """The cached ids, or None when there are none or they cannot be trusted (zip carries checksums)."""
+    """Return cached ids, or None if there are none or they are damaged (zip has checksums)."""
     if not path.exists():
         return None
     try:
         with np.load(path, allow_pickle=False) as stored:
             found = TokenizedPrompts(stored["ids"], stored["offsets"])
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        logger.warning("the token cache %s is damaged (%s) and is made anew", path, error)
+        logger.warning("the token cache %s is damaged (%s); tokenizing again", path, error)
         return None
     if len(found) != rows or found.offsets[-1] != len(found.ids):
-        logger.warning("the token cache %s does not fit its data and is made anew", path)
+        logger.warning("the token cache %s does not match its data; tokenizing again", path)
         return None
     return found
 
@@ -260,5 +243,5 @@ def _save(path: Path, tokens: TokenizedPrompts) -> None:
     try:
         with atomic_path(path) as temporary, temporary.open("wb") as handle:
             np.savez(handle, ids=tokens.ids, offsets=tokens.offsets)
-    except OSError as error:  # a full disk or a read-only home costs time at the next start, nothing else
+    except OSError as error:  # a full disk or read-only home only costs time at the next start
         logger.warning("the token cache %s cannot be written: %s", path, error)

@@ -1,1 +1,1 @@
-"""How a model is trained: one protocol, one folder per back-end."""
+"""Training engines: the protocol in ``base``, one module or package per back-end."""

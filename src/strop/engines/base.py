@@ -1,138 +1,59 @@
-"""The seam between a role (actor, critic, reference, reward model) and whatever runs its model."""
+"""Interface between a role (actor, critic, reference, reward model) and the back-end that runs its model.
+
+``ModelSpec`` and ``EngineSpec`` describe what a worker needs, ``build_engine`` constructs the ``Engine`` of a
+strategy from them. Also here: device choice, the learning-rate schedule, and the hash of a model's weights.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from strop.config.backends import ENGINES, load_backend
 from strop.engines.micro_batches import MicroBatching
 from strop.errors import ConfigError
-from strop.models.base import RoleModel
 from strop.protocol import DataProto
 
 Outputs = dict[str, Tensor]
 
-
 Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
-
-
 """(outputs of the model, columns of the micro-batch) -> (loss to differentiate, metrics).
 
-The loss and the metrics are sums over this micro-batch divided by the denominators of the whole mini-batch,
-so that adding up micro-batches (and ranks) gives the figure of the mini-batch, however it was split.
+Loss and metrics are sums over this micro-batch divided by the denominators of the whole mini-batch, so they
+add up over micro-batches and ranks to the figures of the mini-batch.
 """
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did: the gradient norm before clipping, and whether it was skipped."""
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Description of a role's model, which the engine builds."""
 
-    grad_norm: float
-    skipped: bool
-
-
-class Engine(Protocol):
-    """Runs forward and backward passes over a batch and keeps the optimizer.
-
-    A new back-end is one new class with these methods; workers know nothing else about it.
-    """
-
-    autocast_dtype: torch.dtype | None
-
-    def infer(self, batch: DataProto, micro: MicroBatching, **options: Any) -> Outputs:
-        """Forward passes without gradient; outputs have the batch's rows in the batch's order."""
-        ...
-
-    def forward_backward(
-        self, batch: DataProto, loss: Loss, micro: MicroBatching, **options: Any
-    ) -> dict[str, float]:
-        """Accumulate the gradient of ``loss`` over a mini-batch; returns the sums of metrics and loss."""
-        ...
-
-    def optimizer_step(self, learning_rate: float) -> StepResult:
-        """Clip, step and clear the gradients; when they are not finite, skip the step."""
-        ...
-
-    def on_device(self) -> AbstractContextManager[None]:
-        """Inside, the weights are on the device, for an in-process rollout that shares them."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's whole weights by Hugging Face name, one at a time, tied ones once, detached.
-
-        Collective: every rank iterates to the end.
-        """
-        ...
-
-    def save(self, folder: Path, *, background: bool = False) -> None:
-        """Write model and optimizer state, so that training can go on exactly.
-
-        With ``background`` the state of now is written while training goes on; ``finish_save`` ends it and
-        tells its failure. The next save waits for it.
-        """
-        ...
-
-    def save_is_done(self) -> bool:
-        """Whether no background save is under way; does not wait. Any thread may ask."""
-        ...
-
-    def finish_save(self) -> None:
-        """Wait for the latest background save; ``CheckpointError`` when it failed, however often asked.
-
-        Any thread may call it, beside one that computes.
-        """
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Read what ``save`` wrote, on any number of ranks."""
-        ...
-
-    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True) -> None:
-        """Write a Hugging Face folder; without ``weights``, its configuration and tokenizer only."""
-        ...
-
-
-ENGINES: dict[str, str] = {"fsdp": "strop.engines.torch.engine:TorchEngine"}
-
-
-"""Name in ``actor.strategy`` and ``critic.strategy`` -> "module:class", imported when it is asked for."""
-
-
-def build_engine(strategy: str, module: RoleModel, **options: Any) -> Engine:
-    """Import the back-end of that name and construct it; ``ConfigError`` names the known ones."""
-    if strategy not in ENGINES:
-        raise ConfigError(f"strategy={strategy!r} has no engine (known: {', '.join(ENGINES)})")
-    module_name, _, class_name = ENGINES[strategy].partition(":")
-    return getattr(importlib.import_module(module_name), class_name)(module, **options)
-
-
-def pick_device(name: str) -> torch.device:
-    """``auto`` is the GPU when there is one; ``ConfigError`` for ``cuda`` where there is none."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("trainer.device=cuda: torch sees no GPU here; expected auto or cpu")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of forward passes. ``auto``: bfloat16 on a GPU, float32 on a CPU."""
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
-
-
-# What a worker tells an engine about optimizer, sharding and memory.
+    kind: Literal["policy", "value", "score", "pairs"]
+    """Forward pass: log-probs, values, scores of sequences, or scores of pairs of answers."""
+    path: Path
+    """Local Hugging Face folder or GGUF file."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the loader: override_config, trust_remote_code, attn_implementation."""
+    head_seed: int | None = None
+    """Seed of a new scalar head where the folder has none; None: that is an error."""
+    compute_dtype: str = "float32"
+    """auto, float32 or bfloat16; weights are float32."""
+    packed: bool = False
+    """Run passes on the real tokens alone."""
+    packing_key: str = "actor_rollout_ref.model.use_remove_padding"
+    """Configuration key of ``packed``, for errors."""
+    gradient_checkpointing: bool = False
+    keeps_reference_head: bool = False
+    """Keep a frozen copy of the output layer as loaded, for the full KL."""
 
 
 @dataclass(frozen=True)
@@ -145,35 +66,139 @@ class OptimizerSettings:
     grad_clip: float
 
 
-@dataclass(frozen=True)
-class ShardingSettings:
-    """Which modules are units, and how many ranks share one copy of the parameters, or one sequence."""
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """Where and how an engine runs its model."""
 
-    layer_classes: tuple[str, ...] = ()
-    """Names of the classes to shard as units; none: the model's own decoder layers."""
-    min_num_params: int = 0
-    """Instead, units of at least this many parameters; 0: by class."""
-    fsdp_size: int = -1
-    """Ranks that share one copy; -1: all. 1: every rank has its own."""
+    device: torch.device
+    world_size: int = 1
+    """Size of the worker group; above 1, ``torch.distributed`` is initialized."""
+    section: Any = None
+    """The strategy's configuration section (``EngineKind.section``)."""
     sequence_parallel_size: int = 1
-    """Neighbouring ranks that get the same batches and run passes over them together."""
+    """Neighbouring ranks that get the same rows and share their sequences."""
+    optimizer: OptimizerSettings | None = None
+    """None: inference only."""
 
 
 @dataclass(frozen=True)
-class OffloadSettings:
-    """What waits in CPU memory; on a CPU nothing moves."""
+class StepResult:
+    """Outcome of an optimizer step: gradient norm before clipping, and True if the step was skipped."""
 
-    parameters: bool = False
-    optimizer: bool = False
+    grad_norm: float
+    skipped: bool
 
 
-# The learning rate as a pure function of the iteration (NUMERICS: schedules and steps).
+class Engine(Protocol):
+    """Runs forward and backward passes over a batch and keeps the optimizer.
+
+    A new back-end is one class with these methods and an entry in ``ENGINES``.
+    """
+
+    autocast_dtype: torch.dtype | None
+
+    @classmethod
+    def build(cls, model: ModelSpec, spec: EngineSpec) -> Engine:
+        """Load the model and construct its engine. Collective."""
+        ...
+
+    @staticmethod
+    def data_parallel_place(
+        rank: int, world_size: int, *, section: Any, sequence_parallel_size: int
+    ) -> tuple[int, int]:
+        """Return the part of a batch's rows that ``rank`` gets, and the number of parts."""
+        ...
+
+    @property
+    def shareable_model(self) -> PreTrainedModel | None:
+        """The module that a rollout in this process may generate with; None if the weights are sharded."""
+        ...
+
+    def infer(self, batch: DataProto, micro: MicroBatching, **options: Any) -> Outputs:
+        """Run forward passes without gradient; outputs have the batch's rows in the batch's order."""
+        ...
+
+    def forward_backward(
+        self, batch: DataProto, loss: Loss, micro: MicroBatching, **options: Any
+    ) -> dict[str, float]:
+        """Accumulate the gradient of ``loss`` over a mini-batch; return the sums of metrics and loss."""
+        ...
+
+    def optimizer_step(self, learning_rate: float) -> StepResult:
+        """Clip, step and clear the gradients; skip the step if they are not finite."""
+        ...
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Keep the weights on the device in the body, for a rollout that shares them."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole weights by Hugging Face name, one at a time, tied ones once, detached.
+
+        Collective: every rank must iterate to the end.
+        """
+        ...
+
+    def set_config(self, entries: Mapping[str, Any]) -> None:
+        """Set entries of the exported ``config.json``; None removes one."""
+        ...
+
+    def save(self, folder: Path, *, background: bool = False) -> None:
+        """Write model and optimizer state for an exact resume.
+
+        With ``background`` the current state is copied and written while training goes on; ``finish_save``
+        waits for it and raises its failure. The next save waits for it.
+        """
+        ...
+
+    def save_is_done(self) -> bool:
+        """Return True if no background save is running. Does not block; thread-safe."""
+        ...
+
+    def finish_save(self) -> None:
+        """Wait for the latest background save; every call raises ``CheckpointError`` if it failed.
+
+        Thread-safe, also while another thread computes.
+        """
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read what ``save`` wrote, on any number of ranks."""
+        ...
+
+    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True) -> None:
+        """Write a Hugging Face folder; without ``weights``, only its configuration and tokenizer."""
+        ...
+
+
+def engine_class(strategy: str) -> type[Engine]:
+    """Import the engine of ``strategy``; ``ConfigError`` with the known names if there is none."""
+    if strategy not in ENGINES:
+        raise ConfigError(f"strategy={strategy!r} has no engine (known: {', '.join(ENGINES)})")
+    return load_backend(ENGINES[strategy].engine)
+
+
+def build_engine(strategy: str, model: ModelSpec, spec: EngineSpec) -> Engine:
+    """Construct the engine of ``strategy``; ``ConfigError`` with the known names if there is none."""
+    return engine_class(strategy).build(model, spec)
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of ``trainer.device``; ``auto`` is a GPU if there is one.
+
+    Raises ``ConfigError`` for ``cuda`` without a GPU.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device=cuda: torch finds no GPU; expected auto or cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 def learning_rate_factor(
     iteration: int, *, total: int, warmup_ratio: float, style: str, min_ratio: float | None
 ) -> float:
-    """What the base learning rate is multiplied with at ``iteration`` (counted from 0) of ``total``.
+    """Return the factor of the learning rate at ``iteration`` (from 0) of ``total`` (NUMERICS: schedules).
 
     Warm-up: (iteration + 1) / W over the first W = int(warmup_ratio x total) iterations. After it: 1
     (``constant``), a half cosine (``cosine``) or a line (``linear``) from 1 towards ``min_ratio`` (null: 0).
@@ -190,13 +215,10 @@ def learning_rate_factor(
     return floor + (1 - floor) * (1 - progress)
 
 
-# One number for all weights: what runs that must be equal are compared by.
-
-
 def weights_hash(named_weights: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names and the SHA-256 of bytes, in name order; one tensor at a time is held.
+    """Return SHA-256 over names and the SHA-256 of bytes, in name order, holding one tensor at a time.
 
-    Equal exactly when every parameter is bit-identical, in whatever order and from how many ranks they come.
+    Equal if and only if every parameter is bit-identical, independent of their order and sharding.
     """
     digests = {
         name: hashlib.sha256(weight.detach().cpu().contiguous().view(torch.uint8).numpy()).digest()

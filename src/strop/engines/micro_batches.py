@@ -1,4 +1,6 @@
-"""Cut a batch into micro-batches. How it is cut changes memory and speed, never a number.
+"""Split a batch into micro-batches. The split changes memory and speed, never a result.
+
+Rows of similar length share a micro-batch, and columns that are padding in all of them are dropped.
 
 Shapes: B rows, L = P + T padded columns of a sequence, T padded response columns.
 """
@@ -17,19 +19,18 @@ from strop.protocol import DataProto
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """Either ``rows`` sequences at a time, or as many as fit under ``max_tokens`` (dynamic batching)."""
+    """Size of micro-batches: ``rows`` sequences, or as many as fit under ``max_tokens``."""
 
     rows: int | None = None
     max_tokens: int | None = None
 
     def split(self, batch: DataProto, at_least: int = 1, *, packed: bool = False) -> list[Tensor]:
-        """Row indices of each micro-batch. Rows of like length share one, so that little of it is padding.
+        """Return the row indices of each micro-batch; rows of similar length share one.
 
-        Of those that are to be ``packed``, the samples of a prompt share one as far as they fit.
-        ``max_tokens`` bounds what is left of a micro-batch after ``trim``, rows x columns, or its real tokens
-        if they are to be ``packed``, and is strict: a single row above it is a ``ConfigError``. Fewer
-        micro-batches than ``at_least`` are halved until there are so many; when there are not as many rows,
-        the last ones are empty.
+        With ``packed`` the samples of a prompt share one as far as they fit. ``max_tokens`` bounds rows x
+        columns of a micro-batch after ``trim``, or its real tokens with ``packed``; one row above it is a
+        ``ConfigError``. The longest micro-batches are halved until there are ``at_least`` many; with fewer
+        rows the last ones are empty.
         """
         pieces = self._pieces(batch, packed)
         while len(pieces) < at_least:
@@ -66,7 +67,7 @@ class MicroBatching:
 
 
 def _prompts_together(order_B: Tensor, first_B: Tensor) -> Tensor:
-    """The rows in this order, each followed by the others with its prompt, which packed passes share."""
+    """Reorder rows so that those with one prompt are adjacent, at the place of the first of them."""
     prompt_B = first_B[order_B]
     places_B = torch.arange(len(order_B))
     earliest_B = torch.full_like(places_B, len(places_B)).scatter_reduce(0, prompt_B, places_B, "amin")
@@ -74,10 +75,10 @@ def _prompts_together(order_B: Tensor, first_B: Tensor) -> Tensor:
 
 
 def trim(batch: DataProto) -> dict[str, Tensor]:
-    """The tensors of a micro-batch without the columns that are padding in every row.
+    """Return the tensors of a micro-batch without the columns that are padding in every row.
 
-    Columns as wide as ``attention_mask`` [B, L] lose them on both sides, columns as wide as
-    ``response_mask`` [B, T] on the right. At least one prompt and one response column stay.
+    Tensors as wide as ``attention_mask`` [B, L] are cut on both sides, tensors as wide as ``response_mask``
+    [B, T] on the right. At least one prompt and one response column remain.
     """
     width, response_width = batch.batch["attention_mask"].shape[1], _response_width(batch)
     first_B, end_B = _extents(batch)
@@ -94,12 +95,12 @@ def trim(batch: DataProto) -> dict[str, Tensor]:
 
 
 def _response_width(batch: DataProto) -> int:
-    """T; 0 where the batch does not say."""
+    """Return T; 0 without a ``response_mask``."""
     return batch.batch["response_mask"].shape[1] if "response_mask" in batch else 0
 
 
 def _extents(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """The first column [B] that each row needs, and the one after its last."""
+    """Return the first column [B] that each row needs, and the one after its last."""
     mask_BL, response_width = batch.batch["attention_mask"].bool().int(), _response_width(batch)
     width = mask_BL.shape[1]
     first_B = mask_BL.argmax(dim=1)
@@ -111,7 +112,7 @@ def _extents(batch: DataProto) -> tuple[Tensor, Tensor]:
 
 
 def restore(pieces: list[dict[str, Tensor]], rows: list[Tensor], response_width: int) -> dict[str, Tensor]:
-    """Put the outputs of micro-batches back into the batch's order and width."""
+    """Concatenate the outputs of micro-batches in the batch's order and width."""
     order = torch.argsort(torch.cat(rows))
     whole = {}
     for name in pieces[0]:

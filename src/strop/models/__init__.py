@@ -1,1 +1,1 @@
-"""Hugging Face models as the trainer needs them: loading, and the policy, value and reward forward passes."""
+"""Hugging Face models: loading, and the forward passes of policy, critic and reward model."""

@@ -1,12 +1,17 @@
-"""Models without weights, and where their weights come from: read one tensor at a time.
+"""Build models on the meta device, and read their weights one tensor at a time.
 
-A sharded model is built with its parameters on the meta device, sharded, and only then given memory, so
-that no process ever holds all of it.
+A sharded model is built without memory for its parameters, sharded, and only then allocated and filled, so
+that no process ever holds all of it. Only parameters are on the meta device: buffers (rotary frequencies,
+a user's constants) are computed in constructors, and ``torch.device("meta")`` would lose their values.
+
+``torch.distributed.checkpoint.HuggingFaceStorageReader`` reads neither GGUF, .bin or converted weights nor
+fresh heads, and knows no aliases of names, so it could replace a part of ``WeightSource.stream`` only.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -24,11 +30,11 @@ from transformers import (
 )
 
 from strop.errors import ModelError
-from strop.models.loader import fresh_head, load_causal_lm, load_model_config, load_scorer
+from strop.models.loader import fresh_head, load_causal_lm, load_model_config, load_scorer, persistent_buffers
 
 
 class WeightSource:
-    """The weights of one model on disk, by the parameter names of the model in memory."""
+    """Weights of a model on disk, by the parameter names of the model in memory."""
 
     def __init__(
         self,
@@ -38,28 +44,31 @@ class WeightSource:
         load: Callable[[], PreTrainedModel],
         fresh: Mapping[str, Callable[[], Tensor]],
     ) -> None:
-        """``load`` reads the whole model by transformers; ``fresh`` makes weights that the files may lack."""
+        """Find the files of every parameter, and fill the buffers that the files hold.
+
+        ``load`` reads the whole model by transformers; ``fresh`` makes weights that the files may lack.
+        """
         self._load = load
         self._fresh = fresh
         self._files = _find(model, Path(path), fresh)
-        buffers = _persistent_buffers(model)
+        buffers = dict(persistent_buffers(model))
         if buffers and self._files is None:
             raise ModelError(
-                f"model {path}: {sorted(buffers)[0]} is a buffer that has to be read with the weights, and "
-                "several ranks read such models from safetensors files only; convert it with save_pretrained"
+                f"model {path}: {sorted(buffers)[0]} is a buffer that has to be read with the weights; on "
+                "several ranks that needs safetensors files only; convert the model with save_pretrained"
             )
         _fill(buffers, model.base_model_prefix, Path(path))
 
     @property
     def readable(self) -> bool:
-        """Whether the files are safetensors that hold the tensors as the model has them.
+        """True if safetensors files hold every tensor as the model has it.
 
-        Otherwise (GGUF, quantized or converted weights) ``stream`` reads the whole model first.
+        Otherwise (GGUF, .bin, quantized or converted weights) ``stream`` reads the whole model first.
         """
         return self._files is not None
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in float32, tied ones once. ``ModelError`` when it cannot be read."""
+        """Yield every parameter in float32, tied ones once. Raises ``ModelError`` if one cannot be read."""
         if self._files is None:
             yield from ((name, weight.detach()) for name, weight in self._load().named_parameters())
             return
@@ -76,7 +85,7 @@ class WeightSource:
 
 
 def defer_causal_lm(path: str | Path, **options: Any) -> tuple[PreTrainedModel, WeightSource]:
-    """What ``load_causal_lm`` loads with the same options: a model on the meta device, and its weights."""
+    """Build the model of ``load_causal_lm`` on the meta device; return it with the source of its weights."""
     model = _without_weights(AutoModelForCausalLM, path, **options)
     return model, WeightSource(model, path, load=lambda: load_causal_lm(path, **options), fresh={})
 
@@ -84,7 +93,7 @@ def defer_causal_lm(path: str | Path, **options: Any) -> tuple[PreTrainedModel, 
 def defer_scorer(
     path: str | Path, *, fresh_head_seed: int | None, **options: Any
 ) -> tuple[PreTrainedModel, WeightSource]:
-    """What ``load_scorer`` loads with the same options: a model on the meta device, and its weights."""
+    """Build the model of ``load_scorer`` on the meta device; return it with the source of its weights."""
     model = _without_weights(AutoModelForSequenceClassification, path, num_labels=1, **options)
     fresh = {}
     head = getattr(model, "score", None)
@@ -106,9 +115,7 @@ def _without_weights(
     attn_implementation: str | None = None,
     num_labels: int | None = None,
 ) -> PreTrainedModel:
-    config = load_model_config(
-        path, override_config=override_config or {}, trust_remote_code=trust_remote_code
-    )
+    config = load_model_config(path, override_config=override_config, trust_remote_code=trust_remote_code)
     if num_labels is not None:
         config.num_labels = num_labels
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -124,35 +131,33 @@ def _without_weights(
     return model
 
 
+_building = threading.local()
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    del module, name
+    if not getattr(_building, "on_meta", False) or parameter.is_meta:  # a tied one stays the same object
+        return None
+    return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+
+# Torch's hooks are global and iterated without a lock, so this one is registered once, for all threads, and
+# acts in a thread that is inside `_parameters_on_meta`: another thread may build its model at the same time.
+register_module_parameter_registration_hook(_to_meta)  # ty: ignore[invalid-argument-type]
+
+
 @contextmanager
 def _parameters_on_meta() -> Generator[None]:
-    """Inside, modules are built with parameters on the meta device and buffers with their real values."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # a tied one stays the same object
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_on_meta  # ty: ignore[invalid-assignment]
+    """Build modules in this thread with parameters on the meta device and buffers with their values."""
+    _building.on_meta = True
     try:
         yield
     finally:
-        nn.Module.register_parameter = register
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are saved with a model, such as the routing bias of some mixtures of experts."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, owner in model.named_modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-        if name not in owner._non_persistent_buffers_set
-    }
+        _building.on_meta = False
 
 
 def _fill(buffers: Mapping[str, Tensor], base_prefix: str, path: Path) -> None:
-    """Read the buffers that the files hold; others keep the values that the model was built with."""
+    """Read the buffers that the files hold; others keep their values from construction."""
     stored = _keys(path) if buffers else {}
     for name, buffer in buffers.items():
         key = next((key for key in _aliases(name, base_prefix) if key in stored), None)
@@ -163,7 +168,7 @@ def _fill(buffers: Mapping[str, Tensor], base_prefix: str, path: Path) -> None:
 
 
 def _aliases(name: str, base_prefix: str) -> tuple[str, str, str]:
-    """The keys under which files may have a tensor: with and without the prefix of the base model."""
+    """Return the keys under which files may hold a tensor: with and without the base model's prefix."""
     return name, f"{base_prefix}.{name}", name.removeprefix(f"{base_prefix}.")
 
 
@@ -171,7 +176,7 @@ _Places = dict[str, tuple[Path, str] | None]
 
 
 def _find(model: PreTrainedModel, path: Path, fresh: Mapping[str, Any]) -> _Places | None:
-    """File and key of every parameter (None: to be made); None if the files hold something else."""
+    """Return file and key of every parameter (None: make it fresh); None if the files cannot be streamed."""
     config: PretrainedConfig = model.config
     if getattr(config, "quantization_config", None) is not None:
         return None
@@ -197,15 +202,15 @@ def _find(model: PreTrainedModel, path: Path, fresh: Mapping[str, Any]) -> _Plac
 
 
 def _keys(path: Path) -> dict[str, Path]:
-    """Every key of the folder's safetensors files, with its file."""
+    """Return key -> file over the folder's safetensors files."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     try:
-        if not single.is_file() and index.is_file():  # as transformers chooses, where there are both
+        if not single.is_file() and index.is_file():  # transformers' choice where there are both
             return {key: path / file for key, file in json.loads(index.read_text())["weight_map"].items()}
         with safe_open(single, framework="pt") as tensors:
             return dict.fromkeys(tensors.keys(), single)
     except (OSError, ValueError, KeyError, SafetensorError):
-        return {}  # the load by transformers says what is wrong
+        return {}  # loading by transformers reports what is wrong
 
 
 def _fits(file: Path, key: str, weight: Tensor) -> bool:

@@ -1,4 +1,7 @@
-"""Load Hugging Face folders and GGUF files: float32 master weights, no dropout, left padding."""
+"""Load models and tokenizers from Hugging Face folders and GGUF files.
+
+Models have float32 weights and no dropout; tokenizers pad on the left.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from strop.errors import MissingExtraError, ModelError
 
 @contextlib.contextmanager
 def no_progress_bars() -> Generator[None]:
-    """Inside, transformers draws no progress bars."""
+    """Disable transformers' progress bars in the body."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -41,8 +44,15 @@ def no_progress_bars() -> Generator[None]:
             logging.enable_progress_bar()
 
 
+def dtype_named(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype called ``name``; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, name)
+
+
 def import_external_lib(names: str | list[str] | None) -> None:
-    """Import the packages that register a user's own models or tokenizers with transformers."""
+    """Import packages that register a user's models or tokenizers with transformers."""
     for name in [names] if isinstance(names, str) else names or []:
         try:
             importlib.import_module(name)
@@ -51,12 +61,10 @@ def import_external_lib(names: str | list[str] | None) -> None:
 
 
 def locate(path: str | Path) -> dict[str, Any]:
-    """The arguments by which transformers finds a model: a folder, a folder with one GGUF file, or that file.
+    """Return the ``from_pretrained`` arguments of a folder, a folder with one GGUF file, or that file.
 
-    A name on a hub is none of them: ``strop.data.hub`` makes a folder of it.
-
-    Raises ``ModelError`` when there is nothing to load, ``MissingExtraError`` when GGUF support is not
-    installed.
+    ``strop.data.hub`` turns names on the hub into folders. Raises ``ModelError`` if there is nothing to load,
+    ``MissingExtraError`` if a GGUF file needs packages that are not installed.
     """
     path = Path(path)
     gguf_files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
@@ -74,10 +82,13 @@ def locate(path: str | Path) -> dict[str, Any]:
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """A tokenizer that pads on the left; without a pad token the end token pads: masks come from lengths."""
+    """Load a tokenizer that pads on the left.
+
+    The end token pads where there is no pad token: masks are made from lengths, never from ids.
+    """
     alone = Path(path) / "tokenizer_config.json"
     located = {"pretrained_model_name_or_path": str(path)} if alone.is_file() else locate(path)
-    # By its name AutoTokenizer would take the model type's class, and with it another pre-tokenizer.
+    # AutoTokenizer would pick the class of the model type (for Qwen2 with another pre-tokenizer).
     kind = PreTrainedTokenizerFast if _is_only_its_file(Path(path)) else AutoTokenizer
     try:
         tokenizer: Any = kind.from_pretrained(**located, trust_remote_code=trust_remote_code)
@@ -95,7 +106,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 
 def _require_vocabulary(tokenizer: Any, path: str | Path) -> None:
-    """``ModelError`` when it is what transformers makes of a folder without tokenizer files: an empty one."""
+    """Raise ``ModelError`` for the empty tokenizer that transformers makes of a folder without its files."""
     special = set(tokenizer.all_special_ids)
     if len(tokenizer) > len(special):
         return
@@ -103,26 +114,26 @@ def _require_vocabulary(tokenizer: Any, path: str | Path) -> None:
     found = f"a tokenizer with no more than {sorted(tokenizer.all_special_tokens)}" if has_files else "none"
     raise ModelError(
         f"model path {path}: expected tokenizer files (tokenizer.json, with tokenizer_config.json), found "
-        f"{found}; copy the model's into the folder, or name another folder that has them (data.tokenizer)"
+        f"{found}; copy the model's files there, or set data.tokenizer to a folder that has them"
     )
 
 
 def _is_only_its_file(folder: Path) -> bool:
-    """Whether a folder's tokenizer is what its ``tokenizer.json`` says, and no class of a model's."""
+    """Return True if ``tokenizer.json`` alone defines the folder's tokenizer, and no model-specific class."""
     settings = folder / "tokenizer_config.json"
     if not settings.is_file() or not (folder / "tokenizer.json").is_file():
         return False
     try:
         named = json.loads(settings.read_text()).get("tokenizer_class")
-    except ValueError:  # whoever loads it says what is wrong
+    except ValueError:  # loading reports what is wrong
         return False
     return named in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def load_model_config(
-    path: str | Path, *, override_config: Mapping[str, Any], trust_remote_code: bool = False
+    path: str | Path, *, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """The model's configuration with every dropout at 0, then ``override_config`` on top."""
+    """Load the model's configuration with every dropout at 0, then apply ``override_config``."""
     try:
         config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -132,19 +143,35 @@ def load_model_config(
     for key, value in list(config.to_dict().items()):
         if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_drop"))):
             setattr(config, key, 0.0)
-    for key, value in override_config.items():
+    for key, value in (override_config or {}).items():
         setattr(config, key, value)
     return config
 
 
-def _load(auto_class: Any, path: str | Path, config: PretrainedConfig, **options: Any) -> tuple[Any, dict]:
-    if options.get("attn_implementation") is None:
-        options.pop("attn_implementation", None)
-    bars = contextlib.nullcontext() if sys.stderr.isatty() else no_progress_bars()  # not into a log
+def _load(
+    auto_class: Any,
+    path: str | Path,
+    *,
+    num_labels: int | None = None,
+    override_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> tuple[Any, set[str]]:
+    """Load a model; return it with the names of weights that the files lack."""
+    config = load_model_config(path, override_config=override_config, trust_remote_code=trust_remote_code)
+    if num_labels is not None:
+        config.num_labels = num_labels
+    attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    bars = contextlib.nullcontext() if sys.stderr.isatty() else no_progress_bars()  # keep logs clean
     try:
         with bars:
             model, loading = auto_class.from_pretrained(
-                **locate(path), config=config, dtype=torch.float32, output_loading_info=True, **options
+                **locate(path),
+                config=config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
+                **attention,
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, ModelError | MissingExtraError):
@@ -155,66 +182,36 @@ def _load(auto_class: Any, path: str | Path, config: PretrainedConfig, **options
             raise ModelError(
                 f"model {path}: its weights are quantized, and quantized weights cannot be trained"
             )
-        quantizer.remove_quantization_config(model)  # a GGUF file, unpacked: an ordinary model from here on
-    return model, loading
+        quantizer.remove_quantization_config(model)  # an unpacked GGUF file is an ordinary model
+    return model, set(loading["missing_keys"])
 
 
-def load_causal_lm(
-    path: str | Path,
-    *,
-    override_config: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
-) -> PreTrainedModel:
-    """A causal language model with float32 weights and no dropout."""
-    config = load_model_config(
-        path, override_config=override_config or {}, trust_remote_code=trust_remote_code
-    )
-    model, loading = _load(
-        AutoModelForCausalLM,
-        path,
-        config,
-        trust_remote_code=trust_remote_code,
-        attn_implementation=attn_implementation,
-    )
-    if loading["missing_keys"]:
-        raise ModelError(f"model {path}: no weights for {sorted(loading['missing_keys'])[:5]}")
+def load_causal_lm(path: str | Path, **options: Any) -> PreTrainedModel:
+    """Load a causal language model with float32 weights and no dropout.
+
+    ``options``: override_config, trust_remote_code, attn_implementation.
+    """
+    model, missing = _load(AutoModelForCausalLM, path, **options)
+    if missing:
+        raise ModelError(f"model {path}: no weights for {sorted(missing)[:5]}")
     return model
 
 
-def load_scorer(
-    path: str | Path,
-    *,
-    fresh_head_seed: int | None,
-    override_config: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
-) -> PreTrainedModel:
-    """A sequence-classification model with one output: the shape of a reward model and of a critic.
+def load_scorer(path: str | Path, *, fresh_head_seed: int | None, **options: Any) -> PreTrainedModel:
+    """Load a sequence-classification model with one output, for a reward model or a critic.
 
-    A folder without a ``score`` layer (a language model) gets a fresh one, without bias, by ``fresh_head``;
-    with ``fresh_head_seed=None`` (a reward model) that is a ``ModelError``.
+    A folder without a ``score`` layer (a language model) gets a new one by ``fresh_head``; with
+    ``fresh_head_seed=None`` (a reward model) that is a ``ModelError``. ``options`` as in ``load_causal_lm``.
     """
-    config = load_model_config(
-        path, override_config=override_config or {}, trust_remote_code=trust_remote_code
-    )
-    config.num_labels = 1
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # a missing score layer is dealt with below, not a warning
+    logging.set_verbosity_error()  # a missing score layer is handled below
     try:
-        model, loading = _load(
-            AutoModelForSequenceClassification,
-            path,
-            config,
-            trust_remote_code=trust_remote_code,
-            attn_implementation=attn_implementation,
-        )
+        model, missing = _load(AutoModelForSequenceClassification, path, num_labels=1, **options)
     finally:
         logging.set_verbosity(verbosity)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ModelError(f"model {path}: {type(model).__name__} has no bias-free linear `score` layer")
-    missing = set(loading["missing_keys"])
     if "score.weight" in missing:
         if fresh_head_seed is None:
             raise ModelError(f"reward model {path}: no weights for its score layer; is it a language model?")
@@ -226,13 +223,21 @@ def load_scorer(
 
 
 def fresh_head(hidden: int, seed: int) -> Tensor:
-    """Weights [1, H] of a scalar head from N(0, 1/(H + 1)) (Stiennon et al. 2020, appendix)."""
+    """Draw weights [1, H] of a scalar head from N(0, 1/(H + 1)) (Stiennon et al. 2020, appendix)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((1, hidden), generator=generator) * (hidden + 1) ** -0.5
 
 
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that are saved with a model; every rank holds them whole."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends a response: the tokenizer's and those of the generation configuration."""
+    """Return every id that ends a response: the tokenizer's and those of the generation configuration."""
     declared = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
     return sorted(token_id for token_id in ids if token_id is not None)

@@ -1,11 +1,11 @@
-"""Forward passes without padding: the real tokens of a micro-batch in one row, each sequence by itself.
+"""Forward passes without padding: the real tokens of a micro-batch in one row.
 
-Every layer but attention treats tokens one by one, so it runs on the packed row as it is. Attention is
-variable-length: flash-attention's own where the model was loaded with it, and otherwise scaled dot-product
-attention over one sequence after another, so that nothing grows with the square of the packed length.
+Every layer but attention treats tokens independently and runs on the packed row unchanged. Attention is
+variable-length (``strop.models.attention``): flash-attention's kernel, or scaled dot-product attention per
+sequence, so that nothing grows with the square of the packed length. ``check_packable`` (by configuration)
+and ``check_packed_pass`` (by a comparison with a padded pass) refuse model families for which this is wrong.
 
-Shapes: B padded rows of L columns, N real tokens in all of them, S sequences of one length K (a run),
-Q query heads, G key-value heads, D head size, H hidden.
+Shapes: B padded rows of L columns, N real tokens, n tokens of this rank's piece, H hidden.
 """
 
 from __future__ import annotations
@@ -13,40 +13,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from strop.errors import ModelError
-from strop.models.attention import (
-    _PACKED,
-    Runs,
-    _packed_attention,
-    _row_attention,
-    is_flash,
-    packed_attention,
-    portable_attention,
-)
+from strop.models.attention import Runs, is_flash, packed_attention, portable_attention, row_attention
 from strop.models.ulysses import SequenceGroup, SharedRow
 
-if TYPE_CHECKING:
-    pass
-
-
-"""(S, K) of each run: so many neighbouring sequences of the same length."""
-
-
-"""Tokens of a sequence. Torch's bfloat16 attention on a CPU takes longer than float32 with its casts: forward
-and backward 3.0 times as long with 96 tokens, 1.8 to 2.3 with 128, 1.2 with 256, and as long with 512."""
-
-
-AttentionInterface.register(_PACKED, _packed_attention)
+_WINDOW = 2
+"""Sliding window in a check: shorter than the check's sequences."""
 
 
 class Packing:
-    """Where the real tokens of padded rows stand in one packed row, or in the pieces of a ``group``."""
+    """Places of the real tokens of padded rows in one packed row, or in the pieces of a ``group``."""
 
     def __init__(self, attention_mask_BL: Tensor, group: SequenceGroup | None = None) -> None:
         self._mask_BL = attention_mask_BL.bool()
@@ -55,24 +37,21 @@ class Packing:
         self.group = group
 
     def pack(self, values_BL: Tensor) -> Tensor:
-        """[1, N]: the columns of the first row that are no padding, then those of the second, and so on.
-
-        With a group, this rank's piece of it.
-        """
+        """Return the real columns [1, N], row after row; with a group, this rank's piece."""
         row_N = values_BL[self._mask_BL]
         return (row_N if self.group is None else self.group.piece(row_N))[None]
 
     def places(self, chosen_BL: Tensor) -> Tensor:
-        """Where in the packed row the ``chosen_BL`` tokens are; none of them may be padding.
+        """Return the places in the packed row of the ``chosen_BL`` tokens, none of which may be padding.
 
-        With a group, where in the piece that each is in.
+        With a group: the places within their pieces.
         """
         places = self._place_BL[chosen_BL]
         return places if self.group is None else places % self.group.piece_length(sum(self._lengths))
 
     @property
     def own_BL(self) -> Tensor:  # noqa: N802 - a tensor
-        """The real tokens that this rank has."""
+        """Real tokens that this rank holds."""
         if self.group is None:
             return self._mask_BL
         length = self.group.piece_length(sum(self._lengths))
@@ -84,15 +63,15 @@ class Packing:
 
     @property
     def runs(self) -> Runs:
-        """The sequences in their order, neighbours of equal length together."""
+        """Sequences in order, neighbours of equal length together."""
         return tuple((len(list(same)), length) for length, same in itertools.groupby(self._lengths))
 
     def options(self, implementation: str) -> dict[str, Any]:
-        """How attention, loaded as ``implementation``, is told where sequences end and what ranks have."""
+        """Return the options that tell attention (loaded as ``implementation``) where sequences end."""
         ends = self._ends(implementation)
         if self.group is None:
             return ends
-        row = SharedRow(self.group, sum(self._lengths), _row_attention(implementation))
+        row = SharedRow(self.group, sum(self._lengths), row_attention(implementation))
         return {**ends, "shared_row": row}
 
     def _ends(self, implementation: str) -> dict[str, Any]:
@@ -110,9 +89,9 @@ class Packing:
 
 
 def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], packing: Packing) -> Tensor:
-    """The last hidden states [N, H] of the packed row, or [n, H] of this rank's piece.
+    """Return the last hidden states [N, H] of the packed row, or [n, H] of this rank's piece.
 
-    One forward pass of the decoder without a cache.
+    Runs one forward pass of the decoder without a cache.
     """
     options = packing.options(model.config._attn_implementation)
     with packed_attention(model, packing.group):
@@ -125,17 +104,10 @@ def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], pa
         ).last_hidden_state[0]
 
 
-# Which models can be packed: by their configuration before weights are read, and by trying it after.
-
-_WINDOW = 2
-
-"""The sliding window of a check: shorter than its sequences, as real windows are shorter than real ones."""
-
-
 def check_packable(model: PreTrainedModel, key: str) -> None:
-    """``ModelError`` for attention that cannot be replaced or told where sequences end; needs no weights.
+    """Raise ``ModelError`` for attention that cannot be replaced or take lengths; needs no weights.
 
-    ``key`` is the configuration's key that asked for packed passes.
+    ``key`` is the configuration key that requested packed passes.
     """
     config = model.config.get_text_config()
     implementation = model.config._attn_implementation
@@ -156,11 +128,11 @@ def check_packable(model: PreTrainedModel, key: str) -> None:
 
 @torch.no_grad()
 def check_packed_pass(model: PreTrainedModel, key: str, group: SequenceGroup | None = None) -> None:
-    """``ModelError`` when tokens of one sequence change another's hidden states; needs the weights.
+    """Raise ``ModelError`` if tokens of one sequence change another's hidden states; needs the weights.
 
-    Three short sequences, packed and padded: a family that mixes tokens anywhere but in attention, counts
-    positions by itself or keeps its sliding window to its mask would otherwise train on wrong numbers. The
-    ranks of a ``group`` share the sequences.
+    Compares three short sequences, packed and padded. It detects families that mix tokens outside attention,
+    count positions themselves, or apply a sliding window in the mask only. The ranks of a ``group`` share the
+    sequences.
     """
     mask_BL = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]], device=model.device)
     ids_BL = torch.arange(12, device=model.device).view(3, 4) % model.config.get_text_config().vocab_size
@@ -173,7 +145,7 @@ def check_packed_pass(model: PreTrainedModel, key: str, group: SequenceGroup | N
         padded_NH = model.base_model(**batch, use_cache=False).last_hidden_state[mask_BL.bool()]
         try:
             packed_NH = _whole_hidden_states(model, batch, Packing(mask_BL, group))
-        except (TypeError, ModelError) as error:  # a layer that takes, or hands on, no such option
+        except (TypeError, ModelError) as error:  # a layer rejects the option or does not pass it on
             raise ModelError(f"{key}=True: {type(model).__name__}: {error}; set {key}=False") from error
     difference = float((packed_NH - padded_NH).float().norm() / padded_NH.float().norm())
     tolerance = 1e-3 if padded_NH.dtype == torch.float32 else 5e-2
@@ -185,7 +157,7 @@ def check_packed_pass(model: PreTrainedModel, key: str, group: SequenceGroup | N
 
 
 def _whole_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], packing: Packing) -> Tensor:
-    """The hidden states [N, H] of the packed row, on every rank of a group."""
+    """Return the hidden states [N, H] of the packed row on every rank of a group."""
     hidden_nH = packed_hidden_states(model, batch, packing)
     if packing.group is None:
         return hidden_nH
@@ -198,8 +170,9 @@ def _whole_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], pa
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Generator[None]:
-    """Sliding windows of ``_WINDOW`` tokens wherever the model has one: in the configuration, that masks are
-    made by, and in its layers, that pass one to attention.
+    """Set sliding windows to ``_WINDOW`` tokens in the body, in the configuration and in all layers.
+
+    Masks are made from the configuration; layers pass theirs to attention.
     """
     places: list[Any] = [model.config.get_text_config(), *model.modules()]
     before = [(place, getattr(place, "sliding_window", None)) for place in places]

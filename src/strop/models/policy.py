@@ -1,4 +1,4 @@
-"""The policy: log-probs and entropies of response tokens, without ever holding [B, T, V] logits.
+"""``PolicyModel``: log-probs and entropies of response tokens, without [B, T, V] logits in memory.
 
 Shapes: B sequences, P prompt tokens, T response tokens, L = P + T, N response tokens that the mask keeps,
 H hidden, V vocabulary.
@@ -7,6 +7,7 @@ H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,11 @@ from strop.models.attention import portable_attention
 from strop.models.base import ResponseTokens, RoleModel
 
 Projection = Callable[[Tensor], Tensor]
-_CHUNK = 256  # tokens whose logits exist at once where the head is not but a matrix
+_CHUNK = 256  # tokens whose logits are in memory at once if the head is more than a matrix
 
 
 class LogitProjection:
-    """The map from hidden states [..., H] to logits [..., V], with the model family's scaling or soft cap."""
+    """Maps hidden states [..., H] to logits [..., V], with the model family's scaling or soft cap."""
 
     def __init__(self, config: PretrainedConfig, head: Projection) -> None:
         self._head = head
@@ -35,16 +36,16 @@ class LogitProjection:
         self._scale = (1.0 if multiplier is None else multiplier) / (1.0 if divisor is None else divisor)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states, through the head as the model would call it."""
+        """Return the logits of hidden states, through the head module."""
         logits = self._head(hidden)
         if self._scale != 1.0:
             logits = logits * self._scale
         return logits if self._soft_cap is None else torch.tanh(logits / self._soft_cap) * self._soft_cap
 
-    def of_now(self) -> Projection:
-        """The same with the head's weights of now, as an ``OutputLayer`` if the head is but a matrix.
+    def current(self) -> Projection:
+        """Return this projection with the head's current weights: an ``OutputLayer`` if it is a plain matrix.
 
-        Of a sharded model these are the whole weights, during a forward pass.
+        Call it in a forward pass: a sharded model has its whole weights only there.
         """
         head = self._head
         if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
@@ -56,9 +57,9 @@ class LogitProjection:
 
 @torch.no_grad()
 def check_projection(model: PreTrainedModel, project: Projection) -> None:
-    """Compare our path to the logits with the model's own on four tokens; ``ModelError`` when they differ.
+    """Raise ``ModelError`` if ``project`` gives other logits than the model's forward pass on four tokens.
 
-    A family whose forward pass does something else to its logits would otherwise train on wrong log-probs.
+    A family that transforms its logits in another way would otherwise train on wrong log-probs.
     """
     ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
     with portable_attention(model):
@@ -67,16 +68,16 @@ def check_projection(model: PreTrainedModel, project: Projection) -> None:
     if not torch.allclose(own, ours, atol=1e-3, rtol=1e-3):
         raise ModelError(
             f"{type(model).__name__} changes its logits after the output layer (largest difference "
-            f"{(own - ours).abs().max():.3g}); teach strop.models.policy.LogitProjection about this family"
+            f"{(own - ours).abs().max():.3g}); add this family to strop.models.policy.LogitProjection"
         )
 
 
 class PolicyModel(RoleModel):
-    """A causal LM that answers with per-token figures of its responses instead of logits."""
+    """A causal LM that returns per-token figures of its responses instead of logits."""
 
-    def __init__(self, language_model: PreTrainedModel, *, packed: bool = False) -> None:
+    def __init__(self, language_model: PreTrainedModel, **options: Any) -> None:
         """See ``RoleModel``."""
-        super().__init__(language_model, packed=packed)
+        super().__init__(language_model, **options)
         head = language_model.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(language_model).__name__} has no output embeddings to project with")
@@ -86,21 +87,21 @@ class PolicyModel(RoleModel):
             check_projection(language_model, self._project)
 
     def check(self) -> None:
-        """``ModelError`` when the log-probs would not be those of the model's own logits."""
+        """Raise ``ModelError`` if the log-probs would not be those of the model's logits."""
         super().check()
         check_projection(self.hugging_face_model, self._project)
 
     def keep_reference_head(self) -> None:
-        """Freeze a copy of today's output layer: the full KL needs the reference's logits."""
+        """Copy the current output layer: the full KL needs the reference's logits."""
         head = self.hugging_face_model.get_output_embeddings()
-        # A plain dictionary: as a sub-module it would be trained, saved and exported.
+        # A plain dictionary: a sub-module would be trained, saved and exported.
         self._reference_head = {name: weight.detach().clone() for name, weight in head.named_parameters()}
 
     def _reference_projection(self) -> Projection:
         if self._reference_head is None:
             raise ModelError("the full KL needs keep_reference_head() to be called before training")
         head = self.hugging_face_model.get_output_embeddings()
-        # of a sharded model the copy is sharded too, and gathered here once a pass, for all chunks of tokens
+        # The copy of a sharded model is sharded: gather it once per pass, for all chunks of tokens.
         whole = {
             name: weight.full_tensor() if isinstance(weight, DTensor) else weight
             for name, weight in self._reference_head.items()
@@ -122,11 +123,10 @@ class PolicyModel(RoleModel):
         with_hidden: bool = False,
         with_full_kl: bool = False,
     ) -> dict[str, Tensor]:
-        """``log_prob`` [B, T], and on demand ``entropy`` [B, T], ``hidden`` [B, T, H] and ``full_kl`` [B, T].
+        """Return ``log_prob`` [B, T], and on request ``entropy``, ``full_kl`` [B, T], ``hidden`` [B, T, H].
 
-        The figures are float32, of ``logits / temperature``, and 0 where ``response_mask`` is 0.
-        ``full_kl`` is the sum over the vocabulary of p (log p - log ref) and needs the batch column
-        ``ref_hidden``.
+        All are float32, of ``logits / temperature``, and 0 where ``response_mask`` is 0. ``full_kl`` is the
+        sum over the vocabulary of p (log p - log ref); it needs the batch column ``ref_hidden``.
         """
         packing = self.packing(batch)
         tokens = ResponseTokens(batch, packing)
@@ -136,7 +136,7 @@ class PolicyModel(RoleModel):
             reference = (batch["ref_hidden"][tokens.kept_BT], self._reference_projection())
         found = token_log_probs(
             hidden_NH,
-            self._project.of_now(),
+            self._project.current(),
             batch["responses"][tokens.kept_BT],
             temperature=temperature,
             with_entropy=with_entropy,

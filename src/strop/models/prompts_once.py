@@ -1,12 +1,12 @@
-"""Packed passes that compute a prompt once for all of its samples, and nothing that no loss depends on.
+"""Packed passes that compute a prompt once for all of its samples in a micro-batch.
 
-In a causal model nothing that a response says changes what was computed of its prompt. So the samples of a
-prompt share its tokens in every layer, forward and backward: of 8 samples with prompts as long as responses,
-7 tokens of 16 need not be computed. Nor need the last token of a response, which foretells no other.
-Responses still attend to whole sequences: to copies of a prompt's keys and values, whose gradients add up.
+In a causal model a response does not change the hidden states of its prompt, so samples share the prompt's
+tokens in every layer, forward and backward: of 8 samples with prompts as long as responses, 7 tokens of 16
+are saved. The last token of a response predicts nothing and is left out. Responses still attend to whole
+sequences: to copies of the prompt's keys and values, whose gradients add up. The gradient equals that of
+padded passes. Flash-attention and shared sequences compute every prompt again.
 
-Shapes: B padded rows of L columns, P of them prompt; N tokens that are computed; S sequences of a run with T
-queries and K keys each, M of either in all runs; Q query heads, G key-value heads, A of either, D head size.
+Shapes: B padded rows of L columns, P of them prompt; N tokens that are computed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from torch import Tensor
 from strop.models.attention import WholeSequences
 from strop.models.packing import Packing
 
-"""Pieces of sequences of at least this share of the longest are filled up to it, and attend in one call."""
-
 
 def prompt_width(batch: Mapping[str, Tensor]) -> int:
-    """P: the columns before the responses."""
+    """Return P, the number of columns before the responses."""
     return batch["input_ids"].shape[1] - batch["response_mask"].shape[1]
 
 
 def first_with_prompt(batch: Mapping[str, Tensor]) -> Tensor:
-    """[B]: the first row that has the same prompt as this one; its own where there is no other."""
+    """Return for each row [B] the first row with the same prompt, which may be the row itself."""
     width = prompt_width(batch)
     mask_BP = batch["attention_mask"][:, :width].bool()
     prompts_BP = batch["input_ids"][:, :width].masked_fill(~mask_BP, -1)
@@ -42,7 +40,7 @@ class PromptsOnce(Packing):
     """One packed row with the prompt of each first sample, and the responses of all."""
 
     def __init__(self, batch: Mapping[str, Tensor], *, with_last: bool) -> None:
-        """``with_last``: whether the last token of each response is computed, too."""
+        """Lay out the row; with ``with_last`` the last token of each response is computed, too."""
         mask_BL, width = batch["attention_mask"].bool(), prompt_width(batch)
         if not with_last:
             follows_BL = mask_BL.flip(1).cumsum(1).flip(1) > 1
@@ -62,7 +60,7 @@ class PromptsOnce(Packing):
         ]
 
     def pack(self, values_BL: Tensor) -> Tensor:
-        """[1, N]: the columns of the first row that are computed, then those of the second, and so on."""
+        """Return the computed columns [1, N], row after row."""
         return values_BL[self._computed_BL][None]
 
     @property
@@ -70,6 +68,6 @@ class PromptsOnce(Packing):
         return self._shared_place_BL
 
     def options(self, implementation: str) -> dict[str, Any]:
-        """How attention is told what the whole sequences are."""
+        """Return the option that gives attention the layout of whole sequences."""
         whole = WholeSequences(self._mask_BL, self._computed_BL, self._shared_place_BL, self._starts)
         return {"whole_sequences": whole}

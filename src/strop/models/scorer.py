@@ -1,12 +1,16 @@
-"""Models with a scalar head: the critic (a value at every response token) and the reward model (one score).
+"""Models with a scalar head: ``ValueModel`` (critic), ``SequenceScorer`` (reward model), ``PairScorer``.
 
-Both are Hugging Face sequence-classification models with one label, so a critic can start from a reward
-model, and an exported critic loads with ``AutoModelForSequenceClassification``.
+All are Hugging Face sequence-classification models with one label: a critic can start from a reward model,
+and an exported critic loads with ``AutoModelForSequenceClassification``. ``PairScorer`` is a reward model in
+training, which scores both answers to a prompt in one pass.
+
+Shapes: B rows, P prompt tokens, T response tokens, L = P + T, n chosen tokens, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,27 +20,26 @@ from strop.models.base import ResponseTokens, RoleModel
 from strop.models.prompts_once import prompt_width
 
 REWARD_MEAN, REWARD_STD = "strop_reward_mean", "strop_reward_std"
-
-"""Entries of a reward model's config.json: mean and standard deviation of its scores where it was trained."""
+"""Entries of a reward model's config.json: mean and standard deviation of its scores on held-out pairs."""
 
 
 class ValueModel(RoleModel):
     """V(s_t) before every response token.
 
-    Of a reward model that it starts from, the mean of its scores is forgotten: values have another.
+    The mean score of a reward model that it starts from is dropped: values have another mean.
     """
 
     packing_key = "critic.model.use_remove_padding"
 
-    def __init__(self, hugging_face_model: PreTrainedModel, *, packed: bool = False) -> None:
-        super().__init__(hugging_face_model, packed=packed)
+    def __init__(self, hugging_face_model: PreTrainedModel, **options: Any) -> None:
+        super().__init__(hugging_face_model, **options)
         for name in (REWARD_MEAN, REWARD_STD):
             vars(hugging_face_model.config).pop(name, None)
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``values`` [B, T] float32, 0 where ``response_mask`` is 0.
+        """Return ``values`` [B, T] float32, 0 where ``response_mask`` is 0.
 
-        The value at response position t is the state before token t: the hidden state at position P + t - 1.
+        The value at response position t is of the state before token t: the hidden state at P + t - 1.
         """
         packing = self.packing(batch)
         tokens = ResponseTokens(batch, packing)
@@ -48,17 +51,17 @@ class ValueModel(RoleModel):
 class SequenceScorer(RoleModel):
     """A reward model: one score for a whole sequence, read at its last real token.
 
-    The head has no bias, and a preference says nothing about where 0 is. So a model whose configuration knows
-    the mean of its scores gives scores less that mean.
+    The head has no bias, and preferences do not fix the zero of a score. So the mean is subtracted if the
+    model's configuration has it.
     """
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``rm_scores`` [B] float32."""
+        """Return ``rm_scores`` [B] float32."""
         mean = getattr(self.hugging_face_model.config, REWARD_MEAN, 0.0)
         return {"rm_scores": self.uncentred_scores(batch) - mean}
 
     def uncentred_scores(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """[B] float32, as the head gives them. The last token is found by the mask, never by the pad id."""
+        """Return the head's scores [B] float32. The mask marks the last token, never the pad id."""
         mask_BL = batch["attention_mask"].bool()
         positions_BL = torch.arange(mask_BL.shape[1], device=mask_BL.device).expand_as(mask_BL)
         last_B = torch.where(mask_BL, positions_BL, 0).amax(dim=1)
@@ -71,25 +74,17 @@ class SequenceScorer(RoleModel):
         return self.whole({"scores": scores_B})["scores"]
 
 
-# A reward model in training: both answers to a prompt in one pass.
-
-
 class PairScorer(SequenceScorer):
-    """Scores the chosen and the rejected answer of each row of ``pair_batch``.
-
-    A packed pass computes the prompt that they share once.
-    """
-
-    packing_key = "model.use_remove_padding"
+    """Scores the chosen and the rejected answer of each row; a packed pass computes their prompt once."""
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``chosen_scores`` and ``rejected_scores``, [B] float32 each, uncentred."""
+        """Return ``chosen_scores`` and ``rejected_scores``, [B] float32 each, uncentred."""
         chosen_B, rejected_B = self.uncentred_scores(as_sequences(batch)).chunk(2)
         return {"chosen_scores": chosen_B, "rejected_scores": rejected_B}
 
 
 def as_sequences(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """B pairs -> 2 B sequences in the layout of rollouts: the chosen ones, then the rejected ones."""
+    """Convert B pairs to 2 B sequences in the layout of rollouts: the chosen ones, then the rejected ones."""
     width = prompt_width(batch)
     prompts_BP, prompt_mask_BP = batch["input_ids"][:, :width], batch["attention_mask"][:, :width]
     responses = torch.cat([batch["responses"], batch["rejected"]])

@@ -1,8 +1,9 @@
 """Ulysses sequence parallelism: the ranks of a group share packed rows, each with a piece of the tokens.
 
-Every layer but attention treats tokens one by one and runs on the rank's own piece. Attention needs whole
-sequences, but treats heads one by one: before it the ranks exchange heads for tokens, so that each has all
+Every layer but attention treats tokens independently and runs on the rank's piece. Attention needs whole
+sequences but treats heads independently: before it the ranks exchange heads for tokens, so that each has all
 tokens of some heads, and after it they exchange them back (Jacobs et al., arXiv:2309.14509).
+Per-token outputs are summed to whole ones on every rank, so losses of whole sequences need no second version.
 
 Shapes: R ranks of a group, N tokens of a packed row, n = ceil(N / R) tokens of a piece, Q query heads, G
 key-value heads, D head size, X any features.
@@ -26,7 +27,7 @@ SHARED_ATTENTION = "strop_shared"  # transformers makes no mask for a back-end t
 
 
 class SequenceGroup:
-    """The ranks that share rows. They get the same batches, and cut packed rows in pieces of one length."""
+    """Ranks that get the same batches and cut packed rows into pieces of equal length."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
@@ -34,31 +35,31 @@ class SequenceGroup:
         self.rank = process_group.rank()
 
     def piece_length(self, tokens: int) -> int:
-        """n, for a row of ``tokens``; the last pieces are filled up."""
+        """Return n for a row of ``tokens``; the last pieces are padded."""
         return -(-tokens // self.size)
 
     def piece(self, row_N: Tensor) -> Tensor:
-        """[n]: this rank's piece of the row, filled up with zeros."""
+        """Return this rank's piece [n] of the row, padded with zeros."""
         length = self.piece_length(len(row_N))
         piece = row_N[self.rank * length : (self.rank + 1) * length]
         return nn.functional.pad(piece, (0, length - len(piece)))
 
     def sum_of_parts(self, part: Tensor) -> Tensor:
-        """The sum over the ranks, each of which has zeros where another has its part.
+        """Return the sum over the ranks, each of which has zeros outside its part. Collective.
 
-        What is computed from the sum is the same on every rank, and the gradient of each goes into its own
-        part alone: added up over the ranks, as those of sharded weights are, it counts once.
+        Losses of the sum are equal on all ranks, and each rank's gradient goes into its own part alone.
+        Summed over the ranks, as FSDP does, every part counts once.
         """
         return _SumOfParts.apply(part, self._process_group)
 
     def is_same(self, number: int, device: torch.device) -> bool:
-        """Whether all ranks of the group have this number; collective."""
+        """Return True if all ranks of the group have this number. Collective."""
         ends = torch.tensor([number, -number], device=device)
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._process_group)
         return int(ends[0]) == -int(ends[1])
 
     def exchange(self, parts_RX: Tensor) -> Tensor:
-        """[R, ...] of what goes to each rank -> [R, ...] of what came from each rank; differentiable."""
+        """Send ``parts_RX[r]`` to rank r; return [R, ...] of what each rank sent. Differentiable."""
         return _Exchange.apply(parts_RX, self._process_group)
 
 
@@ -73,7 +74,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(gradients[0], ctx.process_group), None  # the way back is the way there
+        return _Exchange.apply(gradients[0], ctx.process_group), None  # an all-to-all is its own adjoint
 
 
 class _SumOfParts(torch.autograd.Function):
@@ -90,18 +91,18 @@ class _SumOfParts(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SharedRow:
-    """What attention has to know about a packed row that is cut in pieces."""
+    """A packed row that is cut into pieces, as attention gets it."""
 
     group: SequenceGroup
     tokens: int
-    """N, without what fills up the last pieces."""
+    """N, without the padding of the last pieces."""
     attention: str
-    """The back-end that attends to a whole packed row."""
+    """Back-end that attends to a whole packed row."""
 
     def heads(self, *states: Tensor) -> list[Tensor]:
-        """Pieces of all heads [1, A, n, D] -> all tokens of this rank's heads [1, A / R, N, D], in one go.
+        """Exchange pieces of all heads [1, A, n, D] for all tokens of this rank's heads [1, A / R, N, D].
 
-        A and D may differ from state to state.
+        All ``states`` go in one exchange; A and D may differ between them.
         """
         ranks = self.group.size
         to_each = [heads[0].transpose(0, 1).unflatten(1, (ranks, -1)) for heads in states]  # [n, R, A/R, D]
@@ -115,7 +116,7 @@ class SharedRow:
         ]
 
     def pieces(self, row_1NAD: Tensor) -> Tensor:
-        """All tokens of this rank's heads [1, N, A / R, D] -> this rank's piece of all heads [1, n, A, D]."""
+        """Exchange all tokens of this rank's heads [1, N, A / R, D] for pieces of all heads [1, n, A, D]."""
         ranks, row_NAD = self.group.size, row_1NAD[0]
         filled = ranks * self.group.piece_length(self.tokens) - self.tokens
         row_NAD = nn.functional.pad(row_NAD, (0, 0, 0, 0, 0, filled))
@@ -124,7 +125,7 @@ class SharedRow:
 
 
 class _Overlay:
-    """An object with other values for some of its attributes."""
+    """Proxy of an object with other values for some attributes."""
 
     def __init__(self, target: Any, **attributes: Any) -> None:
         self._target = target
@@ -144,12 +145,12 @@ def _shared_attention(
     shared_row: SharedRow | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Query [1, Q, n, D], key and value [1, G, n, D] -> [1, n, Q, D], by the back-end of ``shared_row``.
+    """Attend over the whole row: query [1, Q, n, D], key and value [1, G, n, D] -> [1, n, Q, D].
 
-    Where there are fewer key-value heads than ranks, some ranks get the same one.
+    With fewer key-value heads than ranks, some ranks get the same head.
     """
-    if shared_row is None or options.get("s_aux") is not None:  # the second: sinks, a number for each head
-        raise ModelError(f"{type(module).__name__} does not hand pieces of packed rows to attention")
+    if shared_row is None or options.get("s_aux") is not None:  # s_aux: attention sinks, one per head
+        raise ModelError(f"{type(module).__name__} does not pass pieces of packed rows to attention")
     copies = shared_row.group.size // math.gcd(key.shape[1], shared_row.group.size)
     key, value = (heads.repeat_interleave(copies, dim=1) for heads in (key, value))
     query, key, value = shared_row.heads(query, key, value)
@@ -167,7 +168,7 @@ AttentionInterface.register(SHARED_ATTENTION, _shared_attention)
 
 
 def check_shareable(model: PreTrainedModel, ranks: int) -> None:
-    """``ModelError`` for a model whose sequences ``ranks`` ranks cannot share; needs no weights."""
+    """Raise ``ModelError`` if ``ranks`` ranks cannot share the model's sequences; needs no weights."""
     config = model.config.get_text_config()
     found = f"ulysses_sequence_parallel_size={ranks}: {type(model).__name__}"
     heads = config.num_attention_heads
@@ -179,12 +180,12 @@ def check_shareable(model: PreTrainedModel, ranks: int) -> None:
     if moving := _rope_types(config) & {"dynamic", "longrope"}:
         raise ModelError(
             f"{found} has rotary embeddings of type {', '.join(sorted(moving))}, which depend on the longest "
-            "sequence of a pass, and ranks see their own pieces only; set it to 1"
+            "sequence of a pass, and each rank has only a piece; set it to 1"
         )
 
 
 def _rope_types(config: Any) -> set[str]:
-    """The kinds of rotary embedding, of all layers."""
-    parameters = getattr(config, "rope_parameters", None) or {}  # families without rotary have no such field
+    """Return the kinds of rotary embedding over all layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}  # absent without rotary embeddings
     by_layer_type = [kind for kind in parameters.values() if isinstance(kind, dict)]
     return {str(kind.get("rope_type", "default")) for kind in by_layer_type or [parameters]}

@@ -1,11 +1,10 @@
-"""``strop prepare``: public data sets -> parquet files that strop trains on. No torch here.
+"""``strop prepare``: convert public data sets to the parquet files that strop trains on. Imports no torch.
 
-Files for ``strop train`` have the columns ``data_source`` (str, chooses the scorer), ``prompt`` (list of chat
+Files for ``strop train`` have the columns ``data_source`` (str, selects the scorer), ``prompt`` (list of chat
 messages), ``ability`` (str), ``reward_model`` {style, ground_truth} and ``extra_info`` {split, index, ...},
 with the same types in every data set.
 
-A data set is one module with one function, ``(source, **options) -> {split: Split}``; :data:`DATASETS`
-names it.
+A data set is one function, ``(source, **options) -> {split: Split}``; :data:`DATASETS` names it.
 """
 
 from __future__ import annotations
@@ -53,12 +52,14 @@ def prepare(name: str, source: str | Path | None, out_dir: str | Path, **options
     """Write ``out_dir/<split>.parquet`` for every split that ``source`` has.
 
     ``source``: a file or folder of JSONL (also .gz) or parquet, an fsspec URL of one, a hub name for the
-    package ``datasets``, or None for the data set's own origin. ``options`` are those of the data set's
+    package ``datasets``, or None for the data set's hub name. ``options`` are those of the data set's
     function.
 
-    Records that cannot be used are left out, counted in a warning, and listed with their reasons in
-    ``out_dir/<split>.rejected.jsonl``. Raises :class:`DataError` for an unknown data set or option, an
-    unusable source, a split in which no record can be used, and a file of other columns in its place.
+    Skips unusable records: a warning has their number, ``out_dir/<split>.rejected.jsonl`` their reasons.
+
+    Raises:
+        DataError: an unknown data set or option, an unusable source, a split without a usable record, or a
+            file with other columns in its place.
     """
     splits = _function(name, options)(source, **options)
     folder = Path(out_dir).expanduser()
@@ -99,22 +100,22 @@ def _write_split(folder: Path, split: str, records: Split) -> Prepared:
 
 
 def _require_same_columns(path: Path, rows: list[dict[str, Any]]) -> None:
-    """:class:`DataError` when there is a file of other columns, and so of another use, at ``path``."""
+    """Raise :class:`DataError` if ``path`` is a file with other columns, so for another use."""
     if not rows or not path.exists():
         return
     try:
         there = pq.read_schema(path).names
-    except (pa.ArrowException, OSError):  # nothing that anybody could train on
+    except (pa.ArrowException, OSError):  # not a usable file: replace it
         return
     if set(there) != set(rows[0]):
         raise DataError(
-            f"{path} is there already, with the columns {', '.join(there)}, and would be written with the "
-            f"columns {', '.join(rows[0])}: prepare these into a folder of their own, or remove that file"
+            f"{path} exists, with the columns {', '.join(there)}; the new file would have the columns "
+            f"{', '.join(rows[0])}: choose another folder, or remove that file"
         )
 
 
 def _report(path: Path, split: str, rejected: list[dict[str, Any]], total: int) -> None:
-    """Say which records were left out; a list from an earlier run that no longer holds is removed."""
+    """Log and list the skipped records; remove an outdated list of an earlier run."""
     if not rejected:
         path.unlink(missing_ok=True)
         return
@@ -128,6 +129,6 @@ def _report(path: Path, split: str, rejected: list[dict[str, Any]], total: int) 
     if len(reasons) > _REASONS_SHOWN:
         shown.append(f"and {len(reasons) - _REASONS_SHOWN} other reasons")
     logger.warning(
-        "split %s: %d of %d records cannot be used and are left out (all of them in %s). %s",
+        "split %s: skipped %d of %d records (listed in %s). %s",
         split, len(rejected), total, path, "; ".join(shown),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Additions, made on the spot: small enough to be learned from nothing in minutes, with pairs held out."""
+"""Generated additions: small enough to be learned from random weights in minutes, with held-out pairs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def splits(
     seed: int = 1,
     question: str = "{a}+{b}=",
 ) -> dict[str, Split]:
-    """``question`` over all ordered pairs of operands, ``min_operand`` to ``max_operand`` included.
+    """Return ``question`` for ordered pairs of operands from ``min_operand`` to ``max_operand``, inclusive.
 
-    ``held_out`` pairs go to the split ``test``: a fraction of all when below 1, else a count; 0 makes no
-    test split. The others, or ``train_size`` of them, go to ``train``; a pair is never in both (its mirror
-    image b+a may be). Order and choice follow ``seed`` alone.
+    ``held_out`` pairs form the split ``test``: a fraction if below 1, else a count; 0 makes no test split.
+    The others, or ``train_size`` of them, form ``train``. No pair is in both (its mirror image b+a may be).
+    The order and the choice depend on ``seed`` alone.
     """
     if source is not None:
         raise DataError("arithmetic is generated: it takes no source")

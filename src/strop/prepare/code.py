@@ -1,39 +1,28 @@
-"""MBPP (Austin et al. 2021): short Python functions from a sentence and three tests."""
+"""Python programming problems with tests: MBPP and HumanEval.
+
+MBPP (Austin et al. 2021) has short functions from a sentence and three tests, HumanEval (Chen et al. 2021)
+functions to complete from signature and docstring.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from strop.errors import DataError
-from strop.prepare.source import Split, Splits, make_row, read_source, text_field
-
-# The ground truth of a code row: what a scorer needs to run a program (format: ``docs/data.md``).
-
-
-def assert_tests(tests: list[str], *, entry_point: str, prefix: str = "") -> str:
-    """JSON of tests that are Python sources, run in order in one namespace after ``prefix + answer``."""
-    return json.dumps({"kind": "assert", "prefix": prefix, "entry_point": entry_point, "tests": tests})
-
-
-def in_block(code: str) -> str:
-    """The code as a block of Markdown."""
-    return f"```python\n{code.rstrip()}\n```"
-
+from strop.prepare.source import Split, Splits, make_row, read_splits, text_field
 
 MBPP = "google-research-datasets/mbpp"
-
-
+HUMANEVAL = "openai/openai_humaneval"
 MBPP_INSTRUCTION = "Answer with the code in a ```python block. It must pass tests like this one:"
-
+HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function in a ```python block."
 
 _WHOLE = "whole"
-
-
-# Split and its last task number, as published (appendix of the paper, and the hub).
 _LAST_TASKS = {"prompt": 10, "test": 510, "validation": 600, "train": 974}
+"""Split -> number of its last task, as published (appendix of the paper, and the hub)."""
 
 
 def mbpp_splits(
@@ -42,7 +31,7 @@ def mbpp_splits(
     instruction: str = MBPP_INSTRUCTION,
     cache_dir: str | Path | None = None,
 ) -> dict[str, Split]:
-    """Every split of ``source`` (default: the hub); files without a split in their names are divided by task.
+    """Return every split of ``source`` (default: the hub); unnamed files are divided by task number.
 
     Records need ``task_id``, ``text``, ``code`` (which names the function) and ``test_list``;
     ``test_setup_code`` runs before the tests and after the answer.
@@ -66,14 +55,57 @@ def mbpp_splits(
             answer=code,
         )
 
-    records = read_source(source or MBPP, hub_config="full", cache_dir=cache_dir, unnamed_split=_WHOLE)
-    if _WHOLE in records:
-        records = _by_task(records[_WHOLE])
-    return {split: Split(found, convert) for split, found in records.items()}
+    found = read_splits(source or MBPP, convert, hub_config="full", cache_dir=cache_dir, unnamed_split=_WHOLE)
+    if _WHOLE not in found:
+        return found
+    return {split: Split(part, convert) for split, part in _by_task(found[_WHOLE].records).items()}
+
+
+def humaneval_splits(
+    source: str | Path | None = None,
+    *,
+    instruction: str = HUMANEVAL_INSTRUCTION,
+    cache_dir: str | Path | None = None,
+) -> dict[str, Split]:
+    """Return every split of ``source`` (default: the hub); a file without a split in its name is ``test``.
+
+    Records need ``task_id``, ``prompt``, ``entry_point`` and ``test``.
+    """
+
+    def convert(record: Any, split: str, index: int) -> dict[str, Any]:
+        code, entry_point = text_field(record, "prompt"), text_field(record, "entry_point")
+        test = text_field(record, "test")
+        if "def check(" not in test:
+            raise DataError("field test: there is no function check(candidate)")
+        return make_row(
+            data_source=HUMANEVAL,
+            prompt=f"{instruction}\n\n{in_block(code)}",
+            ability="code",
+            ground_truth=assert_tests([test], entry_point=entry_point, prefix=code),
+            split=split,
+            index=index,
+            task_id=text_field(record, "task_id"),
+            answer=record.get("canonical_solution") or "",
+        )
+
+    return read_splits(source or HUMANEVAL, convert, cache_dir=cache_dir, unnamed_split="test")
+
+
+def assert_tests(tests: list[str], *, entry_point: str, prefix: str = "") -> str:
+    """Return a ground truth: tests that are Python sources, run in order in one namespace after the answer.
+
+    ``docs/data.md`` has the format. ``prefix`` runs before the answer.
+    """
+    return json.dumps({"kind": "assert", "prefix": prefix, "entry_point": entry_point, "tests": tests})
+
+
+def in_block(code: str) -> str:
+    """Return the code as a Markdown block."""
+    return f"```python\n{code.rstrip()}\n```"
 
 
 def called_function(code: str, test: str) -> str:
-    """The first function of ``code`` that ``test`` calls."""
+    """Return the name of the first function of ``code`` that ``test`` calls."""
     try:
         defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
         calls = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
@@ -85,7 +117,7 @@ def called_function(code: str, test: str) -> str:
     raise DataError("field test_list: the first test calls no function of field code")
 
 
-def _by_task(records: Any) -> Splits:
+def _by_task(records: Sequence[Any]) -> Splits:
     divided: dict[str, list[Any]] = {split: [] for split in _LAST_TASKS}
     for record in records:
         divided[_split_of_task(_task_number(record))].append(record)
@@ -114,43 +146,5 @@ def _tests(record: dict[str, Any]) -> list[str]:
 
 
 def _lines(code: str) -> str:
-    """With line ends that are one character, and without white space around."""
+    """Return the code with Unix line ends and without surrounding white space."""
     return code.replace("\r\n", "\n").strip()
-
-
-# HumanEval (Chen et al. 2021): Python functions to complete from signature and docstring.
-
-HUMANEVAL = "openai/openai_humaneval"
-
-HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function in a ```python block."
-
-
-def humaneval_splits(
-    source: str | Path | None = None,
-    *,
-    instruction: str = HUMANEVAL_INSTRUCTION,
-    cache_dir: str | Path | None = None,
-) -> dict[str, Split]:
-    """Every split of ``source`` (default: the hub); a file without a split in its name is ``test``.
-
-    Records need ``task_id``, ``prompt``, ``entry_point`` and ``test``.
-    """
-
-    def convert(record: Any, split: str, index: int) -> dict[str, Any]:
-        code, entry_point = text_field(record, "prompt"), text_field(record, "entry_point")
-        test = text_field(record, "test")
-        if "def check(" not in test:
-            raise DataError("field test: there is no function check(candidate)")
-        return make_row(
-            data_source=HUMANEVAL,
-            prompt=f"{instruction}\n\n{in_block(code)}",
-            ability="code",
-            ground_truth=assert_tests([test], entry_point=entry_point, prefix=code),
-            split=split,
-            index=index,
-            task_id=text_field(record, "task_id"),
-            answer=record.get("canonical_solution") or "",
-        )
-
-    records = read_source(source or HUMANEVAL, cache_dir=cache_dir, unnamed_split="test")
-    return {split: Split(found, convert) for split, found in records.items()}

@@ -1,7 +1,7 @@
-r"""Helpful and harmless dialogues (Bai et al. 2022): two answers to one prompt, of which people chose one.
+r"""Helpful and harmless dialogues (Bai et al. 2022): two answers to a prompt, of which people chose one.
 
-A raw transcript is ``\n\nHuman: ...\n\nAssistant: ...`` and so on; its last turn is the answer. The text is
-offensive in places, so no message here quotes it.
+A raw transcript is ``\n\nHuman: ...\n\nAssistant: ...`` and so on; its last turn is the answer. Error texts
+do not quote the transcripts, which are offensive in places.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from strop.errors import DataError
-from strop.prepare.source import Split, make_row, read_source
+from strop.prepare.source import Split, make_row, read_splits
 
 DATA_SOURCE = "Dahoas/full-hh-rlhf"
 
@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 def splits(
     source: str | Path | None = None, *, split_kind: str = "rl", cache_dir: str | Path | None = None
 ) -> dict[str, Split]:
-    """Every split of ``source`` (default: the hub) as rows for ``sft``, ``rm`` or ``rl``.
+    """Return every split of ``source`` (default: the hub) as rows for ``sft``, ``rm`` or ``rl``.
 
     Records need ``chosen`` and ``rejected``: two transcripts, or two answers beside a ``prompt``.
     """
@@ -43,12 +43,11 @@ def splits(
     def convert(record: Any, split: str, index: int) -> dict[str, Any]:
         return make(read_pair(record), split, index)
 
-    records = read_source(source or DATA_SOURCE, cache_dir=cache_dir)
-    return {split: Split(found, convert) for split, found in records.items()}
+    return read_splits(source or DATA_SOURCE, convert, cache_dir=cache_dir)
 
 
 def read_pair(record: Any) -> Pair:
-    """The pair of a record, or :class:`DataError` saying why it is none."""
+    """Return the pair of a record; raise :class:`DataError` if it has none."""
     chosen, rejected = _text(record, "chosen"), _text(record, "rejected")
     if record.get("prompt") is not None:
         prompt = _prompt_field(_text(record, "prompt"))
@@ -66,7 +65,7 @@ def read_pair(record: Any) -> Pair:
 
 
 def dialogue(transcript: str) -> list[dict[str, str]]:
-    """The turns as chat messages.
+    """Return the turns as chat messages.
 
     Raises :class:`DataError` unless user and assistant alternate, with the user at both ends.
     """
@@ -127,7 +126,7 @@ def _cut(transcript: str, name: str) -> tuple[str, str]:
 
 
 def _prompt_field(prompt: str) -> str:
-    r"""A prompt without the ``\n\nAssistant:`` that may end it, and with the white space that starts it."""
+    r"""Return a prompt without a final ``\n\nAssistant:``, and with the initial white space restored."""
     return "\n\n" + prompt.strip().removesuffix(_ANSWER)
 
 

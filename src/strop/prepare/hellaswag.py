@@ -17,7 +17,7 @@ DATA_SOURCE = "Rowan/hellaswag"
 INSTRUCTION = 'Which ending is the most plausible? Finish with "Answer: " and its letter.'
 LETTERS = "ABCD"
 
-# The parts of WikiHow articles carry marks like [title] and [step].
+# WikiHow articles contain marks such as [title] and [step].
 _TITLE = re.compile(r"\s*\[title\]\s*")
 _MARK = re.compile(r"\[\w+\]")
 
@@ -25,10 +25,10 @@ _MARK = re.compile(r"\[\w+\]")
 def splits(
     source: str | Path | None = None, *, instruction: str = INSTRUCTION, cache_dir: str | Path | None = None
 ) -> dict[str, Split]:
-    """Every split of ``source`` (default: the hub) that has labels.
+    """Return every split of ``source`` (default: the hub) that has labels.
 
-    Records need ``ctx``, ``endings`` and ``label``; ``activity_label`` goes before the context.
-    A split without a single label is left out with a warning: those of the test split are not public.
+    Records need ``ctx``, ``endings`` and ``label``; ``activity_label`` goes before the context. Skips a split
+    without any label, with a warning: labels of the test split are not public.
     """
 
     def convert(record: Any, split: str, index: int) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def splits(
     labelled = {}
     for split, found in read_source(source or DATA_SOURCE, cache_dir=cache_dir).items():
         if found and not _has_labels(found):
-            logger.warning("split %s: none of its %d records has a label; it is left out", split, len(found))
+            logger.warning("split %s: skipped, because none of its %d records has a label", split, len(found))
         else:
             labelled[split] = Split(found, convert)
     if not labelled:
@@ -60,7 +60,7 @@ def splits(
 
 
 def readable(text: str) -> str:
-    """The text without the marks of WikiHow: ``[title]`` ends a sentence, others vanish."""
+    """Return the text without WikiHow's marks: ``[title]`` ends a sentence, others are removed."""
     return " ".join(_MARK.sub(" ", _TITLE.sub(". ", text.strip())).split()).removeprefix(". ")
 
 

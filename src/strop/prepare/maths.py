@@ -1,20 +1,26 @@
-"""GSM8K (Cobbe et al. 2021): grade-school word problems whose answer ends in ``#### number``."""
+r"""Mathematics with worked solutions: GSM8K and MATH.
+
+GSM8K (Cobbe et al. 2021) has grade-school word problems whose answer ends in ``#### number``. MATH (Hendrycks
+et al. 2021) has competition problems whose solution ends in ``\boxed{answer}``.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from strop.errors import DataError
-from strop.prepare.source import Split, make_row, read_source, text_field
+from strop.prepare.source import Split, make_row, read_splits, text_field
 from strop.rewards.score.math import closing_brace
 
 GSM8K = "openai/gsm8k"
-
+MATH = "lighteval/MATH"
 GSM8K_INSTRUCTION = 'Think step by step, then give the final answer as a plain number after "####".'
+MATH_INSTRUCTION = r"Reason step by step and put the final answer in \boxed{}."
 
-
+_MATH_ON_HUB = "DigitalLearningGmbH/MATH-lighteval"  # the same data; lighteval/MATH is no longer on the hub
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
@@ -24,27 +30,50 @@ def gsm8k_splits(
     instruction: str = GSM8K_INSTRUCTION,
     cache_dir: str | Path | None = None,
 ) -> dict[str, Split]:
-    """Every split of ``source`` (default: the hub). Records need ``question`` and ``answer``."""
+    """Return every split of ``source`` (default: the hub). Records need ``question`` and ``answer``."""
+    convert = _converter(GSM8K, instruction, ("question", "answer"), final_number)
+    return read_splits(source or GSM8K, convert, hub_config="main", cache_dir=cache_dir)
+
+
+def math_splits(
+    source: str | Path | None = None,
+    *,
+    instruction: str = MATH_INSTRUCTION,
+    cache_dir: str | Path | None = None,
+) -> dict[str, Split]:
+    """Return every split of ``source`` (default: the hub). Records need ``problem`` and ``solution``."""
+    convert = _converter(MATH, instruction, ("problem", "solution"), boxed_answer, extra=("level", "type"))
+    return read_splits(source or _MATH_ON_HUB, convert, cache_dir=cache_dir)
+
+
+def _converter(
+    data_source: str,
+    instruction: str,
+    fields: tuple[str, str],
+    find_answer: Callable[[str], str],
+    extra: tuple[str, ...] = (),
+) -> Callable[[Any, str, int], dict[str, Any]]:
+    """Return the function that makes a row of a record; ``fields`` are those of problem and solution."""
 
     def convert(record: Any, split: str, index: int) -> dict[str, Any]:
-        question, answer = text_field(record, "question"), text_field(record, "answer")
+        question, answer = (text_field(record, name) for name in fields)
         return make_row(
-            data_source=GSM8K,
+            data_source=data_source,
             prompt=f"{question}\n{instruction}",
             ability="math",
-            ground_truth=final_number(answer),
+            ground_truth=find_answer(answer),
             split=split,
             index=index,
             question=question,
             answer=answer,
+            **{name: record.get(name) for name in extra},
         )
 
-    records = read_source(source or GSM8K, hub_config="main", cache_dir=cache_dir)
-    return {split: Split(found, convert) for split, found in records.items()}
+    return convert
 
 
 def final_number(answer: str) -> str:
-    """The number after the last ``####``, without ``$``, thousands separators and a trailing ``.``"""
+    """Return the number after the last ``####``, without ``$``, thousands separators and a trailing ``.``"""
     _, marker, tail = answer.rpartition("####")
     if not marker:
         raise DataError('field answer: there is no "####"')
@@ -54,46 +83,8 @@ def final_number(answer: str) -> str:
     return number
 
 
-# MATH (Hendrycks et al. 2021): competition problems whose solution ends in ``\boxed{answer}``.
-
-MATH = "lighteval/MATH"
-
-_HUB_NAME = "DigitalLearningGmbH/MATH-lighteval"  # the same data; lighteval/MATH is no longer on the hub
-
-MATH_INSTRUCTION = r"Reason step by step and put the final answer in \boxed{}."
-
-
-def math_splits(
-    source: str | Path | None = None,
-    *,
-    instruction: str = MATH_INSTRUCTION,
-    cache_dir: str | Path | None = None,
-) -> dict[str, Split]:
-    """Every split of ``source`` (default: the hub). Records need ``problem`` and ``solution``."""
-
-    def convert(record: Any, split: str, index: int) -> dict[str, Any]:
-        problem, solution = text_field(record, "problem"), text_field(record, "solution")
-        return make_row(
-            data_source=MATH,
-            prompt=f"{problem}\n{instruction}",
-            ability="math",
-            ground_truth=boxed_answer(solution),
-            split=split,
-            index=index,
-            question=problem,
-            answer=solution,
-            level=record.get("level"),
-            type=record.get("type"),
-        )
-
-    records = read_source(source or _HUB_NAME, cache_dir=cache_dir)
-    return {split: Split(found, convert) for split, found in records.items()}
-
-
 def boxed_answer(solution: str) -> str:
-    r"""The content of the last ``\boxed{...}`` (or ``\fbox{...}``) with balanced braces; ``\boxed 5`` gives
-    ``5``.
-    """
+    r"""Return the content of the last ``\boxed{...}`` or ``\fbox{...}``; ``\boxed 5`` gives ``5``."""
     command, start = max(
         ((name, solution.rfind(name)) for name in ("\\boxed", "\\fbox")), key=lambda found: found[1]
     )

@@ -1,6 +1,4 @@
-"""Raw records of a data set, by split: from JSONL or parquet files, any fsspec URL, or the Hugging Face
-hub.
-"""
+"""Raw records of a data set by split, from files, URLs or the Hugging Face hub; and the shape of a row."""
 
 from __future__ import annotations
 
@@ -22,7 +20,6 @@ from strop.errors import DataError, MissingExtraError
 
 Splits = Mapping[str, Sequence[dict[str, Any]]]
 
-
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 _SPLIT_NAMES = {
@@ -34,7 +31,7 @@ _SPLIT_NAMES = {
     "dev": "validation",
 }
 
-# train.jsonl, train-00000-of-00002.parquet, train_0.jsonl, and between dots harmless-base.test.jsonl; not
+# Matches train.jsonl, train-00000-of-00002.parquet, train_0.jsonl and harmless-base.test.jsonl; not
 # train_socratic.jsonl, which is another data set.
 _SPLIT_FILE = re.compile(r"(train|test|validation|valid|val|dev)([-_.]\d.*)?", re.IGNORECASE)
 
@@ -48,12 +45,15 @@ def read_source(
     cache_dir: str | Path | None = None,
     unnamed_split: str | None = None,
 ) -> Splits:
-    """``{split: records}`` of a file, a folder, an fsspec URL or a hub name.
+    """Return ``{split: records}`` of a file, a folder, an fsspec URL or a hub name.
 
-    In a folder, the files named after a split are read (``train.jsonl``, ``test-00000-of-00001.parquet``);
-    several files of one split are joined in the order of their names. ``hub_config`` is the configuration's
-    name on the hub. When no file is named after a split, all are ``unnamed_split``; without it, that is an
-    error. Raises :class:`DataError`.
+    Reads a folder's files that are named after a split (``train.jsonl``, ``test-00000-of-00001.parquet``) and
+    joins those of one split in the order of their names. ``hub_config`` is the configuration's name on the
+    hub. If no file is named after a split, all files belong to ``unnamed_split``.
+
+    Raises:
+        DataError: nothing usable at ``source``, or no file is named after a split and ``unnamed_split`` is
+            None.
     """
     path = local_path(source, cache_dir)
     if path.is_dir():
@@ -83,7 +83,7 @@ def _read_files(source: str, paths: list[Path], unnamed_split: str | None) -> Sp
 
 
 def _stem_of(path: Path) -> str | None:
-    """The name of a data file without its suffix; None for any other file, and for our lists of rejects."""
+    """Return the name of a data file without its suffix; None for other files and lists of rejects."""
     for suffix in _SUFFIXES:
         if path.name.endswith(suffix):
             stem = path.name.removesuffix(suffix)
@@ -129,24 +129,29 @@ def _read_hub(name: str, config: str | None) -> Splits:
         raise MissingExtraError("datasets", "hub", f"reading {name} from the hub") from error
     try:
         found = datasets.load_dataset(name, config)
-    except (
-        Exception
-    ) as error:  # the package raises many kinds: no such name, no network, a wrong configuration
+    # The package raises many kinds: unknown name, no network, unknown configuration.
+    except Exception as error:
         raise DataError(
             f"source {name}: neither a local path nor a hub data set that can be loaded: {error}"
         ) from error
     return {_SPLIT_NAMES.get(str(split), str(split)): records for split, records in found.items()}
 
 
-# What a data set's function gives for each split, and the one shape of a prepared row.
+Convert = Callable[[Any, str, int], dict[str, Any]]
+"""``convert(record, split, index)`` returns the row of a record, or raises :class:`DataError`."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Raw records, and how one becomes a row: ``convert(record, split, index)``, or a :class:`DataError`."""
+    """Raw records, and the function that makes a row of one."""
 
     records: Sequence[Any]
-    convert: Callable[[Any, str, int], dict[str, Any]]
+    convert: Convert
+
+
+def read_splits(source: str | Path, convert: Convert, **options: Any) -> dict[str, Split]:
+    """Read ``source`` with the options of :func:`read_source`, and make rows with ``convert``."""
+    return {split: Split(found, convert) for split, found in read_source(source, **options).items()}
 
 
 def make_row(
@@ -160,9 +165,9 @@ def make_row(
     style: str = "rule",
     **extra_info: Any,
 ) -> dict[str, Any]:
-    """A row for ``strop train``; a ``prompt`` that is a text becomes one user message.
+    """Return a row for ``strop train``; a ``prompt`` that is a string becomes one user message.
 
-    The ground truth is a string in every data set, so that their files join.
+    The ground truth is a string in every data set, so that files of several can be joined.
     """
     return {
         "data_source": data_source,
@@ -174,7 +179,7 @@ def make_row(
 
 
 def text_field(record: Any, name: str) -> str:
-    """A non-empty string of a record, or :class:`DataError` naming the field."""
+    """Return a non-empty string of a record; raise :class:`DataError` with the field's name otherwise."""
     value = record.get(name) if isinstance(record, dict) else None
     if not isinstance(value, str) or not value.strip():
         keys = sorted(record) if isinstance(record, dict) else type(record).__name__

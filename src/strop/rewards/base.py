@@ -89,6 +89,8 @@ class BatchReward(Reward):
 
 
 class _PendingBatch(PendingReward):
+    """The reward of a batch that is scored as a whole."""
+
     takes_samples = False
 
     def __init__(self, function: Callable[[DataProto], Any]) -> None:

@@ -1,4 +1,8 @@
-"""The rewards of a batch that is being scored, or even generated. B samples, T padded response tokens."""
+"""The rewards of one batch, scored in a thread while samples are generated and models evaluate them.
+
+``ScoringJob`` feeds the scoring processes and stops when too many samples fail (``ErrorBudget``);
+``PendingSamples`` makes rewards of its outcomes. B samples, T padded response tokens.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +33,22 @@ if TYPE_CHECKING:
     from strop.rewards.manager import RewardManager
 
 
-# How many samples may fail before a run must stop.
+logger = logging.getLogger(__name__)
 
 WINDOW = 256
+_SHOWN_CHARACTERS = 200
+_LOG_EVERY_S = 10.0
+
+Fields = tuple[str, Any, Any]
+"""Data source, ground truth and extra info of a row."""
+Parts = tuple[str, ...]
 
 
 class ErrorBudget:
-    """Counts failed samples over the present batch and the ones before it, 256 samples in all.
+    """Counts failed samples over a window: the current batch and earlier ones, 256 samples in total.
 
-    A batch larger than that is judged alone. The window keeps small batches fair: one failed sample of four
-    is a quarter, and yet no reason to stop. So one failure is always borne, unless ``max_rate`` is 0.
+    A larger batch is judged alone. Without the window, one failure in a batch of four would exceed any rate;
+    for the same reason one failure is always allowed, unless ``max_rate`` is 0.
     """
 
     def __init__(self, max_rate: float) -> None:
@@ -48,38 +58,26 @@ class ErrorBudget:
         self._failed = 0
 
     def begin(self, samples: int) -> None:
-        """A batch of so many samples comes next."""
+        """Start a batch of this many samples."""
         kept = list(self._before)[-(WINDOW - samples) :] if samples < WINDOW else []
         self._failed = sum(kept)
         allowed = self.max_rate * (len(kept) + samples)
         self._allowed = max(allowed, 1.0) if self.max_rate > 0 else 0.0
 
     def count(self, failed: bool) -> bool:
-        """Count one sample; whether there are now too many failures, however the rest of the batch ends."""
+        """Count one sample; return True if the batch exceeds the budget even if all others succeed."""
         self._failed += failed
         return self._failed > self._allowed
 
     def end(self, failed: Iterable[bool]) -> None:
-        """The batch is done; its samples by row, in whichever order they were counted."""
+        """Add the finished batch to the window, by row, so that its state does not depend on timing."""
         self._before.extend(failed)
 
 
-# Scoring the samples of a batch in the background, up to the point where too many have failed.
-
-logger = logging.getLogger(__name__)
-
-
-_SHOWN_CHARACTERS = 200
-
-
-_TELL_EVERY_S = 10.0
-
-
 class ScoringJob:
-    """The samples of one batch of B rows, scored in a thread of their own in the order in which they come.
+    """Scores the samples of one batch of B rows in a thread, in the order in which they are added.
 
-    One job after another has the process (or the pool of them): ``after`` is the one before. ``outcomes``
-    waits for the end.
+    Jobs use the process or pool in sequence; ``after`` is the preceding one.
     """
 
     def __init__(
@@ -91,22 +89,22 @@ class ScoringJob:
         n_scored: int,
         after: ScoringJob | None = None,
     ) -> None:
-        """``n_scored`` of the ``n_rows`` rows of the batch will be added."""
+        """Start the thread; ``n_scored`` of the ``n_rows`` rows will be added."""
         self.samples: list[Sample | None] = [None] * n_rows
-        """By row; None for those that were not added."""
+        """By row; None for rows that were not added."""
         self._process, self._budget, self._n_scored = process, budget, n_scored
         self._feed = Feed()
-        self._rows: list[int] = []  # in the order of the feed
+        self._rows: list[int] = []  # row numbers in the order of the feed
         self._n_done = 0
         self._outcomes: list[Outcome | None] = [None] * n_rows
         self._failure: BaseException | None = None
         self._after = after
-        # A daemon: a run that ends for another reason does not wait for scores.
+        # Daemon thread: a run that fails elsewhere does not wait for scores.
         self._thread = threading.Thread(target=self._run, name="strop-reward-scoring", daemon=True)
         self._thread.start()
 
     def add(self, row: int, make: Maker) -> None:
-        """Score a row too; ``make`` is called in another thread. Not for several threads at once."""
+        """Add a row; ``make`` is called in the scoring thread. Not thread-safe."""
 
         def sample() -> Sample:
             made = self.samples[row] = make()
@@ -116,38 +114,36 @@ class ScoringJob:
         self._feed.add(sample)
 
     def end(self) -> None:
-        """All are added."""
+        """Mark the batch as complete."""
         self._feed.end()
 
     def cancel(self, *, with_earlier: bool = False) -> None:
-        """Nobody will ask for the outcomes; soon afterwards the process is idle or gone."""
+        """Cancel; outcomes will not be read. The process is idle or dead soon afterwards."""
         self._feed.cancel()
         if with_earlier and (before := self._after) is not None:
             before.cancel(with_earlier=True)
 
     def wait(self) -> None:
-        """Until the thread is done, whatever came of it."""
+        """Wait for the thread, and ignore its errors."""
         self._thread.join()
 
     def outcomes(self) -> list[Outcome | None]:
-        """What became of every sample, by row; None for rows that were not added.
-
-        A long wait is logged, with how far the job has come.
+        """Wait for the outcomes, by row; None for rows that were not added. Log progress of a long wait.
 
         Raises:
-            RewardError: a score (or a part of it) that is NaN or infinite, naming the sample; or more failed
-                samples than the budget bears, with the first traceback.
+            RewardError: a score or part is NaN or infinite (with the sample), or more samples failed than the
+                budget allows (with the first traceback).
         """
-        self._wait_and_tell()
+        self._wait_and_log()
         if self._failure is not None:
             raise self._failure
         return self._outcomes
 
-    def _wait_and_tell(self) -> None:
-        """Lines of the log and no progress bar: during a run the terminal has the table of the run."""
+    def _wait_and_log(self) -> None:
+        # Log lines, because a progress bar would break the live table.
         started = time.monotonic()
         while self._thread.is_alive():
-            self._thread.join(_TELL_EVERY_S)
+            self._thread.join(_LOG_EVERY_S)
             if self._thread.is_alive():
                 logger.info(
                     "scoring: %d of %d samples are done; waited for %.0f s",
@@ -159,10 +155,10 @@ class ScoringJob:
     def _run(self) -> None:
         if self._after is not None:
             self._after.wait()
-            self._after = None  # or all jobs of a run would be kept
+            self._after = None  # else every job would keep all earlier ones alive
         try:
             self._score()
-        # Raised again where the outcomes are asked for, in the thread of the run.
+        # Re-raised by outcomes(), in the caller's thread.
         except BaseException as failure:  # noqa: BLE001
             self._failure = failure
 
@@ -184,7 +180,7 @@ class ScoringJob:
                         logger.warning("could not score %s", first_error)
                 if self._budget.count(bool(outcome.error)):
                     raise RewardError(
-                        f"too many samples cannot be scored: {failed} of the first {number + 1} of this "
+                        f"too many samples cannot be scored: {failed} of the first {number + 1} samples of a "
                         f"batch of {len(self.samples)} "
                         f"(reward_model.max_error_rate={self._budget.max_rate:g}). "
                         f"The first was {first_error}"
@@ -193,7 +189,7 @@ class ScoringJob:
 
 
 def name_sample(row: int, sample: Sample) -> str:
-    """A sample in the words of an error text."""
+    """Describe a sample for an error text."""
     index = sample.extra_info.get("index") if isinstance(sample.extra_info, Mapping) else None
     known = "" if index is None else f", extra_info.index={index}"
     text = sample.solution_str
@@ -208,24 +204,15 @@ def _require_finite(outcome: Outcome, name: str) -> None:
         raise RewardError(f"the reward function returned {bad} for {name}")
 
 
-Fields = tuple[str, Any, Any]
-
-
-"""What the data say of a row: data source, ground truth, extra info."""
-
-
-Parts = tuple[str, ...]
-
-
-class PendingRewards(PendingReward):
-    """Takes the samples of a batch as they are finished, then the batch itself, and gives its rewards."""
+class PendingSamples(PendingReward):
+    """Takes the samples of a batch as they are finished, then the whole batch, and returns its rewards."""
 
     takes_samples = True
 
     def __init__(
         self, manager: RewardManager, job: ScoringJob, fields: Sequence[Fields], asked: Sequence[Parts]
     ) -> None:
-        """``fields`` and ``asked`` (the parts that functions give) of all B rows."""
+        """Expect B rows with these ``fields`` and the parts that functions compute for them (``asked``)."""
         self._manager, self._job, self._fields, self._asked = manager, job, fields, asked
         self._has_rule = [RULE in parts for parts in asked]
         self._token_ids: list[list[int] | None] = [None] * len(fields)
@@ -233,7 +220,7 @@ class PendingRewards(PendingReward):
         self._batch = DataProto()
 
     def add(self, row: int, token_ids: list[int]) -> None:
-        """A response of the batch to come is finished: these are its tokens. From any thread."""
+        """Score a finished response, given its tokens. Thread-safe; a row counts once."""
         with self._adding:
             if self._token_ids[row] is not None:
                 return
@@ -246,27 +233,27 @@ class PendingRewards(PendingReward):
                 self._job.samples[row] = make()
 
     def complete(self, batch: DataProto) -> None:
-        """The whole batch, with ``responses`` and ``response_mask`` [B, T]; the rest of it is added.
+        """Set the batch, with ``responses`` and ``response_mask`` [B, T], and add its remaining rows.
 
-        Raises ``RewardError`` when a sample was added with other tokens than it has here.
+        Raises ``RewardError`` if a sample was added with other tokens than it has here.
         """
         for row, token_ids in enumerate(real_tokens(batch.batch["responses"], batch.batch["response_mask"])):
             self.add(row, token_ids)
             if self._token_ids[row] != token_ids:
                 self.cancel()
                 raise RewardError(
-                    f"sample {row} was scored with other tokens than were generated: "
-                    f"{self._token_ids[row]}, not {token_ids}"
+                    f"sample {row}: the scored tokens {self._token_ids[row]} differ from the generated ones "
+                    f"{token_ids}"
                 )
         self._batch = batch
         self._job.end()
 
     def cancel(self) -> None:
-        """Nobody will ask for them."""
+        """Cancel scoring; the rewards will not be read."""
         self._job.cancel()
 
     def get(self, model_scores: Tensor | None = None) -> RewardOutput:
-        """Wait for them; ``model_scores`` [B] of the reward model are added. Raises as the manager does."""
+        """Wait for the rewards; ``model_scores`` [B] are the reward model's. Raises as the manager does."""
         outcomes = self._job.outcomes()
         samples = [sample for sample in self._job.samples if sample is not None]
         parts = rule_parts(outcomes, self._has_rule, error_score=self._manager.error_score)
@@ -293,7 +280,7 @@ class PendingRewards(PendingReward):
         )
 
     def _sources_scored(self, sources: Sequence[str], outcomes: Sequence[Outcome | None]) -> list[str]:
-        """The data source of each sample for which the reward function returned something."""
+        """Return the data source of each sample that the reward function scored."""
         return [
             source
             for source, outcome, has_rule in zip(sources, outcomes, self._has_rule, strict=True)
@@ -305,14 +292,14 @@ class PendingRewards(PendingReward):
         return self._batch.meta_info.get("mode") == "validate"
 
     def _penalty(self, scores_B: Tensor) -> Tensor | None:
-        """As ``Composition.penalty``; none in validation."""
+        """Return the non-stop penalty [B]; None if it is off, and in validation."""
         composition, columns = self._manager.composition, self._batch.batch
         if not composition.non_stop_penalty or self._validating:
             return None
         if "truncated" not in columns:
             raise RewardError(
-                "reward_model.non_stop_penalty: the batch has no column 'truncated' [B], which tells whether "
-                f"a response ended by its stop token; it has {sorted(columns)}"
+                "reward_model.non_stop_penalty needs the column 'truncated' [B], which is true for responses "
+                f"without a stop token; the batch has {sorted(columns)}"
             )
         lengths_B = columns["response_mask"].sum(dim=1).cpu()
         return composition.penalty(scores_B, columns["truncated"].cpu(), lengths_B)
@@ -321,14 +308,14 @@ class PendingRewards(PendingReward):
         scores_B = scores.detach().float().cpu().reshape(len(samples))
         for row in (~torch.isfinite(scores_B)).nonzero().flatten().tolist():
             raise RewardError(
-                f"the reward model gave {scores_B[row].item()} for {name_sample(row, samples[row])}"
+                f"the reward model returned {scores_B[row].item()} for {name_sample(row, samples[row])}"
             )
-        if self._validating:  # by rules alone, where there is one
+        if self._validating:  # rules alone count, where there is one
             scores_B = scores_B.masked_fill(torch.tensor(self._has_rule), math.nan)
         return scores_B
 
 
 def real_tokens(ids_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
-    """The token ids of each row where the mask is 1."""
+    """Return the token ids of each row where the mask is 1."""
     rows = zip(ids_BT.cpu(), mask_BT.cpu().bool(), strict=True)
     return [ids_T[mask_T].tolist() for ids_T, mask_T in rows]

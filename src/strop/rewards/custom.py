@@ -1,7 +1,7 @@
-"""A user's own reward function: ``compute_score(data_source, solution_str, ground_truth, extra_info=None)``.
+"""A user's reward function: ``compute_score(data_source, solution_str, ground_truth, extra_info=None)``.
 
 It returns a number, or a dict with a number under "score" and further named numbers, which are recorded as
-parts. It is called with those four names as keywords; a function that needs only some takes ``**kwargs``.
+parts. The four arguments are passed as keywords; a function that needs only some takes ``**kwargs``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY = "custom_reward_function"
 
 
 class CustomReward:
-    """A function from a Python file. Another process gets path and name, and loads it anew."""
+    """A function from a Python file; it is pickled as path and name, and reloaded from there."""
 
     def __init__(self, path: str, name: str) -> None:
         self.path = str(Path(path).expanduser().absolute())
@@ -41,7 +41,7 @@ class CustomReward:
 
 
 def load_custom_reward(path: str | None, name: str = "compute_score") -> CustomReward | None:
-    """The function called ``name`` in the Python file ``path``; None when ``path`` is null.
+    """Load the function ``name`` from the Python file ``path``; return None if ``path`` is null.
 
     Raises:
         ConfigError: no such file, an error while it is imported, no such function in it, or one that cannot
@@ -51,9 +51,7 @@ def load_custom_reward(path: str | None, name: str = "compute_score") -> CustomR
 
 
 def require_score_signature(function: Any, where: str, **options: Any) -> None:
-    """``ConfigError`` unless ``function`` can be called with the four keywords of a reward function, and
-    ``options``.
-    """
+    """Raise ``ConfigError`` unless ``function`` accepts a reward function's keywords and ``options``."""
     keywords = dict.fromkeys(KEYWORDS) | options
     wanted = ", ".join(keywords)
     if not callable(function):
@@ -62,21 +60,21 @@ def require_score_signature(function: Any, where: str, **options: Any) -> None:
         raise ConfigError(f"{where} is async: expected a plain function compute_score({wanted})")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C, without a signature: the first call will tell
+    except (TypeError, ValueError):  # written in C, without a signature
         return
     try:
         signature.bind(**keywords)
     except TypeError as error:
         raise ConfigError(
-            f"{where} has the parameters {signature} ({error}): it is called with the keywords {wanted}; "
-            "add the missing ones, or **kwargs for those that it does not need"
+            f"{where} has the parameters {signature} ({error}); expected the keywords {wanted}: add the "
+            "missing ones, or **kwargs"
         ) from None
 
 
 def _load_module(path: str) -> ModuleType:
     if not Path(path).is_file():
-        raise ConfigError(f"{KEY}.path={path!r}: there is no such file")
-    name = f"strop_custom_reward_{zlib.crc32(path.encode()):08x}"  # one name a file, on every machine
+        raise ConfigError(f"{KEY}.path={path!r}: no such file")
+    name = f"strop_custom_reward_{zlib.crc32(path.encode()):08x}"  # the same name for a file on every machine
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{KEY}.path={path!r}: expected a Python file (.py)")
@@ -86,7 +84,7 @@ def _load_module(path: str) -> ModuleType:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    # A user's module may raise anything on import, SystemExit included.
+    # User code may raise anything on import, SystemExit included.
     except BaseException as error:
         del sys.modules[name]
         lines = [

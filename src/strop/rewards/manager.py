@@ -1,4 +1,4 @@
-"""``RewardManager``: from a batch of responses to token-level scores. B samples, T padded response tokens."""
+"""``RewardManager``, the built-in reward, and its loading. B samples, T padded response tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from strop.config.reward_parts import RULE, read_parts
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
 from strop.rewards.base import BatchReward, PendingReward, Reward
-from strop.rewards.batch import ErrorBudget, Fields, PendingRewards, ScoringJob, real_tokens
+from strop.rewards.batch import ErrorBudget, Fields, PendingSamples, ScoringJob, real_tokens
 from strop.rewards.custom import load_custom_reward, require_score_signature
 from strop.rewards.parts import Composition, UnusedParts, part_scorers, require_scored_source
 from strop.rewards.reward_output import RewardOutput, describe_sample
@@ -46,29 +46,29 @@ _OFF_UNLESS_SET = ("parts", "non_stop_penalty", "min_response_length")
 
 
 class RewardManager(Reward):
-    """Scores samples in processes that can be killed, each sample under a deadline.
+    """Scores samples in killable processes, each sample under a deadline.
 
-    One process takes one sample after another; with ``num_workers`` above 1, as many samples are under way.
+    One process scores one sample after another; ``num_workers`` processes score as many in parallel.
 
     ``compute_score`` is called with the keywords ``data_source``, ``solution_str``, ``ground_truth`` and
     ``extra_info``, and returns a number, or a dict with a number under "score" and further named numbers.
-    Without it, the sample's data source decides (:mod:`strop.rewards.router`), with ``scorer_kwargs`` for it.
+    Without it, the data source selects the scorer (:mod:`strop.rewards.router`); ``scorer_kwargs`` has its
+    options.
 
-    A batch with ``rm_scores`` [B] adds the reward model's score. It stands alone for samples that ask for it
-    (``reward_model.style`` is "model") and, without ``compute_score``, for data sources without a scorer.
+    If the batch has ``rm_scores`` [B], the reward model's score is added. It is the whole score of samples
+    with ``reward_model.style`` "model" and, without ``compute_score``, of data sources without a scorer.
 
-    ``parts`` gives these two, and further scorers, a weight for each data source
-    (:func:`strop.config.reward_parts.read_parts`; :class:`strop.rewards.parts.Composition` for the order of
-    things, and for ``non_stop_penalty``, ``penalty_reward_value`` and ``min_response_length``).
+    ``parts`` weighs these two and further scorers by data source
+    (:func:`strop.config.reward_parts.read_parts`); :class:`strop.rewards.parts.Composition` has the rules,
+    also for ``non_stop_penalty``, ``penalty_reward_value`` and ``min_response_length``.
 
-    A sample whose scorer raises, takes longer than ``timeout_s`` seconds or ends its process scores
-    ``error_score``. Beyond ``max_error_rate`` of them (:mod:`strop.rewards.batch`) scoring stops.
+    A sample whose scorer raises, exceeds ``timeout_s`` seconds or ends its process scores ``error_score``.
+    Above a rate of ``max_error_rate`` (:class:`strop.rewards.batch.ErrorBudget`) scoring raises.
 
     ``num_examine`` samples of each data source in every batch go to ``printer`` (default: the log) as text.
 
     Raises:
-        ConfigError: ``compute_score`` cannot be called as above or cannot be sent to the process, or
-            ``parts`` is wrong.
+        ConfigError: ``compute_score`` cannot be called as above or cannot be pickled, or ``parts`` is wrong.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RewardManager(Reward):
             self._sources = self._router.sources
         elif scorer_kwargs:
             raise ConfigError(
-                "scorer_kwargs is for the built-in scorers: a reward function of your own is set"
+                "scorer_kwargs sets options of built-in scorers, but a custom reward function is set"
             )
         else:
             require_score_signature(compute_score, "compute_score")
@@ -127,9 +127,9 @@ class RewardManager(Reward):
     def __call__(self, batch: DataProto) -> RewardOutput:
         """Score every sample of the batch.
 
-        Needs ``responses`` and ``response_mask`` [B, T] and the columns ``reward_fn_key`` and (for rules)
-        ``reward_model`` {"style", "ground_truth"}. Reads ``extra_info``, and, to print samples, ``prompts``
-        and ``attention_mask``. An empty response has its score at token 0.
+        Requires ``responses`` and ``response_mask`` [B, T] and the columns ``reward_fn_key`` and (for rules)
+        ``reward_model`` {"style", "ground_truth"}. Reads ``extra_info`` and, to print samples, ``prompts``
+        and ``attention_mask``. The score of an empty response is at token 0.
 
         Raises:
             RewardError: a data source without a scorer, a score that is NaN or infinite, too many failed
@@ -138,11 +138,11 @@ class RewardManager(Reward):
         model_B = batch.batch.get("rm_scores")
         return self.begin(batch, with_model=model_B is not None).get(model_B)
 
-    def begin(self, batch: DataProto, *, with_model: bool = False) -> PendingRewards:
-        """Start to score a batch; the caller has the time until it asks for the result.
+    def begin(self, batch: DataProto, *, with_model: bool = False) -> PendingSamples:
+        """Start scoring a batch; ``get`` of the result waits for it.
 
-        Of ``with_model`` batches the reward model's scores are handed in then. Batches are scored in the
-        order in which they were begun. ``RewardError`` for a data source without a scorer.
+        With ``with_model``, ``get`` takes the reward model's scores. Batches are scored in the order of these
+        calls. Raises ``RewardError`` for a data source without a scorer.
         """
         pending = self._expect(batch, n=1, with_model=with_model)
         pending.complete(batch)
@@ -157,7 +157,7 @@ class RewardManager(Reward):
             return BatchReward(self).expect(prompts)
         return self._expect(prompts, n=n, with_model=with_model)
 
-    def _expect(self, prompts: DataProto, *, n: int, with_model: bool) -> PendingRewards:
+    def _expect(self, prompts: DataProto, *, n: int, with_model: bool) -> PendingSamples:
         fields = [fields for fields in self._fields(prompts) for _ in range(n)]
         asked = [parts for parts in self._asked(prompts, has_model=with_model) for _ in range(n)]
         self._last_job = ScoringJob(
@@ -167,26 +167,26 @@ class RewardManager(Reward):
             n_scored=sum(map(bool, asked)),
             after=self._last_job,
         )
-        return PendingRewards(self, self._last_job, fields, asked)
+        return PendingSamples(self, self._last_job, fields, asked)
 
     def validate_sources(
         self, sources: Iterable[str], *, has_reward_model: bool = False, elsewhere: Iterable[str] = ()
     ) -> None:
-        """At start-up: whether all data sources of the data can be scored.
+        """Check at start-up that all data sources can be scored.
 
-        A weight for a source that is not among them, nor among those that other prompts of the run have
-        (``elsewhere``), is warned of, once.
+        Warns once about each weight for a source that neither ``sources`` nor other prompts of the run
+        (``elsewhere``) have.
 
         Raises:
             RewardError: nothing scores one of them.
-            ConfigError: its scorer cannot work here, as code without bubblewrap, or not before the deadline.
+            ConfigError: its scorer cannot work here (code without bubblewrap), or not within the deadline.
         """
         sources = set(sources)
         self.require_scored(sources, has_reward_model=has_reward_model)
         self.unused_parts.warn_of_sources(sources, known={*(self._sources or ()), *elsewhere})
 
     def require_scored(self, sources: Iterable[str], *, has_reward_model: bool = False) -> None:
-        """The errors of ``validate_sources``, and no warning."""
+        """Raise the errors of ``validate_sources``, without its warnings."""
         parts = self.composition.parts
         for source in sorted(set(sources)):
             has_rule = self._has_scorer(source)
@@ -200,7 +200,7 @@ class RewardManager(Reward):
             )
 
     def is_built_in(self, source: str) -> bool:
-        """Whether the rule of a data source is its built-in scorer, and has a weight."""
+        """Return True if the source's rule is its built-in scorer, with a weight other than 0."""
         weight = self.composition.parts[RULE].weight(source)
         return self._router is not None and self._router.is_built_in(source) and weight != 0
 
@@ -216,11 +216,11 @@ class RewardManager(Reward):
         return self._sources is None or source in self._sources
 
     def start(self) -> None:
-        """Start the scoring process now instead of with the first batch; ``RewardError`` when it cannot."""
+        """Start the scoring process before the first batch. Raises ``RewardError`` if it cannot start."""
         self._process.start()
 
     def close(self) -> None:
-        """End the scoring process; it would also end with the program. What is being scored is given up."""
+        """Cancel what is being scored and end the scoring process. It also ends with the program."""
         if self._last_job is not None:
             self._last_job.cancel(with_earlier=True)
             self._last_job.wait()
@@ -230,8 +230,8 @@ class RewardManager(Reward):
         columns = prompts.non_tensor_batch
         if self.reward_fn_key not in columns:
             raise RewardError(
-                f"the data has no column {self.reward_fn_key!r} (data.reward_fn_key), which says how a row "
-                f"is scored; it has {sorted(columns)}"
+                f"the data has no column {self.reward_fn_key!r} (data.reward_fn_key), which selects a row's "
+                f"scorer; it has {sorted(columns)}"
             )
         nothing = np.full(len(prompts), None, dtype=object)
         return [
@@ -245,7 +245,7 @@ class RewardManager(Reward):
         ]
 
     def _asked(self, prompts: DataProto, *, has_model: bool) -> list[tuple[str, ...]]:
-        """The parts of each row that functions give. All are looked at before the first is scored."""
+        """Return the parts that functions compute for each row; check all rows before scoring the first."""
         sources = [source for source, *_ in self._fields(prompts)]
         self.require_scored(sources, has_reward_model=has_model)
         targets = prompts.non_tensor_batch.get("reward_model", [None] * len(sources))
@@ -256,7 +256,7 @@ class RewardManager(Reward):
         ]
 
     def sample(self, fields: Fields, token_ids: list[int], asked: tuple[str, ...]) -> Sample:
-        """What a scorer is told of a response."""
+        """Make the input of a scorer from a response."""
         source, ground_truth, extra = fields
         response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return Sample(source, response, ground_truth, extra, asked if self._part_scorers else None)
@@ -269,7 +269,7 @@ class RewardManager(Reward):
         parts: Mapping[str, Tensor],
         outcomes: list[Outcome | None],
     ) -> None:
-        """Hand the first samples of every data source to the printer."""
+        """Print the first samples of every data source."""
         shown: Counter[str] = Counter()
         for row, sample in enumerate(samples):
             if shown[sample.data_source] >= self.num_examine:
@@ -288,7 +288,7 @@ class RewardManager(Reward):
             )
 
     def _prompt(self, batch: DataProto, row: int) -> str:
-        """The prompt as the model saw it, chat template included."""
+        """Decode the prompt with its chat template."""
         if not {"prompts", "attention_mask"} <= batch.batch.keys():
             return "(not in the batch)"
         prompts = batch.batch["prompts"][row : row + 1]
@@ -297,16 +297,16 @@ class RewardManager(Reward):
 
 
 def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
-    """The reward manager that ``reward_model.reward_manager`` names.
+    """Make the reward manager that ``reward_model.reward_manager`` names.
 
-    ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class.
-    It is made with ``tokenizer``, ``num_examine``, ``compute_score`` (from ``custom_reward_function``, or
-    None), ``reward_fn_key``, the entries of ``reward_kwargs`` and, as far as it takes them, the keys of
-    ``_SECTION_KEYS``; one that it does not take must not say that something is on.
+    ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class. Its
+    arguments are ``tokenizer``, ``num_examine``, ``compute_score`` (from ``custom_reward_function``, or
+    None), ``reward_fn_key``, the entries of ``reward_kwargs``, and those of ``_SECTION_KEYS`` that it
+    accepts.
 
     Raises:
-        ConfigError: an unknown name, an argument that the class does not take, or a custom reward function
-            that cannot be used.
+        ConfigError: an unknown name, an argument that the class does not take, a key that is on and would be
+            ignored, or an unusable custom reward function.
     """
     section = config.reward_model
     workers = section.num_workers or default_num_workers()
@@ -334,8 +334,8 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
 
 
 def _require_honoured(build: Callable[..., Any], settings: Mapping[str, Any], name: str) -> None:
-    """``ConfigError`` when a manager of the user's own does not take what the configuration turns on."""
+    """Raise ``ConfigError`` if a user's manager does not take a key that is on."""
     taken = accepted(build, settings)
     if ignored := [key for key in _OFF_UNLESS_SET if settings[key] and key not in taken]:
         keys = ", ".join(f"reward_model.{key}" for key in ignored)
-        raise ConfigError(f"{_KEY}={name!r} does not take {keys}: leave these out, or take them as arguments")
+        raise ConfigError(f"{_KEY}={name!r} does not take {keys}: remove these, or add them as parameters")

@@ -1,4 +1,4 @@
-"""From parts to a score. B samples, T response tokens."""
+"""Parts of a score and their weights: ``reward_model.parts``. B samples."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from strop.rewards.custom import require_score_signature
 from strop.rewards.router import BuiltInScorer, OwnScorer, unknown_source
 from strop.rewards.worker.records import ScoreFunction
 
-# Whether something scores the rows of a data source; without torch, for ``strop check``.
+logger = logging.getLogger(__name__)
 
 
 def asked_parts(parts: Mapping[str, RewardPart], source: str, *, has_rule: bool) -> tuple[str, ...]:
-    """The parts of a sample of ``source`` that functions give."""
+    """Return the parts that functions compute for a sample of ``source``."""
     rule = (RULE,) if has_rule and parts[RULE].weight(source) != 0 else ()
     others = (name for name, part in parts.items() if part.scorer is not None and part.weight(source))
     return (*rule, *others)
@@ -34,19 +34,19 @@ def require_scored_source(
     has_reward_model: bool,
     known: Collection[str],
 ) -> None:
-    """``RewardError`` when nothing scores the rows of ``source``; ``known`` are sources that have a rule."""
+    """Raise ``RewardError`` if nothing scores rows of ``source``; ``known`` are the sources with a rule."""
     if has_reward_model and parts[REWARD_MODEL].weight(source) != 0:
         return
     if parts[RULE].weight(source) != 0 and not has_rule:
         raise unknown_source(source, known)
     if not asked_parts(parts, source, has_rule=has_rule):
         raise RewardError(
-            f"data_source {source!r}: nothing scores it, every part of {KEY} has the weight 0 for it"
+            f"data_source {source!r}: nothing scores it; every part of {KEY} has weight 0 for it"
         )
 
 
 def part_scorers(parts: Mapping[str, RewardPart]) -> dict[str, ScoreFunction]:
-    """The function of every part that has one; ``ConfigError`` where there is none, or wrong options."""
+    """Return the function of every part with a scorer. Raises ``ConfigError`` for wrong names or options."""
     return {name: _scorer(name, part) for name, part in parts.items() if part.scorer is not None}
 
 
@@ -61,13 +61,13 @@ def _scorer(name: str, part: RewardPart) -> ScoreFunction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Composition:
-    """How parts become a score.
+    """Rules that make a score of parts.
 
-    The weighted sum; then, with ``non_stop_penalty``, a response that did not end by its stop token, or that
-    ended before ``min_response_length`` tokens, has ``penalty_reward_value`` instead.
+    The score is the weighted sum; with ``non_stop_penalty``, a response without a stop token, or of fewer
+    than ``min_response_length`` tokens, scores ``penalty_reward_value`` instead.
 
-    Validation is by the rule alone, else by the reward model alone, else by the weighted sum of the others:
-    figures of runs with other weights compare.
+    In validation the score is the rule alone, else the reward model alone, else the weighted sum of the
+    others, so that runs with different weights are comparable.
     """
 
     parts: Mapping[str, RewardPart]
@@ -76,20 +76,20 @@ class Composition:
     min_response_length: int = 0
 
     def asked(self, data_source: str, *, has_rule: bool) -> tuple[str, ...]:
-        """The parts of a sample that functions give."""
+        """Return the parts that functions compute for a sample."""
         return asked_parts(self.parts, data_source, has_rule=has_rule)
 
     def contributions(
         self, parts: Mapping[str, Tensor], sources: Sequence[str], *, failed_B: Tensor, validating: bool
     ) -> dict[str, Tensor]:
-        """What each part [B] (NaN: not there) adds to the score [B]; a failed rule counts in full."""
+        """Return the contribution [B] of each part (NaN: absent) to the score; a failed rule counts fully."""
         added = {}
         decided_B = torch.zeros(len(sources), dtype=torch.bool)
         for name in {RULE, REWARD_MODEL} & parts.keys():
             decided_B |= ~parts[name].isnan()
         for name, values_B in parts.items():
             if name not in self.parts:
-                continue  # a number beside the score, for the eye
+                continue  # a number of the scorer for metrics only
             weights_B = torch.tensor([self.parts[name].weight(source) for source in sources])
             if name == RULE:
                 weights_B = weights_B.masked_fill(failed_B, 1.0)
@@ -101,54 +101,48 @@ class Composition:
         return added
 
     def penalty(self, scores_B: Tensor, truncated_B: Tensor, lengths_B: Tensor) -> Tensor:
-        """What takes a score [B] to the penalty; NaN where none is due."""
+        """Return the difference [B] between penalty and score; NaN where no penalty is due."""
         due_B = truncated_B.bool() | (lengths_B < self.min_response_length)
         return (self.penalty_reward_value - scores_B).masked_fill(~due_B, torch.nan)
 
 
-# Weights of ``reward_model.parts`` that never count, most often because a name is misspelt.
-
-logger = logging.getLogger(__name__)
-
-
 class UnusedParts:
-    """Looks for them, at start-up and in the first scores; says each thing once."""
+    """Finds weights that never take effect, usually because of a misspelt name; reports each once."""
 
     def __init__(self, parts: Mapping[str, RewardPart]) -> None:
         self._parts = parts
-        # Only the reward function itself can give these, beside its score.
+        # Parts that only the reward function can return, beside its score.
         self._awaited = {
             name for name, part in parts.items() if part.scorer is None and name not in (RULE, REWARD_MODEL)
         }
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def warn_of_sources(self, sources: Collection[str], *, known: Collection[str]) -> None:
-        """Warn of weights for a data source that is not among ``sources``, those of the prompts.
+        """Warn about weights for a data source that is not among ``sources``, the prompts'.
 
-        Not for ``known`` ones: training and validation may have prompts of different sources.
+        Skips ``known`` sources: training and validation prompts may have different ones.
         """
         for name, part in self._parts.items():
             for source in part.weights.keys() - {OTHER_SOURCES, *sources, *known}:
-                if (name, source) not in self._told:
-                    self._told.add((name, source))
+                if (name, source) not in self._warned:
+                    self._warned.add((name, source))
                     logger.warning(
-                        "%s.%s.weight: none of the prompts has data_source %r (there are: %s); "
-                        "is it misspelt?",
+                        "%s.%s.weight: no prompt has data_source %r (found: %s); is it misspelt?",
                         KEY, name, source, ", ".join(sorted(sources)),
                     )  # fmt: skip
 
     def require_returned(self, found: Collection[str], sources: Collection[str]) -> None:
-        """``RewardError`` when a part with a weight was never ``found`` in the scores of ``sources``.
+        """Raise ``RewardError`` if a part with a weight is not in ``found``, the parts of these scores.
 
-        These are the data sources of the samples that the reward function scored. Asked until a sample has
-        the part: a function may leave it out later on.
+        ``sources`` are the data sources of the samples that the reward function scored. A part is required
+        until it appeared once: a function may leave it out for later samples.
         """
         self._awaited -= set(found)
         for name in sorted(self._awaited):
             if any(self._parts[name].weight(source) != 0 for source in sources):
                 returned = ", ".join(sorted(set(found) - {RULE, REWARD_MODEL})) or "a score alone"
                 raise RewardError(
-                    f"{KEY}.{name} has a weight and no scorer, so the reward function has to return it, for "
-                    f"{len(sources)} samples it returned {returned}; correct the name, return it (0 where "
-                    "it does not apply), give the part a scorer, or leave it out"
+                    f"{KEY}.{name} has a weight and no scorer, so the reward function must return it; for "
+                    f"{len(sources)} samples it returned {returned}. Correct the name, return it (0 where it "
+                    "does not apply), set its scorer, or remove it"
                 )

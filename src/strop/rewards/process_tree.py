@@ -1,4 +1,4 @@
-"""Ending a process together with everything that it started."""
+"""Kill a process together with everything that it started."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MARKER = "STROP_REWARD_WORKER"
-"""Environment variable that a scoring process and all its descendants carry; its value is theirs alone."""
+"""Environment variable of a scoring process and its descendants, with a unique value."""
 
 _SWEEPS = 20
 _END_MS = 2000
 
 
 def kill_tree(process: subprocess.Popen[bytes], marker: str) -> int:
-    """Kill the process, its group and (on Linux) descendants that left the group; the exit status.
+    """Kill the process, its group and (on Linux) descendants that left the group; return the exit status.
 
-    The process must lead its own group and must not have been waited for, so that its id is still its own.
-    A descendant that left the group, took another environment, and whose parent ended before this call, is
-    not found.
+    The process must lead its group and must not have been reaped, so that its id is still valid. Misses a
+    descendant that left the group, changed its environment, and whose parent ended before this call.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(process.pid, signal.SIGSTOP)  # it starts no more while we look
+        os.kill(process.pid, signal.SIGSTOP)  # so that it starts no more meanwhile
     started = hold_descendants(process.pid)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing there any more but the leader
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # only the leader is left
         os.killpg(process.pid, signal.SIGKILL)
     status = process.wait()
     kill_held(started)
-    for _ in range(_SWEEPS):  # a descendant may be forking while we look
+    for _ in range(_SWEEPS):  # a descendant may fork meanwhile
         found = marked_processes(marker)
         if not found:
             break
@@ -42,9 +41,9 @@ def kill_tree(process: subprocess.Popen[bytes], marker: str) -> int:
 
 
 def descendants(root: int) -> list[int]:
-    """Ids of what a process and its descendants started; none where there is no ``/proc``."""
+    """Return the ids of a process's descendants; none where there is no ``/proc``."""
     found = [root]
-    for identity in found:  # grows while it is walked
+    for identity in found:  # grows during the loop
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{identity}/task").iterdir():
                 found += map(int, (task / "children").read_text().split())
@@ -52,7 +51,7 @@ def descendants(root: int) -> list[int]:
 
 
 def hold_descendants(root: int) -> list[int]:
-    """A descriptor of each descendant, which means that process also when its parent is gone."""
+    """Return a pidfd of each descendant, which stays valid when its parent is gone."""
     held = []
     for identity in descendants(root):
         with contextlib.suppress(OSError):  # it has ended
@@ -61,7 +60,7 @@ def hold_descendants(root: int) -> list[int]:
 
 
 def kill_held(held: Iterable[int]) -> None:
-    """Kill the processes of these descriptors, wait for their end, and close the descriptors."""
+    """Kill the processes of these pidfds, wait for their end, and close the descriptors."""
     held = list(held)
     for process in held:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -74,18 +73,18 @@ def kill_held(held: Iterable[int]) -> None:
 
 
 def marked_processes(marker: str) -> list[int]:
-    """Ids of the living processes whose environment holds the marker; none where there is no ``/proc``."""
+    """Return the ids of processes with the marker in their environment; none where there is no ``/proc``."""
     wanted = f"{MARKER}={marker}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or it is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return found
 
 
 def describe_exit(status: int) -> str:
-    """``exit status 3``, or the name of the signal that ended it."""
+    """Return ``exit status 3``, or ``signal SIGKILL``."""
     if status >= 0:
         return f"exit status {status}"
     with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The scores of a batch as tensors. B samples, T padded response tokens."""
+"""The scores of a batch as tensors, metrics and text. B samples, T padded response tokens."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from strop.rewards.worker.records import Outcome, Sample
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """The scores of a batch, and what they are made of."""
+    """The scores of a batch and their parts."""
 
     token_level_scores: Tensor
     """float32 [B, T]: the sample's score at its last response token, 0 elsewhere."""
     parts: dict[str, Tensor]
-    """float32 [B] by name: ``rule``, ``reward_model``, those of ``reward_model.parts``, and what a scorer
-    named besides. NaN where a part does not apply to a sample."""
+    """float32 [B] by name: ``rule``, ``reward_model``, the names of ``reward_model.parts``, and further
+    numbers of a scorer. NaN where a part does not apply to a sample."""
     metrics: dict[str, float]
-    """Those of :func:`score_metrics`."""
+    """See :func:`score_metrics`."""
     responses: list[str]
     """The decoded responses [B]."""
     errors: list[str]
@@ -34,10 +34,9 @@ class RewardOutput:
 def rule_parts(
     outcomes: Sequence[Outcome | None], has_rule: Sequence[bool], *, error_score: float
 ) -> dict[str, Tensor]:
-    """``rule`` and the scorers' other parts [B], NaN for samples without; empty when no sample has an
-    outcome.
+    """Return ``rule`` and the scorers' other parts [B], NaN for samples without; empty without outcomes.
 
-    A sample that could not be scored has a ``rule`` of ``error_score`` and no other parts.
+    A sample that could not be scored has ``rule`` = ``error_score`` and no other parts.
     """
     columns: dict[str, list[float]] = {}
     for row, outcome in enumerate(outcomes):
@@ -51,7 +50,7 @@ def rule_parts(
 
 
 def at_last_token(scores_B: Tensor, mask_BT: Tensor) -> Tensor:
-    """Each score at the last position with mask 1, or at position 0 where there is none; float32 [B, T]."""
+    """Put each score at the last position with mask 1, or at 0 where there is none; float32 [B, T]."""
     positions_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
     last_B = (positions_T * mask_BT.bool()).amax(dim=1)
     scores_BT = torch.zeros(mask_BT.shape, dtype=torch.float32, device=mask_BT.device)
@@ -64,12 +63,12 @@ def score_metrics(
     parts: Mapping[str, Tensor],
     contributions: Mapping[str, Tensor],
 ) -> dict[str, float]:
-    """What a batch scored, by part and by data source.
+    """Return the metrics of a batch's scores, by part and by data source.
 
-    ``reward/error_rate``, ``/errors``, ``/timeouts``: of the samples that a function was asked to score;
+    ``reward/error_rate``, ``/errors``, ``/timeouts``: over the samples that functions scored;
     ``reward/<part>/mean``: over the samples that have the part, before its weight;
-    ``reward/score/<source>/mean``: over the samples of a data source; and, over all samples of the batch,
-    ``reward/added/<source>/<part>``: what a part of a source adds to the mean score. These sum to it.
+    ``reward/score/<source>/mean``: over the samples of a data source;
+    ``reward/added/<source>/<part>``: the contribution to the mean score of the batch. These sum to it.
     """
     asked = [outcome for outcome in outcomes if outcome is not None]
     errors = sum(bool(outcome.error) for outcome in asked)
@@ -93,13 +92,10 @@ def _by_source(sources: Sequence[str], contributions: Mapping[str, Tensor]) -> d
     return metrics
 
 
-# Samples with their scores, as text to read.
-
-
 def describe_sample(
     sample: Sample, *, prompt: str, score: float, parts: Mapping[str, float], error: str
 ) -> str:
-    """Source, prompt, response, ground truth and score, one below the other."""
+    """Format source, prompt, response, ground truth and score, one per line."""
     named = "".join(f", {name} {value:g}" for name, value in parts.items())
     lines = [
         _field("data source", sample.data_source),

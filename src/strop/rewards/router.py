@@ -1,7 +1,7 @@
-"""Which scorer belongs to which data source.
+"""The scorer of each data source, and functions that combine scorers.
 
-Built-in scorers are named by import path and loaded when a sample needs them. ``register_scorer`` adds one
-for a further data source; it has the signature of a custom reward function (:mod:`strop.rewards.custom`).
+Built-in scorers are imported when a sample needs them. ``register_scorer`` adds one for a further data
+source, with the signature of a custom reward function (:mod:`strop.rewards.custom`).
 """
 
 from __future__ import annotations
@@ -15,22 +15,18 @@ from strop.errors import ConfigError, RewardError, StropError
 from strop.rewards.custom import require_score_signature
 from strop.rewards.worker.records import ScoreFunction
 
-# Scorers by name, and a reward function of several of them. Nothing here is slow to import.
-
 
 class BuiltInScorer:
     """A scorer of ``SCORERS`` with its options, called with response and ground truth.
 
-    It is imported when a sample needs it.
-
-    Raises ``ConfigError`` for options that it does not take; ``where`` says where they stand.
+    Raises ``ConfigError`` for options that it does not take; ``where`` is their configuration key.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], *, where: str = "") -> None:
         self._name, self._options, self._where = name, dict(options), where
         if not options:
             return
-        try:  # score nothing once, so that wrong options show before the first sample does
+        try:  # score an empty response, so that wrong options fail now
             self(solution_str="", ground_truth="0")
         except StropError:
             raise
@@ -38,9 +34,9 @@ class BuiltInScorer:
             raise ConfigError(f"{where}: {error}") from error
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In the process that scores: what the options need is loaded before a sample's time begins.
+        """Load in the scoring process what the options need, before a sample's deadline starts.
 
-        A scorer that loads for a second, in many processes on few cores, would else be cut off each time.
+        A scorer that loads for a second, in many processes on few cores, would otherwise time out each time.
         """
         vars(self).update(state)
         if self._options:
@@ -50,8 +46,8 @@ class BuiltInScorer:
         return _load(SCORERS[self._name])(solution_str, ground_truth, **self._options)
 
     def require_ready(self, deadline_s: float) -> None:
-        """At start-up: ``ConfigError`` when it cannot work here, or not before a sample's deadline."""
-        if self._name != "code":  # the others need nothing
+        """Raise ``ConfigError`` if it cannot work here, or not within a sample's deadline."""
+        if self._name != "code":  # only code has requirements
             return
         from strop.rewards.score import code
 
@@ -62,7 +58,7 @@ class BuiltInScorer:
 
 
 class OwnScorer:
-    """A user's function with its options."""
+    """A user's scorer with its options."""
 
     def __init__(self, function: ScoreFunction, options: Mapping[str, Any]) -> None:
         self._function, self._options = function, dict(options)
@@ -72,20 +68,22 @@ class OwnScorer:
 
 
 class PartScorers:
-    """A reward function that gives several parts of a score: that of the sample's own source, and others."""
+    """A reward function that returns several parts: the score of the data source's scorer, and others."""
 
     def __init__(self, own: ScoreFunction, scorers: Mapping[str, ScoreFunction]) -> None:
         self._own, self._scorers = own, dict(scorers)
 
     def __call__(self, *, parts: Sequence[str], **sample: Any) -> dict[str, Any]:
-        """What the source's own function returns (a score of 0 unless it is asked), and those ``parts``."""
+        """Return the source's own result (score 0 unless the rule is among ``parts``) and the other parts."""
         own = self._own(**sample) if RULE in parts else 0.0
         result = dict(own) if isinstance(own, Mapping) else {"score": own}
         for name in parts:
             if name == RULE:
                 continue
             if name in result:
-                raise ValueError(f"the reward function returns a part {name!r}, and {KEY}.{name} is another")
+                raise ValueError(
+                    f"the reward function returns a part {name!r}, which {KEY}.{name} also computes"
+                )
             value = self._scorers[name](**sample)
             result[name] = value["score"] if isinstance(value, Mapping) else value
         return result
@@ -107,7 +105,7 @@ _registered: dict[str, ScoreFunction | str] = {}
 def register_scorer(data_source: str, scorer: ScoreFunction | str) -> None:
     """Score the rows of ``data_source`` with ``scorer``: a function, or the import path ``module:function``.
 
-    It goes before a built-in scorer of the same source. Reward managers made before this call do not see it.
+    It replaces a built-in scorer of the same source. Reward managers made before this call do not see it.
     """
     if not isinstance(scorer, str):
         require_score_signature(scorer, f"register_scorer({data_source!r}): the scorer")
@@ -117,14 +115,14 @@ def register_scorer(data_source: str, scorer: ScoreFunction | str) -> None:
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
 ) -> Any:
-    """The score of one response by the scorer of its data source; ``RewardError`` when there is none."""
+    """Score one response by the scorer of its data source. Raises ``RewardError`` if there is none."""
     return Router()(
         data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
     )
 
 
 class UnknownSourceError(RewardError):
-    """A data source without a scorer; ``known`` are those with one."""
+    """A data source without a scorer; ``known`` are the sources with one."""
 
     def __init__(self, data_source: str, known: Sequence[str]) -> None:
         super().__init__(data_source, known)
@@ -156,7 +154,7 @@ class Router:
         for source in options:
             if source in self._registered or source not in _BUILT_IN:
                 raise ConfigError(
-                    f"scorer_kwargs: {source!r} is no data source with a built-in scorer "
+                    f"scorer_kwargs: the data source {source!r} has no built-in scorer "
                     f"(known: {', '.join(sorted(_BUILT_IN))})"
                 )
         self._built_in = {
@@ -180,12 +178,12 @@ class Router:
         )
 
     def require_ready(self, data_source: str, deadline_s: float) -> None:
-        """At start-up: ``ConfigError`` when the scorer of a source cannot work here, or not in that time."""
+        """Raise ``ConfigError`` if the source's scorer cannot work here, or not within the deadline."""
         if self.is_built_in(data_source):
             self._built_in[data_source].require_ready(deadline_s)
 
     def is_built_in(self, data_source: str) -> bool:
-        """Whether a built-in scorer scores the source, not a registered one."""
+        """Return True if a built-in scorer, not a registered one, scores the source."""
         return data_source in self._built_in and data_source not in self._registered
 
     @property
@@ -195,7 +193,7 @@ class Router:
 
 
 def unknown_source(data_source: str, known: Iterable[str]) -> UnknownSourceError:
-    """The error for a data source without a scorer."""
+    """Return the error for a data source without a scorer."""
     return UnknownSourceError(data_source, sorted(known))
 
 

@@ -1,1 +1,1 @@
-"""How responses are generated: `base` is the seam, `hf` the engine that runs on the trainer's own weights."""
+"""Rollouts: the protocol in ``base``, one package per back-end."""

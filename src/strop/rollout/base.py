@@ -1,42 +1,49 @@
-"""The seam between a policy and whatever generates with it: sampling parameters, protocol, registry."""
+"""Interface between a policy and the back-end that generates with it.
+
+``SamplingParams`` says how a call samples, ``RolloutEngine`` is the protocol of a back-end, ``build_rollout``
+constructs one. ``seeds_of`` and ``answer`` check the columns of a request and make those of its response.
+
+Shapes: B prompts of P columns, R = B x n samples of T token columns.
+"""
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from strop.config.backends import ROLLOUTS, load_backend
 from strop.errors import ConfigError, DataError, TrainingError
 from strop.protocol import DataProto
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from strop.config.schema import Config
     from strop.config.schema.policy import RolloutConfig
-    from strop.protocol import DataProto
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one call samples. Raises ``ConfigError`` with every field that is out of range."""
+    """Sampling parameters of one call. Raises ``ConfigError`` naming every field that is out of range."""
 
     max_tokens: int
-    """Longest response, in tokens, the stop token included."""
+    """Longest response, in tokens, including the stop token."""
     n: int = 1
     """Responses per prompt."""
     temperature: float = 1.0
-    """The logits are divided by it; 0 means greedy."""
+    """Divisor of the logits; 0: greedy."""
     top_k: int = -1
     """Sample among the k likeliest tokens; -1 or 0: off."""
     top_p: float = 1.0
-    """Then among the fewest likeliest tokens that hold this much probability; 1: off."""
+    """After top-k, sample among the fewest likeliest tokens that hold this much probability; 1: off."""
     do_sample: bool = True
-    """False means greedy, whatever the other fields say."""
+    """False: greedy, regardless of the other fields."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, besides the end-of-sequence tokens."""
     ignore_eos: bool = False
@@ -61,17 +68,17 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken instead of a random one."""
+        """True if the likeliest token is taken instead of a sampled one."""
         return not self.do_sample or self.temperature == 0
 
     @property
     def filtered(self) -> bool:
-        """Whether top-k or top-p makes the sampled distribution another one than the model's."""
+        """True if top-k or top-p changes the distribution that is sampled from."""
         return self.top_k > 0 or self.top_p < 1
 
     @classmethod
     def from_config(cls, rollout: RolloutConfig, validate: bool = False) -> SamplingParams:
-        """From the section ``actor_rollout_ref.rollout``; ``validate`` takes its ``val_kwargs``."""
+        """Read the section ``actor_rollout_ref.rollout``, or with ``validate`` its ``val_kwargs``."""
         source = rollout.val_kwargs if validate else rollout
         return cls(
             max_tokens=rollout.response_length,
@@ -86,71 +93,88 @@ class SamplingParams:
 
 
 Finished = Callable[[int, int, list[int]], None]
-
-"""Told of a sample before the others are finished: row of its prompt, its number among the prompt's samples,
-and its token ids with the stop token."""
+"""Callback for a sample that is complete before the call returns: row of its prompt, index among the prompt's
+samples, token ids including the stop token."""
 
 
 class RolloutEngine(Protocol):
-    """Generates responses. A new back-end is one new class with these methods and a line in ``ROLLOUTS``."""
+    """Generates responses. A new back-end is one class with these methods and an entry in ``ROLLOUTS``."""
+
+    @classmethod
+    def build(cls, spec: RolloutSpec) -> RolloutEngine:
+        """Construct the engine from a worker's description of it."""
+        ...
 
     def generate(
         self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
     ) -> DataProto:
-        """``params.n`` rows for every prompt, adjacent; columns as in ``strop.rollout.base``.
+        """Return ``params.n`` adjacent rows for every prompt, with the columns that ``answer`` makes.
 
-        ``finished`` is told of as many samples as are known early; of none twice.
+        ``finished`` is called at most once for a sample; samples that end late may be left out.
         """
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
-        """Take over weights by Hugging Face name; nothing to do where they are shared with the trainer.
+        """Load weights by Hugging Face name; a no-op where they are shared with the trainer.
 
-        An update may come in several calls, all but the last with ``last=False``. ``ModelError`` names a
-        parameter that is unknown, has another shape, comes twice or, after the last call, never came.
+        An update may be split over several calls, all but the last with ``last=False``. Raises ``ModelError``
+        for a parameter that is unknown, misshapen, duplicated or, after the last call, missing.
         """
         ...
 
     def checksums(self) -> dict[str, int] | None:
-        """``strop.rollout.weights.checksum`` of what the engine computes with, by Hugging Face name, in its
-        own dtype; None where the weights are the trainer's.
+        """Return ``strop.rollout.weights.checksum`` of the weights that the engine computes with.
+
+        By Hugging Face name, in the engine's dtype; None where the weights are the trainer's.
         """
         ...
 
     def release(self) -> None:
-        """Give back the memory of an own copy of the weights, until the next update."""
+        """Free the memory of a copy of the weights until the next update."""
         ...
 
 
-ROLLOUTS: dict[str, str] = {"hf": "strop.rollout.hf.engine:HFRollout"}
+@dataclass(frozen=True, kw_only=True)
+class RolloutSpec:
+    """Description of a worker's rollout; a back-end reads the fields that it needs."""
 
-"""Name in ``actor_rollout_ref.rollout.name`` -> "module:class", imported when it is asked for."""
-
-REPLICAS: dict[str, str] = {
-    "hf": "strop.rollout.hf.engine:HFReplica",
-    "vllm": "strop.rollout.vllm.engine:VLLMRollout",
-}
-
-"""The same for a rollout that cannot share the actor's weights and takes them over."""
-
-
-def build_rollout(name: str, *arguments: Any, own_weights: bool = False, **options: Any) -> RolloutEngine:
-    """Import the back-end called ``name`` and construct it; ``ConfigError`` names the known ones."""
-    known = REPLICAS if own_weights else ROLLOUTS
-    if name not in known:
-        raise ConfigError(f"actor_rollout_ref.rollout.name={name!r} is unknown (known: {', '.join(known)})")
-    module_name, _, class_name = known[name].partition(":")
-    return getattr(importlib.import_module(module_name), class_name)(*arguments, **options)
+    config: Config
+    model: Mapping[str, Any]
+    """Arguments of ``load_causal_lm``: ``path`` (a local folder) and the loader's options."""
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_path: Path
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    """Size of the worker group; with more than one rank, ``torch.distributed`` is initialized."""
+    shared_model: PreTrainedModel | None = None
+    """The actor's module; None: the rollout needs a copy of the weights."""
+    autocast_dtype: torch.dtype | None = None
+    """Autocast dtype of the shared model; None: no autocast."""
+    weights: Iterable[tuple[str, Tensor]] | None = None
+    """The actor's current weights; None: start from the files of ``model``."""
 
 
-# What every rollout takes and gives: the check of a request's columns, and the columns of its answer.
+def build_rollout(name: str, spec: RolloutSpec) -> RolloutEngine:
+    """Import and construct the back-end ``name``, on the actor's module if there is one that it can share.
+
+    Raises ``ConfigError`` with the known names if there is no such back-end.
+    """
+    if name not in ROLLOUTS:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name!r} is unknown (known: {', '.join(ROLLOUTS)})"
+        )
+    kind = ROLLOUTS[name]
+    reference = kind.replica if kind.shared is None or spec.shared_model is None else kind.shared
+    return load_backend(reference).build(spec)
+
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Tokens and float32 log-probs [R, T] (of no meaning from ``lengths`` on); lengths and truncated [R]."""
+    """Tokens and float32 log-probs [R, T] (undefined from ``lengths`` on), lengths [R] and truncated [R]."""
 
     tokens: Tensor
     log_probs: Tensor
@@ -159,9 +183,9 @@ class Samples:
 
 
 def seeds_of(prompts: DataProto, params: SamplingParams) -> list[int]:
-    """The seeds of all samples, in order; none if greedy.
+    """Return the seeds of all R samples in order; an empty list if greedy.
 
-    ``DataError``: a column is missing or has another shape, or a prompt is empty or not left-padded.
+    Raises ``DataError`` if a column is missing or misshapen, or a prompt is empty or not left-padded.
     """
     needed = PROMPT_COLUMNS if params.greedy else (*PROMPT_COLUMNS, "seeds")
     missing = [name for name in needed if name not in prompts.batch]
@@ -184,7 +208,11 @@ def seeds_of(prompts: DataProto, params: SamplingParams) -> list[int]:
 
 
 def answer(prompts: DataProto, params: SamplingParams, samples: Samples, *, pad_token_id: int) -> DataProto:
-    """``params.n`` rows for every prompt; ``TrainingError`` for log-probs that are not finite."""
+    """Return the batch of samples, ``params.n`` rows per prompt, with the prompts' other columns repeated.
+
+    Columns: prompts [R, P], responses, response_mask, rollout_log_probs [R, T], input_ids, attention_mask,
+    position_ids [R, P + T], truncated [R]. Raises ``TrainingError`` if a log-prob is not finite.
+    """
     device = prompts.batch["input_ids"].device
     lengths, truncated = samples.lengths.to(device), samples.truncated.to(device)
     sampled = torch.arange(params.max_tokens, device=device) < lengths[:, None]

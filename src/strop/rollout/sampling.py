@@ -1,7 +1,7 @@
-"""Drawing the next token from logits, with one uniform number per (sample, token).
+"""Sample the next token from logits, with one uniform number per (sample, token).
 
-A sample's numbers come from its own seed and its token from the inverse of the cumulative distribution, so
-what it draws does not depend on which other samples are in the batch, or on their order.
+The numbers come from a sample's seed, and the token from the inverse of the cumulative distribution. So a
+sample does not depend on the other samples in the batch, nor on their order.
 
 Shapes: R rows, V vocabulary, K candidates, T tokens; N blocks of B weights.
 """
@@ -16,16 +16,16 @@ from torch import Tensor
 from strop.rollout.base import SamplingParams
 
 _CHUNK = 1 << 20
-"""Logits worked on at a time: [R, V] temporaries beyond the CPU's caches cost several times as much."""
+"""Logits processed at a time: [R, V] temporaries beyond the CPU's caches are several times slower."""
 _BLOCK = 256
 _NUCLEUS_GUESS = 1024
-"""top_p looks among this many candidates first; sorting a vocabulary takes longer than the model."""
+"""Candidates that top_p considers first; sorting a whole vocabulary takes longer than the model."""
 
 
 def draw_uniforms(seeds: Iterable[int], tokens: int) -> Tensor:
-    """Numbers in [0, 1), float64 [R, T] on the CPU: row r is the stream of a generator seeded with seeds[r].
+    """Draw numbers in [0, 1), float64 [R, T] on the CPU, row r from a generator seeded with seeds[r].
 
-    A longer T continues a stream and leaves its beginning as it is.
+    A larger T extends each stream without changing its beginning.
     """
     seeds = list(seeds)
     uniforms_RT = torch.empty(len(seeds), tokens, dtype=torch.float64)
@@ -38,11 +38,11 @@ def draw_uniforms(seeds: Iterable[int], tokens: int) -> Tensor:
 def next_tokens(
     logits_RV: Tensor, uniforms_R: Tensor | None, params: SamplingParams
 ) -> tuple[Tensor, Tensor]:
-    """Token ids [R] and their float32 log-probs [R].
+    """Return token ids [R] and their float32 log-probs [R].
 
-    Sampling: the log-probs are those of the distribution sampled from: logits / temperature, top-k, top-p,
-    renormalised. Greedy (``uniforms_R`` is not used): the likeliest token (the lowest id of equals), and its
-    log-prob under the model as it is, at temperature 1.
+    Sampling: log-probs of the distribution that is sampled from: logits / temperature, top-k, top-p,
+    renormalised. Greedy (``uniforms_R`` is unused): the likeliest token, the lowest id of equals, with its
+    log-prob at temperature 1.
     """
     rows = max(1, _CHUNK // logits_RV.shape[-1])
     parts = []
@@ -79,7 +79,7 @@ def _sample(scores_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
 def _sample_filtered(
     scores_RV: Tensor, uniforms_R: Tensor, top_k: int, top_p: float, guess: int = _NUCLEUS_GUESS
 ) -> tuple[Tensor, Tensor]:
-    """Top-k, then top-p of what is left. Of tied logits at a border as many stay as are needed."""
+    """Sample after top-k, then top-p. Of tied logits at the border only as many stay as needed."""
     vocabulary = scores_RV.shape[-1]
     width = min(top_k if top_k > 0 else guess, vocabulary)
     scores_RK, ids_RK = scores_RV.topk(width, dim=-1)
@@ -93,7 +93,7 @@ def _sample_filtered(
     if top_k <= 0 and width < vocabulary:
         short_R = cumulative_RK[:, -1] < top_p
         if short_R.any():
-            # Row by row, not for the whole batch: no row's tokens may depend on the other rows.
+            # Only these rows, not the whole batch: no row's tokens may depend on the other rows.
             tokens_R[short_R], log_probs_R[short_R] = _sample_filtered(
                 scores_RV[short_R], uniforms_R[short_R], top_k, top_p, guess=vocabulary
             )
@@ -101,10 +101,10 @@ def _sample_filtered(
 
 
 def invert_cdf(weights_RV: Tensor, uniforms_R: Tensor) -> Tensor:
-    """The first index [R, 1] at which the running sum of the weights exceeds uniform x total.
+    """Return the first index [R, 1] at which the running sum of the weights exceeds uniform x total.
 
-    Never an index of weight 0. Two levels: a float64 running sum over a vocabulary of 32,000 takes as long as
-    the layer that made its logits, so first a block is found by the sums of blocks, then the place in it.
+    Never an index of weight 0. Two levels, first the block by sums of blocks, then the place in it: a float64
+    running sum over a vocabulary of 32,000 would take as long as the output layer.
     """
     rows, vocabulary = weights_RV.shape
     if vocabulary <= 2 * _BLOCK:
@@ -120,12 +120,14 @@ def invert_cdf(weights_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     row_R = torch.arange(rows, device=weights_RV.device)
     inside_RB = blocks_RNB[row_R, block_R1[:, 0]].cumsum(-1, dtype=torch.float64)
     index_R1 = block_R1 * _BLOCK + _first_above(inside_RB, target_R1 - before_R1)
-    return index_R1.clamp_(max=vocabulary - 1)  # NaN weights end in the padding
+    return index_R1.clamp_(max=vocabulary - 1)  # NaN weights give an index in the padding
 
 
 def _first_above(cumulative_RN: Tensor, target_R1: Tensor) -> Tensor:
-    """The first index [R, 1] whose running sum exceeds the target; at most the last of positive weight."""
+    """Return the first index [R, 1] whose running sum exceeds the target (at most the last positive one)."""
     total_R1 = cumulative_RN[:, -1:]
-    below_total_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))  # rounding may reach the total
+    below_total_R1 = torch.nextafter(
+        total_R1, torch.zeros_like(total_R1)
+    )  # the target may round up to the total
     index_R1 = torch.searchsorted(cumulative_RN, torch.minimum(target_R1, below_total_R1), right=True)
-    return index_R1.clamp_(max=cumulative_RN.shape[-1] - 1)  # NaN weights end behind the last
+    return index_R1.clamp_(max=cumulative_RN.shape[-1] - 1)  # NaN weights give an index past the end

@@ -1,8 +1,8 @@
-"""What a rollout with weights of its own has to know of them: that all have come, and that they are right.
+"""Verification of a rollout's copy of the weights: completeness (``WeightLedger``) and checksums.
 
-A checksum is a sum over a weight's elements of their bits times an odd number drawn from the element's place,
-modulo 2^64: any one changed element changes it, and practically any two. A sum, so that shards of a
-weight add up to the whole.
+A checksum is the sum over a weight's elements of their bits times an odd number hashed from the element's
+position, modulo 2^64. Any one changed element changes it, and practically any two. The checksums of shards
+add up to that of the whole weight.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from strop.errors import ModelError
 
 _CHUNK = 1 << 20
-"""Elements at a time: the temporaries are 8 bytes an element."""
+"""Elements processed at a time; temporaries take 8 bytes per element."""
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: 2^64 over the golden ratio
 UNREADABLE = -2
-"""In the place of a checksum: of a weight that the engine holds in a form that cannot be read."""
+"""Stands for the checksum of a weight that the engine holds in an unreadable form."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a shard [rows, width] lies in its weight, whose rows have ``columns`` elements."""
+    """Position of a shard [rows, width] in its weight, whose rows have ``columns`` elements."""
 
     row: int = 0
     column: int = 0
@@ -35,8 +35,8 @@ class Place:
 
 @torch.no_grad()
 def checksum(weight: Tensor, place: Place = Place()) -> int:
-    """Of the values: zeros of both signs and subnormal numbers (which kernels may flush) count as 0."""
-    if not weight.numel():  # a rank's part of a vocabulary that ends before it
+    """Return the checksum; -0.0 and subnormal numbers (which kernels may flush) count as 0."""
+    if not weight.numel():  # a rank's part past the end of the vocabulary
         return 0
     rows = weight.detach().reshape(weight.shape[0] if weight.dim() else 1, -1)
     width = rows.shape[1]
@@ -56,48 +56,48 @@ def checksum(weight: Tensor, place: Place = Place()) -> int:
 
 
 def checksums(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, int]:
-    """By name, of the weights as they are in ``dtype``."""
+    """Return name -> checksum of the weights converted to ``dtype``."""
     return {name: checksum(weight.to(dtype)) for name, weight in weights}
 
 
 def require_equal_checksums(expected: Mapping[str, int], held: Mapping[str, int], version: int) -> None:
-    """Raises ``ModelError`` that names what the rollout holds otherwise than the trainer, or not at all."""
+    """Raise ``ModelError`` naming weights that differ from the trainer's or are missing in the rollout."""
     wrong = [name for name in expected if held.get(name) not in (expected[name], UNREADABLE)]
     if not wrong:
         return
     absent = [name for name in wrong if name not in held]
     raise ModelError(
-        f"the rollout does not hold the actor's weights of version {version}: {len(wrong)} of "
+        f"the rollout's weights are not the actor's of version {version}: {len(wrong)} of "
         f"{len(expected)} parameters differ, {_few(wrong)}"
-        + (f"; it has no {_few(absent)}" if absent else "")
-        + ". Samples would come from another policy than the one that is trained"
+        + (f"; missing: {_few(absent)}" if absent else "")
+        + ". Its samples would not come from the policy that is trained"
     )
 
 
 class WeightLedger:
-    """Counts an update's weights: ``ModelError`` names one that is unknown, misshapen, double or missing."""
+    """Checks an update: ``ModelError`` names a weight that is unknown, misshapen, duplicated or missing."""
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        """``shapes``: every parameter by its Hugging Face name, tied ones once."""
+        """Expect these ``shapes``: every parameter by Hugging Face name, tied ones once."""
         self._shapes = dict(shapes)
         self._missing: set[str] = set()
         self.complete = False
-        """Whether a whole update has come."""
+        """True after a complete update."""
         self.open = False
-        """Whether an update has begun and not ended."""
+        """True during an update."""
 
     @property
     def names(self) -> Set[str]:
-        """Of all weights."""
+        """Names of all weights."""
         return self._shapes.keys()
 
     def begin(self) -> None:
-        """Expect every weight anew."""
+        """Begin an update: expect every weight."""
         self._missing = set(self._shapes)
         self.open, self.complete = True, False
 
     def take(self, name: str, weight: Tensor) -> None:
-        """One weight of the update has come."""
+        """Check and count one weight of the update."""
         if name not in self._missing:
             problem = "came twice" if name in self._shapes else "is no parameter of the rollout's model"
             raise ModelError(f"weight transfer: {name} {problem}")
@@ -109,18 +109,18 @@ class WeightLedger:
         self._missing.discard(name)
 
     def end(self) -> None:
-        """The update is over."""
+        """End the update; ``ModelError`` if a weight is missing."""
         if self._missing:
             raise ModelError(f"weight transfer: it ended without {_few(sorted(self._missing))}")
         self.open, self.complete = False, True
 
     def require_complete(self) -> None:
-        """Raises ``ModelError`` before all weights have come."""
+        """Raise ``ModelError`` unless an update is complete."""
         if not self.complete:
-            raise ModelError("generate: the rollout has no whole set of weights; finish update_weights first")
+            raise ModelError("generate: the rollout has incomplete weights; finish update_weights first")
 
     def forget(self) -> None:
-        """The weights are gone."""
+        """Record that the weights were freed."""
         self.open = self.complete = False
 
 

@@ -48,7 +48,7 @@ class RunFolder:
     """The names of a run's files."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().absolute()  # workers have working directories of their own
+        self.path = Path(path).expanduser().absolute()  # workers have other working directories
         self.path.mkdir(parents=True, exist_ok=True)
 
     def rollouts(self, step: int) -> Path:

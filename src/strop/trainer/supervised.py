@@ -23,7 +23,8 @@ from strop.algorithms.preference import bradley_terry_loss, calibration, pairwis
 from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
 from strop.config.checks.check import check
-from strop.config.checks.supervised import Supervised, processes_on_nodes, supervised_runs_on_ray
+from strop.config.checks.supervised import Supervised, processes_on_nodes
+from strop.config.placement import runs_on_ray
 from strop.config.schema.supervised import RewardModellingConfig, SftConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset, pair_batch, response_batch
@@ -219,7 +220,7 @@ def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) 
     seed_global_generators(config.trainer.seed)
     model, data = config.model, config.data
     import_external_lib(model.external_lib)
-    on_ray = supervised_runs_on_ray(config)
+    on_ray = runs_on_ray(config)
     require_from_hub(
         models=[model.path],
         tokenizers=[data.tokenizer] if data.tokenizer else [],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,7 +21,6 @@ from strop.tracking.report import Estimate, ShownSample, SourceReport, Validatio
 from strop.tracking.samples import samples_table
 from strop.trainer.metrics import PhaseTimer
 from strop.trainer.sample_statistics import (
-    MOST_VOTERS,
     bootstrap_intervals,
     expected_best,
     expected_majority,
@@ -32,8 +30,6 @@ from strop.trainer.sample_statistics import (
 from strop.trainer.scores import PendingScores
 from strop.trainer.seeds import sample_seeds
 
-logger = logging.getLogger(__name__)
-
 
 def make_report(
     samples: pa.Table, *, n: int, extractor_of: Callable[[str], Extractor | None], seed: int, show: int = 0
@@ -41,12 +37,8 @@ def make_report(
     """The report on ``samples`` (columns as in ``strop.tracking.samples``), ``n`` adjacent rows a prompt.
 
     ``extractor_of`` a data source finds the answers that vote, where it has one. ``seed`` draws the
-    resamples of the intervals. ``show`` samples, of prompts spread evenly, are there to look at.
-
-    There are no majorities of more than ``MOST_VOTERS`` samples, and a warning says so.
+    resamples of intervals and majorities. ``show`` samples, of prompts spread evenly, are there to look at.
     """
-    if n > MOST_VOTERS:
-        logger.warning("maj@k is left out: it is worked out for up to %d samples, not %d", MOST_VOTERS, n)
     sources_B = samples["data_source"].to_numpy()
     sources = {
         name: _report_source(samples.filter(pa.array(sources_B == name)), n, extractor_of(name), seed=seed)
@@ -61,11 +53,11 @@ def _report_source(samples: pa.Table, n: int, extract: Extractor | None, *, seed
     for k in sample_counts(n):
         by_statistic[f"best@{k}"] = expected_best(scores_PN, k)
         by_statistic[f"worst@{k}"] = expected_worst(scores_PN, k)
-    if extract is not None and 1 < n <= MOST_VOTERS:
+    if extract is not None:
         answers = [extract(response) for response in samples["response"].to_pylist()]
         answers_PN = [answers[start : start + n] for start in range(0, len(answers), n)]
         for k in sample_counts(n):
-            by_statistic[f"maj@{k}"] = expected_majority(scores_PN, answers_PN, k)
+            by_statistic[f"maj@{k}"] = expected_majority(scores_PN, answers_PN, k, seed=seed)
     intervals = bootstrap_intervals(np.stack(list(by_statistic.values())), seed=seed)
     return SourceReport(
         prompts=len(scores_PN),

@@ -1,1 +1,1 @@
-"""The roles: each holds an engine (and the actor a rollout), and offers what the trainer asks of it."""
+"""Workers of the roles: each holds an engine (the actor also a rollout) and has the trainer's operations."""

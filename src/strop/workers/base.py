@@ -1,4 +1,8 @@
-"""What every worker has: its rank, its engine, and one way to take an optimizer step."""
+"""``Worker``: one process of a role, with its engine, optimizer steps, checkpoints and weight transfer.
+
+``RoleWorker`` adds what the roles of reinforcement learning share: passes whose micro-batches and sequence
+parallelism the configuration names.
+"""
 
 from __future__ import annotations
 
@@ -6,48 +10,48 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
 from torch import Tensor
 
+from strop.config.backends import ENGINES
 from strop.config.batch_plan import resolve_micro_batch, sequence_parallel_size
 from strop.config.schema import Config
 from strop.config.trees import Root
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role
 from strop.data.hub import is_hub_name, local_model, local_tokenizer
+from strop.engines import ranks
 from strop.engines.base import (
     Engine,
+    EngineSpec,
     Loss,
-    OffloadSettings,
+    ModelSpec,
     OptimizerSettings,
-    ShardingSettings,
     build_engine,
+    engine_class,
     learning_rate_factor,
     pick_device,
     weights_hash,
 )
 from strop.engines.micro_batches import MicroBatching
-from strop.engines.torch import ranks
 from strop.errors import ConfigError, ModelError
-from strop.models.base import RoleModel
-from strop.models.deferred import WeightSource
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.protocol import DataProto
 
-# Weights on their way to a rollout with a copy of its own: in buckets, so that memory stays bounded.
+logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 256 << 20
+"""Size of a bucket of weights in transfer: bounds the memory beside the two models."""
 
 
 def weight_buckets(
     weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, keep: bool
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Lists of weights in CPU memory of up to ``max_bytes``, or of one weight that is larger.
+    """Yield lists of weights in CPU memory, of up to ``max_bytes`` or of one larger weight.
 
-    Without ``keep`` (a rank that only takes part in the gathers) the lists are as many, and empty.
+    Without ``keep`` (a rank that only takes part in the gathers) yield equally many empty lists.
     """
     bucket: list[tuple[str, Tensor]] = []
     used = 0
@@ -57,31 +61,17 @@ def weight_buckets(
             bucket, used = [], 0
         used += weight.nbytes
         if keep:
-            bucket.append((name, weight.to("cpu", copy=True)))  # a later update must not change it
+            bucket.append((name, weight.to("cpu", copy=True)))  # a copy, which later updates do not change
     if used:
         yield bucket
 
 
-logger = logging.getLogger(__name__)
-
-
-def sharding_settings(fsdp: Any) -> ShardingSettings:
-    """From a section ``fsdp_config``; those of frozen models have fewer keys."""
-    keys = fsdp.model_dump()
-    wrap = keys.get("wrap_policy", {"min_num_params": keys.get("min_num_params", 0)})
-    classes = wrap.get("transformer_layer_cls_to_wrap") or ()
-    return ShardingSettings(
-        layer_classes=(classes,) if isinstance(classes, str) else tuple(classes),
-        min_num_params=wrap["min_num_params"],
-        fsdp_size=keys.get("fsdp_size", -1),
-    )
-
-
-def offload_settings(fsdp: Any) -> OffloadSettings:
-    """From a section ``fsdp_config``; a frozen model has no optimizer."""
-    return OffloadSettings(
-        parameters=fsdp.param_offload, optimizer=fsdp.model_dump().get("optimizer_offload", False)
-    )
+def engine_section(strategy: str, *holders: Any) -> Any:
+    """Return the strategy's section (``EngineKind.section``) of the first of ``holders`` that has it."""
+    if strategy not in ENGINES:
+        raise ConfigError(f"strategy={strategy!r} has no engine (known: {', '.join(ENGINES)})")
+    name = ENGINES[strategy].section
+    return next(getattr(holder, name) for holder in holders if name in type(holder).model_fields)
 
 
 class Worker(Generic[Root]):
@@ -99,7 +89,7 @@ class Worker(Generic[Root]):
         self._buckets: Iterator[list[tuple[str, Tensor]]] | None = None
 
     def find_model(self, path: str, external_lib: str | list[str] | None) -> Path:
-        """The local folder of a model, downloaded once; the packages it needs are imported. Collective."""
+        """Return the local folder of a model, downloaded once; import the packages it needs. Collective."""
         import_external_lib(external_lib)
         folder = local_model(path, self.config.data.cache_dir)
         if is_hub_name(path) and len(versions := set(ranks.gathered(folder.name))) > 1:
@@ -109,8 +99,13 @@ class Worker(Generic[Root]):
             )
         return folder
 
+    def load_tokenizer_from(self, path: str, *, trust_remote_code: bool) -> Any:
+        """Load the tokenizer of a local path, a URL or a name on the hub."""
+        folder = local_tokenizer(path, self.config.data.cache_dir)
+        return load_tokenizer(folder, trust_remote_code=trust_remote_code)
+
     def model_options(self, model: Any) -> dict[str, Any]:
-        """By which arguments a loader finds the model of a section ``model``."""
+        """Return the loader's arguments for a section ``model``: ``path`` and options. Collective."""
         return {
             "path": self.find_model(model.path, model.external_lib),
             "override_config": model.override_config,
@@ -118,30 +113,24 @@ class Worker(Generic[Root]):
             "attn_implementation": model.attn_implementation,
         }
 
-    @property
-    def sharded(self) -> bool:
-        """Whether this role's models are spread over several ranks."""
-        return self.world_size > 1
-
-    def build_engine_on(
+    def engine_of(
         self,
-        module: RoleModel,
+        kind: Any,
+        model: Mapping[str, Any],
         *,
         strategy: str,
-        compute_dtype: str,
-        fsdp: Any,
-        sequence_parallel_size: int = 1,
-        weights: WeightSource | None = None,
+        section: Any,
+        trained: Any | None,
         checkpointing: bool = False,
-        trained: Any | None = None,
+        sequence_parallel_size: int = 1,
+        **spec: Any,
     ) -> Engine:
-        """The engine of ``module``; ``trained`` is the section with ``optim``, None for inference only.
+        """Build the engine of a ``kind`` of model (``ModelSpec.kind``).
 
-        ``fsdp`` is the section ``fsdp_config``; ``weights`` are those of a module without any.
+        ``model`` are loader arguments, ``section`` is the strategy's section, ``trained`` the section with
+        ``optim`` (None: inference only), ``spec`` are further fields of ``ModelSpec``.
         """
-        settings, sharding = None, None
-        if self.sharded:
-            sharding = replace(sharding_settings(fsdp), sequence_parallel_size=sequence_parallel_size)
+        settings = None
         if trained is not None:
             optim = trained.optim
             settings = OptimizerSettings(
@@ -150,25 +139,31 @@ class Worker(Generic[Root]):
                 eps=optim.eps,
                 grad_clip=trained.grad_clip,
             )
+        options = dict(model)
         return build_engine(
             strategy,
-            module,
-            device=self.device,
-            compute_dtype=compute_dtype,
-            optimizer=settings,
-            gradient_checkpointing=checkpointing and trained is not None,
-            sharding=sharding,
-            offload=offload_settings(fsdp),
-            weights=weights,
+            ModelSpec(
+                kind=kind,
+                path=options.pop("path"),
+                options=options,
+                gradient_checkpointing=checkpointing and trained is not None,
+                **spec,
+            ),
+            EngineSpec(
+                device=self.device,
+                world_size=self.world_size,
+                section=section,
+                sequence_parallel_size=sequence_parallel_size,
+                optimizer=settings,
+            ),
         )
 
     def train_on(
         self, mini_batch: DataProto, loss: Loss, section: Any, micro: MicroBatching, **options: Any
     ) -> dict[str, float]:
-        """One optimizer step on a mini-batch; the metrics of the loss, ``grad_norm``, ``lr``,
-        ``skipped_steps``.
+        """Take one optimizer step; return the metrics of the loss, ``grad_norm``, ``lr``, ``skipped_steps``.
 
-        ``mini_batch.meta_info`` holds ``iteration`` (from 0) and ``total_iterations``: they fix the
+        ``mini_batch.meta_info`` has ``iteration`` (from 0) and ``total_iterations``, which determine the
         learning rate.
         """
         optim, meta = section.optim, mini_batch.meta_info
@@ -197,24 +192,24 @@ class Worker(Generic[Root]):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path, background: bool = False) -> None:
-        """Write the training state into ``folder`` and the model as it is into ``folder/huggingface``.
+        """Write the training state into ``folder`` and the model into ``folder/huggingface``.
 
-        With ``background`` the state is written while training goes on, until ``finish_save``; the model's
-        folder gets no weights then: ``export_from_shards`` makes them from the state.
+        With ``background`` the state is written while training goes on, until ``finish_save``, and
+        ``huggingface`` has no weights: ``export_from_shards`` makes them from the state.
         """
         self.engine.save(folder, background=background)
         self.engine.export(folder / "huggingface", self.tokenizer, weights=not background)
 
     @register(Dispatch.ONE_TO_ALL, beside_calls=True)
     def save_is_done(self) -> bool:
-        """Whether no background save is under way; does not wait."""
+        """Return True if no background save is running. Does not block."""
         return self.engine.save_is_done()
 
     @register(Dispatch.ONE_TO_ALL, beside_calls=True)
     def finish_save(self) -> None:
-        """Wait for the background save, if there is one; ``CheckpointError`` when it failed.
+        """Wait for the background save, if any; ``CheckpointError`` if it failed.
 
-        Beside calls, because a run may be ended while a call hangs: its save need not be lost.
+        Runs beside other calls: when a run is ended because a call hangs, its save is still completed.
         """
         self.engine.finish_save()
 
@@ -225,7 +220,7 @@ class Worker(Generic[Root]):
 
     @register(Dispatch.ONE_TO_ALL)
     def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder; an earlier one is replaced when the new one is whole."""
+        """Write the model as a Hugging Face folder, replacing an earlier one once the new one is complete."""
         building = folder.with_name(f"{folder.name}.tmp")
         if self.rank == 0:
             shutil.rmtree(building, ignore_errors=True)
@@ -236,14 +231,14 @@ class Worker(Generic[Root]):
 
     @register(Dispatch.ONE_TO_ALL)
     def weights_hash(self) -> str:
-        """SHA-256 over all parameters, however they are sharded."""
+        """Return SHA-256 over all parameters, independent of their sharding."""
         return weights_hash(self.engine.named_weights())
 
     @register(Dispatch.ONE_TO_ALL)
     def weight_bucket(self, restart: bool, max_bytes: int = BUCKET_BYTES) -> list[tuple[str, Tensor]] | None:
-        """The next weights, up to ``max_bytes`` but at least one, in CPU memory; None after the last.
+        """Return the next weights in CPU memory, up to ``max_bytes`` but at least one; None after the last.
 
-        ``restart`` begins anew with the weights of now. Every rank takes part, rank zero has the answer.
+        ``restart`` begins with the first of the current weights. Collective; only rank zero gets a result.
         """
         if restart or self._buckets is None:
             self._buckets = weight_buckets(self.engine.named_weights(), max_bytes, keep=self.rank == 0)
@@ -253,62 +248,55 @@ class Worker(Generic[Root]):
         return bucket if self.rank == 0 else None
 
 
-# What the workers of reinforcement learning share: passes whose micro-batches the configuration names.
-
-
 class RoleWorker(Worker[Config]):
     """One process of actor, rollout, reference, critic or reward model."""
 
     shared_passes: ClassVar[Mapping[str, str]] = {}
-    """Data-parallel methods whose rows several ranks may share -> their pass, a key of ``MICRO_BATCHES``."""
+    """Data-parallel methods whose rows several ranks may share -> pass, a key of ``MICRO_BATCHES``."""
 
     def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(config, role, rank=rank, world_size=world_size)
         is_critic = role is Role.Critic
         self.strategy = config.critic.strategy if is_critic else config.actor_rollout_ref.actor.strategy
 
+    def strategy_section(self) -> Any:
+        """Return the strategy's section of this role's model."""
+        critic, policy = self.config.critic, self.config.actor_rollout_ref
+        holders = {
+            Role.Critic: (critic, critic.model),
+            Role.RewardModel: (self.config.reward_model, self.config.reward_model.model),
+            Role.RefPolicy: (policy.ref,),
+        }
+        return engine_section(self.strategy, *holders.get(self.role, (policy.actor,)))
+
     def load_tokenizer(self, path: str) -> Any:
-        """The tokenizer of a local path, a URL or a name on the hub."""
-        return load_tokenizer(
-            local_tokenizer(path, self.config.data.cache_dir),
-            trust_remote_code=self.config.actor_rollout_ref.model.trust_remote_code,
-        )
+        """Load the tokenizer of a local path, a URL or a name on the hub."""
+        trust = self.config.actor_rollout_ref.model.trust_remote_code
+        return self.load_tokenizer_from(path, trust_remote_code=trust)
 
     def data_parallel_place(self, method: str) -> tuple[int, int]:
-        """Which part of the rows of a data-parallel ``method`` this rank gets, and how many parts there are.
+        """Return this rank's part of the rows of a data-parallel ``method``, and the number of parts."""
+        name = self.shared_passes.get(method)
+        if name is None:
+            return self.rank, self.world_size
+        size = 1
+        with suppress(ConfigError):  # a pass of another role; the preflight check covers this role's passes
+            size = sequence_parallel_size(self.config, name, self.world_size)
+        return engine_class(self.strategy).data_parallel_place(
+            self.rank, self.world_size, section=self.strategy_section(), sequence_parallel_size=size
+        )
 
-        Neighbouring ranks that share sequences get the same part.
-        """
-        size, name = 1, self.shared_passes.get(method)
-        if name is not None:
-            with suppress(ConfigError):  # a pass of another role: `check` has seen this role's own
-                size = sequence_parallel_size(self.config, name, self.world_size)
-        return self.rank // size, self.world_size // size
-
-    def build_engine(
-        self,
-        module: RoleModel,
-        *,
-        name: str,
-        compute_dtype: str,
-        fsdp: Any,
-        weights: WeightSource | None = None,
-        checkpointing: bool = False,
-        trained: Any | None = None,
-    ) -> Engine:
-        """See ``build_engine_on``; ``name`` is one of the module's passes, a key of ``MICRO_BATCHES``."""
-        return self.build_engine_on(
-            module,
+    def build_engine(self, kind: Any, model: Mapping[str, Any], *, name: str, **options: Any) -> Engine:
+        """Build the engine whose passes share sequences like the pass ``name``; see ``engine_of``."""
+        return self.engine_of(
+            kind,
+            model,
             strategy=self.strategy,
-            compute_dtype=compute_dtype,
-            fsdp=fsdp,
             sequence_parallel_size=sequence_parallel_size(self.config, name, self.world_size),
-            weights=weights,
-            checkpointing=checkpointing,
-            trained=trained,
+            **{"section": self.strategy_section(), **options},
         )
 
     def micro_batching(self, name: str) -> MicroBatching:
-        """How the pass ``name`` (a key of ``MICRO_BATCHES``) is cut on this rank."""
+        """Return the micro-batch size of the pass ``name`` (a key of ``MICRO_BATCHES``) on this rank."""
         size = resolve_micro_batch(self.config, name, self.world_size)
         return MicroBatching(rows=size.rows, max_tokens=size.max_tokens)

@@ -1,4 +1,4 @@
-"""The objectives of actor and critic: algorithms put together by configuration, over global denominators.
+"""Objectives of actor and critic: losses composed by the configuration, over global denominators.
 
 Shapes: B sequences of a micro-batch, T response tokens.
 """
@@ -22,11 +22,11 @@ _ROW = "row"
 
 
 def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_length: int) -> Loss:
-    """agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(kl): NUMERICS, policy loss.
+    """Return the loss agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(kl).
 
-    ``actor`` is the section ``actor_rollout_ref.actor``; ``n_tokens`` and ``n_seqs`` count the whole
-    mini-batch over all ranks and micro-batches. Where a micro-batch has no column ``old_log_probs``, the
-    policy that is updated is the one that sampled: its log-probs stand in, every ratio is 1.
+    NUMERICS: policy loss. ``actor`` is the section ``actor_rollout_ref.actor``; ``n_tokens`` and ``n_seqs``
+    count the whole mini-batch over all ranks and micro-batches. Without a column ``old_log_probs`` the
+    current policy is the one that sampled: its detached log-probs stand in, and every ratio is 1.
     """
     policy_loss = get_policy_loss(actor.policy_loss, actor.policy_loss_kwargs)
     extra = extra_inputs(policy_loss)
@@ -75,7 +75,7 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
         if "entropy" in outputs:
             metrics["entropy"] = masked_sum(outputs["entropy"], mask_BT) / n_tokens
             metrics["entropy_loss"] = agg(outputs["entropy"])
-            if actor.entropy_coeff:  # at 0 there is nothing to go back through the vocabulary for
+            if actor.entropy_coeff:  # at 0, skip the backward pass through the vocabulary
                 total = total - actor.entropy_coeff * metrics["entropy_loss"]
         if actor.use_kl_loss:
             metrics["kl_loss"] = agg(_kl(actor.kl_loss_type, outputs, columns))
@@ -92,39 +92,39 @@ def _kl(kind: str, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor])
 
 
 class Recorder:
-    """Keeps per-token outputs of the forward passes of an update, for all rows of a mini-batch."""
+    """Records per-token outputs of an update's forward passes, for all rows of a mini-batch."""
 
     def __init__(self, mini_batch: DataProto, names: Mapping[str, str]) -> None:
-        """``names``: output -> name of the column [B, T] that is kept."""
+        """Record the outputs in ``names``: output -> name of its column [B, T]."""
         self._names = names
         self._shape = mini_batch.batch["response_mask"].shape
-        self._seen: dict[str, Tensor] = {}  # where the model is: a copy to the CPU would wait for it
+        self._seen: dict[str, Tensor] = {}  # on the model's device: a copy to the CPU would synchronize
         rows = {_ROW: torch.arange(len(mini_batch))}
         self.mini_batch = DataProto({**mini_batch.batch, **rows}, {}, mini_batch.meta_info)
 
     def watch(self, loss: Loss) -> Loss:
-        """``loss``, which also notes the outputs that it sees, for a pass over ``self.mini_batch``."""
+        """Return ``loss`` with recording of its outputs, for a pass over ``self.mini_batch``."""
 
         def watched(
             outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]
         ) -> tuple[Tensor, dict[str, Tensor]]:
             for name, column in self._names.items():
-                output_bt = outputs[name].detach().float()  # the rows and the width of a micro-batch
+                output_bt = outputs[name].detach().float()  # [rows, columns] of a micro-batch
                 if column not in self._seen:
                     self._seen[column] = output_bt.new_zeros(self._shape)
-                # Added: an empty micro-batch stands for row 0 once more, with zeros.
+                # Added, not assigned: an empty micro-batch repeats row 0 with zeros.
                 self._seen[column][:, : output_bt.shape[1]].index_add_(0, columns[_ROW], output_bt)
             return loss(outputs, columns)
 
         return watched
 
     def columns(self) -> dict[str, Tensor]:
-        """What was noted, float32 [B, T] on the CPU."""
+        """Return the recorded columns, float32 [B, T] on the CPU."""
         return {name: seen_BT.cpu() for name, seen_BT in self._seen.items()}
 
 
 def critic_objective(critic: Any, *, n_tokens: float, n_seqs: float, max_response_length: int) -> Loss:
-    """0.5 agg(max of the unclipped and the clipped squared error): NUMERICS, value loss."""
+    """Return the loss 0.5 agg(max of the unclipped and the clipped squared error) (NUMERICS: value loss)."""
 
     def objective(
         outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]

@@ -1,4 +1,7 @@
-"""What the workers of the supervised trainers share: one model, one optimizer step for each batch."""
+"""Workers of the supervised trainers: ``SftWorker`` and ``RewardModellingWorker``.
+
+Each holds one model and takes one optimizer step per batch.
+"""
 
 from __future__ import annotations
 
@@ -12,87 +15,68 @@ from strop.algorithms.preference import bradley_terry_loss, centering_loss, pair
 from strop.config.checks.supervised import Supervised, sequences_of_a_row
 from strop.config.schema.supervised import RewardModellingConfig, SftConfig
 from strop.controller.group import Dispatch, register
-from strop.data.hub import local_tokenizer
-from strop.engines.base import Engine, Loss
+from strop.engines.base import Loss
 from strop.engines.micro_batches import MicroBatching
-from strop.models.base import RoleModel
-from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
-from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
-from strop.models.policy import PolicyModel
-from strop.models.scorer import REWARD_MEAN, REWARD_STD, PairScorer
+from strop.models.scorer import REWARD_MEAN, REWARD_STD
 from strop.protocol import DataProto
-from strop.workers.base import Worker
+from strop.workers.base import Worker, engine_section
 
 
 class SupervisedWorker(Worker[Supervised]):
-    """One process of the model that is trained."""
+    """One process of a supervised run."""
 
-    def load_own_tokenizer(self) -> Any:
-        """The tokenizer of the run, which is saved beside the model."""
-        model, data = self.config.model, self.config.data
-        return load_tokenizer(
-            local_tokenizer(data.tokenizer or model.path, data.cache_dir),
-            trust_remote_code=model.trust_remote_code,
-        )
-
-    def build_trained_engine(self, module: RoleModel, weights: WeightSource | None) -> Engine:
-        """The engine that trains ``module`` as the section ``update`` says."""
+    def load(self, kind: Any, **spec: Any) -> None:
+        """Load the tokenizer, which is saved beside the model, and build the engine."""
         model, update = self.config.model, self.config.update
-        return self.build_engine_on(
-            module,
+        options = self.model_options(model)
+        self.tokenizer = self.load_tokenizer_from(
+            self.config.data.tokenizer or model.path, trust_remote_code=model.trust_remote_code
+        )
+        self.engine = self.engine_of(
+            kind,
+            options,
             strategy=update.strategy,
+            section=engine_section(update.strategy, update, model),
             compute_dtype=model.compute_dtype,
-            fsdp=model.fsdp_config,
-            weights=weights,
+            packed=model.use_remove_padding,
+            packing_key="model.use_remove_padding",
             checkpointing=model.enable_gradient_checkpointing,
             trained=update,
+            **spec,
         )
 
     @property
     def micro_batching(self) -> MicroBatching:
-        """How passes are cut on this rank; a row of several sequences has the tokens of all."""
+        """Micro-batch size on this rank; a row of several sequences counts the tokens of all."""
         update = self.config.update
         if not update.use_dynamic_bsz:
             return MicroBatching(rows=update.micro_batch_size_per_gpu)
         return MicroBatching(max_tokens=update.max_token_len_per_gpu // sequences_of_a_row(self.config))
 
 
-# Supervised fine-tuning's worker: a language model that learns given responses.
-
-
-class ResponseModel(PolicyModel):
-    """A policy whose configuration is that of supervised fine-tuning."""
-
-    packing_key = "model.use_remove_padding"
-
-
 class SftWorker(SupervisedWorker[SftConfig]):
-    """Raises the probability of the responses, token by token."""
+    """Supervised fine-tuning: raises the probability of given responses, token by token."""
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the language model."""
-        options = self.model_options(self.config.model)
-        self.tokenizer = self.load_own_tokenizer()
-        model, weights = defer_causal_lm(**options) if self.sharded else (load_causal_lm(**options), None)
-        module = ResponseModel(model, packed=self.config.model.use_remove_padding)
-        self.engine = self.build_trained_engine(module, weights)
+        self.load("policy")
 
     @register(Dispatch.DATA_PARALLEL)
     def update(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step on a batch whose ``meta_info`` has ``n_tokens``, counted over all ranks."""
+        """Take one optimizer step on a batch whose ``meta_info`` has ``n_tokens`` over all ranks."""
         objective = response_objective(n_tokens=batch.meta_info["n_tokens"])
         return self.train_on(batch, objective, self.config.update, self.micro_batching, with_entropy=False)
 
     @register(Dispatch.DATA_PARALLEL)
     def evaluate(self, batch: DataProto) -> DataProto:
-        """``log_prob`` [B]: of each whole response."""
+        """Return ``log_prob`` [B] of each whole response."""
         log_prob_BT = self.engine.infer(batch, self.micro_batching, with_entropy=False)["log_prob"]
         return DataProto({"log_prob": log_prob_BT.sum(dim=1)})
 
 
 def response_objective(*, n_tokens: float) -> Loss:
-    """The mean negative log-likelihood of the response tokens of a whole batch."""
+    """Return the mean negative log-likelihood of the response tokens of a whole batch."""
 
     def objective(
         outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]
@@ -102,29 +86,20 @@ def response_objective(*, n_tokens: float) -> Loss:
     return objective
 
 
-# Reward modelling's worker: a model with a scalar head that learns which of two answers is preferred.
-
-
 class RewardModellingWorker(SupervisedWorker[RewardModellingConfig]):
-    """Scores the chosen answers above the rejected ones."""
+    """Reward modelling: a model with a scalar head learns to score chosen answers above rejected ones."""
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the model; a language model gets a fresh score head, drawn from ``trainer.seed``."""
-        options = self.model_options(self.config.model)
-        options["fresh_head_seed"] = self.config.trainer.seed
-        self.tokenizer = self.load_own_tokenizer()
-        model, weights = defer_scorer(**options) if self.sharded else (load_scorer(**options), None)
-        # Whoever loads the exported folder by transformers alone looks for the last token by this.
-        model.config.pad_token_id = self.tokenizer.pad_token_id
-        self._model_config = model.config
-        self.calibrate(None, None)  # of a reward model that is trained further
-        module = PairScorer(model, packed=self.config.model.use_remove_padding)
-        self.engine = self.build_trained_engine(module, weights)
+        """Load the model; a language model gets a new score head, drawn from ``trainer.seed``."""
+        self.load("pairs", head_seed=self.config.trainer.seed)
+        # Transformers finds the last token of a sequence by this id when it loads the exported folder.
+        self.engine.set_config({"pad_token_id": self.tokenizer.pad_token_id})
+        self.calibrate(None, None)  # the model may be a calibrated reward model that is trained further
 
     @register(Dispatch.DATA_PARALLEL)
     def update(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step on a batch whose ``meta_info`` has ``n_pairs``, counted over all ranks."""
+        """Take one optimizer step on a batch whose ``meta_info`` has ``n_pairs`` over all ranks."""
         self.calibrate(None, None)
         update = self.config.update
         objective = pair_objective(
@@ -134,26 +109,22 @@ class RewardModellingWorker(SupervisedWorker[RewardModellingConfig]):
 
     @register(Dispatch.DATA_PARALLEL)
     def evaluate(self, batch: DataProto) -> DataProto:
-        """``chosen_scores`` and ``rejected_scores``, [B] each, as the head gives them."""
+        """Return the head's ``chosen_scores`` and ``rejected_scores``, [B] each."""
         return DataProto(self.engine.infer(batch, self.micro_batching))
 
     @register(Dispatch.ONE_TO_ALL)
     def calibrate(self, mean: float | None, std: float | None) -> None:
-        """Note mean and standard deviation of the scores in the model's configuration; None: not known.
+        """Set mean and standard deviation of the scores in the exported configuration; None: unknown.
 
-        They are exported with it. The next update forgets them: they were another model's.
+        The next update removes them, as they no longer fit the model.
         """
-        for name, value in ((REWARD_MEAN, mean), (REWARD_STD, std)):
-            if value is not None:
-                setattr(self._model_config, name, value)
-            elif hasattr(self._model_config, name):
-                delattr(self._model_config, name)
+        self.engine.set_config({REWARD_MEAN: mean, REWARD_STD: std})
 
 
 def pair_objective(*, n_pairs: float, center_coefficient: float) -> Loss:
-    """The mean Bradley-Terry loss of a whole batch, with the centering term.
+    """Return the mean Bradley-Terry loss of a whole batch, plus the centering term.
 
-    A row without response tokens is padding, and counts for nothing.
+    A row without response tokens is padding and contributes nothing.
     """
 
     def objective(

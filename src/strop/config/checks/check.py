@@ -73,6 +73,7 @@ Rule = Callable[[Any], Iterator[Finding]]
 COMMON_RULES: tuple[Rule, ...] = (
     check_keys,
     learning.trackers,
+    processes.worker_group,
     processes.restarts,
     inputs.data_files,
     inputs.tokenizer,
@@ -90,7 +91,6 @@ RULES: tuple[Rule, ...] = (
     processes.tensor_parallelism,
     processes.batches,
     processes.precision,
-    processes.worker_group,
     processes.placement,
     processes.hybrid_sharding,
     processes.shared_sequences,
@@ -106,6 +106,6 @@ RULES: tuple[Rule, ...] = (
 
 SUPERVISED_RULES: tuple[Rule, ...] = (
     supervised.model,
-    supervised.processes_fit,
+    supervised.shards,
     supervised.micro_batches,
 )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import Key, all_keys, value_at
-from strop.config.placement import group_is_on_ray, pools_of, visible_gpus
+from strop.config.placement import pools_of, runs_on_ray, visible_gpus
 from strop.config.schema import RootConfig
 from strop.config.schema.base import At
 
@@ -17,9 +17,8 @@ def check_keys(config: RootConfig) -> Iterator[Finding]:
     Only keys that somebody wrote are reported as without effect, each for its first reason: a default
     without effect is no mistake, and docs/config.md mentions it.
     """
-    pools = pools_of(config)
-    one_rank = all(sum(pool) == 1 for pool in pools.values())
-    on_ray = group_is_on_ray(config, sum(map(sum, pools.values())))
+    one_rank = all(sum(pool) == 1 for pool in pools_of(config).values())
+    on_ray = runs_on_ray(config)
     device = config.trainer.device
     on_cpu = device == "cpu" or (device == "auto" and visible_gpus() == 0)
     idle: dict[str, list[str]] = {}
@@ -32,7 +31,7 @@ def check_keys(config: RootConfig) -> Iterator[Finding]:
         if key.required is not None and not value and key.required.applies(at):
             given = f"{key.path}={key.required.example}"
             yield error(f"{key.path}: not set; expected {key.required.what}, for example {given}")
-        applying = [limit for limit in key.limits if value is not None and limit.applies(at)]
+        applying = [limit for limit in key.limits if value not in (None, "") and limit.applies(at)]
         refused = [limit for limit in applying if limit.level == "error"]
         for limit in refused:
             yield error(f"{key.path}={value}: {limit.reason}")

@@ -70,8 +70,7 @@ def sampling(config: Config) -> Iterator[Finding]:
     narrowed = [
         f"{_ROLLOUT}.{key}" for key, on in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)) if on
     ]
-    if rollout.name == "vllm":
-        narrowed += policy_changing_sampling(config)
+    narrowed += policy_changing_sampling(config)
     if narrowed and rollout.do_sample:
         yield warning(
             f"{' and '.join(narrowed)}: the sampler is another distribution than the policy that is trained; "

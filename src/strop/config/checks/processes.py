@@ -11,8 +11,10 @@ from strop.config.forecast import read_model_facts
 from strop.config.keys import divisors, nearest_in_words
 from strop.config.placement import (
     Placement,
-    group_is_on_ray,
+    honours,
+    process_count,
     rollout_dtype,
+    runs_on_ray,
     tensor_parallel_size,
     visible_gpus,
 )
@@ -21,24 +23,17 @@ from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
 
 
-def worker_group(config: Config) -> Iterator[Finding]:
-    """Check the kind of worker group against the number of processes."""
-    try:
-        processes = Placement.from_config(config).processes
-    except ConfigError:
-        return  # reported with the batch sizes, which need the placement too
-    keys = "trainer.n_gpus_per_node, trainer.nnodes or trainer.resource_pools"
-    yield from group_of(config, processes, asked_by=keys)
-
-
-def group_of(config: RootConfig, processes: int, *, asked_by: str) -> Iterator[Finding]:
-    """Require a kind of worker group for so many ``processes``, which come from the keys ``asked_by``."""
+def worker_group(config: RootConfig) -> Iterator[Finding]:
+    """Require a kind of worker group that suits the number of processes."""
+    processes = process_count(config)
     if config.trainer.worker_group == "local" and processes > 1:
+        keys = "trainer.n_gpus_per_node and trainer.nnodes"
+        if isinstance(config, Config) and config.trainer.resource_pools:
+            keys = "trainer.resource_pools"
         yield error(
-            f"trainer.worker_group=local is one process, but {asked_by} give {processes}; "
-            "set it to auto or ray"
+            f"trainer.worker_group=local is one process, but {keys} give {processes}; set it to auto or ray"
         )
-    elif group_is_on_ray(config, processes) and importlib.util.find_spec("ray") is None:
+    elif runs_on_ray(config) and importlib.util.find_spec("ray") is None:
         yield error(f"{processes} processes run on Ray, which is not installed: pip install 'strop[ray]'")
 
 
@@ -117,7 +112,7 @@ def shared_sequences(config: Config) -> Iterator[Finding]:
 def restarts(config: RootConfig) -> Iterator[Finding]:
     """Warn of restarts without checkpoints."""
     trainer = config.trainer
-    if trainer.max_restarts and trainer.save_freq < 0:
+    if trainer.max_restarts and trainer.save_freq < 0 and runs_on_ray(config):
         yield warning(
             f"trainer.max_restarts={trainer.max_restarts} with trainer.save_freq=-1: without checkpoints a "
             "restart begins at iteration 0"
@@ -126,8 +121,6 @@ def restarts(config: RootConfig) -> Iterator[Finding]:
 
 def tensor_parallelism(config: Config) -> Iterator[Finding]:
     """Require rollout ranks that divide into groups of one vLLM engine each."""
-    if config.actor_rollout_ref.rollout.name != "vllm":
-        return
     try:
         tensor_parallel_size(config)
     except ConfigError as problem:
@@ -137,7 +130,7 @@ def tensor_parallelism(config: Config) -> Iterator[Finding]:
 def batches(config: Config) -> Iterator[Finding]:
     """Require room for a token of every sequence in a step of vLLM."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm" and rollout.max_num_batched_tokens < rollout.max_num_seqs:
+    if honours(config, "max_num_seqs") and rollout.max_num_batched_tokens < rollout.max_num_seqs:
         yield error(
             f"actor_rollout_ref.rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
             f"max_num_seqs={rollout.max_num_seqs}: a step takes a token of each sequence; lower the latter"
@@ -147,8 +140,6 @@ def batches(config: Config) -> Iterator[Finding]:
 def precision(config: Config) -> Iterator[Finding]:
     """Warn if vLLM computes in another precision than the trainer: the sampler is then another policy."""
     section = config.actor_rollout_ref
-    if section.rollout.name != "vllm":
-        return
     sampler, trainer = rollout_dtype(config), section.model.compute_dtype
     computed = {"auto": "bfloat16" if visible_gpus() and config.trainer.device != "cpu" else "float32"}
     if computed.get(sampler, sampler) != computed.get(trainer, trainer) and section.actor.rollout_is is None:

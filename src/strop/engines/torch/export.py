@@ -1,4 +1,4 @@
-"""A Hugging Face folder written one file at a time, never holding the whole model."""
+"""Write Hugging Face folders one file at a time, without holding the whole model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from strop.engines.torch.state import failing_as, stored_shapes
 from strop.errors import CheckpointError
 
 MAX_FILE_BYTES = 2 << 30
-"""Of one safetensors file, and so of CPU memory, unless a single tensor is larger."""
+"""Size limit of a safetensors file, and of CPU memory in use, unless a single tensor is larger."""
 _MODEL = "model.hugging_face_model."
 
 
 def plan_files(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """The names of each file, in order, filled up to ``max_bytes``."""
+    """Return the names that go into each file, in order, with up to ``max_bytes`` per file."""
     files: list[list[str]] = []
     used = 0
     for name, size in sizes.items():
@@ -41,9 +41,9 @@ def write_weights(
     sizes: Mapping[str, int],
     max_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write ``tensors``, which come in the order of ``sizes`` (bytes by name), as transformers names files.
+    """Write ``tensors``, in the order of ``sizes`` (bytes by name), into files named like transformers'.
 
-    ``CheckpointError`` when the disk refuses.
+    Raises ``CheckpointError`` if writing fails.
     """
     files = plan_files(sizes, max_bytes)
     incoming: Iterator[tuple[str, Tensor]] = iter(tensors)
@@ -69,10 +69,10 @@ def write_weights(
 def export_from_shards(
     state_folder: Path, huggingface_folder: Path, out: Path, max_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Build a Hugging Face folder from what ``Engine.save`` wrote, without the ranks that wrote it.
+    """Build a Hugging Face folder from what ``Engine.save`` wrote, in one process.
 
-    Configuration and tokenizer are copied from ``huggingface_folder``. One file's weights at a time are in
-    memory. ``CheckpointError`` when the state is incomplete or the disk refuses.
+    Configuration and tokenizer are copied from ``huggingface_folder``. Memory holds the weights of one file
+    at a time. Raises ``CheckpointError`` if the state is incomplete or writing fails.
     """
     with failing_as(f"{state_folder} holds no sharded state"):
         stored = stored_shapes(state_folder)

@@ -1,10 +1,17 @@
-"""FSDP2: every decoder layer a unit of sharding, the rest (embeddings, last norm, head) the root's."""
+"""FSDP2: sharding of a model, its weights, gradients, and offloading to the CPU.
+
+Every decoder layer is a unit of sharding; the root holds the rest (embeddings, last norm, head).
+``materialize`` allocates a sharded model and reads its weights one whole tensor at a time. ``Offload`` keeps
+parameters or moments in CPU memory between the phases that use them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,29 +25,68 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from strop.engines.base import OffloadSettings, ShardingSettings
-from strop.engines.torch import ranks
+from strop.engines import ranks
 from strop.errors import ConfigError, StropError
 from strop.models.base import RoleModel
 from strop.models.deferred import WeightSource
 from strop.models.ulysses import SequenceGroup
 
 
+@dataclass(frozen=True)
+class ShardingSettings:
+    """Units of sharding, and the number of ranks that share parameters or sequences."""
+
+    layer_classes: tuple[str, ...] = ()
+    """Classes to shard as units; empty: the model's own decoder layers."""
+    min_num_params: int = 0
+    """Instead, shard modules of at least this many parameters as units; 0: by class."""
+    fsdp_size: int = -1
+    """Ranks that share one copy of the parameters; -1: all; 1: every rank has a whole copy."""
+    sequence_parallel_size: int = 1
+    """Neighbouring ranks that get the same batches and share their sequences."""
+
+    @classmethod
+    def from_section(cls, fsdp: Any, *, sequence_parallel_size: int) -> ShardingSettings:
+        """Read a section ``fsdp_config``; that of a frozen model has fewer keys."""
+        keys = fsdp.model_dump()
+        wrap = keys.get("wrap_policy", {"min_num_params": keys.get("min_num_params", 0)})
+        classes = wrap.get("transformer_layer_cls_to_wrap") or ()
+        return cls(
+            layer_classes=(classes,) if isinstance(classes, str) else tuple(classes),
+            min_num_params=wrap["min_num_params"],
+            fsdp_size=keys.get("fsdp_size", -1),
+            sequence_parallel_size=sequence_parallel_size,
+        )
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """State that is kept in CPU memory while it is not used; without effect on a CPU."""
+
+    parameters: bool = False
+    optimizer: bool = False
+
+    @classmethod
+    def from_section(cls, fsdp: Any) -> OffloadSettings:
+        """Read a section ``fsdp_config``; that of a frozen model has no ``optimizer_offload``."""
+        return cls(parameters=fsdp.param_offload, optimizer=fsdp.model_dump().get("optimizer_offload", False))
+
+
 def shard(
     module: RoleModel, settings: ShardingSettings, device: torch.device, compute_dtype: torch.dtype | None
 ) -> None:
-    """Shard ``module`` in place over the default process group; collective.
+    """Shard ``module`` in place over the default process group. Collective.
 
-    With ``compute_dtype`` the forward and backward passes run in it, on float32 masters, and gradients are
+    With ``compute_dtype`` forward and backward passes run in that dtype on float32 masters, and gradients are
     reduced in float32. Gradients are summed over the ranks, not averaged: losses have global denominators.
 
-    Raises ``ConfigError`` for a size that does not divide and for classes that the model lacks.
+    Raises ``ConfigError`` for a size that does not divide the ranks, and for classes that the model lacks.
     """
     mesh = _mesh(dist.group.WORLD, device.type, _ranks_per_copy(settings.fsdp_size))
     policy, root_policy = MixedPrecisionPolicy(), MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        # The root's inputs are the columns of the batch: not to be rounded.
+        # The root's inputs are the columns of the batch, which must not be rounded.
         root_policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -55,7 +101,7 @@ def shard(
 
 
 def reshard(module: nn.Module) -> None:
-    """Free the gathered parameters: the root keeps its own after a forward pass, for a backward pass."""
+    """Free gathered parameters; after a forward pass the root keeps its own for a backward pass."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
@@ -73,7 +119,7 @@ def _ranks_per_copy(fsdp_size: int) -> int:
 
 
 def sequence_group(size: int) -> SequenceGroup:
-    """The group of ``size`` neighbouring ranks that this rank is in; collective.
+    """Return this rank's group of ``size`` neighbouring ranks. Collective.
 
     Raises ``ConfigError`` for a size that does not divide the number of ranks.
     """
@@ -87,15 +133,15 @@ def sequence_group(size: int) -> SequenceGroup:
 
 @lru_cache(maxsize=8)
 def _neighbours(world: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """One group for all models of these processes."""
-    del world  # part of the key: another default group needs other ones
-    # A rank may write files while its neighbour waits for it; who hangs is for the controller to notice.
+    """Open the groups once for all models of these processes."""
+    del world  # cache key: another default group needs other groups
+    # A rank may write files while its neighbour waits in a collective; the controller detects hangs.
     return dist.new_subgroups(size, timeout=timedelta(days=7))[0]
 
 
 @lru_cache(maxsize=8)
 def _mesh(world: dist.ProcessGroup, device_type: str, ranks_per_copy: int) -> DeviceMesh:
-    """One mesh for all models of these processes: a mesh of two dimensions opens process groups."""
+    """Make the mesh once for all models of these processes: a 2-D mesh opens process groups."""
     size = world.size()
     if ranks_per_copy == size:
         return init_device_mesh(device_type, (size,))
@@ -105,7 +151,7 @@ def _mesh(world: dist.ProcessGroup, device_type: str, ranks_per_copy: int) -> De
 
 
 def _units(module: RoleModel, settings: ShardingSettings) -> list[nn.Module]:
-    """The modules to shard, inner ones first."""
+    """Return the modules to shard, inner ones first."""
     model = module.hugging_face_model
     inside = [unit for unit in model.base_model.modules() if unit is not model.base_model]
     if settings.min_num_params:
@@ -122,9 +168,9 @@ def _units(module: RoleModel, settings: ShardingSettings) -> list[nn.Module]:
 
 
 def _large(decoder: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
-    """Modules inside the decoder with that many parameters which are not in an inner one of them.
+    """Yield modules of the decoder with that many parameters outside their inner units.
 
-    Embeddings stay with the root: an output layer may be tied to them, and it runs once a chunk of tokens.
+    Embeddings stay with the root: an output layer may be tied to them, and runs once per chunk of tokens.
     """
     taken: set[int] = set()
     inner = [unit for unit in decoder.modules() if unit is not decoder]
@@ -137,27 +183,54 @@ def _large(decoder: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
             yield unit
 
 
-# Give a sharded model its memory and its weights, one full tensor at a time.
+def whole(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a sharded one (collective), any other as it is; detached."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """Scale sharded gradients to a global norm of at most ``max_norm``; return the norm before. Collective.
+
+    All ranks get the same number: squares are summed over the ranks that share a copy.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    parts = [part(gradient) for gradient in gradients]
+    norm = torch.nn.utils.get_total_norm(parts)
+    sharded = next((gradient for gradient in gradients if isinstance(gradient, DTensor)), None)
+    if sharded is not None:
+        mesh = sharded.device_mesh
+        square = norm.double().square()
+        dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
+        norm = square.sqrt().to(norm.dtype)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
+    torch._foreach_mul_(parts, scale)
+    return float(norm)
 
 
 def materialize(module: RoleModel, source: WeightSource, device: torch.device) -> None:
-    """Allocate this rank's part of every parameter on ``device`` and fill it; collective.
+    """Allocate this rank's part of every parameter on ``device`` and fill it. Collective.
 
-    Every rank reads safetensors files for itself; of other files rank zero reads the whole model, on the
-    CPU, and hands it round. Raises what the source raises, then on every rank.
+    Every rank reads safetensors files. Of other files rank zero reads the whole model on the CPU and
+    broadcasts it; its failure is raised on every rank.
     """
     _allocate(module, device)
     places = dict(module.hugging_face_model.named_parameters())
     weights = source.stream() if source.readable else _from_first_rank(places, source, device)
     for name, weight in weights:
         _keep_part(places.pop(name), weight)
-        del weight  # before the next one comes
+        del weight  # free it before the next one is read
     if places:
-        raise StropError(f"no weights came for {sorted(places)[:5]}")
+        raise StropError(f"the model's files have no weights for {sorted(places)[:5]}")
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
-    """Like ``Module.to_empty``, which would also throw away the values of the buffers."""
+    """Do what ``Module.to_empty`` does, but keep the values of the buffers."""
     buffers = [
         (owner, name, buffer)
         for owner in module.modules()
@@ -171,7 +244,7 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
 @torch.no_grad()
 def _keep_part(parameter: Tensor, weight: Tensor) -> None:
     if isinstance(parameter, DTensor):
-        # src_data_rank=None: every rank has the tensor already, nothing is sent
+        # src_data_rank=None: every rank has the tensor, so nothing is sent.
         mesh, placements = parameter.device_mesh, parameter.placements
         mine = distribute_tensor(
             weight.to(parameter.to_local().device), mesh, placements, src_data_rank=None
@@ -193,20 +266,19 @@ def _from_first_rank(
             failure = error
     ranks.raise_together(failure)
     for name, parameter in list(places.items()):
-        weight = weights.pop(name).to(device) if ranks.is_first() else _empty(parameter, device)
+        if ranks.is_first():
+            weight = weights.pop(name).to(device)
+        else:
+            weight = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         dist.broadcast(weight, src=0)
         yield name, weight
 
 
-def _empty(parameter: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(parameter.shape, dtype=torch.float32, device=device)
-
-
-# Keep parameters or optimizer state in CPU memory between the phases that use them.
-
-
 class Offload:
-    """Moves a module and its optimizer's moments between the device and the CPU."""
+    """Moves a module and its optimizer's moments between the device and the CPU.
+
+    Gradients are not offloaded: between phases there are none.
+    """
 
     def __init__(
         self,
@@ -220,22 +292,22 @@ class Offload:
         self._module, self._optimizer, self._device = module, optimizer, device
 
     def bring_parameters(self) -> None:
-        """To the device, if they are not there."""
+        """Move parameters to the device if they are offloaded."""
         if self._parameters:
             self._module.to(self._device)
 
     def park_parameters(self) -> None:
-        """To the CPU, if they are to wait there."""
+        """Move parameters to the CPU if ``param_offload`` is on."""
         if self._parameters:
             self._module.to("cpu")
 
     def bring_moments(self) -> None:
-        """To the device, if they are not there."""
+        """Move moments to the device if they are offloaded."""
         if self._moments:
             self._move_moments(self._device)
 
     def park_moments(self) -> None:
-        """To the CPU, if they are to wait there."""
+        """Move moments to the CPU if ``optimizer_offload`` is on."""
         if self._moments:
             self._move_moments(torch.device("cpu"))
 

@@ -1,8 +1,8 @@
-"""Training state on disk by ``torch.distributed.checkpoint``: it loads on another number of ranks.
+"""Training state on disk, by ``torch.distributed.checkpoint``.
 
 The files hold ``model.<name>`` for every parameter (tied ones once) and persistent buffer, and
-``optimizer.<name>.step|exp_avg|exp_avg_sq``, whole or sharded: names and numbers do not depend on the ranks
-that wrote them.
+``optimizer.<name>.step|exp_avg|exp_avg_sq``, whole or sharded. Names and values do not depend on the number
+of ranks, so a state loads on any number of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from strop.engines.torch import ranks
+from strop.engines import ranks
 from strop.errors import CheckpointError
+from strop.models.loader import persistent_buffers
 
 _FAILURES = (
     OSError,
@@ -35,10 +36,10 @@ _FAILURES = (
 
 
 def materialize(optimizer: torch.optim.AdamW) -> None:
-    """Give AdamW its (zero) moments now.
+    """Create AdamW's (zero) moments before the first step.
 
-    Otherwise a checkpoint taken before the first step has nothing to save, and torch's own remedy takes a
-    step with learning rate 0, which would count.
+    A checkpoint taken before it would have nothing to save otherwise. Torch's remedy, a step with learning
+    rate 0, would count as a step.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -49,21 +50,13 @@ def materialize(optimizer: torch.optim.AdamW) -> None:
             }
 
 
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong to a saved model; every rank holds them whole."""
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
-
-
 def save(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, *, background: bool = False
 ) -> Future | None:
-    """Write the state into ``folder``; collective.
+    """Write the state into ``folder``. Collective.
 
-    With ``background`` the state is copied to CPU memory and written by a thread: give the future to
-    ``finish``. ``CheckpointError`` when the disk refuses (full, read-only).
+    With ``background`` the state is copied to CPU memory and written by a thread; pass the returned future to
+    ``finish``. Raises ``CheckpointError`` if writing fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write: Any = dcp.async_save if background else dcp.save
@@ -73,15 +66,15 @@ def save(
 
 
 def finish(saving: Future, folder: Path) -> None:
-    """Wait for a background save, in any thread; ``CheckpointError`` when it failed."""
-    with _told_as_checkpoint_error(f"cannot write the checkpoint {folder}"):
+    """Wait for a background save; ``CheckpointError`` if it failed. Thread-safe."""
+    with _as_checkpoint_error(f"cannot write the checkpoint {folder}"):
         saving.result()
 
 
 def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
-    """Read what ``save`` wrote, bit for bit; collective.
+    """Read what ``save`` wrote, bit for bit. Collective.
 
-    ``CheckpointError`` when it is incomplete, or its names or shapes are not those of this model.
+    Raises ``CheckpointError`` if it is incomplete, or its names or shapes are not those of this model.
     """
     collected = _collect(module, optimizer)
     message = f"{folder} cannot be read as the state of this model"
@@ -92,7 +85,7 @@ def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Pat
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor in the files of ``folder``, by name; needs no process group."""
+    """Return shape and dtype of every tensor stored in ``folder``, by name; needs no process group."""
     entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name: (tuple(entry.size), entry.properties.dtype)
@@ -102,13 +95,13 @@ def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]
 
 
 def _collect(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """The tensors themselves, not copies: loading writes into them."""
+    """Collect the tensors themselves, not copies: loading writes into them."""
     parameters = dict(module.named_parameters())
     found = {f"model.{name}": weight.detach() for name, weight in parameters.items()}
     found |= {f"model.{name}": buffer for name, buffer in persistent_buffers(module)}
     if optimizer is not None:
         for name, parameter in parameters.items():
-            for kind, tensor in optimizer.state[parameter].items():
+            for kind, tensor in optimizer.state.get(parameter, {}).items():
                 found[f"optimizer.{name}.{kind}"] = tensor
     return found
 
@@ -128,17 +121,17 @@ def _process_group(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def failing_as(message: str) -> Generator[None]:
-    """What torch raises over the files inside becomes a ``CheckpointError`` that begins with ``message``.
+    """Turn torch's errors about files into a ``CheckpointError`` that begins with ``message``.
 
-    And torch's reminder that there is one process, at every call, is not shown: we say so by ``no_dist``.
+    Torch's warning about a single process is hidden: ``no_dist`` is set on purpose.
     """
-    with _told_as_checkpoint_error(message), warnings.catch_warnings():
+    with _as_checkpoint_error(message), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 @contextlib.contextmanager
-def _told_as_checkpoint_error(message: str) -> Generator[None]:
+def _as_checkpoint_error(message: str) -> Generator[None]:
     try:
         yield
     except CheckpointError:
@@ -148,7 +141,7 @@ def _told_as_checkpoint_error(message: str) -> Generator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the underlying failure; torch wraps it in one entry per rank."""
+    """Return the first line of the underlying failure; torch wraps it in one entry per rank."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

@@ -1,1 +1,1 @@
-"""Processes that score samples, with a deadline for each."""
+"""Processes that score samples, with a deadline for each sample."""

@@ -1,13 +1,13 @@
 """The process that scores: ``python -m strop.rewards.worker.child LIFELINE``, started by ``RewardProcess``.
 
 It runs one scorer on one sample after another, so that a sample which hangs or crashes costs a process and
-never the run. Messages (:mod:`strop.rewards.worker.wire`) arrive on standard input and leave on standard
-output; the scorer itself sees an empty standard input, and its prints go to standard error. Requests are
-pickles: first ``Setup``, then ``Sample``s. Answers are JSON, so that nothing a scorer returns can run code
-in the process that started this one.
+not the run. Messages (:mod:`strop.rewards.worker.wire`) arrive on standard input and leave on standard
+output; the scorer sees an empty standard input, and its prints go to standard error. Requests are pickles:
+first ``Setup``, then ``Sample``s. Answers are JSON: unpickling would let a scorer run code in the run's own
+process.
 
-LIFELINE is the number of a pipe that nobody writes to. It closes when the process at its other end is gone,
-however it went, and takes this whole process group with it.
+LIFELINE is the descriptor of a pipe without a writer. It closes when the starter ends, even by SIGKILL, and
+then this process group is killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_ERROR_CHARACTERS = 8000
 
 
 def main() -> None:
-    """Take over the standard streams, tie our life to the starter's, and serve until there is no more."""
+    """Redirect the standard streams, end with the starter, and serve until the requests end."""
     follow_to_death(int(sys.argv[1]))
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -45,16 +45,16 @@ def main() -> None:
 
 
 def serve(requests: int, answers: int) -> None:
-    """Answer every message on the descriptor ``requests`` on ``answers``, until the former is closed.
+    """Answer every message from the descriptor ``requests`` on ``answers``, until the former is closed.
 
-    The setup is answered with the status ``ready``, or ``raised`` and the traceback, which ends it.
+    Answers the setup with the status ``ready``, or with ``raised`` and the traceback, and then returns.
     """
     own_id = os.getpid()
     try:
         function = _load(wire.receive(requests))
     except EOFError:
         return
-    # Anything may go wrong in a user's module; the reader of the answer decides what it means.
+    # A user's module may raise anything; the starter reports it.
     except BaseException:  # noqa: BLE001
         wire.send(answers, _to_json({"status": "raised", "error": _traceback()}))
         return
@@ -65,43 +65,43 @@ def serve(requests: int, answers: int) -> None:
         except EOFError:
             return
         outcome = evaluate(function, message)
-        if os.getpid() != own_id:  # the scorer forked, and this is its child coming back from the call
+        if os.getpid() != own_id:  # a fork of the scorer returned from the call
             os._exit(0)
         wire.send(answers, _to_json(vars(outcome)))
 
 
 def evaluate(function: ScoreFunction, message: bytes) -> Outcome:
-    """Score one pickled sample; whatever is raised, ``SystemExit`` included, becomes the outcome."""
+    """Score one pickled sample; any exception, ``SystemExit`` included, becomes the outcome."""
     try:
         sample: Sample = pickle.loads(message)
         _seed_generators(sample)
         outcome = call_scorer(function, sample)
-    # A scorer is a user's code: a bad sample is recorded and never ends the process.
+    # User code may raise anything; a bad sample must not end the process.
     except BaseException:  # noqa: BLE001
         outcome = Outcome("raised", error=_traceback())
-    with contextlib.suppress(Exception):  # a scorer may have closed or replaced them
+    with contextlib.suppress(Exception):  # the scorer may have closed or replaced them
         sys.stdout.flush()
         sys.stderr.flush()
     return outcome
 
 
 def _seed_generators(sample: Sample) -> None:
-    """A scorer that draws random numbers draws the same ones for the same sample, in every run."""
+    """Seed by the sample, so that a scorer draws the same random numbers for it in every run."""
     seed = zlib.crc32(repr((sample.data_source, sample.solution_str, sample.ground_truth)).encode())
     random.seed(seed)
-    if numpy := sys.modules.get("numpy"):  # only if the scorer has it
+    if numpy := sys.modules.get("numpy"):  # imported by the scorer
         numpy.random.seed(seed)
 
 
 def follow_to_death(lifeline: int) -> None:
-    """Kill this process group as soon as the other end of the pipe ``lifeline`` is closed.
+    """Kill this process group when the other end of the pipe ``lifeline`` is closed.
 
-    Linux kills by itself when asked to, also while a scorer holds the interpreter's lock (a hanging regular
-    expression does); a thread does it elsewhere.
+    On Linux the kernel does it (F_SETSIG), even while a scorer holds the interpreter's lock, as a hanging
+    regular expression does; elsewhere a thread does it.
     """
     threading.Thread(target=_kill_group_when_closed, args=(lifeline,), daemon=True).start()
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a sandboxed kernel may lack it; the thread is there
+        with contextlib.suppress(OSError):  # gVisor and the like lack it; the thread remains
             fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
             fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
             fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -121,7 +121,7 @@ def _load(message: bytes) -> ScoreFunction:
 
 
 def _traceback() -> str:
-    text = traceback.format_exc().encode(errors="replace").decode()  # lone surrogates cannot be printed
+    text = traceback.format_exc().encode(errors="replace").decode()  # replaces lone surrogates
     if len(text) <= _MAX_ERROR_CHARACTERS:
         return text
     half = _MAX_ERROR_CHARACTERS // 2

@@ -1,4 +1,4 @@
-"""Samples on their way to a scoring process: put in from one thread as they come, taken out in another."""
+"""A queue of samples for a scoring process: filled in one thread as they come, emptied in another."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Protocol
 from strop.rewards.worker.records import Sample
 
 Maker = Callable[[], Sample]
-"""Makes a sample when its turn comes: decoding is the taker's work, not the giver's."""
+"""Makes a sample when it is taken: decoding is done in the taker's thread."""
 
 
 class Cancelled(Exception):
-    """Nobody waits for the outcomes any more."""
+    """The feed was cancelled."""
 
 
 class Samples(Protocol):
-    """What a scoring process takes its samples from: a :class:`Feed`, or a share of one."""
+    """Source of a scoring process's samples: a :class:`Feed`, or a share of one."""
 
     def take(self, *, wait: bool) -> Sample | None:
-        """The next sample; None when there is none now, or, with ``wait``, when there will be none."""
+        """Return the next sample; None if there is none yet, or, with ``wait``, if there will be none."""
         ...
 
     def require_wanted(self) -> None:
-        """Raise ``Cancelled`` when nobody waits for the outcomes any more."""
+        """Raise ``Cancelled`` if the outcomes will not be read."""
         ...
 
 
 class Feed:
-    """A queue of samples whose end is known; they come out in the order in which they were put in."""
+    """A first-in, first-out queue of samples with an end."""
 
     def __init__(self) -> None:
         self._items: deque[Maker] = deque()
@@ -39,7 +39,7 @@ class Feed:
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> Feed:
-        """All samples at once."""
+        """Make a complete feed."""
         feed = cls()
         for sample in samples:
             feed.add(lambda sample=sample: sample)
@@ -47,32 +47,32 @@ class Feed:
         return feed
 
     def add(self, make: Maker) -> None:
-        """One more sample."""
+        """Append a sample."""
         with self._changed:
             self._items.append(make)
             self._changed.notify()
 
     def end(self) -> None:
-        """That was the last one."""
+        """Mark the feed as complete."""
         with self._changed:
             self._ended = True
             self._changed.notify()
 
     def cancel(self) -> None:
-        """Let the taker give up."""
+        """Make ``take`` and ``require_wanted`` raise ``Cancelled``."""
         with self._changed:
             self._cancelled = True
             self._changed.notify()
 
     def require_wanted(self) -> None:
-        """``Cancelled`` after ``cancel``."""
+        """Raise ``Cancelled`` after ``cancel``."""
         if self._cancelled:
             raise Cancelled
 
     def take(self, *, wait: bool) -> Sample | None:
-        """The next sample. None: there is none now; with ``wait``, there will be none.
+        """Return the next sample; None if there is none yet, or, with ``wait``, if there will be none.
 
-        Raises ``Cancelled`` after ``cancel``, and what making the sample raises.
+        Raises ``Cancelled`` after ``cancel``, and whatever making the sample raises.
         """
         with self._changed:
             while wait and not (self._items or self._ended or self._cancelled):

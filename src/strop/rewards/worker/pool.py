@@ -1,4 +1,4 @@
-"""``RewardPool``: several scoring processes that share the samples of one feed."""
+"""``RewardPool``: several scoring processes that share one feed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _MOST_BY_DEFAULT = 16
 
 
 def default_num_workers() -> int:
-    """As many as the cores that this process may use, and at most 16."""
+    """Return the number of cores that this process may use, at most 16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _MOST_BY_DEFAULT)
 
 
 class RewardPool:
-    """As a ``RewardProcess``, but up to ``num_workers`` of them, with as many samples under way at a time.
+    """Up to ``num_workers`` of ``RewardProcess``, with the same interface.
 
-    A process is given its next sample when it has answered the last one: so no sample waits behind one that
-    hangs as long as another process is free. A process that hangs or goes is replaced while the others work.
+    A process gets its next sample after it has answered the last one, so that no sample waits behind one that
+    hangs while another process is free. A process that hangs or ends is replaced while the others work.
 
     Raises:
         ConfigError: the function cannot be pickled.
@@ -45,20 +45,20 @@ class RewardPool:
         ]
 
     def start(self) -> None:
-        """Start one process, which shows that it can be done; the others start when samples wait for them.
+        """Start one process, to find errors early; the others start when samples wait for them.
 
         Raises ``RewardError`` as ``RewardProcess.start`` does.
         """
         self._processes[0].start()
 
     def evaluate_all(self, samples: Feed) -> Generator[Outcome]:
-        """The outcome of each sample, in the order of the samples; they are scored in any order.
+        """Yield the outcome of each sample, in the order of the samples; they are scored in any order.
 
-        Each sample has its own deadline, from when a process is given it. Leaving early ends the processes
-        that have a sample, and cancels the feed. Raises as ``RewardProcess.evaluate_all`` does.
+        The deadline of a sample starts when a process gets it. Closing the generator early cancels the feed
+        and kills the processes that have a sample. Raises as ``RewardProcess.evaluate_all`` does.
         """
         work = _SharedWork(samples, workers=len(self._processes))
-        # Daemons: a run that ends for another reason does not wait for scores.
+        # Daemon threads: a run that fails elsewhere does not wait for scores.
         threads = [
             threading.Thread(target=work.do, args=(process,), name="strop-reward-pool", daemon=True)
             for process in self._processes
@@ -73,13 +73,13 @@ class RewardPool:
                 thread.join()
 
     def close(self) -> None:
-        """End the processes, all at once: each may finish by itself within 2 seconds."""
+        """End the processes in parallel; each has 2 seconds to exit by itself."""
         with ThreadPoolExecutor(len(self._processes)) as closing:
             list(closing.map(RewardProcess.close, self._processes))
 
 
 class _SharedWork:
-    """Hands the samples of a feed to several processes, and puts the outcomes in order again."""
+    """Distributes the samples of a feed, and restores the order of their outcomes."""
 
     def __init__(self, samples: Feed, *, workers: int) -> None:
         self.samples = samples
@@ -91,7 +91,7 @@ class _SharedWork:
         self._failure: BaseException | None = None
 
     def do(self, process: RewardProcess) -> None:
-        """Let one process evaluate samples until there are no more; to be run in a thread of its own."""
+        """Evaluate samples in one process until the feed ends. Runs in a separate thread per process."""
         share = _Share(self)
         failure: BaseException | None = None
         try:
@@ -99,7 +99,7 @@ class _SharedWork:
                 with self._changed:
                     self._outcomes[share.number] = outcome
                     self._changed.notify()
-        # Raised again in the thread that waits for the outcomes.
+        # Re-raised in the thread that waits for the outcomes.
         except BaseException as error:  # noqa: BLE001
             failure = error
         with self._changed:
@@ -108,13 +108,13 @@ class _SharedWork:
             self._changed.notify()
 
     def take(self) -> tuple[int, Sample] | None:
-        """The next sample and its number; None when there are no more. Raises as ``Feed.take`` does."""
+        """Return the next sample and its number; None at the end. Raises as ``Feed.take`` does."""
         with self._taking:
             sample = self.samples.take(wait=True)
             return None if sample is None else (next(self._taken), sample)
 
     def outcomes(self) -> Generator[Outcome]:
-        """In the order of the samples, each as soon as it and all before it are there."""
+        """Yield outcomes in the order of the samples, each as soon as all before it are done."""
         for number in itertools.count():
             with self._changed:
                 while number not in self._outcomes and self._workers and self._failure is None:
@@ -128,15 +128,15 @@ class _SharedWork:
 
 
 class _Share:
-    """The samples of one process: one at a time, none ahead."""
+    """The samples of one process, one at a time, none sent ahead."""
 
     def __init__(self, work: _SharedWork) -> None:
         self._work = work
         self.number = -1
-        """Of the sample that was taken last."""
+        """Number of the sample taken last."""
 
     def take(self, *, wait: bool) -> Sample | None:
-        """The next sample if the process has none, which is when it can ``wait`` for one."""
+        """Return the next sample if the process has none, which is when it can ``wait`` for one."""
         taken = self._work.take() if wait else None
         if taken is None:
             return None
@@ -144,5 +144,5 @@ class _Share:
         return sample
 
     def require_wanted(self) -> None:
-        """``Cancelled`` when nobody waits for the outcomes any more."""
+        """Raise ``Cancelled`` if the outcomes will not be read."""
         self._work.samples.require_wanted()

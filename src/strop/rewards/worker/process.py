@@ -1,4 +1,4 @@
-"""``RewardProcess``: a scorer in a process of its own, which is killed at a deadline and started again."""
+"""``RewardProcess``: a scorer in a separate process, which is killed at a deadline and restarted."""
 
 from __future__ import annotations
 
@@ -23,27 +23,22 @@ import cloudpickle
 
 from strop.errors import ConfigError, RewardError
 from strop.rewards.process_tree import MARKER, describe_exit, hold_descendants, kill_held, kill_tree
-from strop.rewards.sandbox.process import remove_groups_of
 from strop.rewards.worker import wire
 from strop.rewards.worker.feed import Feed, Samples
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, Setup
 
-# What a scoring process prints goes to ``sys.stderr``, within bounds; its end is kept for error texts.
-
 _CHUNK = 1 << 16
-
 _PIPE_BYTES = 1 << 20  # more than a pipe holds
-
 _TAIL_CHARACTERS = 2000
-
 _ALLOWANCE_CHARACTERS = 16_000
+_GOODBYE_S = 2.0
 
 
 class OutputReader:
-    """Empties a pipe in a thread: a scorer that prints without end neither stops nor floods the terminal.
+    """Copies a scoring process's output to ``sys.stderr`` in a thread, and keeps its end for error texts.
 
-    Going through ``sys.stderr`` keeps a live progress display whole. ``allow_more`` starts a new sample,
-    which may print 16,000 characters; the rest is dropped, and a line says so.
+    Each sample may print 16,000 characters; the rest is dropped with a note, so that endless output neither
+    blocks the scorer nor floods the terminal. ``sys.stderr`` keeps a live display intact.
     """
 
     def __init__(self, pipe: IO[bytes]) -> None:
@@ -57,14 +52,14 @@ class OutputReader:
         self._thread.start()
 
     def allow_more(self) -> None:
-        """A new sample begins: of one that printed too much, what still lies in the pipe is dropped too."""
+        """Start a new sample's allowance; drop what the last one left in the pipe beyond its own."""
         with self._reading:
             if self._allowance <= 0 and not self._pipe.closed:
                 self._read(_PIPE_BYTES)
             self._allowance = _ALLOWANCE_CHARACTERS
 
     def tail(self, wait_s: float = 1.0) -> str:
-        """The last characters that were printed, once the process has ended (or after ``wait_s``)."""
+        """Return the last printed characters, once the process has ended or ``wait_s`` have passed."""
         self._thread.join(wait_s)
         return self._tail.strip()
 
@@ -80,7 +75,7 @@ class OutputReader:
             self._pipe.close()
 
     def _read(self, limit: int) -> bool:
-        """Take at most ``limit`` bytes of what is there; False when the other end is closed."""
+        """Read at most ``limit`` available bytes; return False if the other end is closed."""
         while limit > 0:
             try:
                 chunk = os.read(self._pipe.fileno(), min(limit, _CHUNK))
@@ -101,24 +96,24 @@ class OutputReader:
         self._allowance -= len(text)
         if self._allowance <= 0:
             passed += "\n[the reward function prints too much; the rest of this sample is not shown]\n"
-        # The terminal may be gone, and this thread outlives most of the interpreter at its end.
+        # The terminal may be gone, and at exit this thread outlives most of the interpreter.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(passed)
             sys.stderr.flush()
 
 
-_GOODBYE_S = 2.0
-
-
 class RewardProcess:
     """One killable process that evaluates one sample after another.
 
-    ``function`` crosses by cloudpickle, so that functions from a script or a notebook work; the program's own
+    ``function`` is sent by cloudpickle, so that functions from a script or a notebook work; the program's
     main module is not run again, and nothing is forked. A sample that raises, exceeds ``timeout_s`` seconds
-    or takes the process down gives an :class:`Outcome` that says so; the next one finds a process again.
-    No process outlives ``close``, the object, or the program, however that ends.
+    or ends the process has an :class:`Outcome` with the reason; the next one gets a new process. No process
+    outlives ``close``, the object, or the program, even if that is killed.
 
-    Not for several threads at once: a ``RewardPool`` holds one of these for each.
+    A pool of multiprocessing or pebble does not do: both unpickle results in the run's process, run the main
+    module again, leave what a killed scorer started, and leave a hanging worker when the program is killed.
+
+    Not thread-safe: a ``RewardPool`` has one per thread.
 
     Raises:
         ConfigError: the function cannot be pickled.
@@ -131,11 +126,11 @@ class RewardProcess:
         self.start_timeout_s = start_timeout_s
         try:
             self._function = cloudpickle.dumps(function)
-        # Pickling runs code of the object's own, which may raise anything.
+        # Pickling runs user code, which may raise anything.
         except Exception as error:
             raise ConfigError(
-                f"the reward function {function!r} cannot be sent to the process that runs it ({error}); "
-                "keep open files, locks and models out of it, or load them in the function itself"
+                f"the reward function {function!r} cannot be pickled for its process ({error}); "
+                "keep open files, locks and models out of it, or load them inside the function"
             ) from error
         self._child: _Child | None = None
 
@@ -150,7 +145,7 @@ class RewardProcess:
     def start(self) -> None:
         """Start the process unless it runs.
 
-        Raises ``RewardError`` when the function cannot be loaded in it, or the process does not answer.
+        Raises ``RewardError`` if the function cannot be loaded in it, or it does not answer.
         """
         self._running()
 
@@ -160,27 +155,27 @@ class RewardProcess:
         return outcome
 
     def evaluate_all(self, samples: Samples) -> Generator[Outcome]:
-        """The outcome of each sample, in order; each has ``timeout_s`` seconds from the end of the last one.
+        """Yield each sample's outcome, in order; each has ``timeout_s`` seconds from the end of the last.
 
-        As many samples as fit into the pipe are sent ahead, so that the process never waits for the next
-        one. It answers one after the other, and so the first without an answer is to blame when it hangs or
-        goes; those behind it are sent again to the next process. Leaving early ends the process.
+        Sends as many samples ahead as fit into the pipe, so that the process never waits for the next one. It
+        answers in order: if it hangs or ends, the first sample without an answer is at fault, and those
+        behind it are sent again to the next process. Closing the generator early kills the process.
 
-        Raises ``Cancelled`` when ``samples`` are cancelled, and ``RewardError`` as ``start`` does.
+        Raises ``Cancelled`` if ``samples`` are cancelled, and ``RewardError`` as ``start`` does.
         """
-        waiting: deque[bytes | Outcome] = deque()  # those without an answer: a message, or known already
+        waiting: deque[bytes | Outcome] = deque()  # without an answer: a message, or an outcome known already
         try:
             while (sample := samples.take(wait=True)) is not None:
                 waiting.append(_encode(sample))
                 while waiting:
                     yield from self._converse(waiting, samples)
-        except BaseException:  # Ctrl-C: the answer to this sample must not be read as the next one's
+        except BaseException:  # else the next caller would read this sample's answer
             if waiting:
                 self._drop()
             raise
 
     def _converse(self, waiting: deque[bytes | Outcome], samples: Samples) -> Iterator[Outcome]:
-        """Have one process answer until nothing is waiting or the process is lost."""
+        """Exchange messages with one process until nothing is waiting or the process is lost."""
         child = self._running()
         lane = wire.Lane(child.requests, child.answers)
         for message in waiting:
@@ -201,15 +196,15 @@ class RewardProcess:
                 deadline = self._next_deadline(child)
 
     def _next_deadline(self, child: _Child) -> float:
-        """Of the sample whose turn it is now."""
+        """Start the current sample: return its deadline and reset its output allowance."""
         child.output.allow_more()
         return time.monotonic() + self.timeout_s
 
     def _receive(self, child: _Child, lane: wire.Lane, deadline: float, samples: Samples) -> Outcome | None:
-        """The next outcome; None when there is none yet, but room for more samples."""
+        """Return the next outcome; None if there is none yet, but room for more samples."""
 
         def is_alive() -> bool:
-            samples.require_wanted()  # asked a few times a second: nobody waits for a sample that hangs
+            samples.require_wanted()  # polled: cancelling must not wait for a sample that hangs
             return child.is_alive()
 
         try:
@@ -227,7 +222,7 @@ class RewardProcess:
             return Outcome("crashed", error=f"the reward function wrote into its process's pipe: {error}")
 
     def close(self) -> None:
-        """End the process: it may finish by itself within 2 seconds, so that its exit handlers run."""
+        """End the process; it has 2 seconds to exit by itself, so that exit handlers run."""
         if self._child is not None:
             self._child.say_goodbye()
             self._drop()
@@ -246,17 +241,20 @@ class RewardProcess:
         return child
 
     def _greet(self, child: _Child) -> None:
-        """Send the function; returns when the process is ready for samples."""
+        """Send the function, and wait until the process is ready for samples."""
         deadline = time.monotonic() + self.start_timeout_s
+        lane = wire.Lane(child.requests, child.answers)
+        lane.post(pickle.dumps(Setup(sys.path, self._function)))
         try:
-            wire.send(child.requests, pickle.dumps(Setup(sys.path, self._function)), deadline)
-            answer = json.loads(wire.receive(child.answers, deadline, is_alive=child.is_alive))
+            while (message := lane.exchange(deadline, child.is_alive)) is None:
+                pass
+            answer = json.loads(message)
         except TimeoutError:
             raise RewardError(
                 f"the process for the reward function did not start within {self.start_timeout_s:g} s; "
                 "does its module do long work when it is imported?"
             ) from None
-        except (EOFError, BrokenPipeError):
+        except EOFError:
             raise RewardError(f"the process for the reward function did not start: {child.kill()}") from None
         if answer["status"] != "ready":
             raise RewardError(
@@ -264,35 +262,35 @@ class RewardProcess:
             )
 
     def _drop(self) -> str:
-        """Kill what runs, and say how it ended."""
+        """Kill the process, if there is one, and return how it ended."""
         child, self._child = self._child, None
         return "" if child is None else child.kill()
 
 
 def _encode(sample: Sample) -> bytes | Outcome:
-    """The message to the process; the outcome of a sample that none can be made of."""
+    """Return the message for a sample, or its outcome if it cannot be pickled."""
     try:
         return pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL)
-    # Pickling runs code of the objects' own; such a sample is no worse than one that raises in the scorer.
+    # Pickling runs user code, which may raise anything; treat it as a sample that raises in the scorer.
     except Exception as error:  # noqa: BLE001
         return Outcome("raised", error=f"the sample cannot be sent to the scoring process: {error}")
 
 
 class _Child:
-    """The running process, the pipes to it, and its end."""
+    """A running process with its pipes."""
 
     def __init__(self) -> None:
         marker = uuid.uuid4().hex
         lifeline, own_end = os.pipe()
         try:
             self.process = subprocess.Popen(
-                # -P: a random.py in the current folder must not stand before the standard library
+                # -P: a random.py in the current folder must not shadow the standard library's
                 [sys.executable, "-P", "-m", "strop.rewards.worker.child", str(lifeline)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=(lifeline,),
-                start_new_session=True,  # its own group, and Ctrl-C in the terminal does not reach it
+                start_new_session=True,  # a separate group, which the terminal's Ctrl-C does not reach
                 env=os.environ | {MARKER: marker},
             )
         except BaseException:
@@ -300,7 +298,7 @@ class _Child:
             raise
         finally:
             os.close(lifeline)
-        # Also runs when the object is collected and at the end of the program.
+        # Also runs at garbage collection and at interpreter exit.
         self._end = weakref.finalize(self, _end_process, self.process, marker, own_end, os.getpid())
         self._requests, self._answers, errors = _pipes(self.process)
         self.requests, self.answers = self._requests.fileno(), self._answers.fileno()
@@ -309,19 +307,19 @@ class _Child:
         self.output = OutputReader(errors)
 
     def is_alive(self) -> bool:
-        """Whether it runs; leaves its exit status, and with it its id, in place."""
+        """Return True if it runs; do not reap it, so that its process id stays reserved."""
         try:
             return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        except ChildProcessError:  # the program ignores SIGCHLD, so nothing is left of it
+        except ChildProcessError:  # SIGCHLD is ignored, so the kernel has reaped it
             return False
 
     def is_gone(self) -> bool:
-        """Whether it ended between two samples."""
+        """Return True if it ended between two samples."""
         return wire.is_closed(self.answers) or not self.is_alive()
 
     def say_goodbye(self) -> None:
-        """Close its requests, and give it a moment to end by itself; what it started is killed then."""
-        started = hold_descendants(self.process.pid)  # cannot be told from others once it is gone
+        """Close its requests, give it a moment to exit, and kill what it started."""
+        started = hold_descendants(self.process.pid)  # not identifiable once it is gone
         self._requests.close()
         deadline = time.monotonic() + _GOODBYE_S
         while self.is_alive() and time.monotonic() < deadline:
@@ -329,7 +327,7 @@ class _Child:
         kill_held(started)
 
     def kill(self) -> str:
-        """End it and all that it started; how it ended, with the last of what it printed."""
+        """Kill it and its descendants; return how it ended, with the end of its output."""
         status = self._end()
         ending = "it was killed" if status is None else describe_exit(status)
         printed = self.output.tail()
@@ -343,12 +341,11 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[b
 
 
 def _end_process(process: subprocess.Popen[bytes], marker: str, lifeline: int, owner: int) -> int | None:
-    if os.getpid() != owner:  # a fork of the program collects its copy: the process is not its to end
+    if os.getpid() != owner:  # garbage collection in a fork of the program, which must not kill it
         return None
     status = kill_tree(process, marker)
-    remove_groups_of(process.pid)
     os.close(lifeline)
-    requests, answers, _ = _pipes(process)  # its output is read to the end by its own thread
+    requests, answers, _ = _pipes(process)  # its output pipe belongs to the reader's thread
     requests.close()
     answers.close()
     return status

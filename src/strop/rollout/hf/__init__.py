@@ -1,1 +1,1 @@
-"""Generation with a Hugging Face model and strop's own decoding loop."""
+"""The rollout ``hf``: a transformers model and strop's decoding loop."""

@@ -1,6 +1,6 @@
-"""The generation loop: prefill the prompts once, then one token a step for every unfinished sample.
+"""The generation loop: prefill every prompt once, then decode one token per step for unfinished samples.
 
-Shapes: B prompts, P prompt columns, R rows (samples), T tokens at most, V vocabulary, S stop ids.
+Shapes: B prompts, P prompt columns, R rows (samples), at most T tokens, V vocabulary, S stop ids.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from strop.rollout.hf.kv_cache import DecodeCache, decoding_attention, keys_and_
 from strop.rollout.sampling import next_tokens
 
 _PREFILL_TOKENS = 8192
-"""Prompt tokens in one forward pass: bounds the activations of a large batch of long prompts."""
+"""Prompt tokens in one forward pass; bounds the activations of a large batch of long prompts."""
 _COMPACT_BELOW = 0.9
-"""Finished rows are dropped when this share or less is unfinished: copying the cache costs about one step."""
+"""Finished rows are dropped once this share or less is unfinished: copying the cache costs about one step."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Left-padded prompts [B, P], and the prompt [R] that each row continues."""
+    """Left-padded prompts [B, P], and the index [R] of the prompt that each row continues."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -43,16 +43,16 @@ def decode(
     cache_dtype: torch.dtype,
     finished: Callable[[int, list[int]], None] | None = None,
 ) -> Samples:
-    """Continue every row until a stop id or ``params.max_tokens``; model in eval mode, without gradient.
+    """Decode every row until a stop id or ``params.max_tokens``; call it in eval mode, without gradient.
 
-    ``finished`` is told of rows that leave the batch while others stay in it, with their tokens.
+    ``finished`` is called with the tokens of rows that leave the batch before the others.
     """
     cache, logits_RV = _prefill(model, windows, prompts, params.max_tokens, cache_dtype)
     total, device = len(logits_RV), logits_RV.device
     tokens_TR = torch.zeros(params.max_tokens, total, dtype=torch.long, device=device)
     log_probs_TR = torch.zeros(params.max_tokens, total, dtype=torch.float32, device=device)
     uniforms_TR = None if uniforms_RT is None else uniforms_RT.T.contiguous().to(device)
-    # Of the rows that are still in the batch, in their order:
+    # State of the rows that are still in the batch, in order:
     rows_R = torch.arange(total, device=device)
     active_R = torch.ones(total, dtype=torch.bool, device=device)
     positions_R1 = prompts.position_ids[prompts.of_row, -1:]
@@ -90,9 +90,9 @@ def _prefill(
     tokens: int,
     cache_dtype: torch.dtype,
 ) -> tuple[DecodeCache, Tensor]:
-    """A cache that holds every row's prompt, and the logits [R, V] of every row's first token.
+    """Return a cache with every row's prompt, and the logits [R, V] of every row's first token.
 
-    Prompts of similar length go together, without the columns that are padding in all of them.
+    Prompts of similar length share a pass, without the columns that are padding in all of them.
     """
     lengths_B = prompts.attention_mask.sum(1)
     order_B = lengths_B.argsort(descending=True, stable=True)
@@ -129,7 +129,7 @@ def _last_logits(
     *,
     past_key_values: Cache,
 ) -> Tensor:
-    """The logits [R, V] after the last column; the cache takes in all columns."""
+    """Return the logits [R, V] after the last column; all columns are added to the cache."""
     return model(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -151,7 +151,7 @@ def _report(
 
 
 def _samples(tokens_TR: Tensor, log_probs_TR: Tensor, stop_ids_S: Tensor) -> Samples:
-    """A row ends at its first stop id: it was sampled at every step until then."""
+    """Cut each row at its first stop id; later tokens of the row are undefined."""
     tokens_RT = tokens_TR.T.contiguous()
     stops_RT = (tokens_RT[..., None] == stop_ids_S).any(-1)
     stopped_R = stops_RT.any(1)

@@ -1,4 +1,9 @@
-"""Rollout ``hf``: generation in this process, on the very module that is trained where it is not sharded."""
+"""Rollout ``hf``: generation in this process with a transformers model.
+
+``HFRollout`` generates on the actor's own module where that is not sharded. ``HFReplica`` holds an unsharded
+copy of the weights: beside a sharded actor, or in a separate pool. ``check_decoding`` compares step-by-step
+decoding with one forward pass when a rollout is built.
+"""
 
 from __future__ import annotations
 
@@ -11,72 +16,39 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from strop.config.placement import rollout_dtype
 from strop.errors import ModelError
+from strop.models.deferred import defer_causal_lm
+from strop.models.loader import dtype_named, end_token_ids
 from strop.protocol import DataProto
-from strop.rollout.base import PROMPT_COLUMNS, Finished, Samples, SamplingParams, answer, seeds_of
+from strop.rollout.base import (
+    PROMPT_COLUMNS,
+    Finished,
+    RolloutSpec,
+    Samples,
+    SamplingParams,
+    answer,
+    seeds_of,
+)
 from strop.rollout.hf.decoding import Prompts, decode
 from strop.rollout.hf.kv_cache import attention_windows
 from strop.rollout.hf.packed_linear import packed_linears
 from strop.rollout.sampling import draw_uniforms
 from strop.rollout.weights import WeightLedger, checksums
 
-# Does step-by-step decoding give what one forward pass gives? Asked once, when the engine is built.
-
-_PROMPTS = ((1, 2, 3, 4, 5), (0, 0, 3, 2, 1))
-
-_LENGTHS = (5, 3)
-
-
-def check_decoding(
-    model: PreTrainedModel, generate: Callable[[DataProto, SamplingParams], DataProto]
-) -> None:
-    """Decode four tokens after two short prompts and compare log-probs with the model's own forward pass.
-
-    A family whose cache, positions or masks mean something else than this package assumes is refused here,
-    with a ``ModelError``, instead of being trained on wrong samples. The model is in eval mode, without
-    gradient and autocast.
-    """
-    vocabulary = model.config.get_text_config().vocab_size
-    lengths = torch.tensor(_LENGTHS)
-    mask = (torch.arange(5) >= 5 - lengths[:, None]).long()
-    prompts = DataProto.from_dict(
-        {
-            "input_ids": torch.tensor(_PROMPTS) % vocabulary,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        }
-    )
-    decoded = generate(prompts, SamplingParams(max_tokens=4, do_sample=False, ignore_eos=True)).to(
-        model.device
-    )
-    whole = model(
-        **{name: decoded.batch[name] for name in ("input_ids", "attention_mask", "position_ids")},
-        use_cache=False,
-    ).logits[:, 4:-1]
-    expected = whole.float().log_softmax(-1)
-    spread = float(expected.std(-1).max())
-    expected = expected.gather(2, decoded.batch["responses"][..., None])[..., 0]
-    error = float((decoded.batch["rollout_log_probs"] - expected).abs().max())
-    # A wrong mask or position moves log-probs by a good part of their spread; rounding does not.
-    tolerance = 1e-5 + spread * (0.01 if model.dtype == torch.float32 else 0.1)
-    if error > tolerance:
-        raise ModelError(
-            f"rollout.name=hf decodes {type(model).__name__} wrongly: log-probs differ from a plain "
-            f"forward pass by {error:.3g} (tolerance {tolerance:.3g}); use another rollout back-end"
-        )
-
-
 _PACK_FROM = 8
-
-
-"""Steps from which packing the weights pays for itself."""
+"""Decoding steps from which packing the weights of linear layers pays off."""
+_CHECK_PROMPTS = ((1, 2, 3, 4, 5), (0, 0, 3, 2, 1))
+_CHECK_LENGTHS = (5, 3)
 
 
 class HFRollout:
-    """Generates with a transformers causal LM, in place: the trainer's weights, and no cache outlives a call.
+    """Generates with a transformers causal LM in place: on the trainer's weights, with a cache per call.
 
-    On a CPU, long generations pack a copy of the large linear layers for the length of one call
-    (``strop.rollout.hf.packed_linear``): memory of one more model in the computing dtype.
+    Not compiled: ``torch.compile`` of a decoding step took 300 s on a CPU and gave 1.08x; packing linear
+    layers takes milliseconds and gives more. On a CPU long generations pack a copy of the large linear layers
+    for the length of a call (``strop.rollout.hf.packed_linear``): the memory of one more model in the compute
+    dtype.
     """
 
     def __init__(
@@ -88,9 +60,9 @@ class HFRollout:
         autocast_dtype: torch.dtype | None = None,
         micro_batch_size: int | None = None,
     ) -> None:
-        """``micro_batch_size``: samples generated at once, None for all; memory only, it changes no number.
+        """Check that ``model`` can be decoded; ``ModelError`` if not.
 
-        Raises ``ModelError`` for a model that this loop would decode wrongly.
+        ``micro_batch_size``: samples generated at once, None for all; it changes memory, never a sample.
         """
         self.model = model
         self.pad_token_id = pad_token_id
@@ -106,16 +78,23 @@ class HFRollout:
         self.autocast_dtype: torch.dtype | None = None
         with torch.no_grad(), _eval_mode(model):
             check_decoding(model, self.generate)
-        self.autocast_dtype = autocast_dtype  # only now: the check wants no bfloat16 rounding
+        self.autocast_dtype = autocast_dtype  # set after the check, which bfloat16 rounding would blur
+
+    @classmethod
+    def build(cls, spec: RolloutSpec) -> HFRollout:
+        """See ``RolloutEngine.build``."""
+        if spec.shared_model is None:
+            raise RuntimeError("HFRollout generates on the actor's module, and this spec has none")
+        return cls(spec.shared_model, autocast_dtype=spec.autocast_dtype, **_options(spec, spec.shared_model))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
-        """Nothing to do: the weights are the trainer's."""
+        """Do nothing: the weights are the trainer's."""
 
     def checksums(self) -> dict[str, int] | None:
-        """None: the weights are the trainer's."""
+        """Return None: the weights are the trainer's."""
 
     def release(self) -> None:
-        """Nothing to do: the weights are the trainer's."""
+        """Do nothing: the weights are the trainer's."""
 
     @torch.no_grad()
     def generate(
@@ -127,7 +106,7 @@ class HFRollout:
         seeds [B, n]. A sample's random numbers depend on its seed alone.
 
         Raises:
-            DataError: a column is missing or has another shape, or a prompt is empty or not left-padded.
+            DataError: a column is missing or misshapen, or a prompt is empty or not left-padded.
             TrainingError: the model's logits are not finite.
         """
         seeds = seeds_of(prompts, params)
@@ -166,8 +145,16 @@ class HFRollout:
         return torch.autocast(self.model.device.type, dtype=self.autocast_dtype)
 
 
+def _options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
+    return {
+        "pad_token_id": spec.tokenizer.pad_token_id,
+        "eos_token_ids": end_token_ids(model, spec.tokenizer),
+        "micro_batch_size": spec.config.actor_rollout_ref.rollout.micro_batch_size_per_gpu,
+    }
+
+
 def _from_row(start: int, n: int, finished: Finished) -> Callable[[int, list[int]], None]:
-    """Tells ``finished`` of the rows of a part that starts at row ``start``, ``n`` to a prompt."""
+    """Return a callback that forwards rows of a part starting at row ``start`` to ``finished``."""
     return lambda row, token_ids: finished(*divmod(start + row, n), token_ids)
 
 
@@ -176,7 +163,7 @@ def _columns(samples: Samples) -> tuple[Tensor, ...]:
 
 
 def _prompts_of(columns: list[Tensor], rows: range, n: int) -> Prompts:
-    """The prompts of these rows, without the columns that are padding in all of them."""
+    """Return the prompts of these sample rows, without the columns that are padding in all of them."""
     first = rows.start // n
     ids_BP, mask_BP, positions_BP = (column[first : (rows.stop - 1) // n + 1] for column in columns)
     width = int(mask_BP.sum(1).max())
@@ -186,7 +173,7 @@ def _prompts_of(columns: list[Tensor], rows: range, n: int) -> Prompts:
 
 @contextlib.contextmanager
 def _eval_mode(model: PreTrainedModel) -> Generator[None]:
-    """No dropout; afterwards every module is in the mode it was in."""
+    """Put every module into eval mode, and restore its mode afterwards."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -197,11 +184,47 @@ def _eval_mode(model: PreTrainedModel) -> Generator[None]:
             module.training = True
 
 
-# Rollout ``hf`` with a model of its own: beside a sharded actor, or in a pool of its own.
+def check_decoding(
+    model: PreTrainedModel, generate: Callable[[DataProto, SamplingParams], DataProto]
+) -> None:
+    """Raise ``ModelError`` if decoded log-probs differ from those of a plain forward pass.
+
+    Decodes four tokens after two short prompts. A family whose cache, positions or masks work differently
+    from what this package assumes would otherwise train on wrong samples. Call it in eval mode, without
+    gradient and autocast.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    lengths = torch.tensor(_CHECK_LENGTHS)
+    mask = (torch.arange(5) >= 5 - lengths[:, None]).long()
+    prompts = DataProto.from_dict(
+        {
+            "input_ids": torch.tensor(_CHECK_PROMPTS) % vocabulary,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        }
+    )
+    decoded = generate(prompts, SamplingParams(max_tokens=4, do_sample=False, ignore_eos=True)).to(
+        model.device
+    )
+    whole = model(
+        **{name: decoded.batch[name] for name in ("input_ids", "attention_mask", "position_ids")},
+        use_cache=False,
+    ).logits[:, 4:-1]
+    expected = whole.float().log_softmax(-1)
+    spread = float(expected.std(-1).max())
+    expected = expected.gather(2, decoded.batch["responses"][..., None])[..., 0]
+    error = float((decoded.batch["rollout_log_probs"] - expected).abs().max())
+    # A wrong mask or position moves log-probs by a good part of their spread; rounding does not.
+    tolerance = 1e-5 + spread * (0.01 if model.dtype == torch.float32 else 0.1)
+    if error > tolerance:
+        raise ModelError(
+            f"rollout.name=hf decodes {type(model).__name__} wrongly: log-probs differ from a plain "
+            f"forward pass by {error:.3g} (tolerance {tolerance:.3g}); use another rollout back-end"
+        )
 
 
 class HFReplica:
-    """Generates on an unsharded copy in the computing dtype, which exists from an update to ``release``."""
+    """Generates on an unsharded copy of the weights, allocated at an update and freed by ``release``."""
 
     def __init__(
         self,
@@ -212,7 +235,10 @@ class HFReplica:
         dtype: torch.dtype,
         **options: Any,
     ) -> None:
-        """``model`` has its parameters on the meta device; ``options`` are those of ``HFRollout``."""
+        """Load ``weights`` into ``model``, whose parameters are on the meta device.
+
+        ``options`` are those of ``HFRollout``.
+        """
         self._model, self._device, self._dtype = model, device, dtype
         self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
         for owner, name, buffer in list(_own(model, "_buffers")):
@@ -220,10 +246,18 @@ class HFReplica:
         self.update_weights(weights)
         self._rollout = HFRollout(model, **options)
 
+    @classmethod
+    def build(cls, spec: RolloutSpec) -> HFReplica:
+        """See ``RolloutEngine.build``."""
+        model, source = defer_causal_lm(**spec.model)
+        weights = source.stream() if spec.weights is None else spec.weights
+        dtype = dtype_named(rollout_dtype(spec.config), spec.device)
+        return cls(model, weights, device=spec.device, dtype=dtype, **_options(spec, model))
+
     def generate(
         self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
     ) -> DataProto:
-        """See ``RolloutEngine.generate``; ``ModelError`` before all weights have come."""
+        """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
         self._ledger.require_complete()
         return self._rollout.generate(prompts, params, finished)
 
@@ -236,7 +270,7 @@ class HFReplica:
         for name, weight in weights:
             self._ledger.take(name, weight)
             places[name].copy_(weight)
-            del weight  # before the next one is gathered
+            del weight  # free it before the next one is gathered
         if last:
             self._ledger.end()
 
@@ -258,7 +292,7 @@ class HFReplica:
 
 
 def _own(model: nn.Module, kind: str) -> Iterable[tuple[nn.Module, str, Tensor]]:
-    """Every parameter or buffer with the module that owns it; tied ones once for each owner."""
+    """Yield every parameter or buffer with its owning module; tied ones once for each owner."""
     for owner in model.modules():
         for name, tensor in getattr(owner, kind).items():
             if tensor is not None:
@@ -266,7 +300,7 @@ def _own(model: nn.Module, kind: str) -> Iterable[tuple[nn.Module, str, Tensor]]
 
 
 def _replace_parameters(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Put ``make(parameter)`` in the place of every parameter; tied ones stay tied."""
+    """Replace every parameter by ``make(parameter)``; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for owner, name, parameter in list(_own(model, "_parameters")):
         if id(parameter) not in made:

@@ -1,4 +1,8 @@
-"""Keys and values of the tokens so far, in place: nothing is concatenated while decoding.
+"""Decoding cache and attention: keys and values are written in place, never concatenated.
+
+``DecodeCache`` holds preallocated columns of all layers and their mask. ``decoding_attention`` attends with
+one new token per row without copying the cache for grouped heads. ``attention_windows`` checks that a model's
+layers fit.
 
 Shapes: R rows (samples), H key-value heads, D head width, P prompt columns, C columns allocated, L columns in
 use, W a layer's attention window.
@@ -18,17 +22,16 @@ from transformers.cache_utils import Cache, DynamicLayer
 from strop.errors import ModelError
 
 _GROWTH = 128
-
-"""Columns added at a time: a copy every 128 steps is cheap, and short responses leave little unused."""
-
+"""Columns added at a time: a copy every 128 steps is cheap, and short responses waste little."""
+_GROUPED = "strop_grouped_sdpa"
 
 KeysAndValues = tuple[Tensor, Tensor]
 
 
 def keys_and_values(prefilled: DynamicCache, layers: int) -> list[KeysAndValues]:
-    """What a forward pass over prompts left in a cache, by layer: [B, H, P, D] each.
+    """Return the keys and values [B, H, P, D] of each layer after a forward pass over prompts.
 
-    Raises ``ModelError`` when it is not the keys and values of every token for every layer.
+    Raises ``ModelError`` if the cache lacks keys and values of every token for every layer.
     """
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in prefilled.layers]
     usable = [(k, v) for k, v in pairs if k is not None and v is not None and k.dim() == v.dim() == 4]
@@ -41,7 +44,7 @@ def keys_and_values(prefilled: DynamicCache, layers: int) -> list[KeysAndValues]
 
 
 class DecodeLayer(DynamicLayer):
-    """One layer's keys and values, [R, H, C, D] each; ``update`` takes one new column."""
+    """Keys and values [R, H, C, D] of one layer; ``update`` adds one column."""
 
     def __init__(self, keys: Tensor, values: Tensor, length: int, window: int | None) -> None:
         super().__init__()
@@ -54,7 +57,7 @@ class DecodeLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new column [R, H, 1, D] and return the columns that it attends to, [R, H, W or L, D]."""
+        """Write a new column [R, H, 1, D]; return the columns that it attends to, [R, H, W or L, D]."""
         self.stored_keys.narrow(2, self.length, 1).copy_(key_states)
         self.stored_values.narrow(2, self.length, 1).copy_(value_states)
         self.length += 1
@@ -63,17 +66,17 @@ class DecodeLayer(DynamicLayer):
         return self.stored_keys.narrow(2, start, seen), self.stored_values.narrow(2, start, seen)
 
     def get_seq_length(self) -> int:
-        """Columns in use."""
+        """Return the number of columns in use."""
         return self.length
 
     def resize(self, keep: Tensor | None, capacity: int) -> None:
-        """Keep these rows only, and have room for ``capacity`` columns."""
+        """Keep only the rows ``keep`` (None: all), with room for ``capacity`` columns."""
         self.stored_keys = _resized(self.stored_keys, keep, self.length, capacity)
         self.stored_values = _resized(self.stored_values, keep, self.length, capacity)
 
 
 class DecodeCache(Cache):
-    """All layers, and the mask over their columns. Prompts are right-aligned in the first P columns."""
+    """All layers, and the mask over their columns; prompts are right-aligned in the first P columns."""
 
     layers: list[DecodeLayer]
 
@@ -86,16 +89,16 @@ class DecodeCache(Cache):
         limit: int,
         dtype: torch.dtype,
     ) -> None:
-        """Room for the prompts of ``prompt_mask`` (bool [R, P]) and up to ``limit`` columns in all.
+        """Allocate room for the prompts of ``prompt_mask`` (bool [R, P]), growing up to ``limit`` columns.
 
-        ``like`` has the heads and widths of every layer, ``windows`` how far each sees (None: everything).
+        ``like`` gives heads and widths of every layer, ``windows`` each layer's window (None: unlimited).
         """
         rows, self.length = prompt_mask.shape
         self.limit = limit
         self.capacity = min(limit, self.length + _GROWTH)
 
         def room(states: Tensor) -> Tensor:
-            # Zeros, not empty: masked columns are multiplied by 0, and 0 x NaN is NaN.
+            # Zeros instead of empty: masked columns are multiplied by 0, and 0 x NaN is NaN.
             return states.new_zeros(rows, states.shape[1], self.capacity, states.shape[3], dtype=dtype)
 
         super().__init__(
@@ -109,16 +112,16 @@ class DecodeCache(Cache):
         self._mask[:, 0, 0, : self.length].masked_fill_(~prompt_mask, torch.finfo(dtype).min)
 
     def write_prompts(self, states: Sequence[KeysAndValues], rows: Tensor, sources: Tensor) -> None:
-        """Copy prompts ``sources`` of ``states`` to ``rows``: a prompt is computed once for its samples."""
+        """Copy prompts ``sources`` of ``states`` to ``rows``; a prompt is computed once for its samples."""
         for layer, (keys, values) in zip(self.layers, states, strict=True):
             start = self.length - keys.shape[2]
             layer.stored_keys[rows, :, start : self.length] = keys[sources].to(layer.stored_keys.dtype)
             layer.stored_values[rows, :, start : self.length] = values[sources].to(layer.stored_values.dtype)
 
     def next_column(self, keep: Tensor | None) -> Tensor | dict[str, Tensor]:
-        """Make room for one column and return its additive mask, by kind of layer if there are two.
+        """Make room for one column and return its additive mask, by kind of layer if there are two kinds.
 
-        ``keep`` (row indices) drops the other rows for good.
+        ``keep`` (row indices) drops all other rows.
         """
         full = self.length == self.capacity
         if full:
@@ -152,11 +155,6 @@ def _resized(states: Tensor, keep: Tensor | None, used: int, capacity: int) -> T
     return grown
 
 
-# Attention of one new token over the cache, without copying the cache for grouped heads.
-
-_GROUPED = "strop_grouped_sdpa"
-
-
 def _grouped_attention(
     module: nn.Module,
     query: Tensor,
@@ -167,9 +165,9 @@ def _grouped_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Query [R, heads, 1, D], key and value [R, groups, L, D], mask [R, 1, 1, L] -> [R, 1, heads, D].
+    """Attend: query [R, heads, 1, D], key and value [R, groups, L, D], mask [R, 1, 1, L] -> [R, 1, heads, D].
 
-    ``options`` are what transformers passes to every back-end and its own ``sdpa`` ignores as well.
+    ``options`` are arguments that transformers' ``sdpa`` ignores, too.
     """
     rows, heads, queries, _ = query.shape
     if queries != 1:
@@ -189,9 +187,9 @@ AttentionInterface.register(_GROUPED, _grouped_attention)
 
 @contextmanager
 def decoding_attention(model: PreTrainedModel) -> Generator[None]:
-    """The model's attention, replaced by the grouped one if it is ``sdpa``; afterwards as before.
+    """Replace ``sdpa`` by grouped attention in the body.
 
-    ``eager`` stays: some families (Gemma 2) cap their attention scores there and nowhere else.
+    ``eager`` stays: some families (Gemma 2) cap attention scores only there.
     """
     config = model.config
     before = config._attn_implementation
@@ -204,10 +202,10 @@ def decoding_attention(model: PreTrainedModel) -> Generator[None]:
 
 
 def attention_windows(config: PreTrainedConfig) -> list[int | None]:
-    """How many tokens each layer sees, itself included; None: all.
+    """Return each layer's attention window in tokens, including the current one; None: unlimited.
 
-    Raises ``ModelError`` for layers that keep something else than keys and values of every token, and for
-    attention back-ends whose masks are not matrices.
+    Raises ``ModelError`` for layers whose state is not keys and values of every token, and for attention
+    back-ends whose masks are not matrices.
     """
     if config._attn_implementation not in ("sdpa", "eager"):
         raise ModelError(
@@ -215,7 +213,7 @@ def attention_windows(config: PreTrainedConfig) -> list[int | None]:
             f"{config._attn_implementation!r}; set actor_rollout_ref.model.attn_implementation=sdpa"
         )
     text = config.get_text_config(decoder=True)
-    window = getattr(text, "sliding_window", None)  # families without windows have no such field
+    window = getattr(text, "sliding_window", None)  # absent without windows
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
         kinds = ["full_attention" if window is None else "sliding_attention"] * text.num_hidden_layers

@@ -1,8 +1,8 @@
-"""Linear layers with weights in oneDNN's blocked layout, for the length of one `generate` on a CPU.
+"""Linear layers with weights in oneDNN's blocked layout, for the length of one ``generate`` on a CPU.
 
-The plain matrix product reorders the weights at every call, which a training batch hides and a decoding step
-of a few rows does not: measured 1.2 times faster with 64 rows, 1.5 to 4 times with 16 or fewer, for float32
-and bfloat16. The packed weights are made from the trainer's at the start of a call and dropped at its end.
+The plain matrix product reorders the weights at every call, which is expensive for a decoding step of a few
+rows: packed weights are 1.2 times faster with 64 rows and 1.5 to 4 times with 16 or fewer, in float32 and
+bfloat16. They are packed from the trainer's weights at the start of a call and dropped at its end.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import torch
 from torch import Tensor, nn
 
 _SMALLEST = 1 << 17
-"""Elements of a weight: below, the packed product's fixed cost (10 us) is more than it saves."""
+"""Smallest weight in elements; below it the packed product's fixed cost (10 us) exceeds the gain."""
 _ROWS_HINT = 16
-"""Rows that the layout is chosen for; the same layouts came out for 1 to 64."""
+"""Number of rows that the layout is chosen for; 1 to 64 give the same layouts."""
 
 
 @contextmanager
 def packed_linears(model: nn.Module, autocast_dtype: torch.dtype | None) -> Generator[None]:
-    """Inside, every large ``nn.Linear`` of ``model`` computes with a packed copy of its weight.
+    """Let every large ``nn.Linear`` of ``model`` compute with a packed copy of its weight in the body.
 
-    ``autocast_dtype`` is what autocast computes linear layers in, None without autocast. Layers that are on
-    another device, sharded, patched or of another type are left alone.
+    ``autocast_dtype`` is the dtype of linear layers under autocast, None without autocast. Layers on another
+    device, sharded, patched or of another type are skipped.
     """
     packed: list[nn.Linear] = []
     try:
         for module in model.modules():
             if type(module) is nn.Linear and _packable(module, autocast_dtype or module.weight.dtype):
-                # An instance attribute hides the method, until it is deleted.
+                # An instance attribute shadows the method until it is deleted.
                 module.forward = _packed_forward(module, autocast_dtype or module.weight.dtype)
                 packed.append(module)
         yield

@@ -1,13 +1,13 @@
-"""Rollout ``vllm``: the vLLM engine in this process, with a copy of the weights in its own layout.
+"""Rollout ``vllm``: a vLLM engine in the worker's process, with a copy of the weights in vLLM's layout.
 
-vLLM reads these variables when it is imported; one that is set already stays.
+Importing the package sets environment variables that vLLM reads at import; those already set are kept.
 """
 
 import os
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, where the weights are
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are the same
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run in this process, which holds the weights
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # share the trainer's threads
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }

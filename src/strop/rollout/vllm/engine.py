@@ -1,7 +1,8 @@
-"""The vLLM engine as a rollout: token ids in, token ids and log-probs out, weights as the trainer hands them.
+"""``VLLMRollout``: token ids in, token ids and log-probs out, on weights that the trainer hands over.
 
-Several ranks each run an engine; with tensor parallelism those of a group run one engine together, step by
-step on the same requests.
+The engine runs in the trainer's process, so that weights are transferred by reference; the price is vLLM's
+scheduler in the trainer's Python. Every rank runs an engine. With tensor parallelism the ranks of a group run
+one engine together, in lockstep on the same requests.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, S
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from strop.errors import ConfigError, ModelError, TrainingError
+from strop.models.deferred import defer_causal_lm
+from strop.models.loader import end_token_ids
 from strop.protocol import DataProto
-from strop.rollout.base import Finished, Samples, SamplingParams, answer, seeds_of
+from strop.rollout.base import Finished, RolloutSpec, Samples, SamplingParams, answer, seeds_of
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
 from strop.rollout.vllm.settings import (
     IN_PROCESS,
@@ -40,11 +43,11 @@ from strop.rollout.weights import UNREADABLE, WeightLedger
 logger = logging.getLogger(__name__)
 
 _Request = tuple[list[int], int | None]
-"""The ids of a prompt, and the seed of one sample of it."""
+"""Token ids of a prompt, and the seed of one of its samples (None: greedy)."""
 
 
 class VLLMRollout:
-    """Holds a second copy of the policy, in vLLM's layout; asleep between ``release`` and an update."""
+    """Generates on a copy of the policy in vLLM's layout; sleeps between ``release`` and an update."""
 
     def __init__(
         self,
@@ -54,25 +57,26 @@ class VLLMRollout:
         pad_token_id: int,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """``model`` tells names and shapes; its parameters may be on the meta device.
+        """Start the engine; ``ModelError`` with vLLM's reason if it fails.
 
-        Raises ``ModelError`` with vLLM's reason when the engine does not start.
+        ``model`` gives names and shapes of the weights; its parameters may be on the meta device.
         """
         self.pad_token_id = pad_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self._settings = settings
         self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
         self._tied = _tied_names(model)
-        # transformers' Conv1D keeps [in, out] and vLLM [out, in]: a checksum is of places.
+        # transformers' Conv1D stores [in, out] and vLLM [out, in]; checksums depend on positions.
         self._transposed = {
             f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)
         }
         self._name = type(model).__name__
-        self._told = False
+        self._warned = False
         self._asleep = False
         require_supported(model.config, settings.device)
         self._options = sampling_options(settings.sampling)
-        gc.collect()  # an engine that is dropped later would take down what all engines of a process share
+        # Collect dropped engines now: their later finalizers would destroy state shared by all engines.
+        gc.collect()
         with keeping_process_state(), joined(settings.rank, settings.world_size):
             try:
                 self._llm = LLM(
@@ -83,13 +87,25 @@ class VLLMRollout:
                 raise ModelError(f"rollout.name=vllm: the engine did not start: {error}") from error
         self._worker: Any = self._llm.llm_engine.model_executor.driver_worker.worker
 
+    @classmethod
+    def build(cls, spec: RolloutSpec) -> VLLMRollout:
+        """See ``RolloutEngine.build``; the weights come with the first update."""
+        model, _ = defer_causal_lm(**spec.model)
+        return cls(
+            model,
+            VLLMSettings.from_spec(spec),
+            pad_token_id=spec.tokenizer.pad_token_id,
+            eos_token_ids=end_token_ids(model, spec.tokenizer),
+        )
+
     @torch.no_grad()
     def generate(
         self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
     ) -> DataProto:
-        """See ``RolloutEngine.generate``; ``ModelError`` before all weights have come."""
+        """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
         self._ledger.require_complete()
-        self._forget_prompts()  # of older weights; or of calls that a resumed run does not make
+        # Cached prompts may be of older weights, or of calls that a resumed run does not repeat.
+        self._forget_prompts()
         seeds = seeds_of(prompts, params)
         stop_ids = [*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)]
         ids_B = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"])
@@ -106,7 +122,7 @@ class VLLMRollout:
 
     @contextlib.contextmanager
     def _reporting(self, own: range, n: int, finished: Finished | None) -> Generator[None]:
-        """Inside, ``finished`` is told of each of the ``own`` requests when the engine's step ends it."""
+        """Call ``finished`` for each of the ``own`` requests after the engine step that completes it."""
         if finished is None:
             yield
             return
@@ -128,7 +144,10 @@ class VLLMRollout:
             del engine.step
 
     def _of_group(self, requests: list[_Request]) -> tuple[list[_Request], slice]:
-        """The requests of all ranks that run one engine, each of which gives it all; where its own are."""
+        """Return the requests of all ranks of the engine, and the slice of this rank's own.
+
+        Every rank of a tensor-parallel group submits all of them.
+        """
         group = get_tp_group()
         if group.world_size == 1:
             return requests, slice(None)
@@ -147,7 +166,7 @@ class VLLMRollout:
             seed=seed,
             max_tokens=params.max_tokens,
             stop_token_ids=stop_ids,
-            ignore_eos=True,  # the end-of-sequence ids are among stop_token_ids unless they are to be ignored
+            ignore_eos=True,  # stop_ids contains the end-of-sequence ids unless params ignores them
             logprobs=0,
             flat_logprobs=True,
             detokenize=self._settings.detokenize,
@@ -156,7 +175,7 @@ class VLLMRollout:
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
-        """See ``RolloutEngine.update_weights``; what is cached of prompts is dropped by ``generate``."""
+        """See ``RolloutEngine.update_weights``; ``generate`` drops the prefix cache."""
         if not self._ledger.open:
             self._begin()
         try:
@@ -175,7 +194,7 @@ class VLLMRollout:
 
     def _forget_prompts(self) -> None:
         if not self._llm.reset_prefix_cache():
-            raise TrainingError("vLLM keeps its prefix cache: requests of an earlier call are still running")
+            raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
 
     def _begin(self) -> None:
         if self._asleep:
@@ -199,22 +218,22 @@ class VLLMRollout:
         for name, original in self._tied.items():
             if found.pop(name, found[original]) != found[original]:
                 found[original] = UNEQUAL
-        self._tell_of_unreadable(found)
+        self._mark_unreadable(found)
         return found
 
-    def _tell_of_unreadable(self, found: dict[str, int]) -> None:
+    def _mark_unreadable(self, found: dict[str, int]) -> None:
         unread = sorted(self._ledger.names - found.keys() | self._transposed)
         for name in unread:
             found[name] = UNREADABLE
-        if unread and not self._told:
-            self._told = True
+        if unread and not self._warned:
+            self._warned = True
             logger.warning(
                 "%d of %d weights cannot be read back from vLLM's %s and are not verified: %s",
                 len(unread), len(self._ledger.names), self._name, ", ".join(unread[:3]),
             )  # fmt: skip
 
     def release(self) -> None:
-        """See ``RolloutEngine.release``: weights and KV cache are given up, where vLLM can (on a GPU)."""
+        """Free weights and KV cache where vLLM can sleep (on a GPU)."""
         if self._settings.sleeps and not self._asleep:
             self._llm.sleep(level=2)
             self._ledger.forget()
@@ -222,7 +241,7 @@ class VLLMRollout:
 
 
 def require_supported(model: PreTrainedConfig, device: torch.device) -> None:
-    """``ModelError`` for heads that vLLM has no attention kernel for on a CPU: it would find out too late."""
+    """Raise ``ModelError`` for head sizes without an attention kernel on a CPU; vLLM reports them late."""
     width, known = head_width(model), CPUAttentionBackend.get_supported_head_sizes()
     if device.type == "cpu" and width not in known:
         raise ModelError(
@@ -232,7 +251,7 @@ def require_supported(model: PreTrainedConfig, device: torch.device) -> None:
 
 
 def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """More of vLLM's ``SamplingParams``, in its classes; ``ConfigError`` when one of those refuses."""
+    """Convert further ``SamplingParams`` to vLLM's classes; ``ConfigError`` for values that those refuse."""
     classes = {
         "structured_outputs": StructuredOutputsParams,
         "repetition_detection": RepetitionDetectionParams,
@@ -250,7 +269,7 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """The other names of weights that have several, and the first."""
+    """Return further name -> first name of every weight that has several."""
     first: dict[int, str] = {}
     every = model.named_parameters(remove_duplicate=False)
     return {name: kept for name, weight in every if (kept := first.setdefault(id(weight), name)) != name}
@@ -270,7 +289,7 @@ def _samples(outputs: Sequence[RequestOutput], max_tokens: int) -> Samples:
         length = len(sample.token_ids)
         if sample.finish_reason not in ("stop", "length", "repetition") or length == 0:
             raise TrainingError(
-                f"vLLM gave up on sample {row} after {length} tokens: {sample.finish_reason!r}"
+                f"vLLM ended sample {row} after {length} tokens for the reason {sample.finish_reason!r}"
             )
         tokens_RT[row, :length] = torch.tensor(sample.token_ids)
         log_probs: Any = sample.logprobs

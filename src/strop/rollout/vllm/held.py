@@ -1,8 +1,9 @@
-"""What vLLM's model computes with, read back under the names that Hugging Face gives its weights.
+"""Checksums of the weights that vLLM's model computes with, by Hugging Face name.
 
-vLLM fuses projections (``qkv_proj``), pads vocabularies, shards over tensor-parallel ranks and, on a CPU,
-packs a linear layer's weight into a form that cannot be read, and drops the original. Multiplied by the
-identity such a layer gives its weight exactly: every sum has one term that is not zero.
+They are read back from the model, not from what was sent: vLLM 0.32 kept a stale packed output layer of tied
+models. vLLM fuses projections (``qkv_proj``), pads vocabularies, shards over tensor-parallel ranks and, on a
+CPU, packs a linear layer's weight into an unreadable form and drops the original. Such a layer is applied to
+the identity, which gives its weight exactly: every sum has one nonzero term.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from strop.rollout.weights import Place, checksum
 
 _PROBES = 64
-"""Rows of the identity at a time: the answers for a large vocabulary are wide."""
+"""Rows of the identity at a time; outputs of a large vocabulary are wide."""
 UNEQUAL = -1
-"""In the place of a checksum, which is never negative."""
+"""Stands for a checksum, which is never negative."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,16 @@ class Held:
     tensor: Tensor
     place: Place = field(default_factory=Place)
     counts: bool = True
-    """False where another rank holds the same and counts it."""
+    """False if another rank holds the same part and counts it."""
     again: bool = False
-    """Held a second time, in another form."""
+    """True for a second copy, in another form."""
 
 
 @torch.no_grad()
 def held_checksums(model: nn.Module) -> dict[str, int]:
-    """This rank's part of every weight's checksum, by Hugging Face name: they add up over the ranks.
+    """Return this rank's part of every weight's checksum by Hugging Face name; parts add up over ranks.
 
-    ``UNEQUAL`` where a weight is held twice (an output layer as it came and packed) and the two differ.
+    ``UNEQUAL`` where two copies of a weight differ (an output layer as received, and packed).
     """
     found: dict[str, int] = {}
     again: dict[str, int] = {}
@@ -60,7 +61,7 @@ def held_checksums(model: nn.Module) -> dict[str, int]:
 
 
 def add_up(parts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """The checksums of whole weights from those of all ranks."""
+    """Add up the parts of all ranks to checksums of whole weights."""
     total: dict[str, int] = {}
     for name, value in chain.from_iterable(part.items() for part in parts):
         both = (value, total.get(name, 0))
@@ -92,9 +93,9 @@ def _linear(layer: Any, names: list[str]) -> Iterator[Held]:
             yield Held(f"{names[0]}.bias", bias, counts=layer.tp_rank == 0)
         return
     shards = _row_shards(layer, len(weight))
-    fused_already = len(names) == 1 and len(shards) > 1  # the checkpoint has one weight for all of them
+    fused_already = len(names) == 1 and len(shards) > 1  # the checkpoint has one fused weight
     if not fused_already and len(names) != len(shards):
-        return  # not a layout that is known here: not read, and so named as not verified
+        return  # an unknown layout: its weights are reported as not verified
     start = before = 0
     for number, shard in enumerate(shards):
         name = names[0] if fused_already else names[number]
@@ -108,11 +109,11 @@ def _linear(layer: Any, names: list[str]) -> Iterator[Held]:
 
 
 class _RowShard(NamedTuple):
-    """The part of one of a layer's fused weights that is on this rank."""
+    """This rank's part of one of a layer's fused weights."""
 
     rows: int
     first: int
-    """In the whole weight."""
+    """First row in the whole weight."""
     whole: int
     """Rows of the whole weight."""
     counts: bool = True
@@ -142,7 +143,7 @@ def _embedding(layer: Any, path: str) -> Iterator[Held]:
     shard = layer.shard_indices
     rows, place = shard.num_org_elements, Place(row=shard.org_vocab_start_index)
     yield Held(f"{path}.weight", layer.weight[:rows], place)
-    if hasattr(layer, "cpu_linear"):  # its packed form is what makes the logits
+    if hasattr(layer, "cpu_linear"):  # logits are computed with the packed form
         yield Held(
             f"{path}.weight", _through_identity(layer, layer.weight.shape[1])[:rows], place, again=True
         )
@@ -155,7 +156,7 @@ def _weight_of(layer: Any) -> Tensor:
 
 
 def _through_identity(layer: Any, width: int) -> Tensor:
-    """The weight [out, in] of a layer that only multiplies."""
+    """Return the weight [out, in] of a layer that is a plain product."""
     columns = []
     for start in range(0, width, _PROBES):
         probes = torch.zeros(min(_PROBES, width - start), width, dtype=layer.weight.dtype)
@@ -165,6 +166,6 @@ def _through_identity(layer: Any, width: int) -> Tensor:
 
 
 def _first(model: nn.Module) -> bool:
-    """Whether this is the first rank of its tensor-parallel group."""
+    """Return True on the first rank of the tensor-parallel group."""
     ranks = [module.tp_rank for module in model.modules() if isinstance(module, LinearBase)]
     return not ranks or ranks[0] == 0

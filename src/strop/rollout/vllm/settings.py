@@ -1,4 +1,10 @@
-"""How the engine is built: strop's keys in vLLM's words, and what importing vLLM may not change."""
+"""Construction of a vLLM engine in the trainer's process.
+
+``VLLMSettings`` and ``engine_arguments`` translate strop's keys to vLLM's arguments. The construction runs
+inside ``keeping_process_state``, as vLLM reseeds generators, and ``joined``, in which the engines of a
+tensor-parallel group meet over the worker group's ``torch.distributed``. ``InProcessWeightTransfer`` is the
+back-end of vLLM's weight-transfer interface that takes tensors from this process.
+"""
 
 from __future__ import annotations
 
@@ -29,50 +35,79 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+from strop.config.placement import extra_sampling, rollout_dtype, tensor_parallel_size
+from strop.models.loader import dtype_named
+from strop.rollout.base import RolloutSpec
+
 _BLOCK = 128
-
-
-"""Tokens of a KV-cache block: at most this many of a sequence's last block are unused."""
+"""Tokens in a block of the KV cache; the last block of a sequence is partly unused."""
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMSettings:
-    """The section ``actor_rollout_ref.rollout`` as the engine needs it."""
+    """Arguments of a vLLM engine, from the section ``actor_rollout_ref.rollout`` and the worker."""
 
     model_path: Path
     config_overrides: Mapping[str, Any]
     tokenizer_path: Path | None
-    """None: token ids are all it sees. Stop strings and bad words need a tokenizer."""
+    """Needed for stop strings, bad words and grammars; None: vLLM sees token ids only."""
     device: torch.device
     dtype: torch.dtype
     load_format: str
-    """``dummy``: the first weights come from the trainer; ``auto``: they are read from ``model_path``."""
+    """``dummy``: start without weights, the trainer sends them; ``auto``: read them from ``model_path``."""
     max_model_len: int
-    """Most tokens of a prompt and its response."""
+    """Largest number of tokens of a prompt and its response."""
     max_num_seqs: int
     max_num_batched_tokens: int
     memory_share: float
-    """``gpu_memory_utilization``: of the device's memory, for weights and KV cache."""
+    """``gpu_memory_utilization``: share of the device's memory for weights and KV cache."""
     enforce_eager: bool
     sleeps: bool
-    """Give weights and cache up between generation and update (``free_cache_engine``, on a GPU)."""
+    """Free weights and cache between generation and update (``free_cache_engine``, on a GPU)."""
     tensor_parallel: int
     """Ranks that run one engine together."""
     rank: int
     world_size: int
-    """Ranks of the worker group, which have met in ``torch.distributed``."""
+    """Size of the worker group; above 1, ``torch.distributed`` is initialized."""
     trust_remote_code: bool
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """More of vLLM's ``SamplingParams``, by name."""
+    """Further fields of vLLM's ``SamplingParams``, by name."""
+
+    @classmethod
+    def from_spec(cls, spec: RolloutSpec) -> VLLMSettings:
+        """Read the configuration of ``spec``."""
+        config, rollout = spec.config, spec.config.actor_rollout_ref.rollout
+        sampling = extra_sampling(config)
+        reads_text = not sampling.keys().isdisjoint({"stop", "bad_words", "structured_outputs"})
+        return cls(
+            model_path=spec.model["path"],
+            config_overrides=spec.model["override_config"],
+            tokenizer_path=spec.tokenizer_path if reads_text else None,
+            device=spec.device,
+            dtype=dtype_named(rollout_dtype(config), spec.device),
+            load_format="dummy" if rollout.load_format.startswith("dummy") else "auto",
+            max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            memory_share=rollout.gpu_memory_utilization,
+            enforce_eager=rollout.enforce_eager,
+            sleeps=rollout.free_cache_engine and spec.device.type == "cuda",
+            tensor_parallel=tensor_parallel_size(config),
+            rank=spec.rank,
+            world_size=spec.world_size,
+            trust_remote_code=spec.model["trust_remote_code"],
+            sampling=sampling,
+        )
 
     @property
     def detokenize(self) -> bool:
-        """Whether vLLM has to see text: it looks for stop strings there."""
+        """True if vLLM has to make text of tokens, to find stop strings."""
         return bool(self.sampling.get("stop"))
 
 
 def engine_arguments(settings: VLLMSettings, model: PreTrainedConfig) -> dict[str, Any]:
-    """The arguments of ``vllm.LLM``."""
+    """Return the arguments of ``vllm.LLM``."""
     arguments = {
         "model": str(settings.model_path),
         "hf_overrides": dict(settings.config_overrides),
@@ -88,8 +123,8 @@ def engine_arguments(settings: VLLMSettings, model: PreTrainedConfig) -> dict[st
         "enforce_eager": settings.enforce_eager,
         "tensor_parallel_size": settings.tensor_parallel,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-        "generation_config": "vllm",  # the folder's own sampling defaults are not asked
-        "enable_prefix_caching": True,  # a prompt is computed once for its samples
+        "generation_config": "vllm",  # ignore the folder's sampling defaults
+        "enable_prefix_caching": True,  # compute a prompt once for its samples
         "disable_log_stats": True,
         "seed": 0,
     }
@@ -103,10 +138,10 @@ def engine_arguments(settings: VLLMSettings, model: PreTrainedConfig) -> dict[st
 
 
 def _cache_bytes(settings: VLLMSettings, model: PreTrainedConfig) -> int:
-    """On a CPU: room for ``max_num_seqs`` whole sequences, and no more than the share of the machine.
+    """Return the size of a CPU's KV cache: ``max_num_seqs`` whole sequences, at most the memory share.
 
-    vLLM itself would take its whole share, however small the model, once for every rank. Of what is free at
-    the moment nothing may depend: a resumed run has to batch as the first one did.
+    vLLM's default is the whole share on every rank, however small the model. The size must not depend on the
+    memory that is free at the moment: a resumed run has to form the same batches.
     """
     text = model.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -118,14 +153,14 @@ def _cache_bytes(settings: VLLMSettings, model: PreTrainedConfig) -> int:
 
 
 def head_width(model: PreTrainedConfig) -> int:
-    """Dimensions of an attention head."""
+    """Return the dimension of an attention head."""
     text = model.get_text_config(decoder=True)
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 @contextlib.contextmanager
 def keeping_process_state() -> Generator[None]:
-    """Building an engine seeds every random generator and replaces a function of torch: undo that."""
+    """Undo what building an engine does to the process: it seeds all generators and patches torch."""
     python, numpy_state, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
@@ -136,18 +171,13 @@ def keeping_process_state() -> Generator[None]:
             torch.set_num_threads = set_num_threads
 
 
-# Engines on several ranks: these have met in ``torch.distributed``, and vLLM is to use that.
-
-_SHARED_MEMORY = Path("/dev/shm")
-
-
 @contextlib.contextmanager
 def joined(rank: int, world_size: int) -> Generator[None]:
-    """Inside, all ranks build their engines.
+    """Build engines on all ranks over the existing process group. Collective.
 
-    Ranks of one engine share memory. On a CPU vLLM names it after the address at which processes meet; here
-    they meet nowhere, and the name would be the same for every run on the machine: it gets one of its own.
-    All names are removed when all ranks have opened them, so that nothing stays behind however they end.
+    The ranks of an engine share memory. On a CPU vLLM names it after the rendezvous address; with an external
+    launcher there is none, and all runs on a machine would use one name. So a random name is patched in. The
+    files are unlinked once all ranks have opened them: nothing is left however the processes end.
     """
     if world_size == 1:
         yield
@@ -167,55 +197,52 @@ def joined(rank: int, world_size: int) -> Generator[None]:
         (_SHARED_MEMORY / left).unlink(missing_ok=True)
 
 
-# Weights handed to vLLM in the process that has them: its weight-transfer interface, without a wire.
-
 IN_PROCESS = "strop_in_process"
-
-"""Name of the back-end in vLLM's registry."""
+"""Name of ``InProcessWeightTransfer`` in vLLM's registry."""
 
 
 @dataclass
 class InProcessInit(WeightTransferInitInfo):
-    """Nothing to agree on."""
+    """Empty: nothing has to be set up."""
 
 
 @dataclass
 class InProcessUpdate(WeightTransferUpdateInfo):
-    """Some of the weights, by Hugging Face name."""
+    """A part of the weights, by Hugging Face name."""
 
     weights: Iterable[tuple[str, Tensor]]
 
 
 class InProcessWeightTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
-    """Between ``start`` and ``finish`` any number of ``receive``, each of any weights in any order."""
+    """Loads tensors of this process; ``receive`` may be called many times, with weights in any order."""
 
     init_info_cls = InProcessInit
     update_info_cls = InProcessUpdate
 
     def init_transfer_engine(self, init_info: InProcessInit) -> None:
-        """Nothing to open."""
+        """Do nothing: there is no connection."""
 
     def start_weight_update(self) -> None:
-        """From now on a layer is loaded when all of its weights have come."""
+        """Begin an update, in which a layer is loaded once all of its weights were received."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: InProcessUpdate) -> None:
-        """Load some weights, in vLLM's names, layout and dtype."""
+        """Load a part of the weights, converted to vLLM's names, layout and dtype."""
         load: Any = self.model.load_weights
         load(update_info.weights)
 
     def finish_weight_update(self) -> None:
-        """Load what has padding, and what depends on other layers."""
+        """Finish layers that have padding or depend on other layers."""
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self.model.modules():
-            # An output layer that is tied to the embedding gets no weight of its own, so that vLLM (0.32)
-            # leaves what it has packed for the CPU as it was.
+            # vLLM 0.32 does not repack an output layer that is tied to the embedding: it receives no weight
+            # itself, so its packed copy for the CPU would stay stale.
             if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
                 method: Any = layer.quant_method
                 method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is no connection."""
 
 
 WeightTransferEngineFactory.register_engine(IN_PROCESS, InProcessWeightTransfer)

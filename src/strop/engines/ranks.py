@@ -1,0 +1,76 @@
+"""Agreement between the ranks of the default process group; in one process every function is the identity."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+from strop.errors import portable
+
+
+def several() -> bool:
+    """Return True if there is a process group of more than one rank."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_first() -> bool:
+    """Return True on rank zero, and in a single process."""
+    return not several() or dist.get_rank() == 0
+
+
+def largest(number: int, device: torch.device) -> int:
+    """Return the maximum over all ranks. Collective."""
+    if not several():
+        return number
+    numbers = torch.tensor(number, device=device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return int(numbers)
+
+
+def total(figures: dict[str, float], device: torch.device) -> dict[str, float]:
+    """Return the sum of every figure over all ranks; all have the same names. Collective."""
+    if not several():
+        return figures
+    names = sorted(figures)
+    sums = torch.tensor([figures[name] for name in names], dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return {name: float(figure) for name, figure in zip(names, sums, strict=True)}
+
+
+def gathered(value: str) -> list[str]:
+    """Return the ``value`` of every rank. Collective."""
+    if not several():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raise rank zero's exception on every rank, so that none waits in a collective. Collective."""
+    if not several():
+        if error is not None:
+            raise error
+        return
+    box = [error and portable(error)]
+    dist.broadcast_object_list(box, src=0)
+    if box[0] is not None:
+        raise box[0]
+
+
+def cpu_group(name: str) -> dist.ProcessGroup | None:
+    """Return the gloo group of all ranks for checkpoints called ``name``. Collective.
+
+    A separate group, so that a background save cannot mix its collectives with those of training or of
+    another role's save in this process.
+    """
+    return _cpu_group(dist.group.WORLD, name) if several() else None
+
+
+@lru_cache(maxsize=8)
+def _cpu_group(world: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    del world, name  # cache key: another default group needs another group
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))  # a shared disk may be slow
