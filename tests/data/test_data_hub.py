@@ -132,8 +132,9 @@ def test_a_check_of_the_configuration_fetches_nothing(tmp_path):
     with serving(Hub(NAME, FILES)) as server:
         machine = Machine(tmp_path, server.url)
         run = machine.start(
-            "-m", "strop.cli", "check", "--config-only", f"actor_rollout_ref.model.path={NAME}", "data.train_batch_size=8",
+            "-m", "strop.cli", "check", "--config-only", f"actor_rollout_ref.model.path={NAME}",
             f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/train.parquet",
+            "data.train_batch_size=8",
             "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.name=hf",
             "trainer.device=cpu", f"data.cache_dir={tmp_path}/strop",
         )  # fmt: skip
