@@ -314,7 +314,7 @@ MASK_ONLY = {
 
 @pytest.mark.parametrize("family", MASK_ONLY)
 def test_a_family_whose_windows_are_in_its_mask_alone_is_refused(family):
-    key = r"^actor_rollout_ref\.model\.use_remove_padding=True"
+    key = "actor_rollout_ref.model.use_remove_padding=True"
     model = _model(family, **MASK_ONLY[family], sliding_window=4096)
     with pytest.raises(ModelError, match=naming(key)):
         PolicyModel(model, packed=True)
@@ -344,7 +344,7 @@ class _LeakingMLP(nn.Module):
 DAMAGES = {
     "leak": "when sequences are packed",
     "positions of its own": "when sequences are packed",
-    "lengths are dropped": "does not hand the lengths",
+    "lengths are dropped": "lengths",
     "a window is dropped": "when sequences are packed",
     "no such option": "unexpected keyword argument",
 }

@@ -2,12 +2,12 @@
 
 Shapes: B samples, T response tokens.
 
-An estimator is a pure function, and the names of its parameters say what it needs. The trainer reads them
-with ``needs`` (no ``values``: no critic runs; ``baseline_scores``: greedy responses are generated) and calls
-it through ``estimate``:
+An estimator is a pure function; the names of its parameters select its inputs. The trainer reads them with
+``needs`` (without ``values`` there is no critic; with ``baseline_scores`` greedy responses are generated) and
+calls it through ``estimate``:
 
     rewards [B,T]          reward per token, with the KL penalty if that is in the reward
-    response_mask [B,T]    1 on tokens that the policy sampled, 0 on padding and on what a tool inserted
+    response_mask [B,T]    1 on tokens that the policy sampled, 0 on padding and on a tool's insertions
     values [B,T]           the critic's value of the state before each token
     uid (B hashables)      equal for responses to the same prompt
     baseline_scores [B]    the score of the greedy response to the sample's prompt
@@ -15,9 +15,8 @@ it through ``estimate``:
     whiten                 algorithm.whiten_advantages
     norm_by_std            algorithm.norm_adv_by_std_in_grpo
 
-It returns (advantages [B,T], returns [B,T]), both 0 where the mask is 0. The returns are what the critic
-learns and what ``critic/returns`` shows: what a token brought in before any baseline was subtracted or any
-scale divided out.
+It returns (advantages [B,T], returns [B,T]), both 0 where the mask is 0. The returns are the critic's target
+and the metric ``critic/returns``: the reward that followed a token, before any baseline or scale.
 """
 
 from __future__ import annotations
@@ -42,12 +41,11 @@ from strop.algorithms.registry import (
 if TYPE_CHECKING:
     import numpy as np
 
-
-# Statistics over groups of samples, usually the n responses to one prompt. Shapes: B samples.
+    Uid = Sequence[Hashable] | np.ndarray
 
 
 class GroupStatistics(NamedTuple):
-    """For each sample, the statistics of the group that it is in; float64."""
+    """For each sample, the statistics of its group (usually the n responses to its prompt); float64."""
 
     size_B: Tensor
     mean_B: Tensor
@@ -56,10 +54,10 @@ class GroupStatistics(NamedTuple):
 
 
 def group_statistics(scores_B: Tensor, uid: Sequence[Hashable] | np.ndarray) -> GroupStatistics:
-    """Size, mean and unbiased standard deviation of each sample's group.
+    """Return size, mean and unbiased standard deviation of each sample's group.
 
-    In float64: in float32, the rounding of a mean of equal scores such as 0.1, divided by a standard
-    deviation that is rounding as well, makes advantages out of nothing.
+    Computed in float64: in float32, equal scores such as 0.1 have a rounded mean and a tiny standard
+    deviation, whose quotient would be an advantage made of rounding errors.
 
     Raises:
         ValueError: there is not one uid for each sample.
@@ -81,14 +79,7 @@ def group_statistics(scores_B: Tensor, uid: Sequence[Hashable] | np.ndarray) -> 
     return GroupStatistics(size_B, mean_B, variance_B.sqrt())
 
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Uid = Sequence[Hashable] | np.ndarray
-
-
 Estimator = Callable[..., tuple[Tensor, Tensor]]
-
 
 AVAILABLE = frozenset(
     ["rewards", "response_mask", "values", "uid", "baseline_scores", "gamma", "lam", "whiten", "norm_by_std"]
@@ -98,15 +89,15 @@ ESTIMATORS: dict[str, Estimator] = {}
 
 
 def register_estimator(name: str) -> Callable[[Estimator], Estimator]:
-    """Make a function known as ``algorithm.adv_estimator=name``."""
+    """Register a function as ``algorithm.adv_estimator=name``."""
     return register(ESTIMATORS, name, "advantage estimator")
 
 
 def get_estimator(name_or_import_path: str) -> Estimator:
-    """The estimator of that name, or a user's own by import path (``package.module:function``).
+    """Return the estimator of that name, or a user's by import path (``package.module:function``).
 
     Raises:
-        ConfigError: it is not known, cannot be imported, or has a parameter that no trainer supplies.
+        ConfigError: it is unknown, cannot be imported, or requires a parameter that is not available.
     """
     estimator = resolve(name_or_import_path, ESTIMATORS, key="algorithm.adv_estimator")
     require_parameters(estimator, AVAILABLE, key=f"algorithm.adv_estimator={name_or_import_path!r}")
@@ -114,17 +105,17 @@ def get_estimator(name_or_import_path: str) -> Estimator:
 
 
 def needs(estimator: Estimator) -> frozenset[str]:
-    """The names that the estimator cannot do without: its parameters that have no default."""
+    """Return the names of the parameters that the estimator requires."""
     return required_parameters(estimator)
 
 
 @torch.no_grad()
 def estimate(estimator: Estimator, *, response_mask: Tensor, **available: Any) -> tuple[Tensor, Tensor]:
-    """Call the estimator with those of the available things that it asks for; no gradient is kept.
+    """Call the estimator with the inputs that it has parameters for, without gradients.
 
     Raises:
-        ConfigError: it asks for something that is not there (None counts as not there).
-        ValueError: its result is not two tensors of the shape of the response mask.
+        ConfigError: a required input is missing or None.
+        ValueError: the result is not two tensors of the response mask's shape.
     """
     present = {name: value for name, value in available.items() if value is not None}
     result = call(estimator, {**present, "response_mask": response_mask})
@@ -143,11 +134,11 @@ def estimate(estimator: Estimator, *, response_mask: Tensor, **available: Any) -
 def gae(
     rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float, whiten: bool
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation: Schulman et al., arXiv:1506.02438, equation 16.
+    """Compute generalized advantage estimates: Schulman et al., arXiv:1506.02438, equation 16.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the next
-    position whose mask is 1: positions with mask 0 are stepped over without a discount, and their rewards do
-    not count. After the last one, V and A are 0. returns = A + V, before the advantages are whitened over the
+    position with mask 1: positions with mask 0 are skipped without a discount, and their rewards do not
+    count. After the last one, V and A are 0. returns = A + V, before the advantages are whitened over the
     batch.
     """
     rewards_BT, values_BT = zero_masked(rewards, response_mask), zero_masked(values, response_mask)
@@ -169,10 +160,10 @@ def gae(
 
 @register_estimator("grpo")
 def grpo(rewards: Tensor, response_mask: Tensor, uid: Uid, *, norm_by_std: bool) -> tuple[Tensor, Tensor]:
-    """Group-relative advantages: Shao et al., arXiv:2402.03300, section 4.1.2.
+    """Compute group-relative advantages: Shao et al., arXiv:2402.03300, section 4.1.2.
 
     A_i = (s_i - mean) / (std + 1e-6) over the group, with s_i the sum of the sequence's rewards and the
-    unbiased standard deviation; every token of the sequence gets it. Without ``norm_by_std`` there is no
+    unbiased standard deviation, on every token of the sequence. Without ``norm_by_std`` there is no
     division (Dr. GRPO, Liu et al., arXiv:2503.20783). In a group of one, mean = 0 and std = 1. returns: s_i
     on every token.
     """
@@ -188,10 +179,10 @@ def grpo(rewards: Tensor, response_mask: Tensor, uid: Uid, *, norm_by_std: bool)
 def reinforce_plus_plus(
     rewards: Tensor, response_mask: Tensor, *, gamma: float, whiten: bool
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++: Hu et al., arXiv:2501.03262. No critic and no groups.
+    """Compute REINFORCE++ advantages: Hu et al., arXiv:2501.03262. No critic and no groups.
 
-    G_t = r_t + gamma G_{t+1} over the positions whose mask is 1; advantages: G whitened over the batch (as it
-    is, without ``whiten``). returns: G.
+    G_t = r_t + gamma G_{t+1} over the positions with mask 1; advantages: G, whitened over the batch with
+    ``whiten``. returns: G.
     """
     returns_BT = _discounted_returns(rewards, response_mask, gamma)
     return aggregation.whiten(returns_BT, response_mask) if whiten else returns_BT, returns_BT
@@ -201,10 +192,10 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     rewards: Tensor, response_mask: Tensor, uid: Uid, *, whiten: bool
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ with the group's mean score as the baseline: Hu et al., arXiv:2501.03262.
+    """Compute REINFORCE++ advantages with the group's mean score as baseline: Hu et al., arXiv:2501.03262.
 
-    s_i - mean over the group (0 in a group of one, as in ``grpo``), on every token, whitened over the tokens
-    of the batch (as it is, without ``whiten``). returns: s_i on every token.
+    s_i - mean over the group (0 in a group of one, as in ``grpo``), on every token; whitened over the tokens
+    of the batch with ``whiten``. returns: s_i on every token.
     """
     scores_B = masked_sum(rewards, response_mask, dim=-1)
     baseline_B, _ = _baseline_and_std(scores_B, uid)
@@ -216,7 +207,7 @@ def reinforce_plus_plus_baseline(
 
 @register_estimator("rloo")
 def rloo(rewards: Tensor, response_mask: Tensor, uid: Uid) -> tuple[Tensor, Tensor]:
-    """REINFORCE leave-one-out: Ahmadian et al., arXiv:2402.14740; Kool et al., 2019.
+    """Compute REINFORCE leave-one-out advantages: Ahmadian et al., arXiv:2402.14740; Kool et al., 2019.
 
     s_i minus the mean score of the other members of its group, on every token; 0 in a group of one. returns:
     s_i on every token.
@@ -230,17 +221,17 @@ def rloo(rewards: Tensor, response_mask: Tensor, uid: Uid) -> tuple[Tensor, Tens
 
 @register_estimator("remax")
 def remax(rewards: Tensor, response_mask: Tensor, baseline_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """ReMax: Li et al., arXiv:2310.10505.
+    """Compute ReMax advantages: Li et al., arXiv:2310.10505.
 
-    returns: the sum of the rewards from each token to the end. advantages: that minus the score of the greedy
-    response to the same prompt.
+    returns: the sum of the rewards from each token to the end. advantages: returns minus the score of the
+    greedy response to the same prompt.
     """
     returns_BT = _discounted_returns(rewards, response_mask, gamma=1.0)
     return zero_masked(returns_BT - baseline_scores.unsqueeze(-1), response_mask), returns_BT
 
 
 def _discounted_returns(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_{t+1}, stepping over positions with mask 0; 0 there."""
+    """Return G_t = r_t + gamma G_{t+1}, skipping positions with mask 0; 0 there."""
     rewards_BT = zero_masked(rewards, response_mask)
     following_B = rewards_BT.new_zeros(len(rewards_BT))
     returns_BT = torch.zeros_like(rewards_BT)
@@ -252,12 +243,12 @@ def _discounted_returns(rewards: Tensor, response_mask: Tensor, gamma: float) ->
 
 
 def _baseline_and_std(scores_B: Tensor, uid: Uid) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each sample's group, 0 and 1 in a group of one; float64 [B]."""
+    """Return mean and standard deviation of each sample's group, 0 and 1 in a group of one; float64 [B]."""
     group = group_statistics(scores_B, uid)
     alone_B = group.size_B == 1
     return group.mean_B.masked_fill(alone_B, 0.0), group.std_B.masked_fill(alone_B, 1.0)
 
 
 def _on_tokens(sequence_B: Tensor, like_BT: Tensor, response_mask: Tensor) -> Tensor:
-    """The value of a sequence on each of its tokens, 0 elsewhere."""
+    """Repeat the value of a sequence on each of its tokens; 0 elsewhere."""
     return zero_masked(sequence_B.to(like_BT.dtype).unsqueeze(-1).expand_as(like_BT), response_mask)

@@ -1,10 +1,10 @@
-"""From a loss per token to one number, with denominators of the whole mini-batch.
+"""Masked sums and means, and the aggregation of token losses with denominators of the whole mini-batch.
 
 Shapes: B samples, T response tokens.
 
-The denominators count the whole mini-batch over all ranks and micro-batches, and are arguments. So the
-numbers of the parts of any split by rows add up to the number of the whole, and so do their gradients; the
-mean of the means of the parts would change with the split.
+The denominators count the whole mini-batch over all ranks and micro-batches, and are arguments. So the losses
+and gradients of micro-batches add up to those of the mini-batch, however it is split; a mean of the
+micro-batches' means would change with the split.
 """
 
 from __future__ import annotations
@@ -14,40 +14,38 @@ from torch import Tensor
 
 from strop.errors import ConfigError
 
-# Sums, means, variances and whitening over the positions that a mask selects.
-
 
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` where the mask is 1, and 0 elsewhere.
+    """Return ``values`` where the mask is 1, and 0 elsewhere; the gradient is 0 there too.
 
-    The gradient is 0 where the mask is 0. Call it on the inputs of a formula as well as on its result: the
-    derivative of ``exp`` at NaN is NaN, and no later selection takes that back.
+    Apply it to the inputs of a formula as well as to its result: the derivative of ``exp`` at NaN is NaN, and
+    masking the result does not remove it.
     """
     return torch.where(mask.bool(), values, 0)
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """The sum of the selected values, over all of them or along ``dim``."""
+    """Sum the selected values, over all of them or along ``dim``."""
     return zero_masked(values, mask).sum(dim=dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """The mean of the selected values, over all of them or along ``dim``; 0 where nothing is selected."""
+    """Average the selected values, over all of them or along ``dim``; 0 where nothing is selected."""
     selected = mask.bool().expand_as(values)
     return masked_sum(values, selected, dim) / selected.sum(dim=dim).clamp(min=1)
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
-    """The unbiased variance of all selected values; 0 when fewer than two are selected."""
+    """Return the unbiased variance of all selected values; 0 if fewer than two are selected."""
     selected = mask.bool().expand_as(values)
     deviations = values - masked_mean(values, selected)
     return masked_sum(deviations.square(), selected) / (selected.sum() - 1).clamp(min=1)
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """``(values - mean) / sqrt(var + 1e-8)`` with the masked mean and the unbiased variance; 0 elsewhere.
+    """Return ``(values - mean) / sqrt(var + 1e-8)``, masked mean and unbiased variance; 0 elsewhere.
 
-    Of a single selected value, and of values that are all equal, the result is 0 (but for rounding).
+    A single selected value, or equal values, give 0 up to rounding.
     """
     mean, var = masked_mean(values, mask), masked_var(values, mask)
     return zero_masked((values - mean) * torch.rsqrt(var + 1e-8), mask)
@@ -65,7 +63,7 @@ def aggregate(
     n_seqs: float,
     max_response_length: int,
 ) -> Tensor:
-    """This part's share, a scalar, of the aggregated loss of a mini-batch.
+    """Return the share of these rows, a scalar, in the aggregated loss of a mini-batch.
 
     ``token-mean``               sum of all tokens / n_tokens (DAPO, arXiv:2503.14476)
     ``seq-mean-token-sum``       sum of all tokens / n_seqs
@@ -73,10 +71,10 @@ def aggregate(
     ``seq-mean-token-sum-norm``  sum of all tokens / (n_seqs x max_response_length) (Dr. GRPO, 2503.20783)
 
     Args:
-        loss_BT: the rows of this part; what stands in masked slots does not count.
+        loss_BT: losses of these rows; masked slots are ignored.
         mask_BT: 1 on the tokens that count. A row without any adds 0.
         mode: one of the four.
-        n_tokens: tokens that count in the whole mini-batch.
+        n_tokens: tokens with mask 1 in the whole mini-batch.
         n_seqs: sequences in the whole mini-batch.
         max_response_length: ``data.max_response_length``.
 

@@ -1,9 +1,9 @@
-"""The difference between the distribution that sampled and the one that is trained.
+"""The difference between the sampler's distribution and the trainer's.
 
 Shapes: B samples, T response tokens.
 
-A sampler with its own kernels, precision or older weights gives other log-probs than the trainer does for the
-same tokens. How far they are apart is measured in every run; importance weights can correct for it.
+A sampler with other kernels, precision or older weights computes other log-probs for the same tokens than the
+trainer. Every run measures the difference; importance weights can correct for it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ROLLOUT_IS_LEVELS = ("token", "sequence")
 def rollout_is_weights(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, *, level: str, threshold: float
 ) -> Tensor:
-    """Weights [B,T] for the policy loss per token: min(exp(old - rollout), threshold), without gradient.
+    """Return weights [B,T] for the policy loss per token, min(exp(old - rollout), threshold), detached.
 
-    Masked slots are 0. ``token``: the ratio of each token, a biased correction of little variance (Yao et
+    Masked slots are 0. ``token``: the ratio of each token, a biased correction of low variance (Yao et
     al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025). ``sequence``: the
     ratio of the whole sequence, exp(sum over its tokens), on each of its tokens. Truncated importance
     sampling: Ionides, 2008. Exponents are clamped to +-20.
@@ -47,12 +47,12 @@ def rollout_is_weights(
 
 
 class RolloutStatistics(NamedTuple):
-    """How far the trainer's probabilities of the sampled tokens are from the sampler's."""
+    """Distance of the trainer's probabilities of the sampled tokens from the sampler's."""
 
     probs_diff_mean: float
     """mean over tokens of |exp(old) - exp(rollout)|"""
     probs_diff_max: float
-    """the largest of these"""
+    """largest |exp(old) - exp(rollout)|"""
     kl: float
     """KL(sampler || trainer) per token, estimated by exp(d) - 1 - d with d = old - rollout; never negative"""
     effective_sample_size: float
@@ -66,7 +66,7 @@ def rollout_statistics(
     """Compare the trainer's log-probs [B,T] of the sampled tokens with the sampler's, over all tokens.
 
     d is clamped to +-20. The effective sample size is that of Kish, 1965, as a fraction of the tokens.
-    Without any token, there is no difference: 0, 0, 0, 1.
+    Without tokens, the result is 0, 0, 0, 1.
     """
     old_BT = zero_masked(old_log_prob, response_mask)
     rollout_BT = zero_masked(rollout_log_prob, response_mask)

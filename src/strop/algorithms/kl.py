@@ -1,4 +1,4 @@
-"""The KL divergence to the reference model: estimates per token, the penalty in the reward, its coefficient.
+"""The KL divergence to the reference model: estimators per token, the reward penalty, its coefficient.
 
 Shapes: B samples, T response tokens. The estimators k1, k2, k3: J. Schulman, "Approximating KL Divergence"
 (2020), http://joschu.net/blog/kl-approx.html. The adaptive coefficient: Ziegler et al., arXiv:1909.08593,
@@ -23,14 +23,13 @@ KL_CONTROLLERS = ("fixed", "adaptive")
 def kl_penalty(
     log_prob: Tensor, ref_log_prob: Tensor, kind: str, response_mask: Tensor | None = None
 ) -> Tensor:
-    """KL(policy || reference) per token, estimated from the sampled token alone.
+    """Estimate KL(policy || reference) per token from the sampled token alone.
 
     With d = log_prob - ref_log_prob: ``kl``/``k1``: d. ``abs``: |d|. ``mse``/``k2``: d^2 / 2.
     ``low_var_kl``/``k3``: exp(-d) - 1 + d, with d clamped to +-20 and the result to +-10, where its gradient
-    is then 0 (below d = -2.6 and above d = 11).
+    is 0 (below d = -2.6 and above d = 11).
 
-    With a mask, masked slots are 0 and have no gradient, whatever they held; without one, NaN goes in and
-    out.
+    With a mask, masked slots are 0 without gradient, whatever they hold; without a mask, NaN propagates.
 
     Raises:
         ValueError: ``full`` needs whole distributions: ``token_log_probs(..., ref=...)`` computes it.
@@ -59,29 +58,29 @@ def kl_penalty(
 
 
 def apply_kl_penalty(scores_BT: Tensor, kl_BT: Tensor, mask_BT: Tensor, beta: float) -> Tensor:
-    """Token rewards [B,T]: r_t = score_t - beta kl_t where the mask is 1, and 0 elsewhere."""
+    """Return token rewards [B,T]: r_t = score_t - beta kl_t where the mask is 1, and 0 elsewhere."""
     return zero_masked(scores_BT, mask_BT) - beta * zero_masked(kl_BT, mask_BT)
 
 
 def mean_sequence_kl(kl_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """The mean over sequences of the mean over a sequence's tokens, what a controller is updated with.
+    """Return the mean over sequences of the mean over each sequence's tokens, the input of a controller.
 
-    A row without any token (a row that only fills a batch up) is no sequence and does not count.
+    Rows without tokens (padding of a batch) do not count.
     """
     return masked_mean(masked_mean(kl_BT, mask_BT, dim=-1), mask_BT.bool().any(-1))
 
 
 class KLController(Protocol):
-    """The coefficient beta of the KL penalty, changed after each batch that used it."""
+    """The coefficient beta of the KL penalty, updated after each batch that used it."""
 
     value: float
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Take in the mean sequence KL of ``n_samples`` samples."""
+        """Update beta, given the mean sequence KL of ``n_samples`` samples."""
         ...
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must keep."""
+        """Return the state for a checkpoint."""
         ...
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -90,24 +89,24 @@ class KLController(Protocol):
 
 
 class FixedKLController:
-    """A coefficient that stays; it belongs to the configuration, so no checkpoint keeps or changes it."""
+    """A constant coefficient. It belongs to the configuration, so checkpoints do not hold it."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, float]:
-        """Nothing."""
+        """Return no state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class AdaptiveKLController:
-    """A coefficient that steers the KL to ``target_kl``, by at most a fifth in ``horizon`` samples.
+    """A coefficient that steers the KL to ``target_kl``, by at most 20% in ``horizon`` samples.
 
     beta <- beta (1 + clip(kl / target - 1, +-0.2) n_samples / horizon)
     """
@@ -123,11 +122,11 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Take in the mean sequence KL of ``n_samples`` samples.
+        """Update beta, given the mean sequence KL of ``n_samples`` samples.
 
         Raises:
-            ConfigError: the horizon is so short that the coefficient could become 0 or reward drift.
-            TrainingError: the KL is not a number.
+            ConfigError: the horizon is so short that the coefficient could become 0 or negative.
+            TrainingError: the KL is NaN or infinite.
         """
         if not math.isfinite(current_kl):
             raise TrainingError(f"the KL to the reference model is {current_kl}; the log-probs are broken")
@@ -140,18 +139,18 @@ class AdaptiveKLController:
         self.value *= 1 + error * n_samples / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """The present coefficient."""
+        """Return the current coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue with a saved coefficient; a state saved by a fixed one holds none and changes nothing."""
+        """Restore a saved coefficient; the empty state of a fixed controller changes nothing."""
         self.value = state.get("value", self.value)
 
 
 def make_kl_controller(
     type: str, *, kl_coef: float, target_kl: float = 0.1, horizon: int = 10_000
 ) -> KLController:
-    """The controller that ``algorithm.kl_ctrl`` describes; its keys are the arguments.
+    """Make the controller that ``algorithm.kl_ctrl`` describes; its keys are the arguments.
 
     Raises:
         ConfigError: a type other than ``fixed`` or ``adaptive``.

@@ -2,10 +2,9 @@
 
 Shapes: N packed tokens, n tokens of one chunk, H hidden, V vocabulary.
 
-For a batch of 64k tokens and a vocabulary of 150k, logits in float32 take 39 GB. So the language-model head
-is applied to a chunk of hidden states at a time, and where a gradient is needed the chunk is computed again
-in the backward pass: only tensors of [n, V] ever exist. A head that is a matrix needs less still
-(``strop.algorithms.output_layer``).
+For a batch of 64k tokens and a vocabulary of 150k, float32 logits take 39 GB. So the language-model head is
+applied to one chunk of hidden states at a time, and recomputed in the backward pass: no tensor exceeds [n,
+V]. A head that is a matrix needs even less (``strop.algorithms.output_layer``).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Project = Callable[[Tensor], Tensor]
 
 
 class TokenLogProbs(NamedTuple):
-    """What is known of N tokens, in float32; a column that was not asked for is None."""
+    """Columns of N tokens, float32; None for a column that was not requested."""
 
     log_probs_N: Tensor
     """log p(token)"""
@@ -43,19 +42,18 @@ def token_log_probs(
     chunk_size: int = 1024,
     ref: tuple[Tensor, Project] | None = None,
 ) -> TokenLogProbs:
-    """Log-probs of the tokens ``ids_N`` that follow the hidden states ``hidden_NH``; N may be 0.
+    """Compute log-probs of the tokens ``ids_N`` that follow the hidden states ``hidden_NH``; N may be 0.
 
     Args:
         hidden_NH: the last hidden state before each token.
-        project: makes the logits [n, V] of a chunk [n, H]: the language-model head with everything that
-            follows it, such as soft-capping. An ``OutputLayer`` is computed in blocks of the vocabulary,
-            unless there is a ``ref``. Any other function is called twice for a chunk when there is a gradient
-            and more than one chunk.
+        project: maps a chunk [n, H] to logits [n, V]: the language-model head and everything after it, such
+            as soft-capping. An ``OutputLayer`` is computed in blocks of the vocabulary, unless there is a
+            ``ref``. Any other function is called twice per chunk if there is a gradient and more than one
+            chunk.
         ids_N: int64 token ids in [0, V).
-        temperature: divides the logits, of the reference too.
+        temperature: divides the logits, the reference's too.
         with_entropy: also return the entropies, with their gradient.
-        chunk_size: tokens that a function projects at once; a handful of [chunk_size, V] float32 tensors
-            live at the same time.
+        chunk_size: tokens per chunk; a few float32 tensors [chunk_size, V] exist at a time.
         ref: hidden states [N, H'] and the projection of the reference model; adds the full KL to it, with the
             gradient to the policy only.
 
@@ -79,11 +77,11 @@ def token_log_probs(
     # split, not slices: each slice's backward pass would make a gradient of full size
     hidden_chunks = hidden_NH.split(chunk_size)
     ref_chunks = ref[0].split(chunk_size) if ref is not None else [None] * len(hidden_chunks)
-    recompute = torch.is_grad_enabled() and len(hidden_chunks) > 1  # one chunk is as large either way
+    recompute = torch.is_grad_enabled() and len(hidden_chunks) > 1  # with one chunk it saves no memory
     parts: list[TokenLogProbs] = []
     for chunk in zip(hidden_chunks, ids_N.split(chunk_size), ref_chunks, strict=True):
         if recompute:
-            # a head draws no random numbers, so their state need not be kept
+            # a head draws no random numbers, so their state need not be saved
             parts.append(checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(score(*chunk))
@@ -97,9 +95,9 @@ def token_log_probs(
 def log_probs_from_logits(
     logits: Tensor, ids: Tensor, temperature: float = 1.0, chunk_size: int = 1024
 ) -> Tensor:
-    """Log-probs [...] in float32 of the tokens ``ids`` [...] under ``logits`` [..., V] that exist already.
+    """Return float32 log-probs [...] of the tokens ``ids`` [...] under existing ``logits`` [..., V].
 
-    Every id must be in [0, V), in padding too. No float32 copy of all logits is made.
+    Every id must be in [0, V), in padding too. Makes no float32 copy of all logits.
     """
     return _from_logits(logits, ids, temperature, chunk_size, with_entropy=False)[0]
 
@@ -107,9 +105,9 @@ def log_probs_from_logits(
 def log_probs_and_entropy_from_logits(
     logits: Tensor, ids: Tensor, temperature: float = 1.0, chunk_size: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """``log_probs_from_logits`` and the entropies [...] of the same distributions."""
+    """Return ``log_probs_from_logits`` and the entropies [...] of the same distributions."""
     log_probs, entropy = _from_logits(logits, ids, temperature, chunk_size, with_entropy=True)
-    assert entropy is not None  # it was asked for
+    assert entropy is not None  # requested above
     return log_probs, entropy
 
 

@@ -1,15 +1,14 @@
-"""Log-probs and entropies of hidden states through an output layer, a block of the vocabulary at a time.
+"""Log-probs and entropies of hidden states through an output layer, in blocks of the vocabulary.
 
 Shapes: N tokens, H hidden, V vocabulary, v words of one block.
 
 No tensor of [N, V] exists, unless it is small. The forward pass keeps a running maximum, the sum of
-exponentials and the sum of logits weighted by them, and leaves two numbers a token. The backward pass
-computes the logits a second time, and writes each block's part of the weight's gradient once, into the one
-tensor that becomes the gradient: memory does not grow with N x V, and on a CPU a block stays in the cache
-from one operation to the next.
+exponentials and the sum of logits weighted by them, and saves three numbers per token. The backward pass
+recomputes the logits, and writes each block of the weight's gradient once, in place: memory does not grow
+with N x V, and on a CPU a block stays in the cache between operations.
 
-Liger's and Apple's fused losses (Cut Cross-Entropy) do the same for cross entropies alone. Neither gives
-entropies with their gradient, so on a GPU too it is this that runs.
+Liger's and Apple's fused losses (Cut Cross-Entropy) do the same for cross entropies only. Neither computes
+entropies with a gradient, so GPUs use this module too.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 _BLOCK_ON_CPU, _BLOCK = 1 << 20, 1 << 25
-"""Logits in one block: few enough for a CPU's cache, many enough to keep a GPU busy."""
+"""Logits per block: few enough for a CPU's cache, enough to keep a GPU busy."""
 _NARROWEST = 64
 _KEPT = 1 << 24
-"""Up to so many logits are kept for the backward pass: 64 MiB are cheaper than a second product."""
+"""Largest number of logits saved for the backward pass: 64 MiB are cheaper than recomputing them."""
 _LOWEST = torch.finfo(torch.float32).min
 _VANISHES = -1000.0
-"""exp of it is 0, and 0 times it is 0, which 0 times the -inf of a forbidden word is not."""
+"""Stands for the -inf of a forbidden word: its exp is 0 too, and 0 times it is 0 instead of NaN."""
 
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """What makes logits of hidden states: cap(scale x (hidden weight^T + bias)), cap(x) = c tanh(x / c)."""
+    """A language-model head: cap(scale x (hidden weight^T + bias)), cap(x) = c tanh(x / c)."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None
@@ -42,7 +41,7 @@ class OutputLayer:
     soft_cap: float | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., H]."""
+        """Compute logits [..., V] of hidden states [..., H]."""
         logits = functional.linear(hidden, self.weight_VH, self.bias_V)
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -52,11 +51,10 @@ class OutputLayer:
 def log_probs_and_entropy(
     hidden_NH: Tensor, layer: OutputLayer, ids_N: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """float32 log p(id) [N] and -sum_V p log p [N] of p = softmax(layer(hidden) / temperature).
+    """Return float32 log p(id) [N] and -sum_V p log p [N], with p = softmax(layer(hidden) / temperature).
 
-    Under autocast the products are in its dtype, as a linear layer's would be; all else is float32. The
-    gradients of both reach hidden states, weight and bias; where the entropy has none, its part is not
-    computed.
+    Under autocast the products use its dtype, as in a linear layer; everything else is float32. Both have
+    gradients to hidden states, weight and bias; skips the entropy's part if its gradient is not needed.
     """
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
@@ -109,14 +107,14 @@ class _OutputLayerFunction(torch.autograd.Function):
 
 
 class _Blocks:
-    """Logits divided by the temperature, float32, of all N tokens for one block of words after another."""
+    """Float32 logits of all N tokens, divided by the temperature, for one block of words at a time."""
 
     def __init__(
         self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: Tensor | None
     ) -> None:
-        """``hidden_NH`` has the dtype of the products; ``kept`` has room for all logits [N x V].
+        """Allocate buffers. ``hidden_NH`` has the dtype of the products; ``kept`` holds all logits [N x V].
 
-        Without ``kept``, a block's logits are gone when the next block's are computed.
+        Without ``kept``, computing a block's logits overwrites the previous block's.
         """
         self.hidden_NH, self.layer, self.temperature = hidden_NH, layer, temperature
         n_tokens, vocabulary = len(hidden_NH), len(layer.weight_VH)
@@ -128,17 +126,17 @@ class _Blocks:
         self._rooms = {n: torch.empty(n_tokens * width, device=hidden_NH.device) for n in numbers}
 
     def logits_room(self, words: slice) -> Tensor:
-        """Where the logits [N, v] of a block are, or come to be."""
+        """Return the buffer for the logits [N, v] of a block."""
         if self._kept is None:
             return self.room(0, words)
         return _matrix(self._kept, words.start, words, len(self.hidden_NH))
 
     def room(self, number: int, words: slice) -> Tensor:
-        """Room [N, v] for the time of one block: 1 and 2 are for anything."""
+        """Return a scratch buffer [N, v], valid for one block; 0 is reserved for logits."""
         return _matrix(self._rooms[number], 0, words, len(self.hidden_NH))
 
     def weight(self, words: slice) -> Tensor:
-        """The block's rows [v, H], in the dtype of the products."""
+        """Return the block's rows [v, H], in the dtype of the products."""
         return self.layer.weight_VH[words].to(self.hidden_NH.dtype)
 
     def logits(self, words: slice) -> Tensor:
@@ -159,7 +157,7 @@ class _Blocks:
         return logits_Nv
 
     def through_layer(self, gradient_Nv: Tensor, logits_Nv: Tensor) -> Tensor:
-        """From the gradient of these logits to that of hidden weight^T + bias; in place."""
+        """Backpropagate from these logits to hidden weight^T + bias, in place."""
         layer = self.layer
         if layer.soft_cap is not None:  # d c tanh(x/c) = 1 - tanh(x/c)^2
             capped_Nv = logits_Nv * (self.temperature / layer.soft_cap)
@@ -175,18 +173,18 @@ def _matrix(memory: Tensor, first_word: int, words: slice, n_tokens: int) -> Ten
 
 
 class _Known(NamedTuple):
-    """Of every token, float32."""
+    """Per token, float32."""
 
     log_prob_N: Tensor
     highest_N: Tensor
-    """The highest logit; kept apart from the next, in which it would drown the digits that matter."""
+    """The highest logit; separate from log_sum_N, whose digits it would absorb."""
     log_sum_N: Tensor
     """log sum_V exp(logit - highest)"""
     entropy_N: Tensor
 
 
 def _measure(blocks: _Blocks, ids_N: Tensor) -> _Known:
-    """One pass over the vocabulary. The sums are of exp(logit - highest), with the highest logit so far."""
+    """Make one pass over the vocabulary, summing exp(logit - highest) with the highest logit so far."""
     highest_N = torch.full(ids_N.shape, _LOWEST, device=ids_N.device)
     picked_N, sum_N, weighted_N = (torch.zeros_like(highest_N) for _ in range(3))
     for words in blocks.words:
@@ -196,9 +194,9 @@ def _measure(blocks: _Blocks, ids_N: Tensor) -> _Known:
         before_N, highest_N = highest_N, torch.maximum(highest_N, logits_Nv.amax(dim=1))
         below_Nv = torch.sub(logits_Nv, highest_N[:, None], out=blocks.room(1, words))
         exp_Nv = torch.exp(below_Nv, out=blocks.room(2, words))
-        if blocks.layer.bias_V is not None:  # which may forbid words
+        if blocks.layer.bias_V is not None:  # -inf in a bias forbids words
             below_Nv.clamp_(min=_VANISHES)
-        # with a new highest logit, the sums so far are of other exponentials, of other differences
+        # a new highest logit rescales the sums so far
         down_N = (before_N - highest_N).clamp_(min=_VANISHES)
         weighted_N = (weighted_N + down_N * sum_N) * down_N.exp() + below_Nv.mul_(exp_Nv).sum(dim=1)
         sum_N = sum_N * down_N.exp() + exp_Nv.sum(dim=1)
@@ -208,7 +206,7 @@ def _measure(blocks: _Blocks, ids_N: Tensor) -> _Known:
 
 
 class _Upstream(NamedTuple):
-    """What the gradient of the logits is made of, for every token."""
+    """Inputs of the logits' gradient, per token."""
 
     ids_N: Tensor
     highest_N: Tensor
@@ -221,7 +219,7 @@ class _Upstream(NamedTuple):
 def _differentiate(
     blocks: _Blocks, upstream: _Upstream, *, logits_are_kept: bool, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden states (float32), weight and bias, as far as they are ``wanted``."""
+    """Return the gradients of hidden states (float32), weight and bias; None where not ``wanted``."""
     hidden_NH, layer = blocks.hidden_NH, blocks.layer
     hidden_gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if wanted[0] else None
     weight_gradient_VH = torch.empty_like(layer.weight_VH) if wanted[1] else None
@@ -244,7 +242,7 @@ def _differentiate(
 
 
 def _logit_gradient(blocks: _Blocks, words: slice, logits_Nv: Tensor, upstream: _Upstream) -> Tensor:
-    """With g of the log-prob and e of the entropy H: g (1[id] - p) - e p (log p + H), as [N, v]."""
+    """Return g (1[id] - p) - e p (log p + H) [N, v], with gradients g of the log-prob, e of the entropy H."""
     ids_N, highest_N, log_sum_N, entropy_N, g_N, e_N = upstream
     log_p_Nv = torch.sub(logits_Nv, highest_N[:, None], out=blocks.room(1, words))
     log_p_Nv -= log_sum_N[:, None]
@@ -261,7 +259,7 @@ def _logit_gradient(blocks: _Blocks, words: slice, logits_Nv: Tensor, upstream: 
 
 
 def _places(ids_N: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """Whether each id is in the block, and its column [N, 1] there; column 0 for one that is not."""
+    """Return whether each id is in the block [N], and its column there [N, 1]; column 0 if it is not."""
     inside_N = (ids_N >= words.start) & (ids_N < words.stop)
     return inside_N, torch.where(inside_N, ids_N - words.start, 0)[:, None]
 

@@ -1,4 +1,4 @@
-"""Policy losses per token, before aggregation: ppo, gspo and cispo.
+"""Policy losses per token, before aggregation: ppo, gspo and cispo; and the clipped value loss.
 
 Shapes: B samples, T response tokens.
 
@@ -33,15 +33,15 @@ from strop.errors import ConfigError
 
 
 class PolicyLoss(NamedTuple):
-    """Per token, 0 where the mask is 0; only the loss has a gradient."""
+    """Results per token, 0 where the mask is 0; only the loss has a gradient."""
 
     loss_BT: Tensor
     ratio_BT: Tensor
-    """the importance ratio exp(k), unclipped; of the whole sequence in gspo"""
+    """unclipped importance ratio exp(k); the sequence's in gspo"""
     clipped_BT: Tensor
-    """1 where clipping took effect, else 0"""
+    """1 where clipping took effect"""
     approx_kl_BT: Tensor
-    """exp(k) - 1 - k, which is never negative: an estimate of KL(old || new)"""
+    """exp(k) - 1 - k, a non-negative estimate of KL(old || new)"""
 
 
 PolicyLossFunction = Callable[..., PolicyLoss]
@@ -57,7 +57,7 @@ EXTRA_INPUTS = frozenset((*_TOKEN_COLUMNS, "entropy", "token_level_scores", "tok
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Make a function known as ``actor_rollout_ref.actor.policy_loss=name``."""
+    """Register a function as ``actor_rollout_ref.actor.policy_loss=name``."""
     return register(POLICY_LOSSES, name, "policy loss")
 
 
@@ -100,11 +100,11 @@ def ppo(
     clip_ratio_high: float,
     clip_ratio_c: float | None = None,
 ) -> PolicyLoss:
-    """The clipped surrogate: Schulman et al., arXiv:1707.06347, equation 7.
+    """Compute the clipped surrogate: Schulman et al., arXiv:1707.06347, equation 7.
 
     max(-A ratio, -A clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)); two bounds as in DAPO (Yu et al.,
-    arXiv:2503.14476). ``clip_ratio_c`` > 1 bounds the loss of a bad token that has become likely: where A <
-    0, no more than -A clip_ratio_c (dual clip, Ye et al., arXiv:1912.09729).
+    arXiv:2503.14476). ``clip_ratio_c`` > 1 bounds the loss of bad tokens that have become likely: at most
+    -A clip_ratio_c where A < 0 (dual clip, Ye et al., arXiv:1912.09729).
     """
     k_BT, advantages_BT = _clean(log_prob, old_log_prob, advantages, response_mask)
     ratio_BT = k_BT.exp()
@@ -125,7 +125,7 @@ def gspo(
     clip_ratio_high: float,
     clip_ratio_c: float | None = None,
 ) -> PolicyLoss:
-    """The clipped surrogate of whole sequences: Zheng et al., arXiv:2507.18071, equation 5.
+    """Compute the clipped surrogate of whole sequences: Zheng et al., arXiv:2507.18071, equation 5.
 
     The ratio of a sequence is exp(mean of k over its tokens), its advantage the mean over its tokens. Each
     token gets the loss of its sequence, so that the aggregation ``seq-mean-token-mean`` gives the paper's
@@ -154,13 +154,13 @@ def cispo(
     clip_ratio_high: float,
     clip_ratio_c: float | None = None,
 ) -> PolicyLoss:
-    """The policy gradient with clipped importance weights: MiniMax, arXiv:2506.13585.
+    """Compute the policy gradient with clipped importance weights: MiniMax, arXiv:2506.13585.
 
     -sg(clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)) A log_prob, with sg for stop-gradient: a clipped
     token keeps its gradient. The paper sets no lower bound: clip_ratio_low = 1.
 
     Raises:
-        ConfigError: clip_ratio_c is set; there is no surrogate that it could bound.
+        ConfigError: clip_ratio_c is set; there is no surrogate to bound.
     """
     if clip_ratio_c is not None:
         raise ConfigError(
@@ -176,7 +176,7 @@ def cispo(
 def _clean(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The clamped k [B,T] and the advantages, both 0 where the mask is 0."""
+    """Return the clamped k [B,T] and the advantages, both 0 where the mask is 0."""
     k_BT = zero_masked(log_prob, response_mask) - zero_masked(old_log_prob, response_mask)
     return k_BT.clamp(-20, 20), zero_masked(advantages, response_mask)
 
@@ -184,7 +184,7 @@ def _clean(
 def _clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float, c: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The loss, and where a clip has replaced -A ratio by a bound that has no gradient."""
+    """Return the loss, and where a clip has replaced -A ratio by a bound without gradient."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - low, 1 + high)
     loss, clipped = torch.maximum(plain, bounded), bounded > plain
@@ -206,25 +206,21 @@ def _masked(loss: Tensor, ratio: Tensor, clipped: Tensor, k: Tensor, response_ma
     )
 
 
-# The clipped value loss per token, before aggregation. Shapes: B samples, T response tokens.
-
-
 class ValueLoss(NamedTuple):
-    """Per token, 0 where the mask is 0; only the loss has a gradient."""
+    """Results per token, 0 where the mask is 0; only the loss has a gradient."""
 
     loss_BT: Tensor
     clipped_BT: Tensor
-    """1 where the clipped value gave the loss, else 0"""
+    """1 where the loss is that of the clipped value"""
 
 
 def value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor, response_mask: Tensor, *, cliprange_value: float
 ) -> ValueLoss:
-    """0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) with c = ``cliprange_value``; all tensors
-    [B,T].
+    """Return 0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2), c = ``cliprange_value``; all [B,T].
 
-    The value analogue of the policy's clip, as in OpenAI baselines' ppo2; Huang et al., arXiv:2403.17031,
-    keep it for language models.
+    The analogue of the policy's clip, as in OpenAI baselines' ppo2; Huang et al., arXiv:2403.17031, keep it
+    for language models.
     """
     values_BT = zero_masked(values, response_mask)
     returns_BT = zero_masked(returns, response_mask)

@@ -1,6 +1,6 @@
-"""Reward modelling on pairs of answers: the Bradley-Terry model and how well it is calibrated.
+"""Reward modelling on pairs of answers: the Bradley-Terry model and its calibration.
 
-Shapes: B pairs. A margin is the chosen answer's score less the rejected one's.
+Shapes: B pairs. A margin is the chosen answer's score minus the rejected one's.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from torch.nn.functional import softplus
 
 
 def bradley_terry_loss(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
-    """[B]: -log sigmoid(chosen - rejected), the surprise at the preference (Bradley & Terry 1952)."""
+    """Return -log sigmoid(chosen - rejected) [B] (Bradley & Terry 1952)."""
     return softplus(rejected_B - chosen_B)
 
 
 def centering_loss(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
-    """[B]: (chosen + rejected)^2, which draws scores to 0 (Eisenstein et al. 2023, section 2)."""
+    """Return (chosen + rejected)^2 [B], which centers scores at 0 (Eisenstein et al. 2023, section 2)."""
     return (chosen_B + rejected_B).square()
 
 
 def pairwise_accuracy(margin_B: Tensor) -> Tensor:
-    """[B]: 1 where the chosen answer scores higher, 0.5 at a tie, else 0."""
+    """Return [B]: 1 where the chosen answer scores higher, 0.5 at a tie, else 0."""
     return (margin_B.sign() + 1) / 2
 
 
 class Calibration(NamedTuple):
-    """Confidence in the answer that scores higher, and how often it was the chosen one, by bin."""
+    """Reliability diagram: predicted and observed preference rate by bin."""
 
     confidence: list[float]
     accuracy: list[float]
     error: float
-    """Mean distance of the two over all pairs: the expected calibration error."""
+    """Expected calibration error: mean distance of the two over all pairs."""
 
 
 def calibration(margin_B: Tensor, *, bins: int = 10) -> Calibration:
-    """How often preferences come true that the model foretells with a given probability.
+    """Return the reliability diagram and the expected calibration error of predicted preferences.
 
-    The probability that the higher-scoring answer is preferred is sigmoid(|margin|); pairs in its order are
-    cut into ``bins`` parts of equal size, or as many as there are pairs (Naeini et al. 2015, with bins of
+    The predicted probability that the higher-scoring answer is preferred is sigmoid(|margin|). Pairs sorted
+    by it form ``bins`` bins of equal size, or as many as there are pairs (Naeini et al. 2015, with bins of
     equal mass; ties count half).
     """
     confidence_B, order_B = margin_B.double().abs().sigmoid().sort(stable=True)

@@ -46,43 +46,25 @@ class MicroBatchKeys:
         return f"{self.overall}_per_gpu"
 
 
+def _keys(section: str, rows: str, tokens: str, *, prefix: str = "", sharing: str = "") -> MicroBatchKeys:
+    return MicroBatchKeys(
+        overall=f"{section}.{rows}",
+        dynamic=f"{section}.{prefix}use_dynamic_bsz",
+        max_tokens=f"{section}.{tokens}",
+        sequence_parallel=f"{sharing or section}.ulysses_sequence_parallel_size",
+    )
+
+
+_ACTOR, _REF, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
+_LOG_PROB = ("log_prob_micro_batch_size", "log_prob_max_token_len_per_gpu")
+
 MICRO_BATCHES: dict[str, MicroBatchKeys] = {
-    "actor": MicroBatchKeys(
-        "actor_rollout_ref.actor.ppo_micro_batch_size",
-        "actor_rollout_ref.actor.use_dynamic_bsz",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-    ),
-    "log_prob": MicroBatchKeys(
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size",
-        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-    ),
-    "ref": MicroBatchKeys(
-        "actor_rollout_ref.ref.log_prob_micro_batch_size",
-        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-        "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
-    ),
-    "critic": MicroBatchKeys(
-        "critic.ppo_micro_batch_size",
-        "critic.use_dynamic_bsz",
-        "critic.ppo_max_token_len_per_gpu",
-        "critic.ulysses_sequence_parallel_size",
-    ),
-    "values": MicroBatchKeys(
-        "critic.forward_micro_batch_size",
-        "critic.use_dynamic_bsz",
-        "critic.forward_max_token_len_per_gpu",
-        "critic.ulysses_sequence_parallel_size",
-    ),
-    "reward_model": MicroBatchKeys(
-        "reward_model.micro_batch_size",
-        "reward_model.use_dynamic_bsz",
-        "reward_model.forward_max_token_len_per_gpu",
-        "reward_model.ulysses_sequence_parallel_size",
-    ),
+    "actor": _keys(_ACTOR, "ppo_micro_batch_size", "ppo_max_token_len_per_gpu"),
+    "log_prob": _keys(_ROLLOUT, *_LOG_PROB, prefix="log_prob_", sharing=_ACTOR),
+    "ref": _keys(_REF, *_LOG_PROB, prefix="log_prob_"),
+    "critic": _keys("critic", "ppo_micro_batch_size", "ppo_max_token_len_per_gpu"),
+    "values": _keys("critic", "forward_micro_batch_size", "forward_max_token_len_per_gpu"),
+    "reward_model": _keys("reward_model", "micro_batch_size", "forward_max_token_len_per_gpu"),
 }
 """Each pass that is cut into micro-batches: updates of actor and critic, and the forward passes."""
 

@@ -115,7 +115,7 @@ def locate(config_path: str | Path | None, config_name: str | None, default_name
             return None
         raise ConfigError(
             f"--config-name {config_name}: strop ships only {default_name} for this command; "
-            "for a file of your own, give its folder with --config-path"
+            "for your own file, give its folder with --config-path"
         )
     path = Path(config_path).expanduser().resolve()
     if path.is_file() and config_name is None:

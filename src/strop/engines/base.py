@@ -68,7 +68,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """Where and how an engine runs its model."""
+    """Placement, sharding and optimizer of an engine."""
 
     device: torch.device
     world_size: int = 1

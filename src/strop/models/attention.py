@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ _FLOAT32_UP_TO = 512
 with casts: forward and backward 3.0x with 96 tokens, 1.8-2.3x with 128, 1.2x with 256, 1.0x with 512."""
 _ALIKE = 0.8
 """Pieces of sequences of at least this share of the longest are padded to it and attend in one call."""
-_PACKED = "strop_packed"  # transformers makes no mask for a back-end that it does not know
+_PACKED = "strop_packed"  # no mask function is registered for it, so transformers makes no mask
 
 
 def _packed_attention(
@@ -112,19 +112,27 @@ def _causal_mask(first: int, end: int, window: int | None, device: torch.device)
 
 
 @contextmanager
-def packed_attention(model: PreTrainedModel, group: SequenceGroup | None = None) -> Generator[None]:
+def attention_set_to(model: PreTrainedModel, implementation: str) -> Generator[None]:
+    """Attend with the back-end ``implementation`` in the body."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def packed_attention(
+    model: PreTrainedModel, group: SequenceGroup | None = None
+) -> AbstractContextManager[None]:
     """Replace ``sdpa`` by attention per sequence in the body; flash-attention takes the lengths itself.
 
     With a ``group`` either is called on whole rows, of which the model has a piece. Temporary, because a
     rollout generates with the same model, from padded prompts and with a cache.
     """
-    config = model.config
-    before = config._attn_implementation
-    config._attn_implementation = row_attention(before) if group is None else SHARED_ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    shared = SHARED_ATTENTION if group is not None else None
+    return attention_set_to(model, shared or row_attention(model.config._attn_implementation))
 
 
 def row_attention(implementation: str) -> str:
@@ -132,17 +140,10 @@ def row_attention(implementation: str) -> str:
     return implementation if is_flash(implementation) else _PACKED
 
 
-@contextmanager
-def portable_attention(model: PreTrainedModel) -> Generator[None]:
+def portable_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Replace flash-attention by ``sdpa`` in the body: it runs neither on a CPU nor in float32."""
-    config = model.config
-    before = config._attn_implementation
-    if is_flash(before):
-        config._attn_implementation = "sdpa"
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    implementation = model.config._attn_implementation
+    return attention_set_to(model, "sdpa" if is_flash(implementation) else implementation)
 
 
 def is_flash(implementation: str | None) -> bool:

@@ -5,7 +5,7 @@ that no process ever holds all of it. Only parameters are on the meta device: bu
 a user's constants) are computed in constructors, and ``torch.device("meta")`` would lose their values.
 
 ``torch.distributed.checkpoint.HuggingFaceStorageReader`` reads neither GGUF, .bin or converted weights nor
-fresh heads, and knows no aliases of names, so it could replace a part of ``WeightSource.stream`` only.
+fresh heads, nor does it map names, so it could replace a part of ``WeightSource.stream`` only.
 """
 
 from __future__ import annotations

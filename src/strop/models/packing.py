@@ -67,7 +67,7 @@ class Packing:
         return tuple((len(list(same)), length) for length, same in itertools.groupby(self._lengths))
 
     def options(self, implementation: str) -> dict[str, Any]:
-        """Return the options that tell attention (loaded as ``implementation``) where sequences end."""
+        """Return the options that mark the ends of sequences for attention loaded as ``implementation``."""
         ends = self._ends(implementation)
         if self.group is None:
             return ends

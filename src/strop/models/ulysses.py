@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from strop.errors import ModelError
 
-SHARED_ATTENTION = "strop_shared"  # transformers makes no mask for a back-end that it does not know
+SHARED_ATTENTION = "strop_shared"  # no mask function is registered for it, so transformers makes no mask
 
 
 class SequenceGroup:

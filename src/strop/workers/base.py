@@ -68,8 +68,6 @@ def weight_buckets(
 
 def engine_section(strategy: str, *holders: Any) -> Any:
     """Return the strategy's section (``EngineKind.section``) of the first of ``holders`` that has it."""
-    if strategy not in ENGINES:
-        raise ConfigError(f"strategy={strategy!r} has no engine (known: {', '.join(ENGINES)})")
     name = ENGINES[strategy].section
     return next(getattr(holder, name) for holder in holders if name in type(holder).model_fields)
 

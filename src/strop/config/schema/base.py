@@ -219,12 +219,10 @@ class OptimConfig(Section):
     """AdamW's constant in the denominator."""
 
 
-_ONE_RANK = "one process holds the whole model"
-
 _UNSHARDED = no_effect(
     "with one process for each role",
-    lambda at: at.value != 0 and at.one_rank,
-    _ONE_RANK,
+    lambda at: at.value not in (-1, 0, 1) and at.one_rank,
+    "one process holds the whole model",
 )
 
 UnitSize = Annotated[Count, _UNSHARDED]
@@ -267,14 +265,7 @@ class FsdpConfig(FrozenFsdpConfig):
     """Keep the gradients in CPU memory while they are not used."""
     optimizer_offload: Offload
     """Keep the optimizer state in CPU memory while it is not used."""
-    fsdp_size: Annotated[
-        PositiveOrAll,
-        no_effect(
-            "with one process for each role",
-            lambda at: at.value not in (-1, 1) and at.one_rank,
-            _ONE_RANK,
-        ),
-    ]
+    fsdp_size: Annotated[PositiveOrAll, _UNSHARDED]
     """Ranks that share one copy of the parameters; -1: all."""
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from strop.config.names import needs_critic
 from strop.config.schema.base import (
+    At,
     FsdpConfig,
     LossAggregation,
     ModelConfig,
@@ -16,7 +18,24 @@ from strop.config.schema.base import (
     Strategy,
     by_rows,
     by_tokens,
+    no_effect,
 )
+
+# The reward model's keys of the same names follow these, unless they are set themselves.
+_ALSO_FOR_REWARD_MODEL = (
+    "critic.use_dynamic_bsz",
+    "critic.ppo_max_token_len_per_gpu",
+    "critic.forward_max_token_len_per_gpu",
+)
+
+
+def _no_critic(at: At) -> bool:
+    if at.path in _ALSO_FOR_REWARD_MODEL and at.config.reward_model.enable:
+        return False
+    return not needs_critic(at.config.algorithm.adv_estimator)
+
+
+NO_CRITIC = no_effect("without a critic", _no_critic, "algorithm.adv_estimator needs no values")
 
 
 class CriticModelConfig(ModelConfig):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -47,7 +47,7 @@ LoadFormat = Literal["auto", "megatron", "dtensor", "hf", "dummy_megatron", "dum
 
 
 class ValSamplingConfig(Section):
-    """How validation samples."""
+    """Sampling of validation answers."""
 
     do_sample: bool
     """Sample; False: take the likeliest token."""
@@ -114,15 +114,16 @@ class VLLMSamplingConfig(Section):
     """vLLM: for your own logits processors."""
 
 
-_IN_PROCESS = "hf generates in the training process, with the actor's weights"
-
-
 def _unused(at: At) -> bool:
     """Return True if the chosen rollout does not honour the key."""
     return at.path.rpartition(".")[2] not in ROLLOUTS[at.section.name].keys
 
 
-_UNUSED_BY_HF = no_effect("with rollout.name=hf", _unused, _IN_PROCESS)
+_UNUSED_BY_HF = no_effect(
+    "with rollout.name=hf",
+    lambda at: _unused(at) and at.value not in (1, True),  # one rank, eager: as hf is anyway
+    "hf generates in the training process, with the actor's weights",
+)
 
 
 class RolloutConfig(VLLMSamplingConfig):
@@ -165,10 +166,9 @@ class RolloutConfig(VLLMSamplingConfig):
     """Follows data.max_response_length, which is the key to set."""
     dtype: Annotated[
         RolloutDtype,
-        no_effect(
-            "with rollout.name=hf",
-            lambda at: _unused(at) and at.value != at.config.actor_rollout_ref.model.compute_dtype,
-            _IN_PROCESS,
+        replace(
+            _UNUSED_BY_HF,
+            applies=lambda at: _unused(at) and at.value != at.config.actor_rollout_ref.model.compute_dtype,
         ),
     ]
     """Precision of vLLM's copy of the weights. Unwritten and auto: actor_rollout_ref.model.compute_dtype."""
@@ -176,22 +176,11 @@ class RolloutConfig(VLLMSamplingConfig):
     """Share of the GPU's memory for vLLM's weights and KV cache; on a CPU the KV cache's limit."""
     ignore_eos: bool
     """Generate up to the full length, past the end-of-sequence token."""
-    enforce_eager: Annotated[
-        bool,
-        no_effect(
-            "with rollout.name=hf",
-            lambda at: not at.value and _unused(at),
-            _IN_PROCESS,
-        ),
-    ]
+    enforce_eager: Annotated[bool, _UNUSED_BY_HF]
     """Generate without CUDA graphs."""
     free_cache_engine: Annotated[
         bool,
-        no_effect(
-            "with rollout.name=hf",
-            lambda at: not at.value and _unused(at),
-            _IN_PROCESS,
-        ),
+        _UNUSED_BY_HF,
         no_effect(
             "with rollout.name=vllm without a GPU",
             lambda at: at.value and not _unused(at) and at.on_cpu,
@@ -201,14 +190,7 @@ class RolloutConfig(VLLMSamplingConfig):
     """Free the memory of vLLM's weights and KV cache for the update; on a GPU."""
     load_format: Annotated[LoadFormat, _UNUSED_BY_HF]
     """Weights that vLLM starts with. dummy_*: none, the trainer sends all; others: the model folder's."""
-    tensor_model_parallel_size: Annotated[
-        PositiveInt,
-        no_effect(
-            "with rollout.name=hf",
-            lambda at: at.value > 1 and _unused(at),
-            _IN_PROCESS,
-        ),
-    ]
+    tensor_model_parallel_size: Annotated[PositiveInt, _UNUSED_BY_HF]
     """Ranks over which vLLM spreads one copy of the model. Unwritten: 1 unless there are GPUs to divide."""
     max_num_batched_tokens: Annotated[PositiveInt, _UNUSED_BY_HF]
     """Most tokens in one step of vLLM."""
@@ -283,7 +265,7 @@ class ActorConfig(Section):
     loss_agg_mode: LossAggregation
     """Aggregation of token losses; denominators count the whole mini-batch over all ranks."""
     policy_loss: str
-    """ppo, gspo, cispo, or the import path of your own."""
+    """ppo, gspo, cispo, or an import path."""
     policy_loss_kwargs: dict[str, Any]
     """Values for further parameters of the policy loss."""
     entropy_coeff: NonNegativeFloat

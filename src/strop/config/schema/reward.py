@@ -85,7 +85,7 @@ class RewardModelConfig(Section):
     ]
     """With input_tokenizer: longest sequence in the reward model's tokens; its end is kept; null: any."""
     reward_manager: str
-    """naive (one process), prime (num_workers processes), or the import path of your own."""
+    """naive (one process), prime (num_workers processes), or an import path."""
     num_workers: Annotated[
         PositiveInt | None,
         no_effect(

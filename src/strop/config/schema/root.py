@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import PrivateAttr
 
-from strop.config.names import estimators, needs_critic
+from strop.config.names import estimators
 from strop.config.schema.base import (
     At,
     Fraction,
@@ -19,7 +19,7 @@ from strop.config.schema.base import (
     Section,
     no_effect,
 )
-from strop.config.schema.critic import CriticConfig
+from strop.config.schema.critic import NO_CRITIC, CriticConfig
 from strop.config.schema.data import DataConfig, RowsConfig
 from strop.config.schema.policy import ActorRolloutRefConfig, has_kl_term
 from strop.config.schema.reward import CustomRewardFunctionConfig, RewardModelConfig
@@ -124,29 +124,12 @@ class RootConfig(Section):
     __hash__ = None
 
 
-# The reward model's keys of the same names follow these, unless they are set themselves.
-_ALSO_FOR_REWARD_MODEL = (
-    "critic.use_dynamic_bsz",
-    "critic.ppo_max_token_len_per_gpu",
-    "critic.forward_max_token_len_per_gpu",
-)
-
-
-def _no_critic(at: At) -> bool:
-    if at.path in _ALSO_FOR_REWARD_MODEL and at.config.reward_model.enable:
-        return False
-    return not needs_critic(at.config.algorithm.adv_estimator)
-
-
 class Config(RootConfig):
     """The whole configuration of reinforcement learning."""
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
-    critic: Annotated[
-        CriticConfig,
-        no_effect("without a critic", _no_critic, "algorithm.adv_estimator needs no values"),
-    ]
+    critic: Annotated[CriticConfig, NO_CRITIC]
     reward_model: RewardModelConfig
     custom_reward_function: CustomRewardFunctionConfig
     algorithm: AlgorithmConfig

@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from strop.config.names import needs_critic
 from strop.config.schema.base import (
-    At,
     Count,
     Every,
     Expected,
@@ -18,6 +16,7 @@ from strop.config.schema.base import (
     Section,
     no_effect,
 )
+from strop.config.schema.critic import NO_CRITIC
 
 _NO_CHECKPOINTS = no_effect(
     "with trainer.save_freq=-1",
@@ -32,8 +31,11 @@ _OTHER_POOLS = no_effect(
 )
 
 
-def _validates_nothing(at: At) -> bool:
-    return not at.config.data.val_files
+_ONE_PROCESS = no_effect("with one process", lambda at: bool(at.value) and not at.on_ray)
+
+_NO_VALIDATION = no_effect(
+    "with data.val_files=[]", lambda at: at.value not in (False, -1) and not at.config.data.val_files
+)
 
 
 class RunConfig(Section):
@@ -67,23 +69,17 @@ class RunConfig(Section):
     """Write checkpoints in the background, from a copy in CPU memory, while training goes on."""
     max_ckpt_to_keep: Annotated[PositiveInt | None, _NO_CHECKPOINTS]
     """Checkpoints to keep, the newest ones; null: all."""
-    test_freq: Annotated[
-        Every,
-        no_effect("with data.val_files=[]", lambda at: at.value > 0 and _validates_nothing(at)),
-    ]
+    test_freq: Annotated[Every, _NO_VALIDATION]
     """Validate every this many iterations."""
-    val_before_train: Annotated[
-        bool,
-        no_effect("with data.val_files=[]", lambda at: at.value and _validates_nothing(at)),
-    ]
+    val_before_train: Annotated[bool, _NO_VALIDATION]
     """Validate before the first iteration."""
     val_only: bool
     """Validate once and stop."""
     resume_mode: str
     """auto: newest in default_local_dir, else in default_hdfs_dir; disable: never; or path or URL of one."""
-    max_restarts: Annotated[Count, no_effect("with one process", lambda at: at.value > 0 and not at.on_ray)]
+    max_restarts: Annotated[Count, _ONE_PROCESS]
     """When a worker dies or hangs: restart from the last checkpoint, at most this many times."""
-    phase_timeout_s: Annotated[PositiveFloat | None, no_effect("with one process", lambda at: not at.on_ray)]
+    phase_timeout_s: Annotated[PositiveFloat | None, _ONE_PROCESS]
     """Ray: seconds after which a call to workers counts as hung (loading: at least 600); null: no limit."""
     default_hdfs_dir: str | None
     """Folder for copies of the checkpoints: hdfs://, s3://, any fsspec URL or path; null: none."""
@@ -99,24 +95,11 @@ _ProcessesPerNode = Annotated[list[PositiveInt], Field(min_length=1), Expected("
 class TrainerConfig(RunConfig):
     """The run, and the placement of its roles."""
 
-    resource_pools: Annotated[
-        dict[str, _ProcessesPerNode],
-        no_effect("with one process", lambda at: bool(at.value) and not at.on_ray),
-    ]
+    resource_pools: Annotated[dict[str, _ProcessesPerNode], _ONE_PROCESS]
     """Named groups of processes: {name: [processes on each node]}; {}: one, n_gpus_per_node on nnodes."""
-    placement: Annotated[
-        dict[RoleName, str],
-        no_effect("with one process", lambda at: bool(at.value) and not at.on_ray),
-    ]
+    placement: Annotated[dict[RoleName, str], _ONE_PROCESS]
     """The pool of a role ({Critic: name}); Actor and Rollout, in place of ActorRollout, split those two."""
-    critic_warmup: Annotated[
-        Count,
-        no_effect(
-            "without a critic",
-            lambda at: at.value > 0 and not needs_critic(at.config.algorithm.adv_estimator),
-            "algorithm.adv_estimator needs no values",
-        ),
-    ]
+    critic_warmup: Annotated[Count, NO_CRITIC]
     """Iterations at the start that update the critic only."""
     log_val_generations: Count
     """Validation samples that the trackers show, the same each time; validation/ has all of them."""

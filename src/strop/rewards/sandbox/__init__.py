@@ -1,4 +1,4 @@
-"""Running untrusted Python under bubblewrap, and judging what it answers in another process."""
+"""Run untrusted Python under bubblewrap, and judge its answers in another sandbox."""
 
 from strop.rewards.sandbox.bubblewrap import Limits, require_bubblewrap
 from strop.rewards.sandbox.run import Verdict, run_assert_tests, run_stdin_tests

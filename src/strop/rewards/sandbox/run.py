@@ -1,4 +1,4 @@
-"""Whether a program passes its tests: ``run_assert_tests`` and ``run_stdin_tests``."""
+"""Run a program against its tests: ``run_assert_tests`` and ``run_stdin_tests``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LENGTH_BYTES = 4
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether all tests passed, and if not, why."""
+    """True if all tests passed, else the reason."""
 
     passed: bool
     reason: str = ""
@@ -36,11 +36,11 @@ def run_assert_tests(
     prefix: str = "",
     limits: Limits | None = None,
 ) -> Verdict:
-    """Whether every one of ``tests``, Python with assertions, holds for ``program``.
+    """Check that every one of ``tests``, Python with assertions, holds for ``program``.
 
-    The tests run in a sandbox of their own (:mod:`strop.rewards.sandbox.guest.judge`), in which ``prefix``
-    (trusted code, such as the prompt) is run first. What they call runs in the program's sandbox; arguments
-    and results cross as plain values. HumanEval's ``check(candidate)`` is called with ``entry_point``.
+    The tests run in a separate sandbox (:mod:`strop.rewards.sandbox.guest.judge`), after ``prefix`` (trusted
+    code, such as the prompt). Functions that they call run in the program's sandbox; arguments and results
+    are passed as plain values. HumanEval's ``check(candidate)`` is called with ``entry_point``.
 
     Raises:
         ConfigError: bubblewrap is not installed.
@@ -81,10 +81,10 @@ def run_assert_tests(
 def run_stdin_tests(
     program: str, inputs: Sequence[str], outputs: Sequence[str], *, limits: Limits | None = None
 ) -> Verdict:
-    """Whether ``program`` writes ``outputs[i]`` when it reads ``inputs[i]``, for every i.
+    """Check that ``program`` writes ``outputs[i]`` when it reads ``inputs[i]``, for every i.
 
-    One sandbox runs all inputs, within one ``limits.wall_s``; the expected outputs stay out of it. White
-    space at the end of lines and of the text is not compared.
+    One sandbox runs all inputs, within one ``limits.wall_s``, and never holds the expected outputs. Ignores
+    white space at the end of lines and of the text.
 
     Raises as ``run_assert_tests`` does.
     """
@@ -114,7 +114,7 @@ def run_stdin_tests(
 
 
 class Pipe:
-    """Two descriptors, closed at the latest with the stack that they are made for."""
+    """Two descriptors, closed at the latest with their stack."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.reader, self.writer = os.pipe()
@@ -122,12 +122,12 @@ class Pipe:
         stack.callback(self.close)
 
     def close_writer(self) -> None:
-        """Leave the writing to others, so that their end is seen."""
+        """Close this process's writing end, so that the reader sees the end of the other writers."""
         self._open.remove(self.writer)
         os.close(self.writer)
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close both ends."""
         while self._open:
             os.close(self._open.pop())
 
@@ -135,7 +135,7 @@ class Pipe:
 def _read(
     descriptor: int, deadline: float, processes: list[SandboxedProcess], *, limit: int
 ) -> tuple[bytes, str]:
-    """All that is written until the end, and the reason for stopping before it, if there is one."""
+    """Read until the end of the pipe; return the content and the reason for stopping early, or ""."""
     content = bytearray()
     while True:
         if time.monotonic() > deadline:
@@ -154,7 +154,7 @@ def _read(
 
 
 def _messages(content: bytes) -> list[Any]:
-    """The messages of ``guest/channel.py`` up to the first that is none: a program can write there too."""
+    """Parse messages of ``guest/channel.py`` up to the first invalid one: the program can write there too."""
     messages: list[Any] = []
     while len(content) >= _LENGTH_BYTES:
         end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "big")
@@ -172,7 +172,7 @@ def _lines(text: str) -> list[str]:
 
 def _no_sandbox(words: str) -> RewardError:
     return RewardError(
-        f"the sandbox for code cannot be started: {words or 'it ended without a word'}. It needs bubblewrap "
+        f"the sandbox for code cannot be started: {words or 'no error output'}. It needs bubblewrap "
         "with user namespaces: check `sysctl kernel.unprivileged_userns_clone user.max_user_namespaces` "
         "kernel.apparmor_restrict_unprivileged_userns, and in a container allow them "
         "(for Docker: --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"

@@ -1,5 +1,5 @@
 """Scorers: pure functions ``compute_score(solution_str, ground_truth, **options) -> float``, without torch.
 
-A scorer judges the response alone. A ground truth that it cannot read is a ``ValueError`` (the data is
-wrong), never a score of 0 (the answer is wrong).
+A scorer sees the response alone. An unreadable ground truth is a ``ValueError`` (the data are wrong), never a
+score of 0 (the answer is wrong).
 """

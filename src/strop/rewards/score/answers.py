@@ -1,4 +1,4 @@
-"""The answer in a response, by data source: what samples of one prompt vote for (``maj@k`` of validation)."""
+"""Extraction of answers by data source, for the votes of ``maj@k`` in validation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from strop.rewards.score.gsm8k import extract_number
 from strop.rewards.score.math import last_boxed, normalize_answer
 
 Extractor = Callable[[str], str | None]
-"""A response's answer in one spelling; None: it gives none."""
+"""Returns the normalized answer of a response, or None."""
 
 
 def answer_extractor(data_source: str, options: Mapping[str, Any] | None = None) -> Extractor | None:
-    """How the built-in scorer of ``data_source`` finds a response's answer; None: it compares no answers.
+    """Return the extractor of the source's built-in scorer; None if the scorer compares no answers.
 
-    ``options`` are the scorer's (``scorer_kwargs``). Two answers are one when they are the same text after
-    the scorer's clean-up, with ``math-verify``, too.
+    ``options`` are the scorer's (``scorer_kwargs``). Two answers are equal if their normalized text is, also
+    with ``math-verify``.
     """
     build = _EXTRACTORS.get(data_source)
     return None if build is None else build(options or {})

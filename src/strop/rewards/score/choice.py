@@ -1,4 +1,4 @@
-"""Multiple choice (HellaSwag): the label of the choice that the response ends with."""
+"""Multiple choice (HellaSwag): the label that the response chooses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Method = Literal["strict", "flexible"]
 
 _OPEN = r"(?:\\boxed\{|\\text\{|[\s(\[{*_\"'$])*"
 _CLOSE = r"[)\]}*_\"'$.,:;!\s]*"
-# What may follow a label: "Answer: A man" starts with a word.
+# Valid after a label; "Answer: A man" starts with a word.
 _END = r"(?=\s*(?:$|\n|[)\]}*_\"'$.,:;!]))"
-# "B. A person would": the "A" behind a closed label begins a sentence, unless another label is joined to it.
+# "B. A person would": an "A" after a closed label begins a sentence, unless it joins another label.
 _ARTICLE = rf"{_CLOSE}[.):]{_CLOSE}(?<=\s)A (?!(?:or|and)\b)[a-z]"
 # "answer: ", "The answer is ", "**Answer**: "
 _MARK = r"(?i:\banswer\b)[*_]*\s*(?:is\b\s*:?|:)"
@@ -25,10 +25,10 @@ def compute_score(
     labels: str = "ABCD",
     score: float = 1.0,
 ) -> float:
-    """``score`` when the response chooses the label of the ground truth, else 0.
+    """Return ``score`` if the response chooses the label of the ground truth, else 0.
 
     ``labels`` are the names of the choices, one character each, in order. The ground truth is one of them, or
-    (where digits are no labels) the number of the choice counted from 0: the ``label`` of HellaSwag.
+    (unless digits are labels) the number of the choice counted from 0, as in HellaSwag's ``label``.
 
     Raises:
         ValueError: an unknown ``method``, or a ground truth that names no choice.
@@ -40,12 +40,12 @@ def compute_score(
 
 
 def extract_label(text: str, *, labels: str = "ABCD", method: Method = "strict") -> str | None:
-    r"""The label that the response chooses, or None.
+    r"""Return the label that the response chooses, or None.
 
-    ``strict``: the label that follows the last "answer:" or "answer is" with one, or the whole response when
-    it is a label alone; brackets, quotes and asterisks around it do not matter. ``flexible`` also takes, in
-    this order, the last ``\boxed{}``, a label alone in the last line, and one at the start as in "C. ending".
-    The case of labels counts. Two of them ("C or D", "Answer: C, D") are no choice.
+    ``strict``: the label after the last "answer:" or "answer is", or the whole response if it is a label;
+    ignores brackets, quotes and asterisks around it. ``flexible`` also accepts, in this order, the last
+    ``\boxed{}``, a label alone in the last line, and one at the start as in "C. ending". Labels are
+    case-sensitive. Two labels ("C or D", "Answer: C, D") are no choice.
     """
     label = rf"{_OPEN}([{re.escape(labels)}])(?!\w)"
     if marked := _last(_MARK + label, text):
@@ -65,7 +65,7 @@ def _last(pattern: str, text: str) -> re.Match[str] | None:
 
 
 def _only_label(found: re.Match[str], text: str, label: str) -> str | None:
-    """The label found, unless a word or another label belongs to it."""
+    """Return the label found, unless it is part of a word or joined to another label."""
     rest = text[found.end() :]
     line = rest.partition("\n")[0]
     another = re.match(rf"{_CLOSE}(?:(?:or|and)\b|[/&|])?{label}", line) and not re.match(_ARTICLE, line)
@@ -78,7 +78,7 @@ def _alone(label: str, text: str) -> str | None:
 
 
 def _leading(label: str, text: str) -> str | None:
-    """``C. ending``, ``(C) ending``, ``C: ending``; not "A man", which starts with a word."""
+    """Match ``C. ending``, ``(C) ending``, ``C: ending``; not "A man", which starts with a word."""
     found = re.match(label + r"[*_]*[).:\]]", text)
     return found[1] if found else None
 

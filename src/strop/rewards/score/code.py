@@ -1,4 +1,4 @@
-"""Code: a program of the model passes its tests, in a sandbox (:mod:`strop.rewards.sandbox`)."""
+"""Code: run the response against tests in a sandbox (:mod:`strop.rewards.sandbox`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from strop.errors import ConfigError
 from strop.rewards.sandbox import Limits, Verdict, require_bubblewrap, run_assert_tests, run_stdin_tests
 
-# Blocks of every language: were one passed over, the fence at its end would be taken for a beginning.
-# The language is the first word of "python", "python title=a.py", "{.python .numberLines}".
+# Matches blocks of every language: the closing fence of a skipped block would look like an opening one. The
+# language is the first word of "python", "python title=a.py", "{.python .numberLines}".
 _FENCED = re.compile(
     r"^[ \t]*(?P<fence>`{3,})[ \t{.]*(?P<language>\w*)[^`\n]*\n(?P<content>.*?)^[ \t]*(?P=fence)",
     re.DOTALL | re.MULTILINE,
@@ -20,14 +20,14 @@ _PYTHON = {"python", "python3", "py"}
 
 TIMEOUT_S = 6.0
 _START_AND_END_S = 1.0
-"""What a sandbox takes beside its time limit, at the most, when the machine is not overloaded."""
+"""Longest start and end of a sandbox, beside its time limit, unless the machine is overloaded."""
 
 
 def require_ready(*, deadline_s: float, timeout_s: float = TIMEOUT_S, **_options: float) -> None:
-    """At start-up, with the options of ``compute_score`` and the deadline of a sample.
+    """Check at start-up, given the options of ``compute_score`` and the deadline of a sample.
 
     Raises:
-        ConfigError: bubblewrap is not installed, or the deadline comes before a program's time is up.
+        ConfigError: bubblewrap is not installed, or the deadline is before a program's time limit.
     """
     require_bubblewrap()
     if timeout_s + _START_AND_END_S > deadline_s:
@@ -47,10 +47,10 @@ def compute_score(
     timeout_s: float = TIMEOUT_S,
     memory_mb: int = 512,
 ) -> float:
-    """``score`` when the program in the response passes every test, else 0.
+    """Return ``score`` if the program in the response passes every test, else 0.
 
-    The program is what ``extract_program`` finds; ``prefix`` goes before it. The ground truth is a JSON
-    object with ``kind``, ``tests``, and perhaps ``prefix`` and ``entry_point``:
+    The program is the result of ``extract_program``, after ``prefix``. The ground truth is a JSON object with
+    ``kind``, ``tests``, and optionally ``prefix`` and ``entry_point``:
 
     * ``assert``: ``tests`` is a list of Python sources, run in order in one namespace;
     * ``stdin``: ``tests`` is a list of ``{"input": text, "output": text}``.
@@ -60,7 +60,7 @@ def compute_score(
     Raises:
         ConfigError: bubblewrap is not installed.
         RewardError: no sandbox can be started.
-        ValueError: a ground truth that is no such object.
+        ValueError: another ground truth.
     """
     require_bubblewrap()
     limits = Limits(wall_s=timeout_s, memory_mb=memory_mb)
@@ -70,7 +70,7 @@ def compute_score(
 
 
 def judge(solution_str: str, ground_truth: str | Mapping[str, Any], *, limits: Limits) -> Verdict:
-    """Whether the response passes, with the reason if it does not."""
+    """Return whether the response passes, with the reason if it does not."""
     truth = _read_truth(ground_truth)
     prefix = truth.get("prefix") or ""
     program = with_prefix(prefix, extract_program(solution_str))
@@ -88,9 +88,9 @@ def judge(solution_str: str, ground_truth: str | Mapping[str, Any], *, limits: L
 
 
 def extract_program(response: str) -> str:
-    """The last fenced block of Python, else the last one that names no language, else all of the response.
+    """Return the last fenced Python block, else the last one without a language, else the whole response.
 
-    A block without a language behind one of Python is mostly what the program prints.
+    Unmarked blocks after a Python block are usually output of the program.
     """
     blocks = list(_FENCED.finditer(response))
     labelled = [block["content"] for block in blocks if block["language"].lower() in _PYTHON]
@@ -99,12 +99,12 @@ def extract_program(response: str) -> str:
 
 
 def with_prefix(prefix: str, program: str) -> str:
-    """The program behind the prompt's code, which it completes or repeats."""
+    """Put the prompt's code, which the program completes or repeats, before the program."""
     return prefix + ("\n" if prefix and not prefix.endswith("\n") else "") + program
 
 
 def _read_truth(ground_truth: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The ground truth as a mapping with usable tests; ``ValueError`` says what is wrong with it."""
+    """Return the ground truth as a mapping with valid tests. Raises ``ValueError`` otherwise."""
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     kinds = {"assert": _is_text, "stdin": _is_input_and_output}
     if not isinstance(truth, Mapping) or truth.get("kind") not in kinds:

@@ -1,4 +1,7 @@
-"""Exact match: the response, stripped of surrounding white space, is the ground truth."""
+"""Scores of the text itself: exact match with the ground truth, form, and length.
+
+Form and length are meant as parts beside the score of an answer, and ignore the ground truth.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,27 @@ from typing import Any, Literal
 
 
 def compute_score(solution_str: str, ground_truth: str | int, *, score: float = 1.0) -> float:
-    """``score`` when the stripped response equals the stripped ground truth, else 0.
+    """Return ``score`` if the stripped response equals the stripped ground truth, else 0.
 
-    Raises ``ValueError`` when there is no ground truth.
+    Raises ``ValueError`` without a ground truth.
     """
     if ground_truth is None or not str(ground_truth).strip():
         raise ValueError(f"the ground truth is {ground_truth!r}: expected the text of the answer")
     return score if solution_str.strip() == str(ground_truth).strip() else 0.0
 
 
-# The form of a response, whatever it says: a term beside the score of the answer.
-
-# The shape that DeepSeek-R1 (2025, section 2.2.2) rewards; each tag once.
 THINK_ANSWER = (
     r"<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>(?:(?!</?(?:think|answer)>).)*</answer>"
 )
+"""The form that DeepSeek-R1 (2025, section 2.2.2) rewards; each tag once."""
 
 
 def compute_format_score(
     solution_str: str, ground_truth: Any = None, *, pattern: str = THINK_ANSWER, score: float = 1.0
 ) -> float:
-    """``score`` when the whole response, without white space around it, has the form of ``pattern``, else 0.
+    """Return ``score`` if the whole stripped response matches ``pattern``, else 0.
 
-    ``pattern`` is a regular expression whose dot also matches line ends. The ground truth is not looked at.
+    ``pattern`` is a regular expression whose dot also matches line ends.
 
     Raises:
         ValueError: ``pattern`` is not a regular expression.
@@ -41,15 +42,13 @@ def compute_format_score(
     return score if form.fullmatch(solution_str.strip()) else 0.0
 
 
-# The length of a response: a term beside the score of the answer.
-
 Unit = Literal["words", "characters"]
 
 
 def overlong_penalty(length: float, *, max_length: float, buffer: float) -> float:
-    """0 up to ``max_length - buffer``, then in a straight line down to -1 at ``max_length``, and -1 beyond.
+    """Return 0 up to ``max_length - buffer``, then linearly down to -1 at ``max_length``, and -1 beyond.
 
-    DAPO (Yu et al. 2025), equation 13; in tokens there, in any one unit here. ``buffer=0`` is a step.
+    DAPO (Yu et al. 2025), equation 13, in any unit of length instead of tokens. ``buffer=0`` is a step.
 
     Raises:
         ValueError: not ``0 <= buffer <= max_length``, or ``max_length`` is not positive.
@@ -74,9 +73,9 @@ def compute_length_score(
     unit: Unit = "words",
     score: float = 1.0,
 ) -> float:
-    """``overlong_penalty`` of the response, times ``score``; the ground truth is not looked at.
+    """Return ``overlong_penalty`` of the response, times ``score``.
 
-    A scorer sees text, no tokens: ``unit`` counts words (between white space) or characters.
+    ``unit`` counts words (between white space) or characters, because a scorer sees no tokens.
 
     Raises:
         ValueError: an unknown ``unit``, or lengths as in :func:`overlong_penalty`.

@@ -7,8 +7,8 @@ from typing import Literal
 
 Method = Literal["strict", "flexible"]
 
-# A number as people write it: sign, dollars, separators. The minus of "10-5" is no sign. What stands after it
-# ("18 apples") is not looked at.
+# A number as people write it: sign, dollars, separators. The minus of "10-5" is not a sign; text after the
+# number ("18 apples") is ignored.
 _NUMBER = r"(?:(?<![0-9a-zA-Z)])[-+])?(?:\$[-+]?)?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
 _MARKED = re.compile(rf"####[ \t]+({_NUMBER})")
 _ANYWHERE = re.compile(_NUMBER)
@@ -22,9 +22,9 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """``score`` for the right number, ``format_score`` for another one, 0 for none.
+    """Return ``score`` for the right number, ``format_score`` for another one, 0 for none.
 
-    ``strict`` looks at the last ``#### number``, ``flexible`` at the last number anywhere in the response.
+    ``strict`` takes the last ``#### number``, ``flexible`` the last number anywhere in the response.
     Numbers are compared as strings of digits, after ``,``, ``$``, ``+`` and a trailing ``.`` are removed (18
     and 18.0 differ). The ground truth may be a number or a whole worked answer that ends in ``#### number``.
 
@@ -41,7 +41,7 @@ def compute_score(
 
 
 def extract_number(text: str, *, method: Method = "strict") -> str | None:
-    """The response's answer as a cleaned string of digits, or None when there is none."""
+    """Return the response's answer as a cleaned string of digits, or None."""
     numbers = (_MARKED if method == "strict" else _ANYWHERE).findall(text)
     return _clean(numbers[-1]) if numbers else None
 

@@ -1,7 +1,7 @@
 r"""MATH (Hendrycks et al. 2021): the answer in the last ``\boxed{...}``.
 
-``compute_score`` compares as text, after the clean-up of ``math_normalize`` (so 0.5, 1/2 and \dfrac12 are one
-answer, x+1 and 1+x are two). With ``method="math-verify"`` the package of that name also compares values.
+``compute_score`` compares text after ``normalize_answer``, so that 0.5, 1/2 and \dfrac12 are one answer, x+1
+and 1+x are two. With ``method="math-verify"`` the package of that name also compares values.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from typing import Literal
 
 from strop.errors import MissingExtraError
 
-# What data preparation and scoring both must know of LaTeX.
-
 
 def closing_brace(text: str) -> int | None:
-    r"""Position of the brace that closes the one at position 0, or None when it stays open.
+    r"""Return the position of the brace that closes the one at position 0, or None if it stays open.
 
     ``\{`` and ``\}`` are characters, not braces.
     """
@@ -33,24 +31,17 @@ def closing_brace(text: str) -> int | None:
     return None
 
 
-# One spelling for each answer of the MATH data set.
-
 _TEXT_COMMAND = r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|operatorname)\s*"
-
 
 _TEXT_GROUP = re.compile(_TEXT_COMMAND + r"\{([^{}]*)\}")
 
-
 _TRAILING_UNIT = re.compile(_TEXT_COMMAND + r"\{[^{}]*\}(?:\^\{?[0-9]\}?)?$")
-
 
 _QUANTITY = re.compile(r"[0-9]|\\pi")
 
-
 _TOKEN = re.compile(r"\\[a-zA-Z]+|[^\\{}]")
 
-
-# (pattern, replacement), in this order. White space is still there.
+# Applied in this order, before white space is removed.
 _NOTATION: list[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
@@ -67,8 +58,7 @@ _NOTATION: list[tuple[re.Pattern[str], str]] = [
     ]
 ]
 
-
-# White space is gone.
+# Applied in this order, after white space is removed.
 _SPELLING: list[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
@@ -82,24 +72,20 @@ _SPELLING: list[tuple[re.Pattern[str], str]] = [
     ]
 ]
 
-
 _THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
-
 
 _MIXED = re.compile(r"([0-9])\s+([0-9]+)\s*/\s*([0-9]+)")
 
-
-# Only a whole entry: in 2^3/4 the 3 and the 4 do not belong together.
+# Only a whole entry: 2^3/4 is not 2^(3/4).
 _RATIO = re.compile(r"(?:^|(?<=[(\[,&\\])|(?<=matrix\}))([-+]?[0-9]+)/([0-9]+)(?=$|[)\],&\\])")
-
 
 _NEGATIVE_FRACTION = re.compile(r"\\frac\{-([0-9]+)\}\{([0-9]+)\}|\\frac\{([0-9]+)\}\{-([0-9]+)\}")
 
 
 def normalize_answer(answer: str) -> str:
-    """The answer in its one spelling; it may be empty when nothing but units and signs was there."""
+    """Return the normal form of an answer; it is empty if the answer is only units and signs."""
     text = answer.strip()
-    if r"\begin" not in text:  # text that was escaped twice; in a matrix, two backslashes end a row
+    if r"\begin" not in text:  # undo double escaping; in a matrix, two backslashes end a row
         text = text.replace("\\\\", "\\")
     for pattern, replacement in _NOTATION:
         text = pattern.sub(replacement, text)
@@ -117,7 +103,7 @@ def normalize_answer(answer: str) -> str:
 
 
 def _without_units(text: str) -> str:
-    r"""``5\text{ cm}^2`` -> ``5``; words that are the answer themselves stay."""
+    r"""Strip units: ``5\text{ cm}^2`` -> ``5``; keep words that are the whole answer."""
     while match := _TRAILING_UNIT.search(text):
         quantity = text[: match.start()].rstrip()
         if not _QUANTITY.search(quantity):
@@ -127,7 +113,7 @@ def _without_units(text: str) -> str:
 
 
 def _brace_fractions(text: str) -> str:
-    r"""``\frac12`` and ``\frac1{2x}`` -> ``\frac{1}{2}`` and ``\frac{1}{2x}``, also inside fractions."""
+    r"""Add braces: ``\frac12`` -> ``\frac{1}{2}``, ``\frac1{2x}`` -> ``\frac{1}{2x}``, recursively."""
     pieces = []
     while True:
         before, command, rest = text.partition("\\frac")
@@ -142,7 +128,7 @@ def _brace_fractions(text: str) -> str:
 
 
 def _next_argument(text: str) -> tuple[str, str]:
-    """The argument that TeX would take (without its braces) and what follows; "" when there is none."""
+    """Return the argument that TeX would take, without braces ("" if there is none), and the rest."""
     if text.startswith("{"):
         depth = 0
         for position, character in enumerate(text):
@@ -156,21 +142,20 @@ def _next_argument(text: str) -> tuple[str, str]:
 
 Method = Literal["hendrycks", "math-verify"]
 
-
 _BOXES = ("\\boxed", "\\fbox")
 
 
 def compute_score(
     solution_str: str, ground_truth: str | int | float, *, method: Method = "hendrycks", score: float = 1.0
 ) -> float:
-    r"""``score`` when the last boxed answer of the response is the ground truth, else 0.
+    r"""Return ``score`` if the last boxed answer of the response is the ground truth, else 0.
 
     The ground truth may be the answer or a whole worked solution with a ``\boxed{...}``. A response whose
     last box is not closed (cut at the length limit) has no answer.
 
     Raises:
         ValueError: an unknown ``method``, or a ground truth without an answer.
-        MissingExtraError: ``math-verify`` is asked for and not installed.
+        MissingExtraError: ``math-verify`` is not installed.
     """
     if method not in ("hendrycks", "math-verify"):
         raise ValueError(f"method={method!r} is unknown (known: 'hendrycks', 'math-verify')")
@@ -186,7 +171,7 @@ def compute_score(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last ``\boxed`` or ``\fbox``; None when there is none, or it is empty or open.
+    r"""Return the content of the last ``\boxed`` or ``\fbox``; None if it is missing, empty or open.
 
     Braces are balanced; ``\{`` and ``\}`` are text. Without braces (``\boxed 5``) the answer goes up to the
     next ``$`` or the end of the line.
@@ -202,7 +187,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def same_answer(found: str, expected: str) -> bool:
-    """Whether two answers are one text, as they stand or after normalisation."""
+    """Return True if two answers are equal as text, before or after normalization."""
     if found == expected:
         return True
     normalized = normalize_answer(expected)
@@ -210,10 +195,10 @@ def same_answer(found: str, expected: str) -> bool:
 
 
 def same_value(found: str, expected: str) -> bool:
-    """Whether ``math-verify`` reads both as one mathematical value.
+    """Return True if ``math-verify`` finds both mathematically equal.
 
-    It may run for very long: its own time-outs (a signal, and an unfinished comparison counts as wrong) are
-    off, since every scorer runs under a deadline.
+    It may run for very long: its time-outs (by a signal, with an unfinished comparison counted as wrong) are
+    off, because every scorer runs under a deadline.
     """
     from math_verify import parse, verify
 
@@ -226,7 +211,7 @@ def _require_math_verify() -> None:
         import math_verify  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("math-verify", "math", "the scoring method 'math-verify'") from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences its warning about disabled time-outs
 
 
 def _expected_answer(ground_truth: str | int | float) -> str:

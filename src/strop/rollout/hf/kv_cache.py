@@ -10,8 +10,8 @@ use, W a layer's attention window.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, Pre
 from transformers.cache_utils import Cache, DynamicLayer
 
 from strop.errors import ModelError
+from strop.models.attention import attention_set_to
 
 _GROWTH = 128
 """Columns added at a time: a copy every 128 steps is cheap, and short responses waste little."""
@@ -185,20 +186,13 @@ def _grouped_attention(
 AttentionInterface.register(_GROUPED, _grouped_attention)
 
 
-@contextmanager
-def decoding_attention(model: PreTrainedModel) -> Generator[None]:
+def decoding_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Replace ``sdpa`` by grouped attention in the body.
 
     ``eager`` stays: some families (Gemma 2) cap attention scores only there.
     """
-    config = model.config
-    before = config._attn_implementation
-    if before == "sdpa":
-        config._attn_implementation = _GROUPED
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    implementation = model.config._attn_implementation
+    return attention_set_to(model, _GROUPED if implementation == "sdpa" else implementation)
 
 
 def attention_windows(config: PreTrainedConfig) -> list[int | None]:

@@ -1,4 +1,4 @@
-"""``VLLMRollout``: token ids in, token ids and log-probs out, on weights that the trainer hands over.
+"""``VLLMRollout``: token ids in, token ids and log-probs out, on weights that the trainer sends.
 
 The engine runs in the trainer's process, so that weights are transferred by reference; the price is vLLM's
 scheduler in the trainer's Python. Every rank runs an engine. With tensor parallelism the ranks of a group run

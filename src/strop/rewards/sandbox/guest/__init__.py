@@ -1,1 +1,1 @@
-"""What runs inside a sandbox: the standard library only, as nothing else is there."""
+"""Code that runs inside a sandbox, where only the standard library is available."""

@@ -1,4 +1,7 @@
-"""Messages of JSON over a pair of pipes, each behind its length."""
+"""JSON messages between two sandboxes, the encoding of values, and the first steps of a sandboxed process.
+
+A message is its length in 4 bytes, then JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ _LENGTH_BYTES = 4
 
 
 class Closed(Exception):
-    """The other end is gone, or does not keep to the rules."""
+    """The other end is gone, or violates the protocol."""
 
 
 class Channel:
-    """``receive`` and ``send`` block; neither takes a message of more than ``limit`` bytes."""
+    """Blocking messages over a pair of pipes, of at most ``limit`` bytes each."""
 
     def __init__(self, reader: int, writer: int, limit: int) -> None:
         self._reader = reader
@@ -29,7 +32,7 @@ class Channel:
         self._limit = limit
 
     def send(self, message: Any) -> None:
-        """Raises ``Closed``; ``ValueError`` for a message that is too long."""
+        """Send a message. Raises ``Closed``, or ``ValueError`` if it is too long."""
         content = json.dumps(message).encode()
         if len(content) > self._limit:
             raise ValueError(f"a value of {len(content)} bytes as text; at most {self._limit} may cross")
@@ -41,7 +44,7 @@ class Channel:
             raise Closed from error
 
     def receive(self) -> Any:
-        """Raises ``Closed``."""
+        """Wait for a message. Raises ``Closed``."""
         length = int.from_bytes(self._read(_LENGTH_BYTES), "big")
         if length > self._limit:
             raise Closed
@@ -60,21 +63,15 @@ class Channel:
         return bytes(content)
 
 
-# Plain values as JSON, and back: what crosses from a program to its judge.
-
 _SAFE_INTEGER = 1 << 53
-
-
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, dict)}
-
-
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 
 
 def encode(value: Any, refer: Callable[[Any], int]) -> Any:
-    """JSON for ``value``; ``refer`` gives the number of an object that is no plain value.
+    """Encode ``value`` as JSON; ``refer`` returns a number for an object that is not a plain value.
 
-    The methods of the built-in types are called directly: a class of the program's own may override them.
+    Calls the methods of the built-in types directly, because a program's subclass may override them.
     """
     if value is None or value is True or value is False:
         return value
@@ -105,14 +102,14 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
 
 
 def decode(message: Any, find: Callable[[int], Any]) -> Any:
-    """The value of a message; ``find`` gives what stands for the object of a number.
+    """Decode a message; ``find`` returns the stand-in for an object's number.
 
     Raises ``ValueError`` (or ``TypeError``) for a message that ``encode`` does not write.
     """
     if message is None or type(message) in (bool, int, str):
         return message
     if type(message) is not dict or len(message) != 1:
-        raise ValueError("a message that is no value")
+        raise ValueError("a message that is not a value")
     ((name, content),) = message.items()
     if name in _SEQUENCES:
         return _SEQUENCES[name](decode(item, find) for item in content)
@@ -140,11 +137,8 @@ def decode(message: Any, find: Callable[[int], Any]) -> Any:
     raise ValueError("a message of an unknown kind")
 
 
-# The trusted first steps of every sandboxed process.
-
-
 def read_job(descriptor: int) -> dict[str, Any]:
-    """Take the job from its file and close that, and give up for good what the job does not allow."""
+    """Read the job, close its file, and set the job's limits irrevocably."""
     with open(descriptor, "rb") as file:
         job = json.loads(file.read())
     limits = job["limits"]
@@ -162,12 +156,12 @@ def read_job(descriptor: int) -> dict[str, Any]:
 
 
 def offer_exit() -> None:
-    """``exit()`` and ``quit()``, which programs use and a start without the module ``site`` leaves out."""
+    """Define ``exit()`` and ``quit()``, which are missing without the module ``site``."""
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
 
 
 def take_over_streams() -> tuple[int, int]:
-    """Standard input and output under other numbers; all three streams are empty afterwards."""
+    """Move standard input and output to other descriptors, and return these; redirect all three to null."""
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

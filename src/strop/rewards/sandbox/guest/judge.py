@@ -1,4 +1,7 @@
-"""The tests of one program, run where it cannot reach; what they call is asked of its own sandbox."""
+"""The judge: run the tests of a program in a sandbox that it cannot reach.
+
+Functions of the program are called in the program's sandbox, through the stand-ins ``Peer`` and ``Remote``.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,9 @@ from typing import Any, NoReturn
 
 from .channel import Channel, Closed, decode, encode, read_job, take_over_streams
 
-# Stand-ins, in the judge's sandbox, for what is in the program's.
-
 
 class RemoteError(Exception):
-    """An exception of the program's own kind."""
+    """An exception class that the program defines."""
 
 
 class Peer:
@@ -28,13 +29,13 @@ class Peer:
         self._channel = channel
 
     def name(self, name: str) -> Any:
-        """What the program calls ``name``: a value, or a stand-in. Raises what the program raises for it."""
+        """Look up ``name`` in the program: a value or a stand-in. Raises as ``ask`` does."""
         return self.ask(0, "get", [name])
 
     def ask(self, number: int, action: str, arguments: Any) -> Any:
-        """What the program answers, as a value or a stand-in.
+        """Perform an action on an object of the program; return a value or a stand-in.
 
-        Raises the built-in exception that the program raised, ``RemoteError`` for another one; ``Closed``.
+        Raises the built-in exception that the program raised, ``RemoteError`` for others, or ``Closed``.
         """
         encoded = encode(arguments, _number_of)
         self._channel.send({"object": number, "action": action, "arguments": encoded})
@@ -43,7 +44,7 @@ class Peer:
             if "raised" not in answer:
                 return decode(answer["value"], self._stand_in)
             name, text = answer["raised"]
-        except Exception as error:  # the program wrote into its pipe: it is as good as gone
+        except Exception as error:  # the program wrote into its pipe: treat it as ended
             raise Closed from error
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         is_error = isinstance(kind, type) and issubclass(kind, Exception)
@@ -51,14 +52,14 @@ class Peer:
 
     def _stand_in(self, number: Any) -> Remote:
         if type(number) is not int:
-            raise ValueError("a reference that is no number")
+            raise ValueError("a reference that is not a number")
         return Remote(self, number)
 
 
 class Remote:
-    """An object of the program: it can be called, asked for attributes and iterated over, and equals nothing.
+    """Stand-in for an object of the program: tests can call it, read its attributes and iterate over it.
 
-    A comparison would be the program's own, and so is refused: tests have to look at plain values.
+    Comparing it raises: the program would decide the result. Tests must compare plain values.
     """
 
     __slots__ = ("_strop_number", "_strop_peer")
@@ -83,19 +84,19 @@ class Remote:
         return iter(self._strop_peer.ask(self._strop_number, "items", []))
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise TypeError("the program returned an object that is no plain value; it cannot be compared")
+        raise TypeError("the program returned an object that is not a plain value; it cannot be compared")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __contains__ = _refuse  # type: ignore[assignment]
 
 
 def _number_of(value: Any) -> int:
     if type(value) is not Remote:
-        raise TypeError(f"a test hands over a {type(value).__name__}; only plain values can cross")
+        raise TypeError(f"a test passes a {type(value).__name__} to the program; only plain values can cross")
     return value._strop_number
 
 
 def main(job_descriptor: int) -> None:
-    """Run the tests of the job; the verdict is written to the descriptor that the job names."""
+    """Run the tests of the job, and write the verdict to the job's descriptor."""
     job = read_job(job_descriptor)
     answers, requests = take_over_streams()
     channel = Channel(answers, requests, job["limits"]["output_bytes"])
@@ -103,7 +104,7 @@ def main(job_descriptor: int) -> None:
         verdict = _judge(job, channel)
     except Closed:
         verdict = {"status": "failed", "reason": "the program ended before the tests did"}
-    # Tests are data, and whatever they raise means that the program has not passed them.
+    # Tests may raise anything; it means that the program has failed.
     except BaseException as error:  # noqa: BLE001
         verdict = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:1000]}
     os.write(job["verdict"], json.dumps(verdict).encode())
@@ -127,8 +128,9 @@ def _judge(job: dict[str, Any], channel: Channel) -> dict[str, str]:
 def run_tests(job: dict[str, Any], peer: Peer, offered: set[str]) -> None:
     """Raise unless every test passes.
 
-    Names in the tests mean, in this order: what the tests and the prefix of the job define, Python's own
-    names and modules, and only then what the program defines. The function under test is the program's.
+    Names in the tests resolve, in this order, to definitions of the tests and the prefix, to Python's
+    built-in names and modules, and only then to the program's. The function under test is always the
+    program's.
     """
     module = types.ModuleType("tests")
     sys.modules["tests"] = module
@@ -149,10 +151,10 @@ def run_tests(job: dict[str, Any], peer: Peer, offered: set[str]) -> None:
 
 
 def _run_prefix(prefix: str, names: dict[str, Any]) -> None:
-    """Functions that the prompt defines before the one to be written, and its imports."""
+    """Run the prompt's imports and the functions that it defines before the requested one."""
     try:
         code = compile(prefix, "<prefix>", "exec")
-    except SyntaxError:  # a prompt may end in the middle of a function
+    except SyntaxError:  # the prompt may end inside a function
         return
     exec(code, names)
 
@@ -163,7 +165,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _leaves_check_uncalled(test: str) -> bool:
-    """Whether it defines ``check(candidate)``, as HumanEval's tests do, and leaves the call to the reader."""
+    """Return True if the test defines ``check(candidate)``, as HumanEval's do, and does not call it."""
     body = ast.parse(test).body
     defined = any(isinstance(line, ast.FunctionDef) and line.name == "check" for line in body)
     calls = [

@@ -1,7 +1,7 @@
-"""The program under test: it is run, and then does what the judge's tests ask for. Nothing here is trusted.
+"""The program under test: run it, then serve the calls of the judge's tests. Nothing here is trusted.
 
-Its judge (``judge.py``) is in another sandbox. Here there are no tests and no expected values, so that a
-program which reads, changes or ends everything in its reach gains nothing by it.
+The judge (``judge.py``) is in another sandbox. This one has no tests and no expected values, so that a
+program gains nothing by reading, changing or killing everything in its reach.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ITEMS = 1_000_000
 
 
 def main(job_descriptor: int) -> None:
-    """Say hello, run the program, say which names it defines, and answer until the judge is gone."""
+    """Run the program, send the names that it defines, and answer requests until the judge is gone."""
     job = read_job(job_descriptor)
     requests, answers = take_over_streams()
     offer_exit()
     channel = Channel(requests, answers, job["limits"]["output_bytes"])
     channel.send("hello")
     module = types.ModuleType("solution")
-    sys.modules["solution"] = module  # dataclasses and pickle look it up
+    sys.modules["solution"] = module  # needed by dataclasses and pickle
     try:
         exec(compile(job["program"], "<solution>", "exec"), module.__dict__)
         channel.send({"names": [name for name in vars(module) if not name.startswith("__")]})
@@ -47,20 +47,20 @@ def main(job_descriptor: int) -> None:
 
 
 class Objects:
-    """The objects that the judge knows by number; 0 is the program's module."""
+    """Objects that the judge refers to by number; 0 is the program's module."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._objects: list[Any] = [module]
 
     def serve(self, channel: Channel) -> None:
-        """Answer one request after the other."""
+        """Answer requests in a loop."""
         while True:
             request = channel.receive()
             try:
                 channel.send({"value": encode(self._answer(request), self._refer)})
             except Closed:
                 raise
-            except Exception as error:  # noqa: BLE001 - it is the judge's tests that catch it
+            except Exception as error:  # noqa: BLE001 - raised again in the judge
                 channel.send(_raised(error))
 
     def _answer(self, request: dict[str, Any]) -> Any:
@@ -86,16 +86,14 @@ def _raised(error: Exception) -> dict[str, list[str]]:
     return {"raised": [type(error).__name__, str(error)[:1000]]}
 
 
-# A program that reads standard input and writes standard output, run once for each input.
-
 _CHUNK = 1 << 16
 
 
 def main_stdin(job_descriptor: int) -> None:
-    """Say hello, run the program on one input after the other, and send what it wrote each time.
+    """Run the program on one input after another, and send each output.
 
-    Each run is a process of its own, forked from here. The answers stop at the first run that fails. Runs may
-    disturb one another and this process, but what they should have written is not in this sandbox.
+    Each run is a forked process. Stops at the first run that fails. Runs may disturb one another and this
+    process, but the expected outputs are not in this sandbox.
     """
     job = read_job(job_descriptor)
     requests, answers = take_over_streams()
@@ -144,7 +142,7 @@ def _run(
 
 
 def _be_the_program(code: types.CodeType) -> None:
-    """Run it as ``__main__`` and end as the interpreter does."""
+    """Run the program as ``__main__`` and exit as the interpreter does."""
     status = 0
     try:
         module = types.ModuleType("__main__")
@@ -163,7 +161,7 @@ def _be_the_program(code: types.CodeType) -> None:
 
 
 def _read_up_to(reader: int, limit: int) -> tuple[bytes, bool]:
-    """What comes until the end, and whether that is all; a program's own child may keep the pipe open."""
+    """Read until the end, at most ``limit`` bytes; return the content, and True if it is complete."""
     content = bytearray()
     while chunk := os.read(reader, _CHUNK):
         content += chunk
