@@ -18,10 +18,10 @@ preferences: .venv/core  ## SFT, reward model and PPO from comparisons, evaluate
 	$(BIN)/python examples/preferences.py --seed $(SEED)
 
 test: .venv/dev .venv/vllm  ## run the fast tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python tests/lanes.py $(ARGS)
 
 test-all: .venv/dev .venv/vllm  ## run all tests, including slow ones
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "slow or not slow" $(ARGS)
+	$(BIN)/python tests/lanes.py --all $(ARGS)
 
 check: .venv/dev .venv/vllm  ## check formatting, lint, types, import layers and generated pages
 	$(BIN)/ruff format --check .

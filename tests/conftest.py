@@ -68,28 +68,38 @@ def two_nodes(ray_session: None) -> Iterator[None]:
     _start_ray()
 
 
+# Tests that mostly wait: for deadlines, or for processes that start and end.
+_WAITING = ("tests/controller/", "tests/rewards/")
 _LONGEST = (
-    "ray",
+    "Ray, waiting",
+    "Ray",
     "tests/e2e/test_ray.py",
-    "tests/e2e/test_resume.py",
     "tests/rollout/test_vllm_rollout.py",
-    "tests/models/test_ulysses.py",
+    "tests/e2e/test_resume.py",
     "tests/e2e/test_resume_async.py",
+    "tests/models/test_ulysses.py",
     "tests/e2e/test_vllm_run.py",
     "tests/engines/test_sharded_engine.py",
     "tests/models/test_layouts.py",
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests by module, or by their use of the Ray session, for ``--dist loadgroup``.
+    """Mark the tests that wait, and group tests for ``--dist loadgroup``: by module, or by Ray session.
 
     With ``--no-loadscope-reorder`` groups start in the order of their first tests: sort the longest first, so
     that all workers finish at about the same time.
     """
     groups = {}
     for item in items:
-        group = "ray" if "ray_session" in getattr(item, "fixturenames", ()) else item.nodeid.split("::")[0]
+        waits = item.nodeid.startswith(_WAITING)
+        if waits:
+            item.add_marker(pytest.mark.waits)
+        if "ray_session" in getattr(item, "fixturenames", ()):
+            group = "Ray, waiting" if waits else "Ray"
+        else:
+            group = item.nodeid.split("::")[0]
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(group))
         groups[item] = group

@@ -154,9 +154,9 @@ def test_the_stacks_of_a_hang_are_those_of_all_pools(pair_that_waits):
     assert _failure(busy.get) == message
 
 
-def test_the_limit_that_is_told_is_the_one_that_held(monkeypatch):
-    monkeypatch.setattr("strop.controller.ray.processes.START_S", 5.0)
+def test_the_limit_that_is_reported_is_the_one_that_was_exceeded(monkeypatch):
     group = _group(pools(main=[1])[0], worker_cls=SlowToLoad, phase_timeout_s=1.0)
+    monkeypatch.setattr("strop.controller.ray.processes.START_S", 5.0)
     assert mentions(_failure(group.init_model), "init_model", "5 s", "trainer.phase_timeout_s")
 
 
