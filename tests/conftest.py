@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -70,6 +71,7 @@ def two_nodes(ray_session: None) -> Iterator[None]:
 
 # Tests that mostly wait: for deadlines, or for processes that start and end.
 _WAITING = ("tests/controller/", "tests/rewards/")
+_RAY_CONTROLLER = tuple(f"tests/controller/test_{name}.py" for name in ("failures", "nodes", "groups"))
 _LONGEST = (
     "tests/parity/test_ranks.py",
     "tests/parity/test_vllm_ranks.py",
@@ -82,22 +84,35 @@ _LONGEST = (
     "tests/engines/test_sharded_engine.py",
     "tests/e2e/test_variants.py",
     "tests/models/test_layouts.py",
-    "tests/controller/test_failures.py",
-    "tests/controller/test_nodes.py",
-    "tests/controller/test_groups.py",
+    *_RAY_CONTROLLER,
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that wait, and put the longest files first so that all workers end at the same time.
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the tests of the other lane; see ``lanes.py``."""
+    lane = os.environ.get("STROP_TEST_LANE")
+    if lane is None or collection_path.suffix != ".py":
+        return None
+    waits = any(folder in collection_path.as_posix() for folder in _WAITING)
+    return True if waits != (lane == "waiting") else None
 
-    ``--dist loadfile`` keeps the tests of a file, which share its runs, in one process, and
-    ``--no-loadscope-reorder`` hands out files in this order. (``loadgroup`` groups nothing with pytest 9.2:
-    pytest-xdist 3.8 writes a group into an attribute that pytest does not read any more.)
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of a file in one process, as they share its runs, and those of the Ray controller too.
+
+    ``--no-loadscope-reorder`` hands files out in the order of their first tests. (``--dist loadgroup`` groups
+    nothing with pytest 9.2: pytest-xdist 3.8 writes a group into an attribute that pytest no longer reads.)
     """
-    for item in items:
-        if item.nodeid.startswith(_WAITING):
-            item.add_marker(pytest.mark.waits)
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "Ray controller" if nodeid.startswith(_RAY_CONTROLLER) else nodeid.split("::")[0]
+
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, so that all workers end at the same time."""
     ranks = {name: rank for rank, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.split("::")[0], len(ranks)))

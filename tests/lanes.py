@@ -1,18 +1,19 @@
 """The suite as two runs of pytest at the same time: tests that compute, and tests that mostly wait.
 
-Two workers compute on two cores; four more wait for deadlines and processes meanwhile. Arguments go to both:
+Two workers compute on two cores; three more wait for deadlines and processes meanwhile. Arguments go to both:
 ``python tests/lanes.py tests/config -x``, or ``--all`` for the slow tests too.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
 
-LANES = {"computing": ("not waits", "2"), "waiting": ("waits", "4")}
+WORKERS = {"computing": 2, "waiting": 3}
 NO_TESTS_COLLECTED = 5
 
 
@@ -20,16 +21,19 @@ def main(arguments: list[str]) -> int:
     slow = "--all" in arguments
     arguments = [argument for argument in arguments if argument != "--all"]
     with tempfile.TemporaryDirectory() as folder:
-        outputs = {name: Path(folder) / name for name in LANES}
+        outputs = {name: Path(folder) / name for name in WORKERS}
         lanes = {}
-        for name, (marker, workers) in LANES.items():
+        for name, workers in WORKERS.items():
             command = [
-                *(sys.executable, "-m", "pytest", "-n", workers, "--dist", "loadfile"),
-                *("--no-loadscope-reorder", "-m", marker if slow else f"not slow and {marker}"),
-                *("-p", "no:cacheprovider" if name == "waiting" else "cacheprovider", *arguments),
+                *(sys.executable, "-m", "pytest", "-n", str(workers), "--dist", "loadfile"),
+                *("--no-loadscope-reorder", "-m", "slow or not slow" if slow else "not slow"),
+                *("-p", "no:cacheprovider", *arguments),
             ]
             with outputs[name].open("w") as output:
-                lanes[name] = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+                environment = {**os.environ, "STROP_TEST_LANE": name}
+                lanes[name] = subprocess.Popen(
+                    command, stdout=output, stderr=subprocess.STDOUT, env=environment
+                )
         for name, lane in lanes.items():
             threading.Thread(target=_progress, args=(name, lane, outputs[name]), daemon=True).start()
         statuses = {name: lane.wait() for name, lane in lanes.items()}

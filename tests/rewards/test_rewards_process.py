@@ -294,20 +294,20 @@ def test_a_function_that_cannot_be_loaded_there_stops_the_run(tmp_path: Path, ru
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "start_timeout_s", "message"),
     [
-        ("import time\ntime.sleep(600)", "1 s"),
-        ("import os\nos._exit(7)", "exit status 7"),
+        ("import time\ntime.sleep(600)", 1.0, "1 s"),
+        ("import os\nos._exit(7)", 60.0, "exit status 7"),
     ],
 )
 def test_a_module_that_misbehaves_there_stops_the_run(
-    tmp_path: Path, running: Running, code: str, message: str
+    tmp_path: Path, running: Running, code: str, start_timeout_s: float, message: str
 ):
     path = tmp_path / "reward.py"
     path.write_text("def compute_score(**sample):\n    return 1.0\n")
     reward = load_custom_reward(str(path))
     path.write_text(code)
-    process = RewardProcess(reward, start_timeout_s=1.0)
+    process = RewardProcess(reward, start_timeout_s=start_timeout_s)
     with pytest.raises(RewardError, match=message):
         process.start()
 
