@@ -137,12 +137,12 @@ def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
                     raise
                 logger.error("%s", error)
             after = folder.latest_checkpoint()
-            resumes = after is not None and after != before
-            if resumes:  # a checkpoint from before this run belongs to another run
+            if after is not None and after != before:  # saved by this run, whatever resume_mode was
                 config = _with_resume(config)
+            mode = config.trainer.resume_mode
             logger.warning(
-                "restarting %s; %d restart%s left",
-                f"from iteration {after[0]}" if after is not None and resumes else "from the beginning",
+                "restarting from %s; %d restart%s left",
+                f"iteration {after[0]}" if after and mode == "auto" else f"the start (resume_mode={mode})",
                 restarts_left - 1,
                 "" if restarts_left == 2 else "s",
             )
@@ -150,4 +150,4 @@ def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
 
 def _with_resume(config: Root) -> Root:
     trainer = config.trainer.model_copy(update={"resume_mode": "auto"})
-    return config.model_copy(update={"trainer": trainer})  # it keeps which keys were written
+    return config.model_copy(update={"trainer": trainer})

@@ -1,8 +1,9 @@
 """PPO and its relatives: ``collect`` samples with the current policy, ``learn`` from them.
 
-``PPO`` sees models only through worker groups, so the same text drives models in this process and models on a
-cluster. It holds no state of the loop: what depends on the iteration is an argument, so a loop may collect
-the next batch while it learns from this one. ``strop.trainer.ray_trainer`` runs the loop.
+``PPO`` sees models only through worker groups, so the same code drives models in this process and on a
+cluster. It reads no state of the loop: the iteration is an argument, so a loop may collect the next batch
+while it learns from this one. Its only state is the KL controller, which ``learn`` updates.
+``strop.trainer.ray_trainer`` runs the loop.
 
 Shapes: B samples (prompts x rollout.n), P prompt tokens, T response tokens.
 """

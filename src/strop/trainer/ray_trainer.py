@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class RayPPOTrainer:
     """Drives actor, rollout, reference, critic and reward model through one PPO iteration after another.
 
-    The constructor is the reference documents'. Call ``init_workers()``, then ``fit()``.
+    Takes the arguments of verl's trainer of this name. Call ``init_workers()``, then ``fit()``.
 
     Args:
         role_worker_mapping: the worker class of each role.
@@ -200,7 +200,7 @@ class ReinforcementRun(Run):
         }
 
     def validate(self) -> dict[str, float]:
-        """Validate and write samples and report; return the scores by data source and the best mean so far."""
+        """Validate, write samples and report; return scores by data source and the best mean."""
         step, settings = self.trainer.global_step, self.settings
         with self.trainer.timer.phase("testing"):
             samples = self.trainer.validator.samples(self.trainer.timer)
@@ -267,5 +267,5 @@ def build_loaders(
 
 
 def total_training_steps(config: Config, steps_per_epoch: int) -> int:
-    """Exactly that many iterations run."""
+    """Return the number of iterations of the run."""
     return config.trainer.total_training_steps or steps_per_epoch * config.trainer.total_epochs
