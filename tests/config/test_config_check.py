@@ -233,37 +233,6 @@ def test_models_that_the_run_does_not_load_are_not_looked_for(report, tmp_path):
     assert report(f"actor_rollout_ref.model.path={tmp_path}/empty").errors == []
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("def compute_score(*arguments): ...\n", None),
-        ("from elsewhere import score as compute_score\n", None),
-        ("from elsewhere import *\n", None),
-        ("import functools\ncompute_score = functools.partial(print)\n", None),
-        ("compute_score: object = print\n", None),
-        ("try:\n    from a import compute_score\nexcept ImportError:\n    def compute_score(): ...\n", None),
-        ("class compute_score: ...\n", None),
-        ("def score(): ...\nif True:\n    def other(): ...\n", "other, score"),
-        ("def outer():\n    def compute_score(): ...\n", "outer"),
-        ("", "compute_score"),
-        ("def compute_score(:\n", "reward.py"),
-    ],
-)
-def test_a_reward_file_defines_its_function(report, tmp_path, source, said):
-    (tmp_path / "reward.py").write_text(source)
-    errors = report(f"custom_reward_function.path={tmp_path}/reward.py").errors
-    if said is None:
-        assert errors == []
-    else:
-        assert len(errors) == 1
-        assert said in errors[0]
-
-
-def test_a_reward_file_is_read_and_not_run(report, tmp_path):
-    (tmp_path / "reward.py").write_text("raise SystemExit\ndef compute_score(): ...\n")
-    assert report(f"custom_reward_function.path={tmp_path}/reward.py").errors == []
-
-
 def test_a_checkpoint_folder_can_be_named(report, tmp_path):
     assert report(f"trainer.resume_mode={tmp_path}").errors == []
 

@@ -212,19 +212,13 @@ def _quoted(text: str) -> str:
 
 
 def _require_model(path: str) -> None:
-    """Raise ``ConfigError`` for a folder that contains a model instead of being one."""
+    """Raise ``ConfigError`` for the folder of a run or a checkpoint, which contains a model but is none."""
     folder = Path(expand(path))
     if is_url(path) or (folder / "config.json").is_file():
         return
-    for role, export in (("actor", "strop export"), ("reward_model", "strop export --role reward_model")):
-        then = "" if role == "actor" else ", and give it with --reward-model: it scores answers only"
-        if (folder / role).is_dir():
+    for role in ("actor", "reward_model"):
+        if found := [*sorted(folder.glob(f"global_step_*/{role}")), *folder.glob(role)]:
             raise ConfigError(
-                f"{path} is a checkpoint of a run: make a model of it first, with "
-                f"`{export} {path} --out FOLDER`{then}"
-            )
-        if checkpoints := sorted(folder.glob(f"global_step_*/{role}")):
-            raise ConfigError(
-                f"{path} is the folder of a run: make a model of one of its checkpoints first, with "
-                f"`{export} {checkpoints[-1].parent} --out FOLDER`{then}"
+                f"{path} is no model; make one: strop export --role {role} {found[-1].parent} --out FOLDER"
+                + (", and give it with --reward-model: it only scores answers" if role != "actor" else "")
             )

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from strop.cli.run import run_command
 from strop.config.checks.check import check
 from strop.config.checks.supervised import Supervised
 from strop.config.load import load_tree
@@ -43,15 +42,6 @@ def _load(tree: Tree[Root], arguments: argparse.Namespace) -> Root:
 def require_valid(config: RootConfig) -> None:
     """Raise all errors of the configuration as one ``ConfigError``; the trainer logs the warnings."""
     check(config).raise_errors()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``strop train`` and return its exit status."""
-    parser = argparse.ArgumentParser(prog="strop train", description="Train a language model with PPO.")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    add_config_arguments(parser)
-    arguments = parser.parse_intermixed_args(argv)
-    return run_command(lambda: run_train(arguments), debug=arguments.debug)
 
 
 def run_train(arguments: argparse.Namespace) -> int:

@@ -76,7 +76,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     processes.worker_group,
     processes.restarts,
     inputs.data_files,
-    inputs.tokenizer,
+    inputs.tokenizers,
     inputs.resume,
     inputs.run_folder,
 )
@@ -96,9 +96,6 @@ RULES: tuple[Rule, ...] = (
     processes.shared_sequences,
     inputs.models,
     inputs.context_window,
-    inputs.custom_reward,
-    inputs.input_tokenizer,
-    inputs.shared_vocabulary,
     inputs.reward_model_context_window,
     inputs.longest_sequence,
     deprecated,
