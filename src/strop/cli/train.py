@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from strop.config.checks.check import check
 from strop.config.checks.supervised import Supervised
@@ -85,7 +86,7 @@ def _train_supervised(config: Supervised, trainer: str) -> None:
     require_valid(config)
     from strop.trainer import supervised as trainers  # torch and transformers: seconds
 
-    with_restarts(config, lambda config: trainers.train_once(getattr(trainers, trainer), config))
+    with_restarts(config, lambda config: _fit(trainers.build(getattr(trainers, trainer), config)))
 
 
 def log_to_console() -> None:
@@ -98,7 +99,10 @@ def train_once(config: Config) -> None:
     """Build the trainer, train, and release its workers even if it raises."""
     from strop.trainer.build import build_trainer  # torch and transformers: seconds
 
-    trainer = build_trainer(config)
+    _fit(build_trainer(config))
+
+
+def _fit(trainer: Any) -> None:
     try:
         trainer.init_workers()
         trainer.fit()

@@ -6,6 +6,7 @@ Units: `data.train_batch_size` and `ppo_mini_batch_size` count prompts over all 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -197,8 +198,8 @@ class BatchPlan:
         with_critic = uses_critic(config)
         samples = data.train_batch_size * n
         ranks = Placement.from_config(config).ranks_of_pass
-        actor = attempt(lambda: _plan_update(config, "actor", ranks("actor")))
-        critic = attempt(lambda: _plan_update(config, "critic", ranks("critic"))) if with_critic else None
+        actor = attempt(lambda: _plan_update(config, "actor", ranks))
+        critic = attempt(lambda: _plan_update(config, "critic", ranks)) if with_critic else None
         forwards = {
             name: attempt(lambda name=name: _plan_forward(config, name, samples, ranks(name)))
             for name in forward_passes(config)
@@ -236,16 +237,18 @@ def forward_passes(config: Config) -> list[str]:
     return ["log_prob", *(name for name, present in optional.items() if present)]
 
 
-def _plan_update(config: Config, name: str, ranks: int) -> UpdatePlan:
+def _plan_update(config: Config, name: str, ranks_of_pass: Callable[[str], int]) -> UpdatePlan:
     is_actor = name == "actor"
     section = config.actor_rollout_ref.actor if is_actor else config.critic
     key = "actor_rollout_ref.actor.ppo_mini_batch_size" if is_actor else "critic.ppo_mini_batch_size"
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini = section.ppo_mini_batch_size
     problems = []
-    groups = ranks // sequence_parallel_size(config, name, ranks)
+    ranks, groups = ranks_of_pass(name), _groups(config, name, ranks_of_pass)
+    actors = config.actor_rollout_ref.actor.ppo_mini_batch_size, _groups(config, "actor", ranks_of_pass)
+    reported = not is_actor and (mini, groups) == actors  # the actor's line says the same
     working = [size for size in divisors(prompts) if size * n % groups == 0]
-    if mini not in working:
+    if mini not in working and not reported:
         shares = f"{ranks} ranks" if groups == ranks else f"{groups} groups of {ranks // groups} ranks"
         wrong = (
             f"does not divide data.train_batch_size={prompts}"
@@ -269,6 +272,11 @@ def _plan_update(config: Config, name: str, ranks: int) -> UpdatePlan:
         micro_batches=micro_batch.passes(samples_per_rank),
         sharing=ranks // groups,
     )
+
+
+def _groups(config: Config, name: str, ranks_of_pass: Callable[[str], int]) -> int:
+    """Return the number of parts that the samples of a pass are spread over."""
+    return ranks_of_pass(name) // sequence_parallel_size(config, name, ranks_of_pass(name))
 
 
 def _plan_forward(config: Config, name: str, samples: int, ranks: int) -> ForwardPlan:

@@ -144,8 +144,6 @@ class PPO:
         """True once the critic's warm-up is over."""
         return self.groups.critic is None or iteration > self.config.trainer.critic_warmup
 
-    # ------------------------------------------------------------------------------------ collect, in parts
-
     def _generate_and_score(
         self, prompts: DataProto, seeds_PN: Tensor, timer: PhaseTimer, *, mode: str, phase: str
     ) -> tuple[DataProto, PendingScores]:
@@ -171,8 +169,6 @@ class PPO:
         meta_info = {**prompts.meta_info, "mode": mode, "weights_version": version}
         request = DataProto({**prompts.batch, "seeds": seeds_PN}, prompts.non_tensor_batch, meta_info)
         return self.groups.rollout.generate_sequences(request, finished=finished)
-
-    # -------------------------------------------------------------------------------------- learn, in parts
 
     def _start_evaluation(
         self, batch: DataProto, timer: PhaseTimer, *, with_old_log_probs: bool

@@ -11,7 +11,7 @@ from strop.config.checks.finding import Finding, error, warning
 from strop.config.forecast import read_model_facts
 from strop.config.keys import longest_row
 from strop.config.paths import expand, is_url, may_be_a_hub_name
-from strop.config.roles import model_paths, tokenizer_paths
+from strop.config.roles import model_paths
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.data import RowsConfig
 
@@ -46,9 +46,9 @@ def model_folder(key: str, path: str) -> Iterator[Finding]:
 
 def tokenizers(config: RootConfig) -> Iterator[Finding]:
     """Require the folders of separate tokenizers."""
-    paths = (
-        tokenizer_paths(config) if isinstance(config, Config) else {"data.tokenizer": config.data.tokenizer}
-    )
+    paths = {"data.tokenizer": config.data.tokenizer}
+    if isinstance(config, Config) and config.reward_model.enable:
+        paths["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
     for key, path in paths.items():
         if path and not is_url(path) and not Path(expand(path)).exists() and not may_be_a_hub_name(path):
             yield error(f"{key}={path}: no such folder")
