@@ -34,7 +34,7 @@ RAY_SLOTS = 8
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """Start one Ray session for all tests that use it; they share one xdist worker (see below)."""
+    """Start one Ray session for all tests of a process that use it."""
     import ray
 
     import forked_ray
@@ -71,8 +71,8 @@ def two_nodes(ray_session: None) -> Iterator[None]:
 # Tests that mostly wait: for deadlines, or for processes that start and end.
 _WAITING = ("tests/controller/", "tests/rewards/")
 _LONGEST = (
-    "Ray, waiting",
-    "Ray",
+    "tests/parity/test_ranks.py",
+    "tests/parity/test_vllm_ranks.py",
     "tests/e2e/test_ray.py",
     "tests/rollout/test_vllm_rollout.py",
     "tests/e2e/test_resume.py",
@@ -80,27 +80,24 @@ _LONGEST = (
     "tests/models/test_ulysses.py",
     "tests/e2e/test_vllm_run.py",
     "tests/engines/test_sharded_engine.py",
+    "tests/e2e/test_variants.py",
     "tests/models/test_layouts.py",
+    "tests/controller/test_failures.py",
+    "tests/controller/test_nodes.py",
+    "tests/controller/test_groups.py",
 )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that wait, and group tests for ``--dist loadgroup``: by module, or by Ray session.
+    """Mark the tests that wait, and put the longest files first so that all workers end at the same time.
 
-    With ``--no-loadscope-reorder`` groups start in the order of their first tests: sort the longest first, so
-    that all workers finish at about the same time.
+    ``--dist loadfile`` keeps the tests of a file, which share its runs, in one process, and
+    ``--no-loadscope-reorder`` hands out files in this order. (``loadgroup`` groups nothing with pytest 9.2:
+    pytest-xdist 3.8 writes a group into an attribute that pytest does not read any more.)
     """
-    groups = {}
     for item in items:
-        waits = item.nodeid.startswith(_WAITING)
-        if waits:
+        if item.nodeid.startswith(_WAITING):
             item.add_marker(pytest.mark.waits)
-        if "ray_session" in getattr(item, "fixturenames", ()):
-            group = "Ray, waiting" if waits else "Ray"
-        else:
-            group = item.nodeid.split("::")[0]
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group))
-        groups[item] = group
-    items.sort(key=lambda item: _LONGEST.index(groups[item]) if groups[item] in _LONGEST else len(_LONGEST))
+    ranks = {name: rank for rank, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.nodeid.split("::")[0], len(ranks)))

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
         lanes = {}
         for name, (marker, workers) in LANES.items():
             command = [
-                *(sys.executable, "-m", "pytest", "-n", workers, "--dist", "loadgroup"),
+                *(sys.executable, "-m", "pytest", "-n", workers, "--dist", "loadfile"),
                 *("--no-loadscope-reorder", "-m", marker if slow else f"not slow and {marker}"),
                 *("-p", "no:cacheprovider" if name == "waiting" else "cacheprovider", *arguments),
             ]

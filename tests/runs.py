@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
+
 from strop.config.load import load_config
+from strop.engines.torch.state import stored_shapes
 from strop.trainer.build import build_trainer
 
 import tiny_model
@@ -67,3 +71,11 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl without timings."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
+
+
+def saved_state(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a role's folder in a checkpoint."""
+    shapes = stored_shapes(folder)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    dcp.load(tensors, checkpoint_id=str(folder), no_dist=True)
+    return tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,10 @@ from strop.config.trees import REWARD_MODELLING, SFT
 from strop.trainer.supervised import RewardModelTrainer, SftTrainer, build
 
 import tiny_model
+from runs import metrics
 
-TIMES = ("timing_", "perf/", "time/")
+__all__ = ["final_weights", "make_inputs", "metrics", "overrides", "row", "train", "write_rows"]
+
 KINDS = {"sft": (SFT, SftTrainer), "train-rm": (REWARD_MODELLING, RewardModelTrainer)}
 
 
@@ -82,9 +83,3 @@ def final_weights(run: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return load_file(run / "final_model" / "model.safetensors")
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl without timings."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]

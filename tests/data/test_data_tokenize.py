@@ -207,12 +207,3 @@ def test_a_tokenizer_that_cannot_be_pickled_is_used_in_this_process(write, token
     with caplog.at_level(logging.WARNING, "strop.data"):
         assert as_lists(tokenize_table(table, tokenizer, num_workers=2)) == [[1, 11], [1, 12]]
     assert "one process" in caplog.text
-
-
-def test_the_chunk_worker_works_as_in_a_worker_process(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenize_module, "_worker_tokenizer", None)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    with pytest.raises(RuntimeError, match="was not started"):
-        tokenize_module._encode_chunk(["w1"])
-    tokenize_module._start_worker(tokenizer)
-    assert [ids.tolist() for ids in tokenize_module._encode_chunk(["w1", "w2"])] == [[1, 11], [1, 12]]

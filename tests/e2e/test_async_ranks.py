@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from strop.checkpoint.export import export
 from strop.checkpoint.folder import verify
-from strop.engines.torch.state import stored_shapes
 
-from runs import hashes, make_inputs, metrics, overrides, train
+from runs import hashes, make_inputs, metrics, overrides, saved_state, train
 
 TWO_RANKS = ("trainer.n_gpus_per_node=2", "trainer.save_freq=1", "trainer.async_save=true")
-
-
-def state(folder) -> dict[str, torch.Tensor]:
-    tensors = {
-        name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_shapes(folder).items()
-    }
-    dcp.load(tensors, checkpoint_id=str(folder), no_dist=True)
-    return tensors
 
 
 def finished(options) -> dict[str, str]:
@@ -43,7 +33,7 @@ def test_two_ranks_write_in_the_background_what_they_write_at_once(ray_session, 
         verify(remote / checkpoint.name)
         for role in ("actor", "critic"):
             assert len(list((checkpoint / role).glob("*.distcp"))) == 2  # one of each rank
-            found, wanted = state(checkpoint / role), state(now / checkpoint.name / role)
+            found, wanted = saved_state(checkpoint / role), saved_state(now / checkpoint.name / role)
             assert found.keys() == wanted.keys()
             assert all(torch.equal(found[key], wanted[key]) for key in found)
 

@@ -15,7 +15,7 @@ from messages import mentions
 from ray_runs import RayRun, trained_weights
 from runs import make_inputs, metrics, overrides
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray-runs")]
+pytestmark = pytest.mark.slow
 STEPS = 4
 SETTINGS = (
     "trainer.n_gpus_per_node=2",

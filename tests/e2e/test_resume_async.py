@@ -13,16 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 from strop import RayPPOTrainer
 from strop.checkpoint.folder import verify
-from strop.engines.torch.state import stored_shapes
 
 import forked
 from killing import copy_until
-from runs import hashes, make_inputs, metrics, overrides, train
+from runs import hashes, make_inputs, metrics, overrides, saved_state, train
 
 SETTINGS = (
     "trainer.total_training_steps=6",
@@ -95,14 +93,6 @@ def latest(run: Path) -> str:
     return (run / "latest_checkpointed_iteration.txt").read_text()
 
 
-def state(folder: Path) -> dict[str, torch.Tensor]:
-    tensors = {
-        name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_shapes(folder).items()
-    }
-    dcp.load(tensors, checkpoint_id=str(folder), no_dist=True)
-    return tensors
-
-
 def test_checkpoints_written_in_the_background_are_the_synchronous_ones(inputs, synchronous, tmp_path):
     other, expected = synchronous
     assert hashes(train(overrides(inputs, tmp_path, *SETTINGS, KEEP_TWO))) == expected
@@ -112,7 +102,7 @@ def test_checkpoints_written_in_the_background_are_the_synchronous_ones(inputs, 
     for name in kept:
         verify(tmp_path / name)
         for role in ("actor", "critic"):
-            found, wanted = state(tmp_path / name / role), state(other / name / role)
+            found, wanted = saved_state(tmp_path / name / role), saved_state(other / name / role)
             assert found.keys() == wanted.keys()
             assert any(key.startswith("optimizer.") for key in found)
             assert all(torch.equal(found[key], wanted[key]) for key in found)

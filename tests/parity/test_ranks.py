@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from strop.config.load import load_config
-from strop.engines.torch.state import stored_shapes
 from strop.trainer.build import build_trainer
 
-from runs import hashes, make_inputs, metrics, overrides, train
+from runs import hashes, make_inputs, metrics, overrides, saved_state, train
 
 STEPS = 5
 ACTOR = "actor_rollout_ref.actor"
@@ -160,13 +158,6 @@ def test_training_moved_the_parameters_much_further(results):
     assert moved > 1000 * TOLERANCE
 
 
-def _state(folder: Path) -> dict[str, torch.Tensor]:
-    shapes = stored_shapes(folder)
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-    dcp.load(tensors, checkpoint_id=str(folder), no_dist=True)
-    return tensors
-
-
 @pytest.mark.parametrize("layout", ["local", pytest.param("4 ranks", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_two_ranks_goes_on_with_others_bit_for_bit(results, tmp_path, layout):
     """Loaded, with no step taken, and saved again: weights, moments and step counts are those of the file."""
@@ -184,7 +175,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_others_bit_for_bit(results, tmp_
         trainer.groups[role].save_checkpoint(tmp_path / "again" / role)
     trainer.shutdown()
     for role in ("actor", "critic"):
-        written, again = _state(checkpoint / role), _state(tmp_path / "again" / role)
+        written, again = saved_state(checkpoint / role), saved_state(tmp_path / "again" / role)
         assert written.keys() == again.keys()
         assert any("exp_avg_sq" in name for name in written)
         assert all(torch.equal(written[name], again[name]) for name in written)

@@ -267,7 +267,7 @@ def test_a_long_wait_for_scores_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The last sample ends only when a line of the log has counted the other two."""
-    monkeypatch.setattr(scoring, "_TELL_EVERY_S", 0.05)
+    monkeypatch.setattr(scoring, "_LOG_EVERY_S", 0.05)
     caplog.set_level(logging.INFO, logger="strop")
     waits = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
     job = scoring.ScoringJob(make(), ErrorBudget(0.0), n_rows=4, n_scored=3)

@@ -1,75 +1,18 @@
-"""The loop of the scoring process, run in this one; ``test_rewards_process`` runs it where it belongs."""
+"""What the scoring process makes of a scorer's result or error; ``test_rewards_process`` runs the process."""
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 import sys
 
-import cloudpickle
 import pytest
 
-from strop.rewards.worker import wire
-from strop.rewards.worker.child import evaluate, serve
-from strop.rewards.worker.records import Sample, Setup
-
-
-def answers_to(*messages: bytes) -> list[dict]:
-    """What ``serve`` answers to these messages, after which the pipe is closed."""
-    requests, to_requests = os.pipe()
-    from_answers, answers = os.pipe()
-    for message in messages:
-        wire.send(to_requests, message)
-    os.close(to_requests)
-    serve(requests, answers)
-    os.close(answers)
-    found = []
-    try:
-        while True:
-            found.append(json.loads(wire.receive(from_answers)))
-    except EOFError:
-        return found
-    finally:
-        os.close(from_answers)
-        os.close(requests)
-
-
-def setup(function: object) -> bytes:
-    return pickle.dumps(Setup(list(sys.path), cloudpickle.dumps(function)))
+from strop.rewards.worker.child import evaluate
+from strop.rewards.worker.records import Sample
 
 
 def sample(text: str) -> bytes:
     return pickle.dumps(Sample("d", text, "7", {"index": 1}))
-
-
-def test_a_setup_and_samples_are_answered_in_order():
-    def score(data_source, solution_str, ground_truth, extra_info=None):
-        return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
-
-    assert answers_to(setup(score), sample("7"), sample("eight")) == [
-        {"status": "ready"},
-        {"status": "scored", "score": 1.0, "parts": {"length": 1.0}, "error": ""},
-        {"status": "scored", "score": 0.0, "parts": {"length": 5.0}, "error": ""},
-    ]
-
-
-def test_the_loop_ends_with_the_pipe_before_and_after_the_setup():
-    assert answers_to() == []
-    assert answers_to(setup(lambda **sample: 1.0)) == [{"status": "ready"}]
-
-
-def test_the_module_path_of_the_sender_is_taken_over(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "path", ["/somewhere", *sys.path])
-    path = ["/elsewhere", *sys.path[1:]]
-    answers_to(pickle.dumps(Setup(path, cloudpickle.dumps(lambda **sample: 1.0))))
-    assert sys.path == path
-
-
-def test_a_function_that_cannot_be_loaded_ends_the_loop_with_its_traceback():
-    (answer,) = answers_to(pickle.dumps(Setup(list(sys.path), b"no pickle")), sample("7"))
-    assert answer["status"] == "raised"
-    assert "UnpicklingError" in answer["error"]
 
 
 def fail(error: BaseException) -> object:

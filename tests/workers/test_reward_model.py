@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from strop.config.load import load_config
 from strop.controller.pools import ResourcePoolManager, Role
-from strop.errors import ModelError
+from strop.errors import StropError
 from strop.models.loader import load_scorer, load_tokenizer
 from strop.protocol import DataProto
 from strop.trainer.build import build_trainer
@@ -237,7 +237,7 @@ def test_another_vocabulary_is_refused_before_a_model_loads(inputs, tmp_path):
         _save_reward_model(tmp_path / "other", characters=characters)
         options = [f"reward_model.model.path={tmp_path / 'other'}", "reward_model.enable=true"]
         config = load_config(overrides(inputs, tmp_path, *options, "reward_model.model.input_tokenizer=null"))
-        with pytest.raises(ModelError, match=naming("reward_model.model.input_tokenizer")) as caught:
+        with pytest.raises(StropError, match=naming("reward_model.model.input_tokenizer")) as caught:
             build_trainer(config)
         return str(caught.value)
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,15 +23,12 @@ from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE
 from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.base import PendingReward
+from strop.rewards.parts import Composition, UnusedParts
 from strop.rewards.reward_output import RewardOutput, at_last_token, rule_parts, score_metrics
 from strop.rewards.worker.feed import Feed, Maker
 from strop.rewards.worker.pool import RewardPool
 from strop.rewards.worker.process import RewardProcess
 from strop.rewards.worker.records import Outcome, Sample
-
-if TYPE_CHECKING:
-    from strop.rewards.manager import RewardManager
-
 
 logger = logging.getLogger(__name__)
 
@@ -204,13 +201,29 @@ def _require_finite(outcome: Outcome, name: str) -> None:
         raise RewardError(f"the reward function returned {bad} for {name}")
 
 
+class Scoring(Protocol):
+    """The part of a reward manager that ``PendingSamples`` uses."""
+
+    composition: Composition
+    unused_parts: UnusedParts
+    error_score: float
+
+    def sample(self, fields: Fields, token_ids: list[int], asked: Parts) -> Sample:
+        """Return the sample of a response to score."""
+        ...
+
+    def examine(self, batch: DataProto, samples: Any, scores_B: Tensor, parts: Any, outcomes: Any) -> None:
+        """Log some samples with their scores."""
+        ...
+
+
 class PendingSamples(PendingReward):
     """Takes the samples of a batch as they are finished, then the whole batch, and returns its rewards."""
 
     takes_samples = True
 
     def __init__(
-        self, manager: RewardManager, job: ScoringJob, fields: Sequence[Fields], asked: Sequence[Parts]
+        self, manager: Scoring, job: ScoringJob, fields: Sequence[Fields], asked: Sequence[Parts]
     ) -> None:
         """Expect B rows with these ``fields`` and the parts that functions compute for them (``asked``)."""
         self._manager, self._job, self._fields, self._asked = manager, job, fields, asked

@@ -141,7 +141,7 @@ class PPO:
         return batch, metrics
 
     def trains_actor(self, iteration: int) -> bool:
-        """True once the critic's warm-up is over."""
+        """Return True once the critic's warm-up is over."""
         return self.groups.critic is None or iteration > self.config.trainer.critic_warmup
 
     def _generate_and_score(

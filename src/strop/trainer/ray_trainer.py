@@ -181,7 +181,7 @@ class ReinforcementRun(Run):
         self.best_score: float | None = None
 
     def one_iteration(self, batch: DataProto) -> dict[str, float]:
-        """A step of the algorithm and what hangs on it; returns all its metrics."""
+        """Run one iteration of PPO, log samples and validate; return all metrics."""
         trainer, settings = self.trainer, self.settings
         with trainer.timer.phase("step"):
             samples, metrics = trainer.step(batch)
@@ -203,7 +203,7 @@ class ReinforcementRun(Run):
         }
 
     def validate(self) -> dict[str, float]:
-        """Scores by data source; the best mean so far is remembered."""
+        """Validate and write samples and report; return the scores by data source and the best mean so far."""
         step, settings = self.trainer.global_step, self.settings
         with self.trainer.timer.phase("testing"):
             samples = self.trainer.validator.samples(self.trainer.timer)
@@ -234,13 +234,13 @@ class ReinforcementRun(Run):
 def build_loaders(
     config: Config, tokenizer: Any, train_dataset: Any | None, val_dataset: Any | None
 ) -> tuple[PromptLoader | Any, PromptLoader]:
-    """The endless seeded loader of training prompts and the one-pass loader of validation prompts.
+    """Return the endless seeded loader of training prompts and the loader of validation prompts.
 
-    The first is None with ``trainer.val_only``, and the training files are left alone.
+    The first is None with ``trainer.val_only``, and the training files are not read.
     """
     data = config.data
     if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
-        # The reward model writes the conversation anew with its own template, so it needs the messages.
+        # The reward model applies its own chat template, so it needs the messages.
         data = data.model_copy(update={"return_raw_chat": True})
     pad_token_id, longest = tokenizer.pad_token_id, data.max_prompt_length
     train, attempt = None, Attempts()

@@ -34,10 +34,10 @@ from strop.trainer.seeds import sample_seeds
 def make_report(
     samples: pa.Table, *, n: int, extractor_of: Callable[[str], Extractor | None], seed: int, show: int = 0
 ) -> ValidationReport:
-    """The report on ``samples`` (columns as in ``strop.tracking.samples``), ``n`` adjacent rows a prompt.
+    """Return the report on ``samples``, ``n`` adjacent rows per prompt.
 
-    ``extractor_of`` a data source finds the answers that vote, where it has one. ``seed`` draws the
-    resamples of intervals and majorities. ``show`` samples, of prompts spread evenly, are there to look at.
+    ``extractor_of(source)`` returns a function that extracts the answers that vote, or None. ``seed`` draws
+    the resamples of intervals and majorities. The report has ``show`` samples, of prompts spread evenly.
     """
     sources_B = samples["data_source"].to_numpy()
     sources = {
@@ -157,7 +157,7 @@ class Validator:
 
 
 def needs_reward_model(reward_fn: Reward, dataset: Any) -> bool:
-    """True if ``dataset`` has a source that no rule of ``reward_fn`` can score.
+    """Return True if ``dataset`` has a source that no rule of ``reward_fn`` can score.
 
     Validation is by rules alone where there is one.
     """
