@@ -45,11 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check and show a configuration; return 2 if there are errors, else 0.
-
-    Raises:
-        ConfigError: the configuration cannot be loaded.
-    """
+    """Check and show a configuration; return 2 if there are errors, else 0."""
     config, console = config_from(arguments), Console(soft_wrap=True)
     result = check(config, train_rows=_train_rows(config))
     console.print(render(result, config))

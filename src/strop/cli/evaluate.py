@@ -127,13 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate the model and show the figures; return 0.
-
-    Raises:
-        ConfigError: an argument is wrong, or ``--out`` holds an evaluation already.
-        DataError: the files cannot be used.
-        RewardError: nothing can score a data source, or too many samples could not be scored.
-    """
+    """Evaluate the model and show the figures; return 0."""
     log_to_console()
     config = config_from(arguments)
     out = Path(config.trainer.default_local_dir)

@@ -91,11 +91,6 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     """Score the file and print the table; return 1 if answers could not be scored, else 0.
 
     The whole file is read, and every data source checked, before the first answer is scored.
-
-    Raises:
-        DataError: the file, a row or a column cannot be used.
-        ConfigError: an option is wrong, or a scorer cannot work here or within ``--timeout``.
-        RewardError: a data source without a scorer.
     """
     for option in ("limit", "timeout", "workers"):
         value = getattr(arguments, option)

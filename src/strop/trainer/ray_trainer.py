@@ -203,7 +203,7 @@ class ReinforcementRun(Run):
         }
 
     def validate(self) -> dict[str, float]:
-        """Validate and write samples and report; return the scores by data source and the best mean so far."""
+        """Validate and write samples and report; return scores by data source and the best mean so far."""
         step, settings = self.trainer.global_step, self.settings
         with self.trainer.timer.phase("testing"):
             samples = self.trainer.validator.samples(self.trainer.timer)

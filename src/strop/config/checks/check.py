@@ -36,12 +36,10 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
     `train_rows` is the number of prompts in the training files, if known: the plan then has the number of
     iterations.
     """
-    errors: list[str] = []
-    warnings: list[str] = []
     rules = RULES if isinstance(config, Config) else SUPERVISED_RULES
-    for rule in (*COMMON_RULES, *rules):
-        for finding in rule(config):
-            (errors if finding.level == "error" else warnings).append(finding.text)
+    findings = [finding for rule in (*COMMON_RULES, *rules) for finding in rule(config)]
+    errors = [text for level, text in findings if level == "error"]
+    warnings = [text for level, text in findings if level == "warning"]
     if not isinstance(config, Config) or config.trainer.val_only:
         return CheckResult(errors, warnings, None)
     try:
