@@ -109,12 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--n", type=int, default=1, help="answers to each prompt (1)")
     add("--temperature", type=float, help="sampling temperature; 0: greedy (0 for --n 1, else 1)")
     add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability (1)")
-    add(
-        "--max-prompt-length",
-        type=int,
-        default=1024,
-        help="in tokens; a longer prompt is an error (1024)",
-    )
+    add("--max-prompt-length", type=int, default=1024, help="in tokens; a longer prompt is an error (1024)")
     add("--max-response-length", type=int, default=512, help="in tokens; a longer answer is cut (512)")
     add("--rollout", choices=tuple(ROLLOUTS), default="hf", help="engine that generates (hf)")
     add("--batch-size", type=int, default=64, help="prompts in one batch; it changes no result (64)")

@@ -71,13 +71,7 @@ class PPO:
     """
 
     def __init__(
-        self,
-        config: Config,
-        groups: Groups,
-        reward_fn: Reward,
-        weights: WeightSync,
-        *,
-        total_iterations: int,
+        self, config: Config, groups: Groups, reward_fn: Reward, weights: WeightSync, *, total_iterations: int
     ) -> None:
         self.config, self.groups, self.reward_fn, self.weights = config, groups, reward_fn, weights
         self.total_iterations = total_iterations

@@ -99,8 +99,4 @@ RULES: tuple[Rule, ...] = (
     deprecated,
 )
 
-SUPERVISED_RULES: tuple[Rule, ...] = (
-    supervised.model,
-    supervised.shards,
-    supervised.micro_batches,
-)
+SUPERVISED_RULES: tuple[Rule, ...] = (supervised.model, supervised.shards, supervised.micro_batches)
