@@ -81,7 +81,8 @@ def test_records_that_are_no_choice_of_four_are_listed(tmp_path):
     for reason, start in zip(
         reasons,
         ["field label", "field label", "field endings: expected a list of 4 texts",
-         "field endings: expected a list of 4 texts", "field endings: expected a list of 4 texts", "field ctx"],
+         "field endings: expected a list of 4 texts", "field endings: expected a list of 4 texts",
+         "field ctx"],
         strict=True,
     ):  # fmt: skip
         assert reason.startswith(start)
