@@ -171,8 +171,10 @@ def _require_time(require_ready: Callable[[float], None], timeout_s: float) -> N
 
 
 def _samples(arguments: argparse.Namespace) -> Iterator[Sample]:
-    response = truth = None
-    for number, row in enumerate(read_records(Path(arguments.file).expanduser())[: arguments.limit], start=1):
+    path, response, truth = Path(arguments.file).expanduser(), None, None
+    if path.suffix not in (".parquet", ".jsonl", ".json", ".gz"):
+        raise DataError(f"{path}: expected a .parquet or .jsonl file")
+    for number, row in enumerate(read_records(path)[: arguments.limit], start=1):
         try:
             response = response or arguments.response_column
             response = response or _find_column(row, RESPONSE_COLUMNS, "--response-column")
