@@ -42,8 +42,8 @@ from strop.trainer.ray_trainer import RayPPOTrainer
 from light_workers import LightCritic, LightPolicy
 
 ROLES = {Role.ActorRollout: LightPolicy, Role.RefPolicy: LightPolicy, Role.Critic: LightCritic}
-PARTS = ("__next__", "generate", "start_evaluation", "finish_scoring", "finish_evaluation")
-PARTS += ("estimate_advantages", "batch_metrics", "update_critic", "update_actor", "get")
+PARTS = ("__next__", "generate", "_start_evaluation", "scored", "_finish_evaluation")
+PARTS += ("estimate_advantages", "batch_metrics", "start_critic_update", "start_actor_update", "get")
 MB = 1e6
 
 
@@ -183,7 +183,7 @@ def profile(trainer: RayPPOTrainer, batches: Any, lines: int = 8) -> tuple[dict[
     raw = pstats.Stats(profiler).stats  # ty: ignore[unresolved-attribute]
     parts = dict.fromkeys(PARTS, 0.0)
     for (file, _, name), (_, _, _, cumulative, _) in raw.items():
-        if name in PARTS and Path(file).name in ("ppo.py", "updates.py"):
+        if name in PARTS and Path(file).name in ("ppo.py", "updates.py", "scores.py"):
             parts[name] += cumulative
     parts["__next__"] = calls["__iter__"].cumtime if "__iter__" in calls else 0.0
     hottest = sorted(raw.items(), key=lambda item: -item[1][2])[:lines]

@@ -27,15 +27,15 @@ def status_and_line(action, capsys) -> tuple[int, str]:
     [
         (
             lambda folder: (folder / "file").mkdir(),
-            ("FileExistsError", "/file: "),
+            ("FileExistsError", "/file'"),
         ),
         (
             lambda folder: (folder / "file" / "run").mkdir(),
-            ("NotADirectoryError", "/file/run: "),
+            ("NotADirectoryError", "/file/run'"),
         ),
-        (lambda folder: (folder / "file" / "x").write_text(""), ("NotADirectoryError", "/file/x: ")),
+        (lambda folder: (folder / "file" / "x").write_text(""), ("NotADirectoryError", "/file/x'")),
         (lambda folder: folder.read_text(), ("IsADirectoryError",)),
-        (lambda folder: (folder / "no" / "x").write_text(""), ("FileNotFoundError", "/no/x: ")),
+        (lambda folder: (folder / "no" / "x").write_text(""), ("FileNotFoundError", "/no/x'")),
         (no_room, ("OSError", "No space left on device")),
     ],
 )
@@ -56,7 +56,8 @@ def test_a_full_disk_names_the_file_that_was_to_be_written(tmp_path, capsys):
 
     status, line = status_and_line(write, capsys)
     assert status == 2
-    assert line.startswith(f"OSError: {tmp_path / 'table.parquet'}: No space left on device")
+    assert line.startswith("OSError: ")
+    assert f"No space left on device: '{tmp_path / 'table.parquet'}'" in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -67,7 +68,8 @@ def test_a_file_that_cannot_be_created_is_reported_by_its_own_name(tmp_path, cap
         return 0
 
     _, line = status_and_line(write, capsys)
-    assert f"{tmp_path / 'results.json'}: No such file" in line
+    assert "No such file" in line
+    assert f"{tmp_path / 'results.json'}" in line
     assert ".tmp" not in line
 
 
@@ -97,7 +99,8 @@ def test_prepare_into_a_file_and_onto_a_full_disk(tmp_path, capsys):
         fill(disk)
         assert main(["prepare", "arithmetic", "--out", str(disk)]) == 2
     printed = capsys.readouterr().err
-    assert "/train.parquet: No space left on device" in printed
+    assert "No space left on device" in printed
+    assert "/train.parquet" in printed
     assert "Traceback" not in printed
 
 

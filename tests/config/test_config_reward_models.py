@@ -68,13 +68,6 @@ def test_a_tokenizer_that_is_not_there(report):
     assert report("reward_model.model.input_tokenizer=hdfs://cluster/name")[0] == []
 
 
-def test_token_ids_of_another_vocabulary(report):
-    (line,) = report(SHARED, vocabulary=99)[0]
-    assert "the vocabularies differ: 100 tokens of " in line
-    assert "policy, 99 of " in line
-    assert report(SHARED, "reward_model.enable=false", vocabulary=99)[0] == []
-
-
 def test_sequences_longer_than_it_was_made_for(report):
     lengths = "data.max_prompt_length=512", "data.max_response_length=512"
     for overrides in ((SHARED,), ()):

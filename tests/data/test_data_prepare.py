@@ -138,7 +138,7 @@ def test_records_that_cannot_be_used_are_counted_and_listed(tmp_path, caplog):
 
 
 def test_a_split_without_a_usable_record_is_an_error(tmp_path):
-    source = write_jsonl(tmp_path / "train.jsonl", [["not", "an", "object"]])
+    source = write_jsonl(tmp_path / "train.jsonl", [{"not": "an", "item": 1}])
     with pytest.raises(DataError, match=naming("train", "1 records", "row 0", "question")):
         prepare("gsm8k", source, tmp_path / "out")
     assert not (tmp_path / "out" / "train.parquet").exists()

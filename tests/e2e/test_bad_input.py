@@ -13,7 +13,6 @@ from small_disk import no_room, small_disk
 
 from strop.checkpoint import store as checkpoint
 from strop.cli import main as cli
-from strop.cli.train import main
 from strop.errors import TrainingError
 from strop.models.loader import load_scorer
 from strop.tracking.jsonl import JsonlTracker, read_metrics
@@ -23,6 +22,10 @@ import supervised_runs
 import tiny_model
 from messages import mentions
 from runs import make_inputs, overrides
+
+
+def main(arguments):
+    return cli.main(["train", *arguments])
 
 
 @pytest.fixture(scope="module")

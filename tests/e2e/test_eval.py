@@ -198,8 +198,8 @@ VAL = ("--data", "{}/val.parquet")
     [
         (("{}/model", "--data", "{}/nothing.parquet"), ["data.val_files", "nothing.parquet"]),
         (("{}/nowhere", *VAL), ["nowhere"]),
-        (("{}/trained/global_step_2", *VAL), ["strop export {}/trained/global_step_2 --out"]),
-        (("{}/trained", *VAL), ["strop export {}/trained/global_step_2 --out"]),
+        (("{}/trained/global_step_2", *VAL), ["strop export --role actor {}/trained/global_step_2 --out"]),
+        (("{}/trained", *VAL), ["strop export --role actor {}/trained/global_step_2 --out"]),
         (("{}/model", "--data", "{}/other.parquet"), ["someone/elses", "--custom-reward"]),
         (("{}/rewards", *VAL), ["strop export --role reward_model {}/rewards/global_step_7 --out"]),
         (("{}/rewards/global_step_7", *VAL), ["{}/rewards/global_step_7 --out", "--reward-model"]),

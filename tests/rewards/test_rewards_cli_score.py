@@ -176,7 +176,7 @@ def test_code_without_a_sandbox_is_one_error_and_not_one_for_each_row(
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ('{"a": 1}\n{', [], "row 1: .*response .* a\\b.*--response"),
+        ('{"a": 1}', [], "row 1: .*response .* a\\b.*--response"),
         ('{"response": "7"}', [], "row 1: .*reward_model.ground_truth .*--ground-truth-column"),
         ('{"response": "7", "ground_truth": 7}', [], r"row 1: .*'data_source'"),
         ('{"response": 7, "ground_truth": 7}', [], "row 1: .*response .*7"),

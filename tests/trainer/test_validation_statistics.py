@@ -17,8 +17,6 @@ from strop.trainer.sample_statistics import (
     sample_counts,
 )
 
-from messages import naming
-
 
 def draws(n, k):
     return list(combinations(range(n), k))
@@ -78,14 +76,6 @@ def test_majority_by_hand():
 )
 def test_the_k_that_are_looked_at(n, counts):
     assert sample_counts(n) == counts
-
-
-@pytest.mark.parametrize("k", [0, 4])
-def test_more_than_there_are_cannot_be_drawn(k):
-    with pytest.raises(ValueError, match=naming("1 to 3")):
-        expected_best(np.zeros((2, 3)), k)
-    with pytest.raises(ValueError, match="expected 1 to 3"):
-        expected_majority(np.zeros((2, 3)), [[None] * 3] * 2, k, seed=1)
 
 
 def test_an_interval_is_that_of_the_normal_approximation_for_many_prompts():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -41,7 +40,11 @@ def export(checkpoint: str | Path, out: str | Path, *, role: str = "actor", dtyp
         # Beside `out`, hence on the same disk, so that the last step is a rename.
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
             building = Path(scratch) / "model"
-            _build(_local_role(checkpoint, role, Path(scratch)), building)
+            source = _local_role(checkpoint, role, Path(scratch))
+            if any((source / "huggingface").glob("*.safetensors")):
+                shutil.copytree(source / "huggingface", building)
+            else:
+                export_from_shards(source, source / "huggingface", building)
             if dtype is not None:
                 _convert(building, dtype)
             building.rename(out)
@@ -53,11 +56,13 @@ def export(checkpoint: str | Path, out: str | Path, *, role: str = "actor", dtyp
 def _local_role(checkpoint: str | Path, role: str, scratch: Path) -> Path:
     """Return the local folder of ``role``; of a remote checkpoint only the needed files are downloaded."""
     if is_url(checkpoint):
-        url = str(checkpoint).rstrip("/")
-        wanted = _needed(read_manifest(url), role)
-        local = scratch / "checkpoint"
-        _require_role(url, role, {name.partition("/")[0] for name in read_manifest(url) if "/" in name})
-        download(url, local, wanted=wanted)
+        url, local = str(checkpoint).rstrip("/"), scratch / "checkpoint"
+        names = read_manifest(url)
+        _require_role(url, role, {name.partition("/")[0] for name in names if "/" in name})
+        folder = f"{role}/huggingface/"  # without exported weights, all files of the role
+        if not any(name.startswith(folder) and name.endswith(".safetensors") for name in names):
+            folder = f"{role}/"
+        download(url, local, wanted=lambda name: name.startswith(folder))
         return local / role
     local = Path(checkpoint).expanduser()
     verify(local)
@@ -70,24 +75,9 @@ def _require_role(where: str, role: str, found: set[str]) -> None:
         raise CheckpointError(f"{where} holds no {role}; it holds {sorted(found)}")
 
 
-def _needed(manifest: Mapping[str, int], role: str) -> Callable[[str], bool]:
-    """Return a filter of the files to download: only the exported weights, if the checkpoint has them."""
-    folder = f"{role}/huggingface/"
-    if not any(name.startswith(folder) and name.endswith(".safetensors") for name in manifest):
-        folder = f"{role}/"
-    return lambda name: name.startswith(folder)
-
-
-def _build(source: Path, building: Path) -> None:
-    huggingface = source / "huggingface"
-    if any(huggingface.glob("*.safetensors")):
-        shutil.copytree(huggingface, building)
-    else:
-        export_from_shards(source, huggingface, building)
-
-
 def _convert(folder: Path, dtype: str) -> None:
     """Rewrite floating-point weights in ``dtype``; integers stay as they are."""
+    total_size = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
@@ -97,17 +87,12 @@ def _convert(folder: Path, dtype: str) -> None:
             for name, tensor in tensors.items()
         }
         save_file(converted, path, metadata=metadata)
+        total_size += sum(tensor.nbytes for tensor in converted.values())
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         content = json.loads(index.read_text())
-        content["metadata"]["total_size"] = sum(_bytes(path) for path in folder.glob("*.safetensors"))
+        content["metadata"]["total_size"] = total_size
         index.write_text(json.dumps(content, indent=2) + "\n")
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)  # the key of older transformers
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
-
-
-def _bytes(path: Path) -> int:
-    """Return the bytes of all tensors in a file."""
-    with safe_open(path, framework="pt") as file:
-        return sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 - not a mapping

@@ -1,10 +1,12 @@
-"""Checkpoints of a run: save, load, prune, upload; each is whole or absent.
+"""Checkpoints of a run: save, load, prune, upload; each is complete or absent.
 
-A checkpoint holds the trained roles (weights, optimizer, scheduler), the trainer's state (iteration, data
-order, KL coefficient) and the driver's global random generators. It is written into ``global_step_N.tmp``,
-listed in its manifest, made durable, renamed to ``global_step_N``, and only then named in
-``latest_checkpointed_iteration.txt``: whenever the process dies, that file names a checkpoint that loads.
-Ranks write into the temporary folder; only the driver seals and renames it, after all ranks have finished.
+A checkpoint holds the weights and optimizer moments of each trained role, the state of the loop
+(``Run.state_dict`` and its subclasses: iteration, position in the data, adaptive KL coefficient, best score)
+and the driver's global random generators, for users' code. Learning rates are functions of the iteration and
+need no state. It is written into ``global_step_N.tmp``, listed in its manifest, made durable, renamed to
+``global_step_N``, and only then named in ``latest_checkpointed_iteration.txt``: whenever the process dies,
+that file names a checkpoint that loads. Ranks write into the temporary folder; only the driver seals and
+renames it, after all ranks have finished.
 """
 
 from __future__ import annotations
@@ -339,7 +341,7 @@ class Checkpoints:
 
 
 def _is_about_files(error: BaseException) -> bool:
-    """Return True if a save failed because of the disk; torch reports a full disk as RuntimeError."""
+    """Return True if retrying a failed save cannot help; torch raises RuntimeError for a full disk."""
     if isinstance(error, WorkerError):
         return error.is_final  # a rank raised; after the loss of a rank a restart may help
     has_own_message = isinstance(error, StropError) and not isinstance(error, CheckpointError)

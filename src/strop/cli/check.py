@@ -45,11 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check and show a configuration; return 2 if there are errors, else 0.
-
-    Raises:
-        ConfigError: the configuration cannot be loaded.
-    """
+    """Check and show a configuration; return 2 if there are errors, else 0."""
     config, console = config_from(arguments), Console(soft_wrap=True)
     result = check(config, train_rows=_train_rows(config))
     console.print(render(result, config))
@@ -124,22 +120,24 @@ def plan_table(plan: BatchPlan, config: Config) -> Table:
     _add_update(table, "actor", plan.actor)
     if plan.critic is not None:
         _add_update(table, "critic", plan.critic)
-    table.add_row("old log-probs", _source_of_old_log_probs(config))
+    reason = why_old_log_probs_are_computed_apart(config)
+    source = f"a pass before the update: {reason}" if reason else "the update: it is one on-policy step"
+    table.add_row("old log-probs", f"from {source}")
     for name, forward in plan.forwards.items():
         table.add_row(f"{_FORWARD_NAMES[name]}: micro-batches on each rank", _micro_batches(forward))
-    unknown = "unknown: the training files were not read"
-    table.add_row("training prompts", unknown if plan.train_rows is None else f"{plan.train_rows:,}")
-    table.add_row("iterations per epoch", _number_or(unknown, plan.iterations_per_epoch))
-    table.add_row("iterations in the run", _number_or(unknown, plan.iterations))
+    totals: dict[str, int | None] = {
+        "training prompts": plan.train_rows,
+        "iterations per epoch": plan.iterations_per_epoch,
+        "iterations in the run": plan.iterations,
+    }
     if plan.iterations is not None and plan.actor_iterations is not None:
-        table.add_row("samples in the run", f"{plan.iterations * plan.samples:,}")
-        table.add_row(
-            "actor: optimizer steps in the run", f"{plan.actor_iterations * plan.actor.optimizer_steps:,}"
-        )
+        totals["samples in the run"] = plan.iterations * plan.samples
+        totals["actor: optimizer steps in the run"] = plan.actor_iterations * plan.actor.optimizer_steps
         if plan.critic is not None:
-            table.add_row(
-                "critic: optimizer steps in the run", f"{plan.iterations * plan.critic.optimizer_steps:,}"
-            )
+            totals["critic: optimizer steps in the run"] = plan.iterations * plan.critic.optimizer_steps
+    for name, number in totals.items():
+        unknown = "unknown: the training files were not read"
+        table.add_row(name, unknown if number is None else f"{number:,}")
     return table
 
 
@@ -170,10 +168,9 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
 def memory_table(memory: Forecast) -> Table:
     """Return a table of bytes by purpose."""
     table = _two_columns("Memory of one rank (estimate, at full sequence lengths)")
-    for name, size in memory.resident.items():
+    during = {f"during {name}": size for name, size in memory.phases.items()}
+    for name, size in (memory.resident | during).items():
         table.add_row(name, _size(size))
-    for name, size in memory.phases.items():
-        table.add_row(f"during {name}", _size(size))
     table.add_section()
     table.add_row("peak: all weights and the largest phase", _size(memory.peak))
     if memory.peak is None:
@@ -198,22 +195,11 @@ def _add_update(table: Table, name: str, update: UpdatePlan) -> None:
     table.add_row(f"{name}: micro-batches of a mini-batch, on each {ranks}", _micro_batches(update))
 
 
-def _source_of_old_log_probs(config: Config) -> str:
-    reason = why_old_log_probs_are_computed_apart(config)
-    if reason is None:
-        return "from the update: it is one on-policy step"
-    return f"from a pass before the update: {reason}"
-
-
 def _micro_batches(part: UpdatePlan | ForwardPlan) -> str:
     if part.micro_batches is None:
         return f"up to {part.micro_batch.max_tokens:,} tokens each"
     rows = min(part.micro_batch.rows or part.samples_per_rank, part.samples_per_rank)
     return f"{part.micro_batches:,} of {rows:,} sequences"
-
-
-def _number_or(otherwise: str, number: int | None) -> str:
-    return otherwise if number is None else f"{number:,}"
 
 
 def _size(size: int | None) -> str:

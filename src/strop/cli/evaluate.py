@@ -109,12 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--n", type=int, default=1, help="answers to each prompt (1)")
     add("--temperature", type=float, help="sampling temperature; 0: greedy (0 for --n 1, else 1)")
     add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability (1)")
-    add(
-        "--max-prompt-length",
-        type=int,
-        default=1024,
-        help="in tokens; a longer prompt is an error (1024)",
-    )
+    add("--max-prompt-length", type=int, default=1024, help="in tokens; a longer prompt is an error (1024)")
     add("--max-response-length", type=int, default=512, help="in tokens; a longer answer is cut (512)")
     add("--rollout", choices=tuple(ROLLOUTS), default="hf", help="engine that generates (hf)")
     add("--batch-size", type=int, default=64, help="prompts in one batch; it changes no result (64)")
@@ -127,13 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate the model and show the figures; return 0.
-
-    Raises:
-        ConfigError: an argument is wrong, or ``--out`` holds an evaluation already.
-        DataError: the files cannot be used.
-        RewardError: nothing can score a data source, or too many samples could not be scored.
-    """
+    """Evaluate the model and show the figures; return 0."""
     log_to_console()
     config = config_from(arguments)
     out = Path(config.trainer.default_local_dir)
@@ -212,19 +201,13 @@ def _quoted(text: str) -> str:
 
 
 def _require_model(path: str) -> None:
-    """Raise ``ConfigError`` for a folder that contains a model instead of being one."""
+    """Raise ``ConfigError`` for the folder of a run or a checkpoint, which contains a model but is none."""
     folder = Path(expand(path))
     if is_url(path) or (folder / "config.json").is_file():
         return
-    for role, export in (("actor", "strop export"), ("reward_model", "strop export --role reward_model")):
-        then = "" if role == "actor" else ", and give it with --reward-model: it scores answers only"
-        if (folder / role).is_dir():
+    for role in ("actor", "reward_model"):
+        if found := [*sorted(folder.glob(f"global_step_*/{role}")), *folder.glob(role)]:
             raise ConfigError(
-                f"{path} is a checkpoint of a run: make a model of it first, with "
-                f"`{export} {path} --out FOLDER`{then}"
-            )
-        if checkpoints := sorted(folder.glob(f"global_step_*/{role}")):
-            raise ConfigError(
-                f"{path} is the folder of a run: make a model of one of its checkpoints first, with "
-                f"`{export} {checkpoints[-1].parent} --out FOLDER`{then}"
+                f"{path} is no model; make one: strop export --role {role} {found[-1].parent} --out FOLDER"
+                + (", and give it with --reward-model: it only scores answers" if role != "actor" else "")
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import sys
 import threading
@@ -14,17 +13,6 @@ from typing import Any, NoReturn
 from strop.errors import SeveralErrors, StropError, problems_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_REMEDIES = {
-    **dict.fromkeys(_FULL, "free some room there, or name a place on another disk"),
-    **dict.fromkeys(
-        (errno.EACCES, errno.EPERM, errno.EROFS), "name a place that you may use, or change its permissions"
-    ),
-    **dict.fromkeys(
-        (errno.EEXIST, errno.ENOTDIR), "a file is where a folder is needed: name another, or move it away"
-    ),
-    errno.EISDIR: "a folder is where a file is needed: name another, or move it away",
-    errno.ENOENT: "no such file or folder, or none can be created there: check the path",
-}
 
 
 def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bool = True) -> int:
@@ -48,7 +36,7 @@ def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bo
     except OSError as error:
         if debug or (error.filename is None and error.errno not in _FULL):
             raise  # a broken pipe, a child process: another path would not help
-        sys.stderr.write(f"{type(error).__name__}: {_about_file(error)}\n")
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
     except KeyboardInterrupt:
         if debug:
@@ -57,18 +45,6 @@ def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bo
         kept = "; the last whole checkpoint is kept" if makes_checkpoints else ""
         sys.stderr.write(f"stopped by {name}{kept}\n")
         return status
-
-
-def _about_file(error: OSError) -> str:
-    """Return one line: the file, what happened to it, what to do."""
-    named = [] if error.filename is None else [_readable(error.filename)]
-    reason = str(error) if error.errno is None else os.strerror(error.errno)
-    advice = _REMEDIES.get(error.errno or 0, "--debug shows where it happened")
-    return ": ".join([*named, f"{reason}; {advice}"])
-
-
-def _readable(name: str | bytes | int) -> str:
-    return f"file descriptor {name}" if isinstance(name, int) else os.fsdecode(name)
 
 
 @contextmanager

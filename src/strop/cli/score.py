@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from rich.table import Table
 
 from strop.config.reward_parts import SCORERS
 from strop.errors import ConfigError, DataError, RewardError
+from strop.prepare.source import read_records
 from strop.rewards.custom import load_custom_reward
 from strop.rewards.router import BuiltInScorer, Router
 from strop.rewards.worker.feed import Feed
@@ -28,20 +27,7 @@ from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 
 RESPONSE_COLUMNS = ("response", "responses", "solution_str", "solution", "answer")
 GROUND_TRUTH_COLUMNS = ("reward_model.ground_truth", "ground_truth")
-_MISSING = object()
 _WITHOUT_GROUND_TRUTH = ("format", "length")
-
-
-def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a ``.parquet`` or ``.jsonl`` file; ``DataError`` names file and line."""
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise DataError(f"{path}: there is no such file")
-    if path.suffix == ".parquet":
-        return _parquet_rows(path)
-    if path.suffix in (".jsonl", ".json"):
-        return _json_rows(path)
-    raise DataError(f"{path}: expected a .parquet or .jsonl file")
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:
@@ -49,66 +35,26 @@ def value_at(row: Mapping[str, Any], column: str) -> Any:
 
     Raises ``KeyError`` if there is no such column.
     """
-    found = _look_up(row, column)
-    if found is _MISSING:
-        raise KeyError(column)
-    return found
-
-
-def find_column(row: Mapping[str, Any], candidates: tuple[str, ...], option: str) -> str:
-    """Return the first candidate that the row has; ``DataError`` names the option that chooses another."""
-    for column in candidates:
-        if _look_up(row, column) is not _MISSING:
-            return column
-    raise DataError(
-        f"no column {' or '.join(candidates)}; the columns are {', '.join(row)}. Choose one with {option} "
-        "(a dot reaches into nested columns)"
-    )
-
-
-def _look_up(row: Mapping[str, Any], column: str) -> Any:
     if column in row:
         return row[column]
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            return _MISSING
+            raise KeyError(column)
         value = value[name]
     return value
 
 
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as table:
-            for batch in table.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-    except pa.ArrowException as error:
-        raise DataError(f"{path} cannot be read as parquet: {error}") from error
-
-
-def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}, line {number}: this is not JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: expected an object with a key for each column")
-            yield row
-
-
-@dataclass
-class _Tally:
-    """Scores and errors of one data source."""
-
-    scores: list[float] = field(default_factory=list)
-    errors: int = 0
+def _find_column(row: Mapping[str, Any], candidates: tuple[str, ...], option: str) -> str:
+    """Return the first candidate that the row has; ``DataError`` names the option that chooses another."""
+    for column in candidates:
+        with contextlib.suppress(KeyError):
+            value_at(row, column)
+            return column
+    raise DataError(
+        f"no column {' or '.join(candidates)}; the columns are {', '.join(row)}. Choose one with {option} "
+        "(a dot reaches into nested columns)"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,11 +91,6 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     """Score the file and print the table; return 1 if answers could not be scored, else 0.
 
     The whole file is read, and every data source checked, before the first answer is scored.
-
-    Raises:
-        DataError: the file, a row or a column cannot be used.
-        ConfigError: an option is wrong, or a scorer cannot work here or within ``--timeout``.
-        RewardError: a data source without a scorer.
     """
     for option in ("limit", "timeout", "workers"):
         value = getattr(arguments, option)
@@ -161,16 +102,16 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     if not samples:
         raise DataError(f"{arguments.file}: there are no rows in it")
     _require_ready(scorer, Counter(sample.data_source for sample in samples), arguments.timeout)
-    tallies: defaultdict[str, _Tally] = defaultdict(_Tally)
+    by_source: defaultdict[str, list[Outcome]] = defaultdict(list)
     first_error = ""
     pool = RewardPool(scorer, num_workers=arguments.workers, timeout_s=arguments.timeout)
     with contextlib.closing(pool):
         outcomes = pool.evaluate_all(Feed.of(samples))
         progress = track(outcomes, "Scoring", console=console, transient=True, total=len(samples))
         for sample, outcome in zip(samples, progress, strict=True):
-            error = _count(tallies[sample.data_source], outcome)
-            first_error = first_error or error
-    console.print(_table(tallies))
+            by_source[sample.data_source].append(outcome)
+            first_error = first_error or _error(outcome)
+    console.print(_table(by_source))
     if first_error:
         console.print(f"The first answer that could not be scored:\n{first_error}", markup=False)
     return 1 if first_error else 0
@@ -230,28 +171,27 @@ def _require_time(require_ready: Callable[[float], None], timeout_s: float) -> N
 
 
 def _samples(arguments: argparse.Namespace) -> Iterator[Sample]:
-    rows = itertools.islice(enumerate(read_rows(arguments.file), start=1), arguments.limit)
-    response = truth = None
-    for number, row in rows:
+    path, response, truth = Path(arguments.file).expanduser(), None, None
+    if path.suffix not in (".parquet", ".jsonl", ".json", ".gz"):
+        raise DataError(f"{path}: expected a .parquet or .jsonl file")
+    for number, row in enumerate(read_records(path)[: arguments.limit], start=1):
         try:
-            response = response or arguments.response_column or _response_column(row)
+            response = response or arguments.response_column
+            response = response or _find_column(row, RESPONSE_COLUMNS, "--response-column")
             if arguments.scorer not in _WITHOUT_GROUND_TRUTH:
-                truth = truth or arguments.ground_truth_column or _ground_truth_column(row)
-            yield _sample(arguments, row, response, truth)
+                truth = truth or arguments.ground_truth_column
+                truth = truth or _find_column(row, GROUND_TRUTH_COLUMNS, "--ground-truth-column")
+            text = value_at(row, response)
+            if not isinstance(text, str):
+                raise DataError(f"column {response} holds {text!r:.80}: expected a text")
+            ground_truth = None if truth is None else value_at(row, truth)
+            yield Sample(_source(arguments, row), text, ground_truth, row.get("extra_info"))
         except KeyError as error:
             raise DataError(
                 f"{arguments.file}, row {number}: no column {error}; the columns are {', '.join(row)}"
             ) from None
         except DataError as error:
             raise DataError(f"{arguments.file}, row {number}: {error}") from None
-
-
-def _sample(arguments: argparse.Namespace, row: dict[str, Any], response: str, truth: str | None) -> Sample:
-    text = value_at(row, response)
-    if not isinstance(text, str):
-        raise DataError(f"column {response} holds {text!r:.80}: expected a text")
-    ground_truth = None if truth is None else value_at(row, truth)
-    return Sample(_source(arguments, row), text, ground_truth, row.get("extra_info"))
 
 
 def _source(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
@@ -266,32 +206,19 @@ def _source(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
         return arguments.scorer
 
 
-def _response_column(row: dict[str, Any]) -> str:
-    return find_column(row, RESPONSE_COLUMNS, "--response-column")
+def _error(outcome: Outcome) -> str:
+    """Return why a sample has no score, or ""."""
+    if outcome.error or outcome.is_finite:
+        return outcome.error
+    return f"the reward function returned {outcome.score} with the parts {outcome.parts}"
 
 
-def _ground_truth_column(row: dict[str, Any]) -> str:
-    return find_column(row, GROUND_TRUTH_COLUMNS, "--ground-truth-column")
-
-
-def _count(tally: _Tally, outcome: Outcome) -> str:
-    """Add one outcome; return its error, or "" for a score."""
-    error = outcome.error
-    if not error and not outcome.is_finite:
-        error = f"the reward function returned {outcome.score} with the parts {outcome.parts}"
-    if error:
-        tally.errors += 1
-    else:
-        tally.scores.append(outcome.score)
-    return error
-
-
-def _table(tallies: dict[str, _Tally]) -> Table:
+def _table(by_source: Mapping[str, list[Outcome]]) -> Table:
     table = Table("data source", title="Scores", title_justify="left")
     for heading in ("answers", "mean score", "errors"):
         table.add_column(heading, justify="right")
-    for source in sorted(tallies):
-        scores, errors = tallies[source].scores, tallies[source].errors
+    for source, outcomes in sorted(by_source.items()):
+        scores = [outcome.score for outcome in outcomes if not _error(outcome)]
         mean = f"{sum(scores) / len(scores):.4f}" if scores else "-"
-        table.add_row(source, str(len(scores) + errors), mean, str(errors))
+        table.add_row(source, str(len(outcomes)), mean, str(len(outcomes) - len(scores)))
     return table

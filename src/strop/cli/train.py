@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
-from strop.cli.run import run_command
 from strop.config.checks.check import check
 from strop.config.checks.supervised import Supervised
 from strop.config.load import load_tree
@@ -43,15 +43,6 @@ def _load(tree: Tree[Root], arguments: argparse.Namespace) -> Root:
 def require_valid(config: RootConfig) -> None:
     """Raise all errors of the configuration as one ``ConfigError``; the trainer logs the warnings."""
     check(config).raise_errors()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``strop train`` and return its exit status."""
-    parser = argparse.ArgumentParser(prog="strop train", description="Train a language model with PPO.")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    add_config_arguments(parser)
-    arguments = parser.parse_intermixed_args(argv)
-    return run_command(lambda: run_train(arguments), debug=arguments.debug)
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -95,7 +86,7 @@ def _train_supervised(config: Supervised, trainer: str) -> None:
     require_valid(config)
     from strop.trainer import supervised as trainers  # torch and transformers: seconds
 
-    with_restarts(config, lambda config: trainers.train_once(getattr(trainers, trainer), config))
+    with_restarts(config, lambda config: _fit(trainers.build(getattr(trainers, trainer), config)))
 
 
 def log_to_console() -> None:
@@ -108,7 +99,10 @@ def train_once(config: Config) -> None:
     """Build the trainer, train, and release its workers even if it raises."""
     from strop.trainer.build import build_trainer  # torch and transformers: seconds
 
-    trainer = build_trainer(config)
+    _fit(build_trainer(config))
+
+
+def _fit(trainer: Any) -> None:
     try:
         trainer.init_workers()
         trainer.fit()
@@ -137,12 +131,12 @@ def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
                     raise
                 logger.error("%s", error)
             after = folder.latest_checkpoint()
-            resumes = after is not None and after != before
-            if resumes:  # a checkpoint from before this run belongs to another run
+            if after is not None and after != before:  # saved by this run, whatever resume_mode was
                 config = _with_resume(config)
+            mode = config.trainer.resume_mode
             logger.warning(
-                "restarting %s; %d restart%s left",
-                f"from iteration {after[0]}" if after is not None and resumes else "from the beginning",
+                "restarting from %s; %d restart%s left",
+                f"iteration {after[0]}" if after and mode == "auto" else f"the start (resume_mode={mode})",
                 restarts_left - 1,
                 "" if restarts_left == 2 else "s",
             )
@@ -150,4 +144,4 @@ def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
 
 def _with_resume(config: Root) -> Root:
     trainer = config.trainer.model_copy(update={"resume_mode": "auto"})
-    return config.model_copy(update={"trainer": trainer})  # it keeps which keys were written
+    return config.model_copy(update={"trainer": trainer})

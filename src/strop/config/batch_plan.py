@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-from strop.config.keys import divisors, nearest_in_words, value_at
+from strop.config.keys import divisors, longest_row, nearest_in_words, value_at
 from strop.config.placement import Placement
 from strop.config.roles import uses_critic, uses_reference
 from strop.config.schema import Config
@@ -95,41 +95,32 @@ def resolve_micro_batch(config: Config, name: str, ranks: int = 1) -> MicroBatch
     if value_at(config, keys.dynamic):
         return MicroBatchSize(max_tokens=_token_cap(config, keys, sharing))
     per_gpu, overall = value_at(config, keys.per_gpu), value_at(config, keys.overall)
-    match per_gpu, overall:
-        case None, None:
-            raise ConfigError(f"{keys.per_gpu}: not set; set it, or {keys.dynamic}=True")
-        case _, None:
-            return MicroBatchSize(rows=per_gpu)
-        case None, _:
-            return MicroBatchSize(rows=_per_rank(keys, overall, ranks // sharing))
-    raise ConfigError(
-        f"{keys.per_gpu}={per_gpu} and the deprecated {keys.overall}={overall} are both set; keep the first, "
-        "with the other at null"
-    )
-
-
-def _per_rank(keys: MicroBatchKeys, overall: Any, ranks: int) -> int:
-    if overall % ranks:
+    if per_gpu is not None and overall is not None:
         raise ConfigError(
-            f"{keys.overall}={overall} does not divide over {ranks} ranks "
-            f"({nearest_in_words(overall, range(ranks, overall + ranks + 1, ranks))}); "
+            f"{keys.per_gpu}={per_gpu} and the deprecated {keys.overall}={overall} are both set; keep the "
+            "first, with the other at null"
+        )
+    if overall is None:
+        if per_gpu is None:
+            raise ConfigError(f"{keys.per_gpu}: not set; set it, or {keys.dynamic}=True")
+        return MicroBatchSize(rows=per_gpu)
+    groups = ranks // sharing
+    if overall % groups:
+        raise ConfigError(
+            f"{keys.overall}={overall} does not divide over {groups} ranks "
+            f"({nearest_in_words(overall, range(groups, overall + groups + 1, groups))}); "
             f"{keys.per_gpu} counts per rank"
         )
-    return overall // ranks
+    return MicroBatchSize(rows=overall // groups)
 
 
 def _token_cap(config: Config, keys: MicroBatchKeys, sharing: int) -> int:
     cap = value_at(config, keys.max_tokens) * sharing
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    words = f"data.max_prompt_length={config.data.max_prompt_length} + "
-    words += f"data.max_response_length={config.data.max_response_length}"
+    longest, words = longest_row(config.data)
     rewards = config.reward_model
-    if (
-        keys is MICRO_BATCHES["reward_model"]
-        and rewards.model.input_tokenizer is not None
-        and rewards.max_length
-    ):
-        longest, words = rewards.max_length, f"reward_model.max_length={rewards.max_length}"  # its own tokens
+    retokenized = keys is MICRO_BATCHES["reward_model"] and rewards.model.input_tokenizer is not None
+    if retokenized and rewards.max_length:
+        longest, words = rewards.max_length, f"reward_model.max_length={rewards.max_length}"
     if cap < longest:
         shared = f" on {sharing} ranks" if sharing > 1 else ""
         raise ConfigError(
@@ -253,16 +244,16 @@ def _plan_update(config: Config, name: str, ranks_of_pass: Callable[[str], int])
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini = section.ppo_mini_batch_size
     problems = []
-    ranks = ranks_of_pass(name)
-    groups = _groups(config, name, ranks_of_pass)
-    working = [size for size in divisors(prompts) if size * n % groups == 0]
+    ranks, groups = ranks_of_pass(name), _groups(config, name, ranks_of_pass)
     actors = config.actor_rollout_ref.actor.ppo_mini_batch_size, _groups(config, "actor", ranks_of_pass)
     reported = not is_actor and (mini, groups) == actors  # the actor's line says the same
+    working = [size for size in divisors(prompts) if size * n % groups == 0]
     if mini not in working and not reported:
+        shares = f"{ranks} ranks" if groups == ranks else f"{groups} groups of {ranks // groups} ranks"
         wrong = (
             f"does not divide data.train_batch_size={prompts}"
             if prompts % mini
-            else f"x actor_rollout_ref.rollout.n={n} does not divide over {_in_words(groups, ranks)}"
+            else f"x actor_rollout_ref.rollout.n={n} does not divide over {shares}"
         )
         problems.append(f"{key}={mini} {wrong} ({nearest_in_words(mini, working)})")
     try:
@@ -286,10 +277,6 @@ def _plan_update(config: Config, name: str, ranks_of_pass: Callable[[str], int])
 def _groups(config: Config, name: str, ranks_of_pass: Callable[[str], int]) -> int:
     """Return the number of parts that the samples of a pass are spread over."""
     return ranks_of_pass(name) // sequence_parallel_size(config, name, ranks_of_pass(name))
-
-
-def _in_words(groups: int, ranks: int) -> str:
-    return f"{ranks} ranks" if groups == ranks else f"{groups} groups of {ranks // groups} ranks"
 
 
 def _plan_forward(config: Config, name: str, samples: int, ranks: int) -> ForwardPlan:

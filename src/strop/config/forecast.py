@@ -14,7 +14,6 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from strop.config.backends import ROLLOUTS, load_backend
 from strop.config.batch_plan import BatchPlan, UpdatePlan
@@ -32,9 +31,8 @@ _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 class ModelFacts:
     """Sizes of a decoder-only transformer."""
 
-    parameters: int
-    counted: bool
-    """Counted in the headers of the weights; False: computed from the shape in config.json."""
+    parameters: int | None
+    """Counted in the headers of the weights; None without safetensors files."""
     layers: int
     hidden: int
     vocabulary: int
@@ -54,12 +52,10 @@ def read_model_facts(path: str) -> ModelFacts | None:
     try:
         config = json.loads((folder / "config.json").read_text())
         shape = config.get("text_config", config)
-        counted = sum(count_parameters(file) for file in sorted(folder.glob("*.safetensors")))
         heads = shape["num_attention_heads"]
         head_size = shape.get("head_dim") or shape["hidden_size"] // heads
         return ModelFacts(
-            parameters=counted or _estimate(shape, heads * head_size),
-            counted=counted > 0,
+            parameters=sum(count_parameters(file) for file in folder.glob("*.safetensors")) or None,
             layers=shape["num_hidden_layers"],
             hidden=shape["hidden_size"],
             vocabulary=shape["vocab_size"],
@@ -81,31 +77,12 @@ def count_parameters(file: Path) -> int:
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
-def _estimate(shape: dict[str, Any], query_width: int) -> int:
-    """Return the parameters of a Llama-shaped model: embeddings, attention, gated feed-forward, norms."""
-    hidden, layers, vocabulary = shape["hidden_size"], shape["num_hidden_layers"], shape["vocab_size"]
-    heads = shape["num_attention_heads"]
-    kv_width = query_width // heads * shape.get("num_key_value_heads", heads)
-    attention = hidden * (2 * query_width + 2 * kv_width)
-    feed_forward = 3 * hidden * shape["intermediate_size"]
-    embeddings = vocabulary * hidden * (1 if shape.get("tie_word_embeddings") else 2)
-    return embeddings + layers * (attention + feed_forward + 2 * hidden) + hidden
-
-
 _FLOAT32 = 4
-
 _TRAINED = 4 * _FLOAT32  # weight, gradient and two moments
-
-# Activation bytes for each token, layer and hidden unit, by the bytes of a number.
-_ACTIVATION_BYTES = {2: 34, 4: 68}
-
-# Logits in one block of the vocabulary on a GPU; on a CPU there are fewer.
-_LOGITS_AT_ONCE = 1 << 25
-
+_ACTIVATION_BYTES = {2: 34, 4: 68}  # for each token, layer and hidden unit, by the bytes of a number
+_LOGITS_AT_ONCE = 1 << 25  # in one block of the vocabulary on a GPU; fewer on a CPU
 _LOGIT_COPIES = 3
-
-# Tokens in a block of vLLM's KV cache; the last block of a sequence is not full.
-_CACHE_BLOCK = 128
+_CACHE_BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
 
 
 @dataclass(frozen=True)
@@ -186,7 +163,7 @@ def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None
 
 
 def _times(facts: ModelFacts | None, bytes_each: int, shards: int) -> int | None:
-    return None if facts is None else facts.parameters * bytes_each // shards
+    return facts.parameters * bytes_each // shards if facts is not None and facts.parameters else None
 
 
 def _sum(*parts: int | None) -> int | None:

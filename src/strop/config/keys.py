@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import Expected, Limit, Required, Section
+from strop.config.schema.data import RowsConfig
 
 _PLAIN_NAMES = {
     str: "string",
@@ -143,6 +144,12 @@ def nearest_in_words(value: int, working: Iterable[int]) -> str:
     return (
         f"nearest: {', '.join(str(number) for number in below + above)}" if candidates else "no value works"
     )
+
+
+def longest_row(data: RowsConfig) -> tuple[int, str]:
+    """Return the tokens of the longest prompt and response together, and the two keys that decide them."""
+    prompt, response = data.max_prompt_length, data.max_response_length
+    return prompt + response, f"data.max_prompt_length={prompt} + data.max_response_length={response}"
 
 
 def divisors(number: int) -> list[int]:

@@ -18,12 +18,7 @@ from strop.errors import ConfigError
 GLOBAL_POOL = "global_pool"
 
 # Passes over the samples that are not the policy's own.
-_PASS_ROLES = {
-    "ref": "RefPolicy",
-    "critic": "Critic",
-    "values": "Critic",
-    "reward_model": "RewardModel",
-}
+_PASS_ROLES = {"ref": "RefPolicy", "critic": "Critic", "values": "Critic", "reward_model": "RewardModel"}
 
 
 @dataclass(frozen=True)

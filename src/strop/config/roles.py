@@ -90,10 +90,9 @@ def why_old_log_probs_are_computed_apart(config: Config) -> str | None:
 
 def _sets_dropout(override: Mapping[str, Any]) -> bool:
     """Return True if the values turn on noise that only training passes have, such as dropout."""
-    for key, value in override.items():
-        if isinstance(value, Mapping):
-            if _sets_dropout(value):
-                return True
-        elif ("drop" in key or "jitter" in key) and isinstance(value, int | float) and value > 0:
-            return True
-    return False
+    return any(
+        _sets_dropout(value)
+        if isinstance(value, Mapping)
+        else ("drop" in key or "jitter" in key) and isinstance(value, int | float) and value > 0
+        for key, value in override.items()
+    )

@@ -120,21 +120,15 @@ def called_function(code: str, test: str) -> str:
 def _by_task(records: Sequence[Any]) -> Splits:
     divided: dict[str, list[Any]] = {split: [] for split in _LAST_TASKS}
     for record in records:
-        divided[_split_of_task(_task_number(record))].append(record)
+        number = _task_number(record)
+        divided[next(split for split, last in _LAST_TASKS.items() if number <= last)].append(record)
     return {split: found for split, found in divided.items() if found}
 
 
-def _split_of_task(number: int) -> str:
-    for split, last in _LAST_TASKS.items():
-        if number <= last:
-            return split
-    raise DataError(f"field task_id: expected 1 to {_LAST_TASKS['train']}, found {number}")
-
-
 def _task_number(record: Any) -> int:
-    number = record.get("task_id") if isinstance(record, dict) else None
-    if not isinstance(number, int) or number < 1:
-        raise DataError(f"field task_id: expected a number from 1, found {number!r:.20}")
+    number = record.get("task_id")
+    if not isinstance(number, int) or not 1 <= number <= _LAST_TASKS["train"]:
+        raise DataError(f"field task_id: expected 1 to {_LAST_TASKS['train']}, found {number!r:.20}")
     return number
 
 

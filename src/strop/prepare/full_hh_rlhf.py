@@ -7,7 +7,6 @@ do not quote the transcripts, which are offensive in places.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from strop.errors import DataError
 from strop.prepare.source import Split, make_row, read_splits
 
 DATA_SOURCE = "Dahoas/full-hh-rlhf"
+SPLIT_KINDS = ("sft", "rm", "rl")
 
 _ANSWER = "\n\nAssistant:"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -36,12 +36,11 @@ def splits(
 
     Records need ``chosen`` and ``rejected``: two transcripts, or two answers beside a ``prompt``.
     """
-    if split_kind not in _ROWS:
-        raise DataError(f"split_kind={split_kind!r}: expected one of {', '.join(_ROWS)}")
-    make = _ROWS[split_kind]
+    if split_kind not in SPLIT_KINDS:
+        raise DataError(f"split_kind={split_kind!r}: expected one of {', '.join(SPLIT_KINDS)}")
 
     def convert(record: Any, split: str, index: int) -> dict[str, Any]:
-        return make(read_pair(record), split, index)
+        return _row(split_kind, read_pair(record), split, index)
 
     return read_splits(source or DATA_SOURCE, convert, cache_dir=cache_dir)
 
@@ -83,16 +82,8 @@ def dialogue(transcript: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
 
 
-def _sft_row(pair: Pair, split: str, index: int) -> dict[str, Any]:
-    return _base_row(pair, split, index) | {"response": pair.chosen}
-
-
-def _rm_row(pair: Pair, split: str, index: int) -> dict[str, Any]:
-    return _base_row(pair, split, index) | {"chosen": pair.chosen, "rejected": pair.rejected}
-
-
-def _rl_row(pair: Pair, split: str, index: int) -> dict[str, Any]:
-    return make_row(
+def _row(kind: str, pair: Pair, split: str, index: int) -> dict[str, Any]:
+    row = make_row(
         data_source=DATA_SOURCE,
         prompt=pair.prompt,
         ability="alignment",
@@ -101,21 +92,12 @@ def _rl_row(pair: Pair, split: str, index: int) -> dict[str, Any]:
         index=index,
         style="model",
     )
-
-
-def _base_row(pair: Pair, split: str, index: int) -> dict[str, Any]:
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": pair.prompt,
-        "extra_info": {"split": split, "index": index},
-    }
-
-
-_ROWS: dict[str, Callable[[Pair, str, int], dict[str, Any]]] = {
-    "sft": _sft_row,
-    "rm": _rm_row,
-    "rl": _rl_row,
-}
+    if kind == "rl":
+        return row
+    answers = (
+        {"response": pair.chosen} if kind == "sft" else {"chosen": pair.chosen, "rejected": pair.rejected}
+    )
+    return {name: row[name] for name in ("data_source", "prompt", "extra_info")} | answers
 
 
 def _cut(transcript: str, name: str) -> tuple[str, str]:
@@ -131,7 +113,7 @@ def _prompt_field(prompt: str) -> str:
 
 
 def _text(record: Any, name: str) -> str:
-    value = record.get(name) if isinstance(record, dict) else None
+    value = record.get(name)
     if not isinstance(value, str):
         raise DataError(f"field {name}: expected text, found {type(value).__name__}")
     return value

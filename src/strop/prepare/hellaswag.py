@@ -65,16 +65,14 @@ def readable(text: str) -> str:
 
 
 def _has_labels(records: Sequence[Any]) -> bool:
-    return any(not isinstance(record, dict) or record.get("label") not in (None, "") for record in records)
+    return any(record.get("label") not in (None, "") for record in records)
 
 
 def _endings(record: Any) -> list[str]:
     endings = record.get("endings")
-    if not isinstance(endings, list) or len(endings) != len(LETTERS):
-        found = f"{len(endings)}" if isinstance(endings, list) else type(endings).__name__
-        raise DataError(f"field endings: expected a list of {len(LETTERS)} texts, found {found}")
-    if not all(isinstance(ending, str) and ending.strip() for ending in endings):
-        raise DataError("field endings: an ending is not a text or is empty")
+    is_list = isinstance(endings, list) and len(endings) == len(LETTERS)
+    if not is_list or not all(isinstance(ending, str) and ending.strip() for ending in endings):
+        raise DataError(f"field endings: expected a list of {len(LETTERS)} texts, found {endings!r:.60}")
     return endings
 
 

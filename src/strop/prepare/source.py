@@ -22,14 +22,9 @@ Splits = Mapping[str, Sequence[dict[str, Any]]]
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
-_SPLIT_NAMES = {
-    "train": "train",
-    "test": "test",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-}
+_SPLIT_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(
+    ("validation", "valid", "val", "dev"), "validation"
+)
 
 # Matches train.jsonl, train-00000-of-00002.parquet, train_0.jsonl and harmless-base.test.jsonl; not
 # train_socratic.jsonl, which is another data set.
@@ -73,8 +68,7 @@ def _read_files(source: str, paths: list[Path], unnamed_split: str | None) -> Sp
         named = dict.fromkeys(stems, unnamed_split)
     splits: dict[str, list[dict[str, Any]]] = {}
     for path, split in named.items():
-        reader = _read_parquet if path.name.endswith(".parquet") else _read_jsonl
-        splits.setdefault(split, []).extend(reader(path))
+        splits.setdefault(split, []).extend(read_records(path))
     if not splits:
         found = ", ".join(path.name for path in paths[:10]) or "nothing"
         names = "files" if unnamed_split is not None else "files named train, test or validation,"
@@ -98,28 +92,27 @@ def _split_of(stem: str) -> str | None:
     return None
 
 
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a parquet file or of JSON lines; ``DataError`` names the file and the line."""
     try:
+        if path.suffix == ".parquet":
+            return pq.read_table(path).to_pylist()
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    # Not splitlines(): JSON may hold U+2028 and other separators unescaped.
-    return [_parse(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-
-
-def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {number}: not JSON: {error}") from error
-
-
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
-    try:
-        return pq.read_table(path).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {error}") from error
+    records = []
+    for number, line in enumerate(text.split("\n"), 1):  # U+2028, a line end to splitlines(), may be in JSON
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number}: not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise DataError(f"{path}, line {number}: expected an object, found {line.strip():.60}")
+        records.append(record)
+    return records
 
 
 def _read_hub(name: str, config: str | None) -> Splits:
@@ -180,8 +173,7 @@ def make_row(
 
 def text_field(record: Any, name: str) -> str:
     """Return a non-empty string of a record; raise :class:`DataError` with the field's name otherwise."""
-    value = record.get(name) if isinstance(record, dict) else None
+    value = record.get(name)
     if not isinstance(value, str) or not value.strip():
-        keys = sorted(record) if isinstance(record, dict) else type(record).__name__
-        raise DataError(f"field {name}: expected text, found {value!r:.60} (the record has {keys})")
+        raise DataError(f"field {name}: expected text, found {value!r:.60} (the record has {sorted(record)})")
     return value

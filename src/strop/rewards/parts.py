@@ -82,7 +82,7 @@ class Composition:
     def contributions(
         self, parts: Mapping[str, Tensor], sources: Sequence[str], *, failed_B: Tensor, validating: bool
     ) -> dict[str, Tensor]:
-        """Return the contribution [B] of each part (NaN: absent) to the score; a failed rule counts fully."""
+        """Return each part's contribution [B]. ``parts`` are NaN where absent; a failed rule has weight 1."""
         added = {}
         decided_B = torch.zeros(len(sources), dtype=torch.bool)
         for name in {RULE, REWARD_MODEL} & parts.keys():

@@ -5,7 +5,6 @@ Copy ``build_trainer`` for a run with another worker, reward or placement: its p
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import model_paths, roles_of, tokenizer_paths
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.hub import local_tokenizer, require_from_hub
@@ -24,7 +23,7 @@ from strop.data.parquet import UNNAMED_SOURCE
 from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows
 from strop.data.tokenize import tokenizer_fingerprint
-from strop.errors import Attempts, MissingExtraError, ModelError
+from strop.errors import Attempts, ModelError
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
 from strop.rewards.base import Reward
 from strop.rewards.manager import load_reward_manager
@@ -34,6 +33,8 @@ from strop.trainer.seeds import seed_global_generators
 from strop.workers.critic import CriticWorker
 from strop.workers.policy import ActorRolloutRefWorker
 from strop.workers.reward_model import RewardModelWorker
+
+logger = logging.getLogger("strop")
 
 _REMEDY = (
     "Set reward_model.model.input_tokenizer to the policy's tokenizer, so that samples are decoded and "
@@ -77,12 +78,6 @@ def _ordinary_tokens(tokenizer: Any) -> dict[int, str]:
     return {token_id: token for token, token_id in tokenizer.get_vocab().items() if token not in added}
 
 
-logger = logging.getLogger("strop")
-
-
-_DIALOGUE = [{"role": "user", "content": "1"}], {"role": "assistant", "content": "2"}
-
-
 def check_reward_model_tokens(config: Config, tokenizer: Any) -> None:
     """Raise ``ModelError`` if the reward model would score token ids that mean other tokens to it.
 
@@ -101,7 +96,7 @@ def check_reward_model_tokens(config: Config, tokenizer: Any) -> None:
         return
     own = load_tokenizer(reward_model, trust_remote_code=rewards.model.trust_remote_code)
     is_shared = tokenizer_fingerprint(own) == tokenizer_fingerprint(tokenizer)
-    if is_shared and own.chat_template is not None and _rewritten(own) != _as_generated(own):
+    if is_shared and own.chat_template is not None and _template_differs(own):
         logger.warning(
             "reward_model.model.input_tokenizer=%s: policy and reward model have one tokenizer, and its chat "
             "template ends a conversation otherwise than a policy does. A reward model of `strop train-rm` "
@@ -110,17 +105,11 @@ def check_reward_model_tokens(config: Config, tokenizer: Any) -> None:
         )
 
 
-def _rewritten(tokenizer: Any) -> list[int]:
-    prompt, response = _DIALOGUE
-    return tokenizer.apply_chat_template([*prompt, response], return_dict=False)
-
-
-def _as_generated(tokenizer: Any) -> list[int]:
-    prompt, response = _DIALOGUE
-    return [
-        *encode_prompts([prompt], tokenizer)[0],
-        *encode_responses([response["content"]], tokenizer)[0],
-    ]
+def _template_differs(tokenizer: Any) -> bool:
+    """Return True if the chat template writes a response otherwise than a policy generates it."""
+    prompt, response = [{"role": "user", "content": "1"}], {"role": "assistant", "content": "2"}
+    generated = [*encode_prompts([prompt], tokenizer)[0], *encode_responses(["2"], tokenizer)[0]]
+    return tokenizer.apply_chat_template([*prompt, response], return_dict=False) != generated
 
 
 def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer:
@@ -147,7 +136,7 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
     )
     attempt = Attempts()
     attempt(lambda: check_reward_model_tokens(config, tokenizer))
-    attempt(lambda: _require_checkpoint(config))
+    attempt(lambda: require_checkpoint(Checkpoints.of(config), config.trainer.resume_mode))
 
     role_worker_mapping = {
         Role.ActorRollout: ActorRolloutRefWorker,
@@ -183,25 +172,18 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
     return trainer
 
 
-def worker_group_class(config: Config) -> type:
+def worker_group_class(config: RootConfig) -> type:
     """Return the kind of worker group that ``trainer.worker_group`` and the placement require."""
-    return group_class(on_ray=runs_on_ray(config))
-
-
-def group_class(*, on_ray: bool) -> type:
-    """Return the kind of worker group; ``MissingExtraError`` if Ray is required but not installed."""
-    if not on_ray:
+    if not runs_on_ray(config):
         return LocalWorkerGroup
-    if importlib.util.find_spec("ray") is None:
-        raise MissingExtraError("ray", "ray", "a run with several processes")
     from strop.controller.ray.group import RayWorkerGroup
 
     return RayWorkerGroup
 
 
-def _require_checkpoint(config: Config) -> None:
+def require_checkpoint(checkpoints: Checkpoints, resume_mode: str) -> None:
     """Raise ``CheckpointError`` if the checkpoint to resume from is damaged."""
-    checkpoint = Checkpoints.of(config).find(config.trainer.resume_mode)
+    checkpoint = checkpoints.find(resume_mode)
     if checkpoint is not None:
         verify(checkpoint)
 
@@ -213,42 +195,26 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
         RewardError: a ``data_source`` without a scorer.
         DataError: a row without the column or the value that its scorer needs.
     """
-    used = [(trainer.val_reward_fn, trainer.val_loader.dataset, trainer.validates_by_model)]
     has_reward_model = trainer.config.reward_model.enable
+    used = [(trainer.val_reward_fn, trainer.val_loader.dataset, trainer.validates_by_model)]
     if not trainer.config.trainer.val_only:
         used.insert(0, (trainer.reward_fn, trainer.train_loader.dataset, has_reward_model))
     of_the_run = set().union(*(dataset.data_sources() for _, dataset, _ in used))
+
+    def require_scored(reward_fn: Reward, dataset: RowDataset, by_model: bool) -> None:
+        sources = dataset.data_sources()
+        try:
+            reward_fn.validate_sources(sources, has_reward_model=has_reward_model, elsewhere=of_the_run)
+        except UnknownSourceError as error:
+            if error.data_source == UNNAMED_SOURCE and isinstance(dataset, RLHFDataset):
+                raise dataset.no_sources() from None
+            raise
+        if isinstance(dataset, RLHFDataset):
+            by_rule = {source for source in sources if reward_fn.is_built_in(source)}
+            dataset.require_ground_truths(by_rule, by_model=by_model)
+
     attempt = Attempts()
     for reward_fn, dataset, by_model in used:
-        attempt(
-            partial(
-                _require_scored_rows,
-                reward_fn,
-                all_rows(dataset),
-                has_reward_model=has_reward_model,
-                by_model=by_model,
-                of_the_run=of_the_run,
-            )
-        )
+        attempt(partial(require_scored, reward_fn, all_rows(dataset), by_model))
         attempt(reward_fn.start)
     attempt.raise_errors()
-
-
-def _require_scored_rows(
-    reward_fn: Reward,
-    dataset: RowDataset,
-    *,
-    has_reward_model: bool,
-    by_model: bool,
-    of_the_run: set[str],
-) -> None:
-    sources = dataset.data_sources()
-    try:
-        reward_fn.validate_sources(sources, has_reward_model=has_reward_model, elsewhere=of_the_run)
-    except UnknownSourceError as error:
-        if error.data_source == UNNAMED_SOURCE and isinstance(dataset, RLHFDataset):
-            raise dataset.no_sources() from None
-        raise
-    if isinstance(dataset, RLHFDataset):
-        by_rule = {source for source in sources if reward_fn.is_built_in(source)}
-        dataset.require_ground_truths(by_rule, by_model=by_model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from strop.cli.train import main
+from strop.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

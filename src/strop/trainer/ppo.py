@@ -1,8 +1,9 @@
 """PPO and its relatives: ``collect`` samples with the current policy, ``learn`` from them.
 
-``PPO`` sees models only through worker groups, so the same text drives models in this process and models on a
-cluster. It holds no state of the loop: what depends on the iteration is an argument, so a loop may collect
-the next batch while it learns from this one. ``strop.trainer.ray_trainer`` runs the loop.
+``PPO`` sees models only through worker groups, so the same code drives models in this process and on a
+cluster. It reads no state of the loop: the iteration is an argument, so a loop may collect the next batch
+while it learns from this one. Its only state is the KL controller, which ``learn`` updates.
+``strop.trainer.ray_trainer`` runs the loop.
 
 Shapes: B samples (prompts x rollout.n), P prompt tokens, T response tokens.
 """
@@ -71,13 +72,7 @@ class PPO:
     """
 
     def __init__(
-        self,
-        config: Config,
-        groups: Groups,
-        reward_fn: Reward,
-        weights: WeightSync,
-        *,
-        total_iterations: int,
+        self, config: Config, groups: Groups, reward_fn: Reward, weights: WeightSync, *, total_iterations: int
     ) -> None:
         self.config, self.groups, self.reward_fn, self.weights = config, groups, reward_fn, weights
         self.total_iterations = total_iterations
@@ -144,8 +139,6 @@ class PPO:
         """Return True once the critic's warm-up is over."""
         return self.groups.critic is None or iteration > self.config.trainer.critic_warmup
 
-    # ------------------------------------------------------------------------------------ collect, in parts
-
     def _generate_and_score(
         self, prompts: DataProto, seeds_PN: Tensor, timer: PhaseTimer, *, mode: str, phase: str
     ) -> tuple[DataProto, PendingScores]:
@@ -171,8 +164,6 @@ class PPO:
         meta_info = {**prompts.meta_info, "mode": mode, "weights_version": version}
         request = DataProto({**prompts.batch, "seeds": seeds_PN}, prompts.non_tensor_batch, meta_info)
         return self.groups.rollout.generate_sequences(request, finished=finished)
-
-    # -------------------------------------------------------------------------------------- learn, in parts
 
     def _start_evaluation(
         self, batch: DataProto, timer: PhaseTimer, *, with_old_log_probs: bool

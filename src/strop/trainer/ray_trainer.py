@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class RayPPOTrainer:
     """Drives actor, rollout, reference, critic and reward model through one PPO iteration after another.
 
-    The constructor is the reference documents'. Call ``init_workers()``, then ``fit()``.
+    Takes the arguments of verl's trainer of this name. Call ``init_workers()``, then ``fit()``.
 
     Args:
         role_worker_mapping: the worker class of each role.
@@ -77,7 +77,10 @@ class RayPPOTrainer:
         result.raise_errors()
         if trains:
             loss_inputs(self.config)  # raises if this run cannot compute them
-        self.total_steps = total_training_steps(self.config, len(self.train_loader)) if trains else 0
+        self.total_steps = 0
+        if trains:
+            settings = self.config.trainer
+            self.total_steps = settings.total_training_steps or len(self.train_loader) * settings.total_epochs
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()
         self.actor: Any = None  # worker groups: their methods are those of the workers
@@ -200,17 +203,14 @@ class ReinforcementRun(Run):
         }
 
     def validate(self) -> dict[str, float]:
-        """Validate and write samples and report; return the scores by data source and the best mean so far."""
+        """Validate, write samples and report; return scores by data source and the best mean."""
         step, settings = self.trainer.global_step, self.settings
         with self.trainer.timer.phase("testing"):
             samples = self.trainer.validator.samples(self.trainer.timer)
             report = self.trainer.validator.report(samples, show=settings.log_val_generations)
             self.write(write_table, self.folder.validation(step), samples)
-            self.write(
-                atomic_write_text,
-                self.folder.validation_report(step),
-                json.dumps(report.as_json(), indent=2) + "\n",
-            )
+            text = json.dumps(report.as_json(), indent=2) + "\n"
+            self.write(atomic_write_text, self.folder.validation(step).with_suffix(".json"), text)
         if settings.val_only or report.n > 1 or report.shown:
             self.tracking.log_validation(step, report)
         metrics = report.metrics()
@@ -264,8 +264,3 @@ def build_loaders(
         val_dataset, batch_size=data.val_batch_size, pad_token_id=pad_token_id, max_prompt_length=longest
     )
     return train, validation
-
-
-def total_training_steps(config: Config, steps_per_epoch: int) -> int:
-    """Exactly that many iterations run."""
-    return config.trainer.total_training_steps or steps_per_epoch * config.trainer.total_epochs

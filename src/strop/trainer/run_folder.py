@@ -56,12 +56,8 @@ class RunFolder:
         return self.path / "rollouts" / f"step_{step:06d}.parquet"
 
     def validation(self, step: int) -> Path:
-        """Return the path of the validation samples after ``step`` iterations."""
+        """Return the path of the validation samples after ``step`` iterations; the report is beside it."""
         return self.path / "validation" / f"step_{step:06d}.parquet"
-
-    def validation_report(self, step: int) -> Path:
-        """Return the path of the validation's statistics by data source, with intervals."""
-        return self.path / "validation" / f"step_{step:06d}.json"
 
     def last_logged_step(self) -> int:
         """Return the last step in ``metrics.jsonl``; 0 when nothing is logged."""

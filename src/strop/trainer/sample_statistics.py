@@ -25,7 +25,6 @@ def expected_best(scores_PN: np.ndarray, k: int) -> np.ndarray:
     pass@k of Chen et al. 2021 (arXiv:2107.03374, equation 1): 1 - C(n-c, k) / C(n, k) with c ones.
     """
     n = scores_PN.shape[1]
-    _require_count(k, n)
     weights_N = np.array([math.comb(rank, k - 1) / math.comb(n, k) for rank in range(n)])
     return np.sort(scores_PN, axis=1) @ weights_N
 
@@ -45,7 +44,6 @@ def expected_majority(
     ``draws`` random draws without replacement; with k = n there is one draw, so it is exact.
     """
     n = scores_PN.shape[1]
-    _require_count(k, n)
     rng = np.random.default_rng(seed)
     majorities = []
     for scores_N, answers_N in zip(scores_PN, answers_PN, strict=True):
@@ -68,11 +66,6 @@ def _majority_score(scores_N: np.ndarray, answers_N: Sequence[str | None], drawn
     if silent_N.any():
         won_R = np.where(most_R1[:, 0] > 0, won_R, scores_N[silent_N].mean())
     return float(won_R.mean())
-
-
-def _require_count(k: int, n: int) -> None:
-    if not 1 <= k <= n:
-        raise ValueError(f"k={k} of n={n} samples of a prompt: expected 1 to {n}")
 
 
 def bootstrap_intervals(

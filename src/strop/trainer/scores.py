@@ -26,11 +26,7 @@ class PendingScores:
     """
 
     def __init__(
-        self,
-        prompts: DataProto,
-        n: int,
-        reward_fn: Reward | Callable[[DataProto], Any],
-        reward_model: Any,
+        self, prompts: DataProto, n: int, reward_fn: Reward | Callable[[DataProto], Any], reward_model: Any
     ) -> None:
         """Expect ``n`` samples of each prompt; ``reward_model`` is a worker group, or None."""
         self._n, self._reward_model = n, reward_model

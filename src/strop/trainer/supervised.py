@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
-from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
 from strop.config.checks.check import check
 from strop.config.checks.supervised import Supervised, processes_on_nodes
@@ -29,11 +28,11 @@ from strop.config.schema.supervised import RewardModellingConfig, SftConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset, pair_batch, response_batch
 from strop.data.hub import local_tokenizer, require_from_hub
-from strop.data.loader import CollateFn, EpochSampler, PromptLoader, SequentialBatches
+from strop.data.loader import EpochSampler, PromptLoader, SequentialBatches
 from strop.data.rl_dataset import FirstRows
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.protocol import DataProto
-from strop.trainer.build import group_class
+from strop.trainer.build import require_checkpoint, worker_group_class
 from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer
 from strop.trainer.run_folder import require_shared_folder
@@ -53,6 +52,8 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
     role: ClassVar[Role]
     group_name: ClassVar[str]
     """Name of the model's folder in a checkpoint."""
+    collate: ClassVar[Callable[..., DataProto]]
+    """Function of ``strop.data.answers`` that makes a batch from rows."""
 
     def __init__(self, config: Supervised, tokenizer: Any, *, group_cls: type, pool: ResourcePool) -> None:
         """Read the data without loading a model; ``DataError`` for files that cannot be used."""
@@ -63,7 +64,11 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         self.train_loader: Any = None  # not read with trainer.val_only
         self.total_steps = 0
         if not config.trainer.val_only:
-            self.train_loader = self._endless(self._dataset(data.train_files))
+            rows = self._dataset(data.train_files)
+            batches = EpochSampler(
+                len(rows), data.train_batch_size, config.trainer.seed, shuffle=data.shuffle
+            )
+            self.train_loader = self._loader(rows, batches)
             self.total_steps = config.trainer.total_training_steps or (
                 len(self.train_loader) * config.trainer.total_epochs
             )
@@ -76,11 +81,6 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
     @abstractmethod
     def answer_keys(self) -> dict[str, str]:
         """Name of an answer -> the column that holds it."""
-
-    @property
-    @abstractmethod
-    def collate(self) -> Any:
-        """Function of ``strop.data.answers`` that makes a batch from rows."""
 
     @abstractmethod
     def denominators(self, batch: DataProto) -> dict[str, float]:
@@ -112,22 +112,18 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
             cache_dir=data.cache_dir,
         )
 
-    def _collate(self) -> CollateFn:
-        return partial(
+    def _loader(self, dataset: Any, batches: EpochSampler | SequentialBatches) -> PromptLoader:
+        data = self.config.data
+        collate = partial(
             self.collate,
             pad_token_id=self.tokenizer.pad_token_id,
-            max_prompt_length=self.config.data.max_prompt_length,
-            max_response_length=self.config.data.max_response_length,
+            max_prompt_length=data.max_prompt_length,
+            max_response_length=data.max_response_length,
         )
-
-    def _endless(self, dataset: Any) -> PromptLoader:
-        size, shuffle = self.config.data.train_batch_size, self.config.data.shuffle
-        batches = EpochSampler(len(dataset), size, self.config.trainer.seed, shuffle=shuffle)
-        return PromptLoader(dataset, batches, self._collate())
+        return PromptLoader(dataset, batches, collate)
 
     def _one_pass(self, dataset: Any) -> PromptLoader:
-        batches = SequentialBatches(len(dataset), self.config.data.val_batch_size)
-        return PromptLoader(dataset, batches, self._collate())
+        return self._loader(dataset, SequentialBatches(len(dataset), self.config.data.val_batch_size))
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -220,37 +216,24 @@ def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) 
     seed_global_generators(config.trainer.seed)
     model, data = config.model, config.data
     import_external_lib(model.external_lib)
-    on_ray = runs_on_ray(config)
     require_from_hub(
         models=[model.path],
         tokenizers=[data.tokenizer] if data.tokenizer else [],
         cache_dir=data.cache_dir,
-        weights=not on_ray,
+        weights=not runs_on_ray(config),
     )
     tokenizer = load_tokenizer(
         local_tokenizer(data.tokenizer or model.path, data.cache_dir),
         trust_remote_code=model.trust_remote_code,
     )
-    trained = (trainer_cls.group_name,)
-    checkpoint = Checkpoints.of(config, trained=trained).find(config.trainer.resume_mode)
-    if checkpoint is not None:
-        verify(checkpoint)
+    checkpoints = Checkpoints.of(config, trained=(trainer_cls.group_name,))
+    require_checkpoint(checkpoints, config.trainer.resume_mode)
     return trainer_cls(
         config,
         tokenizer,
-        group_cls=group_class(on_ray=on_ray),
+        group_cls=worker_group_class(config),
         pool=ResourcePool(trainer_cls.role.name, processes_on_nodes(config)),
     )
-
-
-def train_once(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) -> None:
-    """Build the trainer, train, and release its workers even if it raises."""
-    trainer = build(trainer_cls, config)
-    try:
-        trainer.init_workers()
-        trainer.fit()
-    finally:
-        trainer.shutdown()
 
 
 class SftTrainer(SupervisedTrainer[SftConfig]):
@@ -259,16 +242,12 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     worker_cls: ClassVar[type] = SftWorker
     role: ClassVar[Role] = Role.Actor
     group_name: ClassVar[str] = "actor"
+    collate: ClassVar[Callable[..., DataProto]] = staticmethod(response_batch)
 
     @property
     def answer_keys(self) -> dict[str, str]:
         """See ``SupervisedTrainer``."""
         return {"response": self.config.data.response_key}
-
-    @property
-    def collate(self) -> Any:
-        """See ``SupervisedTrainer``."""
-        return response_batch
 
     def denominators(self, batch: DataProto) -> dict[str, float]:
         """Count response tokens: each has the same weight, whatever its row, rank or micro-batch."""
@@ -293,17 +272,13 @@ class RewardModelTrainer(SupervisedTrainer[RewardModellingConfig]):
     worker_cls: ClassVar[type] = RewardModellingWorker
     role: ClassVar[Role] = Role.RewardModel
     group_name: ClassVar[str] = "reward_model"
+    collate: ClassVar[Callable[..., DataProto]] = staticmethod(pair_batch)
     _calibrated_step: int | None = None
 
     @property
     def answer_keys(self) -> dict[str, str]:
         """See ``SupervisedTrainer``."""
         return {"chosen": self.config.data.chosen_key, "rejected": self.config.data.rejected_key}
-
-    @property
-    def collate(self) -> Any:
-        """See ``SupervisedTrainer``."""
-        return pair_batch
 
     def denominators(self, batch: DataProto) -> dict[str, float]:
         """Count pairs."""

@@ -10,13 +10,13 @@ from strop.trainer.metrics import PhaseTimer
 class WeightSync:
     """Brings the rollout to the current policy before it generates.
 
-    A rollout on the actor's own weights has nothing to copy; its worker returns at once. Co-located with the
-    actor, every weight is handed over by reference. In a pool of its own, the rollout gets buckets of
-    weights through Ray's object store: the driver passes on references only.
+    A rollout on the actor's own weights has nothing to copy; its worker returns at once. A co-located
+    copy takes every weight from the actor by reference. A rollout in a separate pool gets buckets of weights
+    through Ray's object store; with ``trainer.handles`` the driver passes on references only.
     """
 
     def __init__(self, actor: Any, rollout: Any, *, verify_every: int) -> None:
-        """``verify_every``: transfers between two comparisons of checksums; 0 compares never."""
+        """``verify_every``: transfers between two comparisons of checksums; 0: none."""
         self._actor, self._rollout = actor, rollout
         self._verify_every = verify_every
         self._together = rollout is actor

@@ -250,7 +250,7 @@ class RoleWorker(Worker[Config]):
     """One process of actor, rollout, reference, critic or reward model."""
 
     shared_passes: ClassVar[Mapping[str, str]] = {}
-    """Data-parallel methods whose rows several ranks may share -> pass, a key of ``MICRO_BATCHES``."""
+    """Data-parallel method whose rows several ranks may share -> its pass, a key of ``MICRO_BATCHES``."""
 
     def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(config, role, rank=rank, world_size=world_size)

@@ -24,9 +24,9 @@ _ROW = "row"
 def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_length: int) -> Loss:
     """Return the loss agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(kl).
 
-    NUMERICS: policy loss. ``actor`` is the section ``actor_rollout_ref.actor``; ``n_tokens`` and ``n_seqs``
-    count the whole mini-batch over all ranks and micro-batches. Without a column ``old_log_probs`` the
-    current policy is the one that sampled: its detached log-probs stand in, and every ratio is 1.
+    Formulas: docs/algorithms.md. ``actor`` is the section ``actor_rollout_ref.actor``; ``n_tokens`` and
+    ``n_seqs`` count the whole mini-batch over all ranks and micro-batches. Without a column ``old_log_probs``
+    the current policy is the one that sampled: its detached log-probs stand in, and every ratio is 1.
     """
     policy_loss = get_policy_loss(actor.policy_loss, actor.policy_loss_kwargs)
     extra = extra_inputs(policy_loss)
@@ -124,7 +124,7 @@ class Recorder:
 
 
 def critic_objective(critic: Any, *, n_tokens: float, n_seqs: float, max_response_length: int) -> Loss:
-    """Return the loss 0.5 agg(max of the unclipped and the clipped squared error) (NUMERICS: value loss)."""
+    """Return the loss 0.5 agg(max of the unclipped and the clipped squared error)."""
 
     def objective(
         outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]

@@ -36,12 +36,10 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
     `train_rows` is the number of prompts in the training files, if known: the plan then has the number of
     iterations.
     """
-    errors: list[str] = []
-    warnings: list[str] = []
     rules = RULES if isinstance(config, Config) else SUPERVISED_RULES
-    for rule in (*COMMON_RULES, *rules):
-        for finding in rule(config):
-            (errors if finding.level == "error" else warnings).append(finding.text)
+    findings = [finding for rule in (*COMMON_RULES, *rules) for finding in rule(config)]
+    errors = [text for level, text in findings if level == "error"]
+    warnings = [text for level, text in findings if level == "warning"]
     if not isinstance(config, Config) or config.trainer.val_only:
         return CheckResult(errors, warnings, None)
     try:
@@ -76,7 +74,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     processes.worker_group,
     processes.restarts,
     inputs.data_files,
-    inputs.tokenizer,
+    inputs.tokenizers,
     inputs.resume,
     inputs.run_folder,
 )
@@ -96,16 +94,9 @@ RULES: tuple[Rule, ...] = (
     processes.shared_sequences,
     inputs.models,
     inputs.context_window,
-    inputs.custom_reward,
-    inputs.input_tokenizer,
-    inputs.shared_vocabulary,
     inputs.reward_model_context_window,
     inputs.longest_sequence,
     deprecated,
 )
 
-SUPERVISED_RULES: tuple[Rule, ...] = (
-    supervised.model,
-    supervised.shards,
-    supervised.micro_batches,
-)
+SUPERVISED_RULES: tuple[Rule, ...] = (supervised.model, supervised.shards, supervised.micro_batches)

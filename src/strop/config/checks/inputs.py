@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.forecast import read_model_facts
+from strop.config.keys import longest_row
 from strop.config.paths import expand, is_url, may_be_a_hub_name
 from strop.config.roles import model_paths
 from strop.config.schema import Config, RootConfig
@@ -44,11 +44,14 @@ def model_folder(key: str, path: str) -> Iterator[Finding]:
         yield error(f"{key}={path}: no such folder")
 
 
-def tokenizer(config: RootConfig) -> Iterator[Finding]:
-    """Require the folder of a separate tokenizer."""
-    path = config.data.tokenizer
-    if path and not is_url(path) and not Path(expand(path)).exists() and not may_be_a_hub_name(path):
-        yield error(f"data.tokenizer={path}: no such folder")
+def tokenizers(config: RootConfig) -> Iterator[Finding]:
+    """Require the folders of separate tokenizers."""
+    paths = {"data.tokenizer": config.data.tokenizer}
+    if isinstance(config, Config) and config.reward_model.enable:
+        paths["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
+    for key, path in paths.items():
+        if path and not is_url(path) and not Path(expand(path)).exists() and not may_be_a_hub_name(path):
+            yield error(f"{key}={path}: no such folder")
 
 
 def context_window(config: Config) -> Iterator[Finding]:
@@ -59,33 +62,9 @@ def context_window(config: Config) -> Iterator[Finding]:
 def context_of_model(path: str, data: RowsConfig) -> Iterator[Finding]:
     """Warn if rows of `data` may be longer than the context window of the model at `path`."""
     facts = read_model_facts(path)
-    longest = data.max_prompt_length + data.max_response_length
+    longest, keys = longest_row(data)
     if facts is not None and facts.context is not None and facts.context < longest:
-        yield warning(
-            f"data.max_prompt_length={data.max_prompt_length} + "
-            f"data.max_response_length={data.max_response_length} = "
-            f"{longest} tokens, more than the context window of {path} ({facts.context})"
-        )
-
-
-def custom_reward(config: Config) -> Iterator[Finding]:
-    """Require the file and the name of a custom reward function; the file is parsed, not run."""
-    path, name = config.custom_reward_function.path, config.custom_reward_function.name
-    if path is None or is_url(path):
-        return
-    file = Path(expand(path))
-    if not file.is_file():
-        yield error(f"custom_reward_function.path={path}: no such file")
-        return
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (SyntaxError, ValueError) as problem:
-        yield error(f"custom_reward_function.path={path}: not Python ({problem})")
-        return
-    defined = _defined_names(tree)
-    if name not in defined and "*" not in defined:
-        has = ", ".join(sorted(defined)) or "nothing"
-        yield error(f"custom_reward_function.name={name}: {path} does not define it; it defines {has}")
+        yield warning(f"{keys} = {longest} tokens, more than the context window of {path} ({facts.context})")
 
 
 def resume(config: RootConfig) -> Iterator[Finding]:
@@ -109,11 +88,6 @@ def run_folder(config: RootConfig) -> Iterator[Finding]:
     parent = os.path.abspath(expand(path))
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
-    if not os.path.isdir(parent):
-        yield error(
-            f"trainer.default_local_dir={path}: {parent} is not a folder; name another, or move it away"
-        )
-        return
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".strop-probe-", dir=parent))
     except OSError as problem:
@@ -123,72 +97,20 @@ def run_folder(config: RootConfig) -> Iterator[Finding]:
         )
 
 
-def _defined_names(tree: ast.Module) -> set[str]:
-    """Return the names that a module defines at top level, also in `if` and `try`; "*" for a star import."""
-    names: set[str] = set()
-    pending: list[ast.AST] = list(tree.body)
-    while pending:
-        node = pending.pop()
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                names.add(name)
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                names |= {alias.asname or alias.name for alias in aliases}
-            case ast.Assign(targets=targets):
-                names |= {target.id for target in targets if isinstance(target, ast.Name)}
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                names.add(name)
-            case ast.If() | ast.Try() | ast.With():
-                pending += [
-                    child
-                    for child in ast.iter_child_nodes(node)
-                    if isinstance(child, ast.stmt | ast.ExceptHandler)
-                ]
-            case ast.ExceptHandler(body=body):
-                pending += body
-    return names
-
-
-def input_tokenizer(config: Config) -> Iterator[Finding]:
-    """Require the tokenizer that decodes samples for the reward model."""
-    path = config.reward_model.model.input_tokenizer
-    if not config.reward_model.enable or path is None or is_url(path) or may_be_a_hub_name(path):
-        return
-    if not Path(expand(path)).exists():
-        yield error(f"reward_model.model.input_tokenizer={path}: no such folder")
-
-
-def shared_vocabulary(config: Config) -> Iterator[Finding]:
-    """Require a vocabulary of the policy's size where token ids are scored; tokens are compared later."""
-    rewards = config.reward_model
-    if not rewards.enable or rewards.model.input_tokenizer is not None:
-        return
-    paths = config.actor_rollout_ref.model.path, rewards.model.path
-    policy, reward_model = (read_model_facts(path) for path in paths)
-    if policy is not None and reward_model is not None and policy.vocabulary != reward_model.vocabulary:
-        yield error(
-            f"reward_model.model.input_tokenizer=null: the reward model reads the policy's token ids, but "
-            f"the vocabularies differ: {policy.vocabulary} tokens of {paths[0]}, {reward_model.vocabulary} "
-            f"of {paths[1]}; set it to the policy's tokenizer, so that samples are tokenized again"
-        )
-
-
 def reward_model_context_window(config: Config) -> Iterator[Finding]:
     """Warn if sequences may be longer than the reward model's context window."""
-    rewards, data = config.reward_model, config.data
-    facts = read_model_facts(rewards.model.path) if rewards.enable else None
-    if facts is None or facts.context is None:
+    rewards = config.reward_model
+    if not rewards.enable:
         return
-    if rewards.model.input_tokenizer is not None and rewards.max_length is not None:
-        longest, keys = rewards.max_length, f"reward_model.max_length={rewards.max_length}"
-    else:  # re-tokenized samples have about as many tokens
-        longest = data.max_prompt_length + data.max_response_length
-        keys = (
-            f"data.max_prompt_length={data.max_prompt_length} + "
-            f"data.max_response_length={data.max_response_length} = {longest} tokens"
+    if rewards.model.input_tokenizer is None or rewards.max_length is None:
+        yield from context_of_model(rewards.model.path, config.data)  # tokenized again: about as many tokens
+        return
+    facts, longest = read_model_facts(rewards.model.path), rewards.max_length
+    if facts is not None and facts.context is not None and longest > facts.context:
+        yield warning(
+            f"reward_model.max_length={longest}, more than the context window of {rewards.model.path} "
+            f"({facts.context})"
         )
-    if longest > facts.context:
-        yield warning(f"{keys}, more than the context window of {rewards.model.path} ({facts.context})")
 
 
 def longest_sequence(config: Config) -> Iterator[Finding]:

@@ -86,8 +86,6 @@ def validation_sampling(config: Config) -> Iterator[Finding]:
             f"{_ROLLOUT}.val_kwargs.n={val.n} greedy answers are all the same; set "
             f"val_kwargs.do_sample=True and val_kwargs.temperature above 0"
         )
-    elif val.do_sample and val.temperature == 0:
-        yield warning(f"{_ROLLOUT}.val_kwargs.do_sample=True with temperature=0 is greedy")
 
 
 _NOT_IN_A_WANDB_PROJECT = re.compile(r"[/\\#?%:]")
@@ -111,9 +109,6 @@ def trackers(config: RootConfig) -> Iterator[Finding]:
                 f"trainer.logger={name}: the package {name} is not installed: "
                 f"pip install 'strop[{name}]', or leave it out, as in trainer.logger=[console]"
             )
-    for key, name in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
-        if not name.strip():
-            yield error(f"trainer.{key}: found an empty name")
     if "wandb" in trainer.logger and _NOT_IN_A_WANDB_PROJECT.search(trainer.project_name):
         yield error(f"trainer.project_name={trainer.project_name}: wandb allows none of / \\ # ? % : in it")
 

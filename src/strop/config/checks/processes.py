@@ -20,6 +20,7 @@ from strop.config.placement import (
 )
 from strop.config.roles import roles_of, uses_critic, uses_reference
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.base import FsdpConfig
 from strop.errors import ConfigError
 
 
@@ -65,12 +66,15 @@ def hybrid_sharding(config: Config) -> Iterator[Finding]:
         "critic.model.fsdp_config": ("critic", config.critic.model.fsdp_config),
     }
     for key, (name, section) in sections.items():
-        ranks, size = ranks_of_pass(name), section.fsdp_size
-        if 1 < size < ranks and ranks % size:
-            yield error(
-                f"{key}.fsdp_size={size} does not divide the {ranks} ranks "
-                f"({nearest_in_words(size, divisors(ranks))}; -1: all)"
-            )
+        yield from sharded_groups(key, section, ranks_of_pass(name))
+
+
+def sharded_groups(key: str, section: FsdpConfig, ranks: int) -> Iterator[Finding]:
+    """Require a `fsdp_size` in the section `key` that divides the ranks."""
+    size = section.fsdp_size
+    if 1 < size < ranks and ranks % size:
+        working = nearest_in_words(size, divisors(ranks))
+        yield error(f"{key}.fsdp_size={size} does not divide the {ranks} ranks ({working}; -1: all)")
 
 
 def shared_sequences(config: Config) -> Iterator[Finding]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from strop.config.checks import inputs
+from strop.config.checks import inputs, processes
 from strop.config.checks.finding import Finding, error
+from strop.config.keys import longest_row
 from strop.config.placement import GLOBAL_POOL, pools_of, process_count
 from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
 
@@ -31,9 +32,7 @@ def model(config: SupervisedConfig) -> Iterator[Finding]:
 
 def shards(config: SupervisedConfig) -> Iterator[Finding]:
     """Require ranks that divide into groups of `fsdp_size`."""
-    count, size = process_count(config), config.model.fsdp_config.fsdp_size
-    if 1 < size < count and count % size:
-        yield error(f"model.fsdp_config.fsdp_size={size} does not divide the {count} ranks (-1: all)")
+    yield from processes.sharded_groups("model.fsdp_config", config.model.fsdp_config, process_count(config))
 
 
 def micro_batches(config: SupervisedConfig) -> Iterator[Finding]:
@@ -43,11 +42,11 @@ def micro_batches(config: SupervisedConfig) -> Iterator[Finding]:
         if update.micro_batch_size_per_gpu is None:
             yield error("update.micro_batch_size_per_gpu: not set; set it, or update.use_dynamic_bsz=True")
         return
-    longest = sequences_of_a_row(config) * (data.max_prompt_length + data.max_response_length)
+    one, keys = longest_row(data)
+    longest = sequences_of_a_row(config) * one
     if update.max_token_len_per_gpu < longest:
         row = "both sequences of a pair" if sequences_of_a_row(config) == 2 else "one sequence"
         yield error(
-            f"update.max_token_len_per_gpu={update.max_token_len_per_gpu} does not hold {row} of "
-            f"data.max_prompt_length={data.max_prompt_length} + "
-            f"data.max_response_length={data.max_response_length} tokens (at least {longest})"
+            f"update.max_token_len_per_gpu={update.max_token_len_per_gpu} does not hold {row} of {keys} "
+            f"tokens (at least {longest})"
         )

@@ -164,18 +164,14 @@ SharedSequences = Annotated[
 def by_rows(dynamic: str = "use_dynamic_bsz") -> Limit:
     """Mark a size in rows; the neighbouring key ``dynamic`` chooses between rows and tokens."""
     return no_effect(
-        f"with {dynamic}=True",
-        lambda at: getattr(at.section, dynamic),
-        "micro-batches are cut by tokens",
+        f"with {dynamic}=True", lambda at: getattr(at.section, dynamic), "micro-batches are cut by tokens"
     )
 
 
 def by_tokens(dynamic: str = "use_dynamic_bsz") -> Limit:
     """Mark a size in tokens; the neighbouring key ``dynamic`` chooses between rows and tokens."""
     return no_effect(
-        f"with {dynamic}=False",
-        lambda at: not getattr(at.section, dynamic),
-        "micro-batches are cut by rows",
+        f"with {dynamic}=False", lambda at: not getattr(at.section, dynamic), "micro-batches are cut by rows"
     )
 
 
@@ -228,8 +224,7 @@ _UNSHARDED = no_effect(
 UnitSize = Annotated[Count, _UNSHARDED]
 
 Offload = Annotated[
-    bool,
-    no_effect("without a GPU", lambda at: at.value and at.on_cpu, "models are in CPU memory anyway"),
+    bool, no_effect("without a GPU", lambda at: at.value and at.on_cpu, "models are in CPU memory anyway")
 ]
 
 

@@ -207,9 +207,7 @@ class RolloutConfig(VLLMSamplingConfig):
     micro_batch_size_per_gpu: Annotated[
         PositiveInt | None,
         no_effect(
-            "with rollout.name=vllm",
-            _unused,
-            "vLLM schedules by max_num_seqs and max_num_batched_tokens",
+            "with rollout.name=vllm", _unused, "vLLM schedules by max_num_seqs and max_num_batched_tokens"
         ),
     ]
     """Sequences that hf generates at once, per rank; null: all."""
@@ -225,8 +223,7 @@ class RolloutConfig(VLLMSamplingConfig):
 
 
 _NO_KL_LOSS = no_effect(
-    "with actor_rollout_ref.actor.use_kl_loss=False",
-    lambda at: at.value != 0 and not at.section.use_kl_loss,
+    "with actor_rollout_ref.actor.use_kl_loss=False", lambda at: at.value != 0 and not at.section.use_kl_loss
 )
 
 
@@ -280,10 +277,7 @@ class ActorConfig(Section):
     """Weigh the loss by trainer over sampler probability, per token or per sequence; null: off."""
     rollout_is_threshold: Annotated[
         PositiveFloat,
-        no_effect(
-            "with actor_rollout_ref.actor.rollout_is=null",
-            lambda at: at.section.rollout_is is None,
-        ),
+        no_effect("with actor_rollout_ref.actor.rollout_is=null", lambda at: at.section.rollout_is is None),
     ]
     """Upper bound of those weights."""
     ppo_epochs: PositiveInt

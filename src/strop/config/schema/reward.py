@@ -123,7 +123,6 @@ class CustomRewardFunctionConfig(Section):
     path: str | None
     """Python file that defines it; null: the built-in scorers, by data source."""
     name: Annotated[
-        str,
-        no_effect("with custom_reward_function.path=null", lambda at: at.section.path is None),
+        str, no_effect("with custom_reward_function.path=null", lambda at: at.section.path is None)
     ]
     """Name of the function in that file."""

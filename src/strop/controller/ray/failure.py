@@ -42,7 +42,7 @@ class Failure:
 
     @property
     def weight(self) -> int:
-        """Rank by likelihood of being the cause: a death (2), an exception (1), the loss of a peer (0)."""
+        """Likelihood of being the cause: a death (2), an exception (1), the loss of a peer (0)."""
         if isinstance(self.error, RayActorError):
             return 2
         return 0 if self.is_a_loss or any(words in str(self.error) for words in _LOST_PEER) else 1

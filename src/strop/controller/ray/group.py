@@ -214,4 +214,4 @@ class Running:
 
 
 NVMegatronRayWorkerGroup = RayWorkerGroup
-"""Name for users of Megatron; workers whose ranks share data declare it themselves."""
+"""The reference documents' name for Megatron workers; a worker class says itself which ranks share rows."""

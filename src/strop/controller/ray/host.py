@@ -1,7 +1,8 @@
-"""The process that holds workers: a Ray actor, shared by all roles of a pool, and with it the device.
+"""The process that holds workers: a Ray actor, shared with its device by all roles of a pool.
 
-Calls to its workers run one after another in one thread. Further threads serve heartbeats, progress reports,
-methods marked with ``beside_calls``, and the stack of the calling thread when a call takes too long.
+Calls to its workers run one after another in one thread. Further threads serve the lifetime call (which never
+returns), progress reports, methods marked with ``beside_calls``, and the stack of the calling thread when a
+call takes too long.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ output; the scorer sees an empty standard input, and its prints go to standard e
 first ``Setup``, then ``Sample``s. Answers are JSON: unpickling would let a scorer run code in the run's own
 process.
 
-LIFELINE is the descriptor of a pipe without a writer. It closes when the starter ends, even by SIGKILL, and
-then this process group is killed.
+LIFELINE is the descriptor of a pipe to which nothing is written. It closes when the starter ends, even by
+SIGKILL, and then this process group is killed.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Outcome:
     score: float = 0.0
     """Valid for ``scored``; may be NaN or infinite, which the reader must check."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Further named numbers that the scorer returned; not summands of ``score``."""
+    """Further named numbers that the scorer returned; ``score`` does not include them."""
     error: str = ""
     """The traceback, or how the process ended."""
 

@@ -214,7 +214,7 @@ class InProcessUpdate(WeightTransferUpdateInfo):
 
 
 class InProcessWeightTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
-    """Loads tensors of this process; ``receive`` may be called many times, with weights in any order."""
+    """Loads tensors of this process; ``receive_weights`` may be called repeatedly, in any order."""
 
     init_info_cls = InProcessInit
     update_info_cls = InProcessUpdate
