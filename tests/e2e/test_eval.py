@@ -216,7 +216,7 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     def load(*_, **__):
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("strop.workers.policy.load_causal_lm", load)
+    monkeypatch.setattr("strop.engines.torch.engine.load_causal_lm", load)
     monkeypatch.chdir(tmp_path)
     (inputs / "rewards" / "global_step_7" / "reward_model").mkdir(parents=True, exist_ok=True)
     (inputs / "done").mkdir(exist_ok=True)

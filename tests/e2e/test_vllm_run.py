@@ -89,12 +89,14 @@ def test_weights_that_do_not_arrive_end_the_run_by_name(inputs, tmp_path, monkey
 
 
 def test_an_update_without_a_transfer_is_noticed_at_the_next_generation(inputs, tmp_path, monkeypatch):
-    def forget(weights):
-        weights.rollout_version = weights.version
-
     to_rollout = WeightSync.to_rollout
-    monkeypatch.setattr(
-        WeightSync, "to_rollout", lambda self: forget(self) if self.version == 2 else to_rollout(self)
-    )
+
+    def forgetful(weights, *arguments):
+        if weights.version != 2:
+            return to_rollout(weights, *arguments)
+        weights.rollout_version = weights.version
+        return weights.version
+
+    monkeypatch.setattr(WeightSync, "to_rollout", forgetful)
     with pytest.raises(ModelError, match=naming("version 1", "version 2")):
         train(overrides(inputs, tmp_path, *VLLM, "trainer.total_training_steps=6"))
