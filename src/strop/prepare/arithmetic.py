@@ -12,6 +12,7 @@ from strop.errors import DataError
 from strop.prepare.source import Split, make_row
 
 DATA_SOURCE = "strop/arithmetic"
+_MAX_ROWS = 5_000_000  # they are made in memory
 
 
 def splits(
@@ -49,6 +50,10 @@ def splits(
         raise DataError(
             f"{operands} operands give {pairs} pairs: too few for {test_rows} held out "
             f"and {max(train_rows, 1)} to train on"
+        )
+    if train_rows + test_rows > _MAX_ROWS:
+        raise DataError(
+            f"{train_rows + test_rows} rows exceed {_MAX_ROWS}; set train_size and a count for held_out"
         )
     chosen = np.random.default_rng(seed).choice(pairs, train_rows + test_rows, replace=False)
     left, right = np.divmod(chosen, operands)
