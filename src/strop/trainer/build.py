@@ -56,7 +56,8 @@ def require_same_vocabulary(
     ]
     if sizes[0] != sizes[1]:
         raise ModelError(
-            f"the vocabularies differ: policy {sizes[0]}, reward model {sizes[1]} tokens. {_REMEDY}"
+            f"the vocabularies differ: the policy {policy} has {sizes[0]} tokens, the reward model "
+            f"{reward_model} has {sizes[1]} tokens. {_REMEDY}"
         )
     try:
         other = load_tokenizer(reward_model, trust_remote_code=trusted[1])
