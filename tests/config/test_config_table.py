@@ -67,7 +67,9 @@ def test_what_is_not_known_is_said_to_be_unknown(overrides):
     assert "optimizer steps in the run" not in text
 
 
-def test_a_micro_batch_is_not_larger_than_its_mini_batch_and_sizes_suit_the_eye(overrides, tmp_path):
+def test_a_micro_batch_is_not_larger_than_its_mini_batch_and_weights_without_a_file_are_unknown(
+    overrides, tmp_path
+):
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128}
     config_json = tmp_path / "model" / "config.json"
     small = [*overrides, "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
@@ -75,11 +77,7 @@ def test_a_micro_batch_is_not_larger_than_its_mini_batch_and_sizes_suit_the_eye(
     text = shown(load_config(small))
     assert row(text, "actor: micro-batches of a mini-batch") == "1 of 4 sequences"
     assert row(text, "old log-probs: micro-batches") == "1 of 8 sequences"
-    # embeddings 2 x 1000 x 64, layers 2 x (4 x 64 x 64 + 3 x 64 x 128 + 2 x 64), last norm 64
-    assert row(text, "reference: weights") == f"{(128_000 + 82_176 + 64) * 4 / 2**20:.1f} MiB"
-    config_json.write_text(json.dumps({**shape, "vocab_size": 10_000_000}))
-    text = shown(load_config(small))
-    assert row(text, "reference: weights") == f"{(1_280_000_000 + 82_176 + 64) * 4 / 2**30:.1f} GiB"
+    assert row(text, "reference: weights") == "unknown"  # a folder without safetensors
 
 
 def test_ranks_that_share_sequences_are_told(overrides):
