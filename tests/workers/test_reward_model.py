@@ -242,7 +242,7 @@ def test_another_vocabulary_is_refused_before_a_model_loads(inputs, tmp_path):
         return str(caught.value)
 
     digits = tiny_model.CHARACTERS
-    assert mentions(refusal(f"{digits}X"), "policy 19", "reward model 20")
+    assert mentions(refusal(f"{digits}X"), "19 tokens", "20 tokens")
     swapped = f"1{digits[0]}{digits[2:]}"
     assert mentions(refusal(swapped), "19 tokens", "2 ids", "4", "'0'", "'1'")
 
