@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,10 @@ DEADLINE_S = 120
 
 
 class Ranks:
-    """Context manager of ``size`` forked processes."""
+    """Context manager of ``size`` forked processes.
+
+    Messages are pickled here: ``Connection.send`` would move tensors into shared memory while in use.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -44,12 +48,12 @@ class Ranks:
         self._calls += 1
         store = Path(self._folder.name) / str(self._calls)
         for rank, pipe in enumerate(self._pipes[:world_size]):
-            pipe.send((function, arguments, rank, world_size, store))
+            pipe.send_bytes(pickle.dumps((function, arguments, rank, world_size, store)))
         results = []
         for rank, pipe in enumerate(self._pipes[:world_size]):
             if not pipe.poll(DEADLINE_S):
                 raise TimeoutError(f"rank {rank} of {world_size} is silent in {function.__name__}")
-            results.append(pipe.recv())
+            results.append(pickle.loads(pipe.recv_bytes()))
         for rank, (failure, _) in enumerate(results):
             if failure is not None:
                 raise AssertionError(f"rank {rank} of {world_size}:\n{failure}")
@@ -63,7 +67,7 @@ def _serve(pipe: Any) -> None:
 
     torch.set_num_threads(1)
     while True:
-        function, arguments, rank, world_size, store = pipe.recv()
+        function, arguments, rank, world_size, store = pickle.loads(pipe.recv_bytes())
         failure = result = None
         if world_size > 1:  # one process has no group, as in a local run
             dist.init_process_group(
@@ -80,4 +84,4 @@ def _serve(pipe: Any) -> None:
         finally:
             if world_size > 1:
                 dist.destroy_process_group()
-        pipe.send((failure, result))
+        pipe.send_bytes(pickle.dumps((failure, result)))

@@ -144,6 +144,22 @@ def last_lines(facts: Mapping[str, Any]) -> str:
     return "(its node has left the cluster or does not answer)" if lines is None else lines
 
 
+def last_phase(facts: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return role and method of the call in which a process died; None if unknown.
+
+    Read on its node: results of earlier calls can be lost with the process, so calls without a result do not
+    tell which one ran.
+    """
+    text = _on_node_of(facts, read_phase, facts["phase"]) if facts else None
+    role, _, method = (text or "").partition("\n")
+    return (role, method) if method else None
+
+
+def read_phase(path: str) -> str:
+    """Return what the process wrote at the beginning of its last call."""
+    return Path(path).read_text() if Path(path).is_file() else ""
+
+
 def stack_by_signal(facts: Mapping[str, Any]) -> str | None:
     """Return the stack of the thread that runs calls, of a process that does not answer."""
     if not facts:

@@ -163,6 +163,7 @@ class WorkerHost:
         logs = [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)]
         self._stacks = Path(logs[1]).with_name(f"stacks-{os.getpid()}.txt").open("w")
         faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
+        self._phase = Path(logs[1]).with_name(f"phase-{os.getpid()}.txt")
         return {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -170,6 +171,7 @@ class WorkerHost:
             "node_id": context.get_node_id(),
             "logs": logs,
             "stacks": self._stacks.name,
+            "phase": str(self._phase),
             "thread": self._calls_thread,
         }
 
@@ -224,10 +226,15 @@ class WorkerHost:
         ``read``: names of the columns that the driver has read before.
         """
         args, kwargs = unpack(packed, objects)
+        in_order = threading.get_ident() == self._calls_thread
+        if in_order:
+            self._phase.write_text(f"{name}\n{method}")  # outlives the process, see ``failure.last_phase``
         try:
             with _portable_errors():
                 result = getattr(self._workers[name], method)(*args, **self._reports.connect(kwargs))
         finally:
+            if in_order:
+                self._phase.write_text("")
             self._reports.end(kwargs)
         if isinstance(result, DataProto):
             columns = {column: (to_array(tensor), tensor.dtype) for column, tensor in result.batch.items()}

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import ray
@@ -20,7 +20,15 @@ from ray.exceptions import RayActorError, RayError
 from strop.controller.pools import ResourcePool
 from strop.controller.ray import cluster
 from strop.controller.ray.cluster import HeadWatch, end_without_head
-from strop.controller.ray.failure import Failure, Stack, describe_hang, last_lines, stack_by_signal, worst
+from strop.controller.ray.failure import (
+    Failure,
+    Stack,
+    describe_hang,
+    last_lines,
+    last_phase,
+    stack_by_signal,
+    worst,
+)
 from strop.controller.ray.host import RemoteHost
 from strop.errors import WorkerError
 
@@ -162,6 +170,8 @@ class Processes:
             self._fail_without_head(call)
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
         failure = worst(_failures(call, done) or failures)
+        if isinstance(failure.error, RayActorError) and (phase := last_phase(failure.facts)):
+            failure = replace(failure, role=phase[0], method=phase[1])
         error = WorkerError(failure.describe(last_lines(failure.facts)), is_final=failure.is_final)
         end_all(error)
         raise error from None
@@ -201,8 +211,8 @@ class Processes:
             processes.kill(error)
         raise error
 
-    def last_phase(self, rank: int) -> tuple[str, str]:
-        """Return role and method of a dead process: the first of its calls, in order, without a result.
+    def _first_unfinished(self, rank: int) -> tuple[str, str]:
+        """Return role and method of a dead process's first call, in order, without a result.
 
         An actor's death can be observed before its call's failure.
         """
@@ -244,7 +254,7 @@ def _failures(call: Call, done: list[Any]) -> list[Failure]:
         for reference in ray.wait(list(lifetimes), num_returns=len(lifetimes), timeout=0)[0]:
             if (error := _error(reference)) is not None:
                 rank = lifetimes[reference]
-                role, method = processes.last_phase(rank)
+                role, method = processes._first_unfinished(rank)
                 failures.insert(0, Failure(role, rank, method, processes.facts[rank], error))
     return failures
 
