@@ -64,7 +64,7 @@ def results(tmp_path_factory, ray_session):
     "layout",
     [
         pytest.param("2 ranks, an engine each", marks=pytest.mark.slow),
-        "2 ranks, one engine",
+        pytest.param("2 ranks, one engine", marks=pytest.mark.slow),
         "actor on 2 ranks, rollout on 1 other",
     ],
 )
