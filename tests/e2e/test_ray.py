@@ -66,8 +66,7 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, 
     else:
         run.process.send_signal(getattr(signal, how))
     assert run.wait(60) == ENDS[how]
-    # After kill -9 of the driver two helpers of Ray look for its head for half a minute before they give up.
-    run.seconds_until_gone(at_most=120 if how == "SIGKILL" else 30)
+    run.seconds_until_gone(at_most=10)
     assert abandoned_shared_memory() <= abandoned
     if how != "SIGKILL":
         assert f"stopped by {how}; the last whole checkpoint is kept" in run.lines[-1][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -21,6 +22,7 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from strop.controller.pools import ResourcePool
+from strop.controller.ray import orphans
 from strop.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -106,11 +108,15 @@ def connect(processes: int) -> None:
         cores = os.cpu_count() or 1
         if processes > cores:
             logger.warning("warning: %d processes share the %d cores of this machine", processes, cores)
-        # Remains of a cluster whose head was killed end after 30 s instead of 60 s.
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "30")
         ray.init(address="local", num_cpus=max(cores, processes), include_dashboard=False, **options)
+        _watch_orphans()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would exit with status 15
+
+
+@functools.cache
+def _watch_orphans() -> Any:
+    return orphans.watch()
 
 
 def running_cluster() -> str | None:
