@@ -70,7 +70,7 @@ def two_nodes(ray_session: None) -> Iterator[None]:
 
 
 # Tests that mostly wait: for deadlines, or for processes that start and end.
-_WAITING = ("tests/controller/", "tests/rewards/")
+_WAITING = ("tests/controller/", "tests/rewards/", "tests/e2e/test_ray")
 _RAY_CONTROLLER = tuple(f"tests/controller/test_{name}.py" for name in ("failures", "nodes", "groups"))
 _LONGEST = (
     "tests/parity/test_ranks.py",

@@ -89,7 +89,7 @@ class RayRun:
         self.kill_everything()
         raise AssertionError(f"nothing was sabotaged:\n{self.console[-3000:]}")
 
-    def told_after(self, text: str) -> float:
+    def delay_of(self, text: str) -> float:
         """Seconds from the deed to the first line with ``text``."""
         told = next((when for when, line in self.lines if text in line), None)
         assert told is not None, f"no {text!r} in:\n{self.console[-3000:]}"

@@ -76,7 +76,7 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, 
 
 
 @pytest.mark.slow
-def test_a_killed_gcs_is_told_and_the_run_can_be_resumed(inputs, undisturbed, tmp_path):
+def test_a_killed_gcs_is_named_and_the_run_resumes(inputs, undisturbed, tmp_path):
     options = overrides(inputs, tmp_path / "run", *SETTINGS)
     run = RayRun(options, sabotage=_sabotage(tmp_path, "update_actor", 3, "sleep"))
     run.wait_until_struck()
@@ -124,7 +124,7 @@ def test_a_run_restarts_after_a_killed_worker(inputs, undisturbed, tmp_path):
     assert run.wait() == 0, run.console[-3000:]
     assert mentions(run.console, "iteration 1", "0 restarts")
     assert "died in update_actor; its last output:\nabout to kill in update_actor" in run.console
-    assert run.told_after("ActorRollout rank 0 on") < 10
+    assert run.delay_of("ActorRollout rank 0 on") < 10
     assert run.seconds_until_gone() < 30
     assert _results(tmp_path / "run") == undisturbed
 
