@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+import queue
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -33,9 +32,8 @@ class Feed:
     """A first-in, first-out queue of samples with an end."""
 
     def __init__(self) -> None:
-        self._items: deque[Maker] = deque()
-        self._changed = threading.Condition()
-        self._ended = self._cancelled = False
+        self._makers: queue.SimpleQueue[Maker | None] = queue.SimpleQueue()  # None: the end
+        self._cancelled = False
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> Feed:
@@ -48,21 +46,16 @@ class Feed:
 
     def add(self, make: Maker) -> None:
         """Append a sample."""
-        with self._changed:
-            self._items.append(make)
-            self._changed.notify()
+        self._makers.put(make)
 
     def end(self) -> None:
         """Mark the feed as complete."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify()
+        self._makers.put(None)
 
     def cancel(self) -> None:
         """Make ``take`` and ``require_wanted`` raise ``Cancelled``."""
-        with self._changed:
-            self._cancelled = True
-            self._changed.notify()
+        self._cancelled = True
+        self.end()  # wakes a waiting taker
 
     def require_wanted(self) -> None:
         """Raise ``Cancelled`` after ``cancel``."""
@@ -74,9 +67,12 @@ class Feed:
 
         Raises ``Cancelled`` after ``cancel``, and whatever making the sample raises.
         """
-        with self._changed:
-            while wait and not (self._items or self._ended or self._cancelled):
-                self._changed.wait()
-            self.require_wanted()
-            make = self._items.popleft() if self._items else None
+        try:
+            make = self._makers.get(block=wait)
+        except queue.Empty:
+            make = None
+        else:
+            if make is None:
+                self.end()  # for the next take
+        self.require_wanted()
         return None if make is None else make()

@@ -25,7 +25,7 @@ from strop.errors import ConfigError, RewardError
 from strop.rewards.process_tree import MARKER, describe_exit, hold_descendants, kill_held, kill_tree
 from strop.rewards.worker import wire
 from strop.rewards.worker.feed import Feed, Samples
-from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, Setup
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 
 _CHUNK = 1 << 16
 _PIPE_BYTES = 1 << 20  # more than a pipe holds
@@ -244,7 +244,7 @@ class RewardProcess:
         """Send the function, and wait until the process is ready for samples."""
         deadline = time.monotonic() + self.start_timeout_s
         lane = wire.Lane(child.requests, child.answers)
-        lane.post(pickle.dumps(Setup(sys.path, self._function)))
+        lane.post(pickle.dumps((sys.path, self._function)))
         try:
             while (message := lane.exchange(deadline, child.is_alive)) is None:
                 pass
@@ -270,7 +270,7 @@ class RewardProcess:
 def _encode(sample: Sample) -> bytes | Outcome:
     """Return the message for a sample, or its outcome if it cannot be pickled."""
     try:
-        return pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL))
     # Pickling runs user code, which may raise anything; treat it as a sample that raises in the scorer.
     except Exception as error:  # noqa: BLE001
         return Outcome("raised", error=f"the sample cannot be sent to the scoring process: {error}")
