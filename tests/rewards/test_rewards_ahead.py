@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ BEHAVIOURS = {
 
 @pytest.fixture
 def process(running: Callable[[], list[int]], run_response: Callable[..., Any]) -> Iterator[RewardProcess]:
-    with RewardProcess(run_response, timeout_s=30.0) as process:
+    with closing(RewardProcess(run_response, timeout_s=30.0)) as process:
         process.start()
         yield process
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from strop.rewards.worker.records import Sample
 
@@ -16,29 +16,18 @@ class Cancelled(Exception):
     """The feed was cancelled."""
 
 
-class Samples(Protocol):
-    """Source of a scoring process's samples: a :class:`Feed`, or a share of one."""
-
-    def take(self, *, wait: bool) -> Sample | None:
-        """Return the next sample; None if there is none yet, or, with ``wait``, if there will be none."""
-        ...
-
-    def require_wanted(self) -> None:
-        """Raise ``Cancelled`` if the outcomes will not be read."""
-        ...
-
-
 class Feed:
     """A first-in, first-out queue of samples with an end."""
 
-    def __init__(self) -> None:
+    def __init__(self, cancelled: threading.Event | None = None) -> None:
+        """Make an empty feed, which is cancelled by ``cancel``, or once ``cancelled`` is set."""
         self._makers: queue.SimpleQueue[Maker | None] = queue.SimpleQueue()  # None: the end
-        self._cancelled = False
+        self.cancelled = cancelled or threading.Event()
 
     @classmethod
-    def of(cls, samples: Iterable[Sample]) -> Feed:
+    def of(cls, samples: Iterable[Sample], cancelled: threading.Event | None = None) -> Feed:
         """Make a complete feed."""
-        feed = cls()
+        feed = cls(cancelled)
         for sample in samples:
             feed.add(lambda sample=sample: sample)
         feed.end()
@@ -54,12 +43,12 @@ class Feed:
 
     def cancel(self) -> None:
         """Make ``take`` and ``require_wanted`` raise ``Cancelled``."""
-        self._cancelled = True
+        self.cancelled.set()
         self.end()  # wakes a waiting taker
 
     def require_wanted(self) -> None:
         """Raise ``Cancelled`` after ``cancel``."""
-        if self._cancelled:
+        if self.cancelled.is_set():
             raise Cancelled
 
     def take(self, *, wait: bool) -> Sample | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
@@ -61,11 +61,16 @@ class RewardPool:
         taking, numbers = threading.Lock(), itertools.count()
         found: SimpleQueue[tuple[int, Outcome] | BaseException | None] = SimpleQueue()
 
+        def take() -> tuple[int, Sample] | None:
+            with taking:
+                sample = samples.take(wait=True)
+                return None if sample is None else (next(numbers), sample)
+
         def work(process: RewardProcess) -> None:
-            share = _Share(samples, taking, numbers)
             try:
-                for outcome in process.evaluate_all(share):
-                    found.put((share.number, outcome))
+                while (taken := take()) is not None:
+                    number, sample = taken
+                    found.put((number, process.evaluate(sample, samples.cancelled)))
                 found.put(None)
             # Re-raised in the thread that waits for the outcomes.
             except BaseException as error:  # noqa: BLE001
@@ -108,26 +113,3 @@ def _in_order(
         while following in outcomes:
             yield outcomes.pop(following)
             following += 1
-
-
-class _Share:
-    """The samples of one process, one at a time, none sent ahead."""
-
-    def __init__(self, feed: Feed, taking: threading.Lock, numbers: Iterator[int]) -> None:
-        self._feed, self._taking, self._numbers = feed, taking, numbers
-        self.number = -1
-        """Number of the sample taken last."""
-
-    def take(self, *, wait: bool) -> Sample | None:
-        """Return the next sample if the process has none, which is when it can ``wait`` for one."""
-        if not wait:
-            return None
-        with self._taking:
-            sample = self._feed.take(wait=True)
-            if sample is not None:
-                self.number = next(self._numbers)
-        return sample
-
-    def require_wanted(self) -> None:
-        """Raise ``Cancelled`` if the outcomes will not be read."""
-        self._feed.require_wanted()
