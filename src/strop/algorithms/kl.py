@@ -93,11 +93,6 @@ class AdaptiveKLController(FixedKLController):
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
-        if target_kl <= 0 or horizon <= 0:
-            raise ConfigError(
-                "algorithm.kl_ctrl: an adaptive coefficient needs target_kl and horizon above 0, "
-                f"not target_kl={target_kl} and horizon={horizon}"
-            )
         super().__init__(init_kl_coef)
         self.target_kl = target_kl
         self.horizon = horizon
