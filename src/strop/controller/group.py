@@ -53,7 +53,7 @@ def register(dispatch: Dispatch, *, beside_calls: bool = False) -> Callable[[Met
 
 @dataclass(frozen=True)
 class Mark:
-    """What ``register`` notes on a method."""
+    """The mark that ``register`` sets on a method."""
 
     dispatch: Dispatch
     beside_calls: bool
@@ -90,7 +90,7 @@ class Future:
     """The result of a call in flight."""
 
     get: Callable[[], Any]
-    """Waits for the result; raises what the call raised."""
+    """Function that waits for the result, and raises what the call raised."""
 
 
 class GroupMethod:

@@ -20,7 +20,7 @@ class Feed:
     """A first-in, first-out queue of samples with an end."""
 
     def __init__(self, cancelled: threading.Event | None = None) -> None:
-        """Make an empty feed, which is cancelled by ``cancel``, or once ``cancelled`` is set."""
+        """Make an empty feed; setting ``cancelled`` cancels it, too, but wakes no waiting ``take``."""
         self._makers: queue.SimpleQueue[Maker | None] = queue.SimpleQueue()  # None: the end
         self.cancelled = cancelled or threading.Event()
 
