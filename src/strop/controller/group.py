@@ -18,7 +18,7 @@ from strop.controller.pools import ResourcePool
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-_MARK = "_strop_mark"
+_MARK = "_strop_dispatch"
 
 
 class Dispatch(Enum):
