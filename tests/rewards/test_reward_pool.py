@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +256,7 @@ def test_what_a_scorer_needs_is_loaded_before_the_clock_starts(running: Running)
     def look(scorer: BuiltInScorer = scorer, **sample: Any) -> float:
         return float("sympy" in sys.modules)
 
-    with closing(RewardProcess(look)) as process:
+    with RewardProcess(look) as process:
         assert process.evaluate(Sample("d", "")).score == 1.0
 
 

@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ BEHAVIOURS = {
 
 @pytest.fixture
 def process(running: Callable[[], list[int]], run_response: Callable[..., Any]) -> Iterator[RewardProcess]:
-    with closing(RewardProcess(run_response, timeout_s=30.0)) as process:
+    with RewardProcess(run_response, timeout_s=30.0) as process:
         process.start()
         yield process
 

@@ -10,7 +10,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ STRAY = "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session
 
 @pytest.fixture
 def process(running: Running, run_response: Callable[..., Any]) -> Iterator[RewardProcess]:
-    with closing(RewardProcess(run_response, timeout_s=30.0)) as process:
+    with RewardProcess(run_response, timeout_s=30.0) as process:
         yield process
 
 
@@ -288,7 +287,7 @@ def test_a_function_that_cannot_be_loaded_there_stops_the_run(tmp_path: Path, ru
     reward = load_custom_reward(str(path))
     path.unlink()
     with (
-        closing(RewardProcess(reward)) as process,
+        RewardProcess(reward) as process,
         pytest.raises(RewardError, match=naming("no such file")),
     ):
         process.evaluate(Sample("d", ""))
@@ -316,7 +315,7 @@ def test_a_module_that_misbehaves_there_stops_the_run(
 def test_a_custom_file_is_run_from_its_path(tmp_path: Path, running: Running):
     path = tmp_path / "reward.py"
     path.write_text("import os\ndef compute_score(**sample):\n    return {'score': 1, 'id': os.getpid()}\n")
-    with closing(RewardProcess(load_custom_reward(str(path)))) as process:
+    with RewardProcess(load_custom_reward(str(path))) as process:
         assert process.evaluate(Sample("d", "")).parts["id"] not in (0, os.getpid())
 
 

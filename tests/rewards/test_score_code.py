@@ -8,7 +8,6 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +158,7 @@ def test_a_scoring_process_that_is_cut_off_takes_its_sandboxes_along():
     sample = Sample("openai/openai_humaneval", "while True: pass", json.dumps(DOUBLE))
     handles: list[int] = []
     before = children()
-    with closing(RewardProcess(Router({sample.data_source: {"timeout_s": 99.0}}), timeout_s=6.0)) as process:
+    with RewardProcess(Router({sample.data_source: {"timeout_s": 99.0}}), timeout_s=6.0) as process:
         process.start()
         (scoring,) = children() - before
         watching = threading.Thread(target=lambda: handles.extend(_handles_after(4.0, scoring)))

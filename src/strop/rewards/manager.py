@@ -173,8 +173,7 @@ class RewardManager(Reward):
             parts = asked[row] if self._part_scorers else None
             return Sample(source, response, ground_truth, extra, parts)
 
-        has_rule = [RULE in parts for parts in asked]
-        compose = functools.partial(self._compose, has_rule)
+        compose = functools.partial(self._compose, [RULE in parts for parts in asked])
         return PendingSamples(self._last_job, [bool(parts) for parts in asked], sample, compose)
 
     def _compose(

@@ -133,6 +133,12 @@ class RewardProcess:
             ) from error
         self._child: _Child | None = None
 
+    def __enter__(self) -> RewardProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def start(self) -> _Child:
         """Start the process unless it runs, and return it.
 
