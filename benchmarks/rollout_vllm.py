@@ -25,7 +25,6 @@ import torch
 
 from strop.rollout.hf.engine import HFRollout
 from strop.rollout.vllm.engine import VLLMRollout
-from strop.rollout.vllm.settings import VLLMSettings
 from strop.rollout.weights import checksums, require_equal_checksums
 
 from rollout_hf import MODELS, build, prompts_of, run_ours
@@ -35,25 +34,18 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 8, 64, 128
 
 def engine_of(model: Any, folder: Path, dtype: torch.dtype) -> VLLMRollout:
     model.save_pretrained(folder)
-    settings = VLLMSettings(
-        model_path=folder,
-        config_overrides={},
-        tokenizer_path=None,
-        device=torch.device("cpu"),
-        dtype=dtype,
-        load_format="dummy",
-        max_model_len=PROMPT_TOKENS + TOKENS,
-        max_num_seqs=PROMPTS * SAMPLES,
-        max_num_batched_tokens=8192,
-        memory_share=0.3,
-        enforce_eager=True,
-        sleeps=False,
-        tensor_parallel=1,
-        rank=0,
-        world_size=1,
-        trust_remote_code=False,
-    )
-    rollout = VLLMRollout(model, settings, pad_token_id=0, eos_token_ids=[1])
+    arguments = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "load_format": "dummy",
+        "max_model_len": PROMPT_TOKENS + TOKENS,
+        "max_num_seqs": PROMPTS * SAMPLES,
+        "max_num_batched_tokens": 8192,
+        "kv_cache_memory_bytes": 2 << 30,
+        "enforce_eager": True,
+    }
+    rollout = VLLMRollout(model, arguments, device=torch.device("cpu"), pad_token_id=0, eos_token_ids=[1])
     rollout.update_weights(model.named_parameters())
     return rollout
 

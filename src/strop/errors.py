@@ -92,8 +92,7 @@ class Attempts:
     @property
     def lines(self) -> list[str]:
         """The messages, one line for each problem."""
-        lines = [line for error in self.errors for line in problems_of(error)]
-        return list(dict.fromkeys(lines))
+        return list(dict.fromkeys(line for error in self.errors for line in problems_of(error)))
 
     def raise_errors(self) -> None:
         """Raise the only error, or all of them as ``SeveralErrors``."""

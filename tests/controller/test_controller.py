@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.controller.group import Dispatch, LocalWorkerGroup, dispatch_of, register, runs_beside_calls
+from strop.controller.group import Dispatch, LocalWorkerGroup, Mark, mark_of, register
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.errors import ConfigError
 
@@ -43,9 +43,8 @@ def test_a_group_that_was_shut_down_holds_no_worker():
 
 
 def test_marks_are_read_from_the_class():
-    assert dispatch_of(Counter, "add") is Dispatch.DATA_PARALLEL
-    assert dispatch_of(Counter, "unmarked") is None
-    assert not runs_beside_calls(Counter, "add")
+    assert mark_of(Counter, "add") == Mark(Dispatch.DATA_PARALLEL, beside_calls=False)
+    assert mark_of(Counter, "unmarked") is None
 
 
 def test_pools_are_found_by_role():

@@ -39,7 +39,7 @@ class Store:
 
     def answers(self) -> list[DataProto]:
         """What one call to the ranks returns."""
-        parts = [RemoteColumns(rank, rank, rows, self._fetch) for rank, rows in enumerate(ROWS)]
+        parts = [RemoteColumns(rank, rank, rows, self._fetch, {}, set()) for rank, rows in enumerate(ROWS)]
         layouts = [Layout([part]) for part in parts]
         return [
             DataProto(

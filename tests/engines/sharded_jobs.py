@@ -21,7 +21,7 @@ from strop.engines import ranks
 from strop.engines.base import OptimizerSettings, weights_hash
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.engine import TorchEngine
-from strop.engines.torch.sharding import Offload, OffloadSettings, ShardingSettings, part, whole
+from strop.engines.torch.sharding import Offload, ShardingSettings, part, whole
 from strop.errors import CheckpointError, ConfigError, ModelError
 from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
@@ -139,7 +139,7 @@ def train_offloaded(folder: Path, micro: MicroBatching, offloads: bool) -> tuple
     if offloads:
         module = trained.module
         module.to = lambda device: module._apply(lambda tensor: tensor.to(device, copy=True))
-        offload = Offload(OffloadSettings(), module, trained._optimizer, trained.device)
+        offload = Offload(module, trained._optimizer, trained.device)
         offload._parameters = offload._moments = True
         trained._offload = offload
     before = {name: part(weight).data_ptr() for name, weight in trained.module.named_parameters()}

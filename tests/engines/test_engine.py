@@ -10,13 +10,12 @@ from strop.engines.base import (
     EngineSpec,
     ModelSpec,
     OptimizerSettings,
-    build_engine,
+    engine_class,
     pick_device,
     weights_hash,
 )
 from strop.engines.micro_batches import MicroBatching, trim
 from strop.engines.torch.engine import TorchEngine
-from strop.engines.torch.sharding import OffloadSettings
 from strop.errors import CheckpointError, ConfigError
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
 from strop.models.policy import PolicyModel
@@ -215,10 +214,10 @@ def test_bfloat16_autocast_computes_near_float32_and_keeps_float32_weights(folde
 def test_engines_are_found_by_strategy_and_devices_by_name(folder):
     fsdp = load_config([]).actor_rollout_ref.actor.fsdp_config
     model, spec = ModelSpec(kind="policy", path=folder), EngineSpec(device=pick_device("cpu"), section=fsdp)
-    engine = build_engine("fsdp", model, spec)
+    engine = engine_class("fsdp").build(model, spec)
     assert isinstance(engine, TorchEngine)
     with pytest.raises(ConfigError, match=naming("strategy='ddp'", "fsdp")):
-        build_engine("ddp", model, spec)
+        engine_class("ddp")
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=naming("GPU")):
             pick_device("cuda")
@@ -270,15 +269,14 @@ def test_an_export_is_a_hugging_face_folder_with_the_same_weights(folder, tmp_pa
 def test_offloaded_parameters_and_moments_wait_on_the_cpu_and_change_no_number(folder):
     actor_loss, _ = _objectives("token-mean")
     device, found = torch.device("cuda"), []
-    for offload in (OffloadSettings(), OffloadSettings(parameters=True, optimizer=True)):
-        engine = TorchEngine(
-            PolicyModel(load_causal_lm(folder)), device=device, optimizer=SETTINGS, offload=offload
-        )
+    for offload in (False, True):
+        options = {"optimizer": SETTINGS, "offload_parameters": offload, "offload_moments": offload}
+        engine = TorchEngine(PolicyModel(load_causal_lm(folder)), device=device, **options)
         for _ in range(2):
             engine.infer(_training_samples(), MicroBatching(rows=4), temperature=1.0)
             engine.forward_backward(_training_samples(), actor_loss, MicroBatching(rows=4), temperature=1.0)
             engine.optimizer_step(0.01)
         where = {weight.device.type for weight in engine.module.parameters()}
-        assert where == {"cpu" if offload.parameters else "cuda"}
+        assert where == {"cpu" if offload else "cuda"}
         found.append(weights_hash(engine.named_weights()))
     assert found[0] == found[1]

@@ -89,7 +89,8 @@ def test_other_tokens_than_those_of_the_batch_are_an_error(manager: RewardManage
 
 
 def test_batches_that_overlap_are_scored_one_after_the_other(manager: RewardManager, batch: DataProto):
-    first, second = manager.expect(prompts(), n=2), manager.begin(batch)
+    first, second = manager.expect(prompts(), n=2), manager.expect(batch)
+    second.complete(batch)
     first.add(3, tokens(batch, 3))
     first.complete(batch)
     for pending in (second, first):

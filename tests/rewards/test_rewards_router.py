@@ -63,7 +63,7 @@ def test_a_registered_scorer_gets_all_four_arguments():
 @pytest.mark.usefixtures("fresh_registry")
 def test_a_scorer_may_be_registered_by_import_path_and_goes_before_the_built_in_one():
     register_scorer("openai/gsm8k", "strop.rewards.router:default_compute_score")
-    assert router._load("strop.rewards.score.exact:compute_score") is exact.compute_score
+    assert router.load_backend("strop.rewards.score.exact:compute_score") is exact.compute_score
     register_scorer("openai/gsm8k", lambda **sample: 0.5)
     assert default_compute_score("openai/gsm8k", "#### 7", "7") == 0.5
 

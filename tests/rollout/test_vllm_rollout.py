@@ -31,30 +31,29 @@ def model_of(family: str, tied: bool, seed: int = 0):
     return tiny_lm(family, seed, tie_word_embeddings=tied, **FAMILIES[family])
 
 
-def rollout_of(model, folder, *, eos=(EOS,), dtype=torch.float32, synced=True, **settings):
+def rollout_of(model, folder, *, eos=(EOS,), dtype=torch.float32, synced=True, sampling=None):
     from strop.rollout.vllm.engine import VLLMRollout
-    from strop.rollout.vllm.settings import VLLMSettings
 
     model.save_pretrained(folder)
-    options = {
-        "model_path": folder,
-        "config_overrides": {},
-        "tokenizer_path": None,
-        "device": torch.device("cpu"),
+    arguments = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
         "dtype": dtype,
         "load_format": "dummy",
         "max_model_len": 48,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 256,
-        "memory_share": 0.1,
+        "kv_cache_memory_bytes": 1 << 24,
         "enforce_eager": True,
-        "sleeps": False,
-        "tensor_parallel": 1,
-        "rank": 0,
-        "world_size": 1,
-        "trust_remote_code": False,
     }
-    built = VLLMRollout(model, VLLMSettings(**(options | settings)), pad_token_id=PAD, eos_token_ids=eos)
+    built = VLLMRollout(
+        model,
+        arguments,
+        device=torch.device("cpu"),
+        pad_token_id=PAD,
+        eos_token_ids=eos,
+        sampling=sampling,
+    )
     if synced:
         built.update_weights(model.named_parameters())
     return built

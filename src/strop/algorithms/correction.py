@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.aggregation import masked_mean, masked_sum, zero_masked
-from strop.errors import ConfigError
-
-ROLLOUT_IS_LEVELS = ("token", "sequence")
 
 
 @torch.no_grad()
@@ -29,20 +26,10 @@ def rollout_is_weights(
     al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025). ``sequence``: the
     ratio of the whole sequence, exp(sum over its tokens), on each of its tokens. Truncated importance
     sampling: Ionides, 2008. Exponents are clamped to +-20.
-
-    Raises:
-        ConfigError: another level, or a threshold that is not above 0.
     """
-    if threshold <= 0:
-        raise ConfigError(f"actor_rollout_ref.actor.rollout_is_threshold={threshold} must be above 0")
     d_BT = zero_masked(old_log_prob - rollout_log_prob, response_mask)
     if level == "sequence":
         d_BT = d_BT.sum(-1, keepdim=True).expand_as(d_BT)
-    elif level != "token":
-        raise ConfigError(
-            f"actor_rollout_ref.actor.rollout_is={level!r} is unknown "
-            f"(known: {', '.join(ROLLOUT_IS_LEVELS)}, or null)"
-        )
     return zero_masked(d_BT.clamp(-20, 20).exp().clamp(max=threshold), response_mask)
 
 

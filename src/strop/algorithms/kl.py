@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 from torch import Tensor
 
@@ -70,54 +69,31 @@ def mean_sequence_kl(kl_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return masked_mean(masked_mean(kl_BT, mask_BT, dim=-1), mask_BT.bool().any(-1))
 
 
-class KLController(Protocol):
-    """The coefficient beta of the KL penalty, updated after each batch that used it."""
-
-    value: float
-
-    def update(self, current_kl: float, n_samples: int) -> None:
-        """Update beta, given the mean sequence KL of ``n_samples`` samples."""
-        ...
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint."""
-        ...
-
-
 class FixedKLController:
-    """A constant coefficient. It belongs to the configuration, so checkpoints do not hold it."""
+    """A constant coefficient beta. It belongs to the configuration, so checkpoints do not hold it."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Do nothing."""
+        """Update beta, given the mean sequence KL of ``n_samples`` samples that it was used for."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return no state."""
+        """Return the state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Do nothing."""
+        """Continue from a checkpoint."""
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(FixedKLController):
     """A coefficient that steers the KL to ``target_kl``, by at most 20% in ``horizon`` samples.
 
     beta <- beta (1 + clip(kl / target - 1, +-0.2) n_samples / horizon)
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
-        if target_kl <= 0 or horizon <= 0:
-            raise ConfigError(
-                "algorithm.kl_ctrl: an adaptive coefficient needs target_kl and horizon above 0, "
-                f"not target_kl={target_kl} and horizon={horizon}"
-            )
-        self.value = init_kl_coef
+        super().__init__(init_kl_coef)
         self.target_kl = target_kl
         self.horizon = horizon
 
@@ -149,7 +125,7 @@ class AdaptiveKLController:
 
 def make_kl_controller(
     type: str, *, kl_coef: float, target_kl: float = 0.1, horizon: int = 10_000
-) -> KLController:
+) -> FixedKLController:
     """Make the controller that ``algorithm.kl_ctrl`` describes; its keys are the arguments.
 
     Raises:

@@ -56,11 +56,7 @@ def token_log_probs(
         chunk_size: tokens per chunk; a few float32 tensors [chunk_size, V] exist at a time.
         ref: hidden states [N, H'] and the projection of the reference model; adds the full KL to it, with the
             gradient to the policy only.
-
-    Raises:
-        ValueError: the numbers of tokens differ, or temperature or chunk_size is not above 0.
     """
-    _check_arguments(hidden_NH, ids_N, temperature, chunk_size, ref)
     if isinstance(project, OutputLayer) and ref is None:
         log_probs_N, entropy_N = log_probs_and_entropy(hidden_NH, project, ids_N, temperature=temperature)
         return TokenLogProbs(log_probs_N, entropy_N if with_entropy else None, None)
@@ -92,42 +88,6 @@ def token_log_probs(
     )
 
 
-def log_probs_from_logits(
-    logits: Tensor, ids: Tensor, temperature: float = 1.0, chunk_size: int = 1024
-) -> Tensor:
-    """Return float32 log-probs [...] of the tokens ``ids`` [...] under existing ``logits`` [..., V].
-
-    Every id must be in [0, V), in padding too. Makes no float32 copy of all logits.
-    """
-    return _from_logits(logits, ids, temperature, chunk_size, with_entropy=False)[0]
-
-
-def log_probs_and_entropy_from_logits(
-    logits: Tensor, ids: Tensor, temperature: float = 1.0, chunk_size: int = 1024
-) -> tuple[Tensor, Tensor]:
-    """Return ``log_probs_from_logits`` and the entropies [...] of the same distributions."""
-    log_probs, entropy = _from_logits(logits, ids, temperature, chunk_size, with_entropy=True)
-    assert entropy is not None  # requested above
-    return log_probs, entropy
-
-
-def _from_logits(
-    logits: Tensor, ids: Tensor, temperature: float, chunk_size: int, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    if logits.shape[:-1] != ids.shape:
-        raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit ids of shape {tuple(ids.shape)}")
-    flat = token_log_probs(
-        logits.reshape(-1, logits.shape[-1]),
-        lambda logits_nV: logits_nV,
-        ids.reshape(-1),
-        temperature=temperature,
-        with_entropy=with_entropy,
-        chunk_size=chunk_size,
-    )
-    entropy = flat.entropy_N.view(ids.shape) if flat.entropy_N is not None else None
-    return flat.log_probs_N.view(ids.shape), entropy
-
-
 def _log_softmax(logits_nV: Tensor, temperature: float) -> Tensor:
     logits_nV = logits_nV.float()
     if temperature != 1.0:
@@ -155,19 +115,3 @@ def _measure(
 def _join(parts: list[Tensor | None]) -> Tensor | None:
     present = [part for part in parts if part is not None]
     return torch.cat(present) if present else None
-
-
-def _check_arguments(
-    hidden_NH: Tensor, ids_N: Tensor, temperature: float, chunk_size: int, ref: tuple[Tensor, Project] | None
-) -> None:
-    n_tokens = len(hidden_NH)
-    if len(ids_N) != n_tokens:
-        raise ValueError(f"{n_tokens} hidden states do not fit {len(ids_N)} token ids")
-    if ref is not None and len(ref[0]) != n_tokens:
-        raise ValueError(
-            f"{n_tokens} hidden states do not fit {len(ref[0])} hidden states of the reference model"
-        )
-    if temperature <= 0:
-        raise ValueError(f"temperature={temperature} has no log-probs; it must be above 0")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be 1 or more")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from strop.config.schema.trainer import RunConfig
 from strop.controller.pools import ResourcePool
@@ -19,8 +19,6 @@ from strop.controller.pools import ResourcePool
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _MARK = "_strop_dispatch"
-
-_BESIDE_CALLS = "_strop_beside_calls"
 
 
 class Dispatch(Enum):
@@ -47,21 +45,23 @@ def register(dispatch: Dispatch, *, beside_calls: bool = False) -> Callable[[Met
     """
 
     def mark(method: Method) -> Method:
-        setattr(method, _MARK, dispatch)
-        setattr(method, _BESIDE_CALLS, beside_calls)
+        setattr(method, _MARK, Mark(dispatch, beside_calls))
         return method
 
     return mark
 
 
-def dispatch_of(worker_cls: type, name: str) -> Dispatch | None:
+@dataclass(frozen=True)
+class Mark:
+    """The mark that ``register`` sets on a method."""
+
+    dispatch: Dispatch
+    beside_calls: bool
+
+
+def mark_of(worker_cls: type, name: str) -> Mark | None:
     """Return the mark of a method, or None if groups must not call it."""
     return getattr(getattr(worker_cls, name, None), _MARK, None)
-
-
-def runs_beside_calls(worker_cls: type, name: str) -> bool:
-    """Return True if a method was marked with ``beside_calls``."""
-    return getattr(getattr(worker_cls, name, None), _BESIDE_CALLS, False)
 
 
 def data_parallel_places(worker: Any, rank: int, world_size: int) -> dict[str, tuple[int, int]]:
@@ -71,23 +71,26 @@ def data_parallel_places(worker: Any, rank: int, world_size: int) -> dict[str, t
     rank has a separate part.
     """
     own = getattr(worker, "data_parallel_place", lambda method: (rank, world_size))
-    names = [name for name in dir(type(worker)) if dispatch_of(type(worker), name) is Dispatch.DATA_PARALLEL]
-    return {name: own(name) for name in names}
+    worker_cls = type(worker)
+    marks = {name: mark_of(worker_cls, name) for name in dir(worker_cls)}
+    return {
+        name: own(name) for name, mark in marks.items() if mark and mark.dispatch is Dispatch.DATA_PARALLEL
+    }
 
 
-def require_dispatch(worker_cls: type, name: str, group: str) -> Dispatch:
+def require_mark(worker_cls: type, name: str, group: str) -> Mark:
     """Return the mark of a method; ``AttributeError`` when it has none."""
-    if (dispatch := dispatch_of(worker_cls, name)) is None:
+    if (mark := mark_of(worker_cls, name)) is None:
         raise AttributeError(f"{group} has no method {name!r} marked with @register")
-    return dispatch
+    return mark
 
 
-class Future(Protocol):
+@dataclass(frozen=True)
+class Future:
     """The result of a call in flight."""
 
-    def get(self) -> Any:
-        """Wait for the result; raise what the call raised."""
-        ...
+    get: Callable[[], Any]
+    """Function that waits for the result, and raises what the call raised."""
 
 
 class GroupMethod:
@@ -106,39 +109,6 @@ class GroupMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Start the call and wait for its result."""
         return self.start(*args, **kwargs).get()
-
-
-class WorkerGroup(Protocol):
-    """The workers of one role; their marked methods are called on the group as if it were one worker.
-
-    Constructed with the arguments of :class:`LocalWorkerGroup`.
-    """
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        ...
-
-    def nodes_without(self, path: Path) -> list[str]:
-        """Return the nodes of this group that do not see a file written by the driver."""
-        ...
-
-    def shutdown(self) -> None:
-        """Stop the workers and free their resources."""
-        ...
-
-    def __getattr__(self, name: str) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Done:
-    """The finished future of a call in this process."""
-
-    result: Any
-
-    def get(self) -> Any:
-        """Return the result."""
-        return self.result
 
 
 class LocalWorkerGroup:
@@ -175,6 +145,11 @@ class LocalWorkerGroup:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "worker":
             raise AttributeError(name)
-        require_dispatch(type(self.worker), name, self.name)
+        require_mark(type(self.worker), name, self.name)
         method = getattr(self.worker, name)
-        return GroupMethod(lambda *args, **kwargs: Done(method(*args, **kwargs)))
+
+        def start(*args: Any, **kwargs: Any) -> Future:
+            result = method(*args, **kwargs)
+            return Future(lambda: result)
+
+        return GroupMethod(start)

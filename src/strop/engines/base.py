@@ -1,7 +1,7 @@
 """Interface between a role (actor, critic, reference, reward model) and the back-end that runs its model.
 
-``ModelSpec`` and ``EngineSpec`` describe what a worker needs, ``build_engine`` constructs the ``Engine`` of a
-strategy from them. Also here: device choice, the learning-rate schedule, and the hash of a model's weights.
+``ModelSpec`` and ``EngineSpec`` describe what a worker needs; ``engine_class`` finds the ``Engine`` that is
+built from them. Also here: device choice, the learning-rate schedule, and the hash of a model's weights.
 """
 
 from __future__ import annotations
@@ -176,11 +176,6 @@ def engine_class(strategy: str) -> type[Engine]:
     if strategy not in ENGINES:
         raise ConfigError(f"strategy={strategy!r} has no engine (known: {', '.join(ENGINES)})")
     return load_backend(ENGINES[strategy].engine)
-
-
-def build_engine(strategy: str, model: ModelSpec, spec: EngineSpec) -> Engine:
-    """Construct the engine of ``strategy``; ``ConfigError`` with the known names if there is none."""
-    return engine_class(strategy).build(model, spec)
 
 
 def pick_device(name: str) -> torch.device:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -80,22 +80,11 @@ def attend(
 
     ``mask`` [1, 1, T, K] is True for the keys that a query attends to; None: causal.
     """
-    heads = [query, key, value]
-    with _in_float32(query.device, key.shape[2]) as cast:
-        if cast:
-            heads = [states.float() for states in heads]
+    in_float32 = query.device.type == "cpu" and key.shape[2] <= _FLOAT32_UP_TO
+    heads = [states.float() if in_float32 else states for states in (query, key, value)]
+    with torch.autocast("cpu", enabled=False) if in_float32 else nullcontext():
         output, _ = sdpa_attention_forward(module, *heads, attention_mask=mask, **options)
     return output.to(value.dtype)
-
-
-@contextmanager
-def _in_float32(device: torch.device, length: int) -> Generator[bool]:
-    """Yield True, with autocast off, if sequences of that length attend in float32."""
-    if device.type != "cpu" or length > _FLOAT32_UP_TO:
-        yield False
-        return
-    with torch.autocast("cpu", enabled=False):
-        yield True
 
 
 def _causal_mask(first: int, end: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -30,7 +29,7 @@ from transformers import (
 )
 
 from strop.errors import ModelError
-from strop.models.loader import fresh_head, load_causal_lm, load_model_config, load_scorer, persistent_buffers
+from strop.models.loader import fresh_head, load_causal_lm, load_scorer, model_arguments, persistent_buffers
 
 
 class WeightSource:
@@ -106,24 +105,11 @@ def defer_scorer(
     return model, WeightSource(model, path, load=load, fresh=fresh)
 
 
-def _without_weights(
-    auto_class: Any,
-    path: str | Path,
-    *,
-    override_config: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
-    num_labels: int | None = None,
-) -> PreTrainedModel:
-    config = load_model_config(path, override_config=override_config, trust_remote_code=trust_remote_code)
-    if num_labels is not None:
-        config.num_labels = num_labels
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+def _without_weights(auto_class: Any, path: str | Path, **options: Any) -> PreTrainedModel:
+    arguments = model_arguments(path, **options)
     try:
         with _parameters_on_meta():
-            model = auto_class.from_config(
-                config, dtype=torch.float32, trust_remote_code=trust_remote_code, **options
-            )
+            model = auto_class.from_config(**arguments)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"cannot build the model of {path}: {error}") from error
     if (Path(path) / "generation_config.json").is_file() and model.can_generate():

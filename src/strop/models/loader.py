@@ -148,31 +148,29 @@ def load_model_config(
     return config
 
 
-def _load(
-    auto_class: Any,
+def model_arguments(
     path: str | Path,
     *,
     num_labels: int | None = None,
     override_config: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
-) -> tuple[Any, set[str]]:
-    """Load a model; return it with the names of weights that the files lack."""
+) -> dict[str, Any]:
+    """Return the arguments with which transformers builds or loads the model of a folder."""
     config = load_model_config(path, override_config=override_config, trust_remote_code=trust_remote_code)
     if num_labels is not None:
         config.num_labels = num_labels
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    return {"config": config, "dtype": torch.float32, "trust_remote_code": trust_remote_code, **attention}
+
+
+def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[str]]:
+    """Load a model; return it with the names of weights that the files lack."""
+    arguments = model_arguments(path, **options)
     bars = contextlib.nullcontext() if sys.stderr.isatty() else no_progress_bars()  # keep logs clean
     try:
         with bars:
-            model, loading = auto_class.from_pretrained(
-                **locate(path),
-                config=config,
-                dtype=torch.float32,
-                output_loading_info=True,
-                trust_remote_code=trust_remote_code,
-                **attention,
-            )
+            model, loading = auto_class.from_pretrained(**locate(path), **arguments, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, ModelError | MissingExtraError):
             raise

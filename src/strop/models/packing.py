@@ -68,24 +68,18 @@ class Packing:
 
     def options(self, implementation: str) -> dict[str, Any]:
         """Return the options that mark the ends of sequences for attention loaded as ``implementation``."""
-        ends = self._ends(implementation)
-        if self.group is None:
-            return ends
-        row = SharedRow(self.group, sum(self._lengths), row_attention(implementation))
-        return {**ends, "shared_row": row}
-
-    def _ends(self, implementation: str) -> dict[str, Any]:
-        if not is_flash(implementation):
-            return {"sequence_runs": self.runs}
-        ends = list(itertools.accumulate(self._lengths, initial=0))
-        ends_S = torch.tensor(ends, dtype=torch.int32, device=self._mask_BL.device)
-        longest = max(self._lengths)
-        return {
-            "cu_seq_lens_q": ends_S,
-            "cu_seq_lens_k": ends_S,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        options: dict[str, Any] = {}
+        if is_flash(implementation):
+            ends = list(itertools.accumulate(self._lengths, initial=0))
+            ends_S = torch.tensor(ends, dtype=torch.int32, device=self._mask_BL.device)
+            options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_S)
+            options |= dict.fromkeys(("max_length_q", "max_length_k"), max(self._lengths))
+        else:
+            options["sequence_runs"] = self.runs
+        if self.group is not None:
+            row = SharedRow(self.group, sum(self._lengths), row_attention(implementation))
+            options["shared_row"] = row
+        return options
 
 
 def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], packing: Packing) -> Tensor:

@@ -1,7 +1,7 @@
 """The rewards of one batch, scored in a thread while samples are generated and models evaluate them.
 
 ``ScoringJob`` feeds the scoring processes and stops when too many samples fail (``ErrorBudget``);
-``PendingSamples`` makes rewards of its outcomes. B samples, T padded response tokens.
+``PendingSamples`` gives it the samples of a batch as they are finished. B samples, T padded response tokens.
 """
 
 from __future__ import annotations
@@ -13,18 +13,14 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE
 from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.base import PendingReward
-from strop.rewards.parts import Composition, UnusedParts
-from strop.rewards.reward_output import RewardOutput, at_last_token, rule_parts, score_metrics
+from strop.rewards.reward_output import RewardOutput
 from strop.rewards.worker.feed import Feed, Maker
 from strop.rewards.worker.pool import RewardPool
 from strop.rewards.worker.process import RewardProcess
@@ -35,10 +31,6 @@ logger = logging.getLogger(__name__)
 WINDOW = 256
 _SHOWN_CHARACTERS = 200
 _LOG_EVERY_S = 10.0
-
-Fields = tuple[str, Any, Any]
-"""Data source, ground truth and extra info of a row."""
-Parts = tuple[str, ...]
 
 
 class ErrorBudget:
@@ -131,23 +123,19 @@ class ScoringJob:
             RewardError: a score or part is NaN or infinite (with the sample), or more samples failed than the
                 budget allows (with the first traceback).
         """
-        self._wait_and_log()
-        if self._failure is not None:
-            raise self._failure
-        return self._outcomes
-
-    def _wait_and_log(self) -> None:
-        # Log lines, because a progress bar would break the live table.
         started = time.monotonic()
         while self._thread.is_alive():
             self._thread.join(_LOG_EVERY_S)
             if self._thread.is_alive():
-                logger.info(
+                logger.info(  # log lines, because a progress bar would break the live table
                     "scoring: %d of %d samples are done; waited for %.0f s",
                     self._n_done,
                     self._n_scored,
                     time.monotonic() - started,
                 )
+        if self._failure is not None:
+            raise self._failure
+        return self._outcomes
 
     def _run(self) -> None:
         if self._after is not None:
@@ -167,7 +155,10 @@ class ScoringJob:
                 row = self._rows[number]
                 sample = self.samples[row]
                 name = name_sample(row, sample) if sample and (outcome.error or not outcome.is_finite) else ""
-                _require_finite(outcome, name)
+                if not outcome.is_finite:
+                    found = {"score": outcome.score, **outcome.parts}
+                    bad = [f"{part}={value}" for part, value in found.items() if not math.isfinite(value)]
+                    raise RewardError(f"the reward function returned {', '.join(bad)} for {name}")
                 self._outcomes[row] = outcome
                 self._n_done = number + 1
                 if outcome.error:
@@ -194,41 +185,25 @@ def name_sample(row: int, sample: Sample) -> str:
     return f"sample {row} (data_source={sample.data_source!r}{known}, response={shown!r})"
 
 
-def _require_finite(outcome: Outcome, name: str) -> None:
-    found = {"score": outcome.score, **outcome.parts}
-    bad = ", ".join(f"{part}={value}" for part, value in found.items() if not math.isfinite(value))
-    if bad:
-        raise RewardError(f"the reward function returned {bad} for {name}")
-
-
-class Scoring(Protocol):
-    """The part of a reward manager that ``PendingSamples`` uses."""
-
-    composition: Composition
-    unused_parts: UnusedParts
-    error_score: float
-
-    def sample(self, fields: Fields, token_ids: list[int], asked: Parts) -> Sample:
-        """Return the sample of a response to score."""
-        ...
-
-    def examine(self, batch: DataProto, samples: Any, scores_B: Tensor, parts: Any, outcomes: Any) -> None:
-        """Log some samples with their scores."""
-        ...
-
-
 class PendingSamples(PendingReward):
     """Takes the samples of a batch as they are finished, then the whole batch, and returns its rewards."""
 
     takes_samples = True
 
     def __init__(
-        self, manager: Scoring, job: ScoringJob, fields: Sequence[Fields], asked: Sequence[Parts]
+        self,
+        job: ScoringJob,
+        is_scored: Sequence[bool],
+        sample: Callable[[int, list[int]], Sample],
+        compose: Callable[..., RewardOutput],
     ) -> None:
-        """Expect B rows with these ``fields`` and the parts that functions compute for them (``asked``)."""
-        self._manager, self._job, self._fields, self._asked = manager, job, fields, asked
-        self._has_rule = [RULE in parts for parts in asked]
-        self._token_ids: list[list[int] | None] = [None] * len(fields)
+        """Expect a row for each of ``is_scored``, True where a function scores it.
+
+        ``sample`` makes the scorer's input from a row and its tokens; ``compose`` makes the rewards of batch,
+        samples, outcomes and the reward model's scores.
+        """
+        self._job, self._is_scored, self._sample, self._compose = job, is_scored, sample, compose
+        self._token_ids: list[list[int] | None] = [None] * len(is_scored)
         self._adding = threading.Lock()
         self._batch = DataProto()
 
@@ -238,9 +213,8 @@ class PendingSamples(PendingReward):
             if self._token_ids[row] is not None:
                 return
             self._token_ids[row] = token_ids
-            asked = self._asked[row]
-            make = functools.partial(self._manager.sample, self._fields[row], token_ids, asked)
-            if asked:
+            make = functools.partial(self._sample, row, token_ids)
+            if self._is_scored[row]:
                 self._job.add(row, make)
             else:
                 self._job.samples[row] = make()
@@ -269,63 +243,7 @@ class PendingSamples(PendingReward):
         """Wait for the rewards; ``model_scores`` [B] are the reward model's. Raises as the manager does."""
         outcomes = self._job.outcomes()
         samples = [sample for sample in self._job.samples if sample is not None]
-        parts = rule_parts(outcomes, self._has_rule, error_score=self._manager.error_score)
-        if model_scores is not None:
-            parts[REWARD_MODEL] = self._model_part(samples, model_scores)
-        sources = [sample.data_source for sample in samples]
-        self._manager.unused_parts.require_returned(parts, self._sources_scored(sources, outcomes))
-        failed_B = torch.tensor([outcome is not None and bool(outcome.error) for outcome in outcomes])
-        added = self._manager.composition.contributions(
-            parts, sources, failed_B=failed_B, validating=self._validating
-        )
-        scores_B = sum(added.values(), torch.zeros(len(samples)))
-        if (penalty_B := self._penalty(scores_B)) is not None:
-            parts[NON_STOP_PENALTY] = penalty_B
-            added[NON_STOP_PENALTY] = penalty_B.nan_to_num()
-            scores_B = scores_B + added[NON_STOP_PENALTY]
-        self._manager.examine(self._batch, samples, scores_B, parts, outcomes)
-        return RewardOutput(
-            token_level_scores=at_last_token(scores_B, self._batch.batch["response_mask"]),
-            parts=parts,
-            metrics=score_metrics(outcomes, sources, parts, added),
-            responses=[sample.solution_str for sample in samples],
-            errors=["" if outcome is None else outcome.error for outcome in outcomes],
-        )
-
-    def _sources_scored(self, sources: Sequence[str], outcomes: Sequence[Outcome | None]) -> list[str]:
-        """Return the data source of each sample that the reward function scored."""
-        return [
-            source
-            for source, outcome, has_rule in zip(sources, outcomes, self._has_rule, strict=True)
-            if has_rule and outcome is not None and not outcome.error
-        ]
-
-    @property
-    def _validating(self) -> bool:
-        return self._batch.meta_info.get("mode") == "validate"
-
-    def _penalty(self, scores_B: Tensor) -> Tensor | None:
-        """Return the non-stop penalty [B]; None if it is off, and in validation."""
-        composition, columns = self._manager.composition, self._batch.batch
-        if not composition.non_stop_penalty or self._validating:
-            return None
-        if "truncated" not in columns:
-            raise RewardError(
-                "reward_model.non_stop_penalty needs the column 'truncated' [B], which is true for responses "
-                f"without a stop token; the batch has {sorted(columns)}"
-            )
-        lengths_B = columns["response_mask"].sum(dim=1).cpu()
-        return composition.penalty(scores_B, columns["truncated"].cpu(), lengths_B)
-
-    def _model_part(self, samples: Sequence[Sample], scores: Tensor) -> Tensor:
-        scores_B = scores.detach().float().cpu().reshape(len(samples))
-        for row in (~torch.isfinite(scores_B)).nonzero().flatten().tolist():
-            raise RewardError(
-                f"the reward model returned {scores_B[row].item()} for {name_sample(row, samples[row])}"
-            )
-        if self._validating:  # rules alone count, where there is one
-            scores_B = scores_B.masked_fill(torch.tensor(self._has_rule), math.nan)
-        return scores_B
+        return self._compose(self._batch, samples, outcomes, model_scores)
 
 
 def real_tokens(ids_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:

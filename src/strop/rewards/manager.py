@@ -7,21 +7,28 @@ import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from strop.algorithms.registry import accepted, resolve
-from strop.config.reward_parts import RULE, read_parts
+from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE, read_parts
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
 from strop.rewards.base import BatchReward, PendingReward, Reward
-from strop.rewards.batch import ErrorBudget, Fields, PendingSamples, ScoringJob, real_tokens
+from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, name_sample, real_tokens
 from strop.rewards.custom import load_custom_reward, require_score_signature
-from strop.rewards.parts import Composition, UnusedParts, part_scorers, require_scored_source
-from strop.rewards.reward_output import RewardOutput, describe_sample
+from strop.rewards.parts import Composition, UnusedParts, part_scorers
+from strop.rewards.reward_output import (
+    RewardOutput,
+    at_last_token,
+    describe_sample,
+    rule_parts,
+    score_metrics,
+)
 from strop.rewards.router import BuiltInScorer, PartScorers, Router
 from strop.rewards.worker.pool import RewardPool, default_num_workers
 from strop.rewards.worker.process import RewardProcess
@@ -115,7 +122,7 @@ class RewardManager(Reward):
         if scorers := part_scorers(self.composition.parts):
             compute_score = PartScorers(compute_score, scorers)
         self._part_scorers = scorers
-        self.unused_parts = UnusedParts(self.composition.parts)
+        self._unused_parts = UnusedParts(self.composition.parts)
         self._budget = ErrorBudget(max_error_rate)
         self._process: RewardProcess | RewardPool = (
             RewardProcess(compute_score, timeout_s=timeout_s)
@@ -136,17 +143,9 @@ class RewardManager(Reward):
                 samples, or a scorer that cannot be loaded.
         """
         model_B = batch.batch.get("rm_scores")
-        return self.begin(batch, with_model=model_B is not None).get(model_B)
-
-    def begin(self, batch: DataProto, *, with_model: bool = False) -> PendingSamples:
-        """Start scoring a batch; ``get`` of the result waits for it.
-
-        With ``with_model``, ``get`` takes the reward model's scores. Batches are scored in the order of these
-        calls. Raises ``RewardError`` for a data source without a scorer.
-        """
-        pending = self._expect(batch, n=1, with_model=with_model)
+        pending = self._expect(batch, n=1, with_model=model_B is not None)
         pending.complete(batch)
-        return pending
+        return pending.get(model_B)
 
     def expect(self, prompts: DataProto, *, n: int = 1, with_model: bool = False) -> PendingReward:
         """Start scoring a batch of ``n`` adjacent samples for each prompt, which are still to be generated.
@@ -167,7 +166,67 @@ class RewardManager(Reward):
             n_scored=sum(map(bool, asked)),
             after=self._last_job,
         )
-        return PendingSamples(self, self._last_job, fields, asked)
+
+        def sample(row: int, token_ids: list[int]) -> Sample:
+            response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+            source, ground_truth, extra = fields[row]
+            parts = asked[row] if self._part_scorers else None
+            return Sample(source, response, ground_truth, extra, parts)
+
+        compose = functools.partial(self._compose, [RULE in parts for parts in asked])
+        return PendingSamples(self._last_job, [bool(parts) for parts in asked], sample, compose)
+
+    def _compose(
+        self,
+        has_rule: Sequence[bool],
+        batch: DataProto,
+        samples: Sequence[Sample],
+        outcomes: Sequence[Outcome | None],
+        model_scores: Tensor | None,
+    ) -> RewardOutput:
+        """Return the rewards of a batch; ``has_rule`` is True for the samples with a rule."""
+        validating = batch.meta_info.get("mode") == "validate"
+        parts = rule_parts(outcomes, has_rule, error_score=self.error_score)
+        if model_scores is not None:
+            model_B = _finite_scores(model_scores, samples)
+            # In validation rules alone count, where there is one.
+            parts[REWARD_MODEL] = (
+                model_B.masked_fill(torch.tensor(has_rule), math.nan) if validating else model_B
+            )
+        sources = [sample.data_source for sample in samples]
+        failed = [outcome is not None and bool(outcome.error) for outcome in outcomes]
+        scored = zip(sources, outcomes, has_rule, failed, strict=True)
+        self._unused_parts.require_returned(
+            parts, [source for source, outcome, rule, wrong in scored if rule and outcome and not wrong]
+        )
+        added = self.composition.contributions(
+            parts, sources, failed_B=torch.tensor(failed), validating=validating
+        )
+        scores_B = sum(added.values(), torch.zeros(len(samples)))
+        if self.composition.non_stop_penalty and not validating:
+            penalty_B = parts[NON_STOP_PENALTY] = self._penalty(batch, scores_B)
+            added[NON_STOP_PENALTY] = penalty_B.nan_to_num()
+            scores_B = scores_B + added[NON_STOP_PENALTY]
+        self._examine(batch, samples, scores_B, parts, outcomes)
+        return RewardOutput(
+            token_level_scores=at_last_token(scores_B, batch.batch["response_mask"]),
+            parts=parts,
+            metrics=score_metrics(outcomes, sources, parts, added),
+            responses=[sample.solution_str for sample in samples],
+            errors=["" if outcome is None else outcome.error for outcome in outcomes],
+        )
+
+    def _penalty(self, batch: DataProto, scores_B: Tensor) -> Tensor:
+        """Return the difference [B] between non-stop penalty and score; NaN where no penalty is due."""
+        columns = batch.batch
+        if "truncated" not in columns:
+            raise RewardError(
+                "reward_model.non_stop_penalty needs the column 'truncated' [B], which is true for responses "
+                f"without a stop token; the batch has {sorted(columns)}"
+            )
+        is_short_B = columns["response_mask"].sum(dim=1).cpu() < self.composition.min_response_length
+        due_B = columns["truncated"].cpu().bool() | is_short_B
+        return (self.composition.penalty_reward_value - scores_B).masked_fill(~due_B, math.nan)
 
     def validate_sources(
         self, sources: Iterable[str], *, has_reward_model: bool = False, elsewhere: Iterable[str] = ()
@@ -183,34 +242,26 @@ class RewardManager(Reward):
         """
         sources = set(sources)
         self.require_scored(sources, has_reward_model=has_reward_model)
-        self.unused_parts.warn_of_sources(sources, known={*(self._sources or ()), *elsewhere})
+        self._unused_parts.warn_of_sources(sources, known={*(self._sources or ()), *elsewhere})
 
     def require_scored(self, sources: Iterable[str], *, has_reward_model: bool = False) -> None:
         """Raise the errors of ``validate_sources``, without its warnings."""
-        parts = self.composition.parts
         for source in sorted(set(sources)):
             has_rule = self._has_scorer(source)
-            self._require_ready(source, self.composition.asked(source, has_rule=has_rule))
-            require_scored_source(
-                parts,
-                source,
-                has_rule=has_rule,
-                has_reward_model=has_reward_model,
-                known=self._sources or (),
+            for name in self.composition.asked(source, has_rule=has_rule):
+                scorer = self._part_scorers.get(name)
+                if name == RULE and self._router is not None:
+                    self._router.require_ready(source, self._timeout_s)
+                elif isinstance(scorer, BuiltInScorer):
+                    scorer.require_ready(self._timeout_s)
+            self.composition.require_scored(
+                source, has_rule=has_rule, has_reward_model=has_reward_model, known=self._sources or ()
             )
 
     def is_built_in(self, source: str) -> bool:
         """Return True if the source's rule is its built-in scorer, with a weight other than 0."""
         weight = self.composition.parts[RULE].weight(source)
         return self._router is not None and self._router.is_built_in(source) and weight != 0
-
-    def _require_ready(self, source: str, asked: Iterable[str]) -> None:
-        for name in asked:
-            scorer = self._part_scorers.get(name)
-            if name == RULE and self._router is not None:
-                self._router.require_ready(source, self._timeout_s)
-            elif isinstance(scorer, BuiltInScorer):
-                scorer.require_ready(self._timeout_s)
 
     def _has_scorer(self, source: str) -> bool:
         return self._sources is None or source in self._sources
@@ -226,7 +277,8 @@ class RewardManager(Reward):
             self._last_job.wait()
         self._process.close()
 
-    def _fields(self, prompts: DataProto) -> list[Fields]:
+    def _fields(self, prompts: DataProto) -> list[tuple[str, Any, Any]]:
+        """Return data source, ground truth and extra info of each row."""
         columns = prompts.non_tensor_batch
         if self.reward_fn_key not in columns:
             raise RewardError(
@@ -255,19 +307,13 @@ class RewardManager(Reward):
             for source, model_alone in zip(sources, by_model, strict=True)
         ]
 
-    def sample(self, fields: Fields, token_ids: list[int], asked: tuple[str, ...]) -> Sample:
-        """Make the input of a scorer from a response."""
-        source, ground_truth, extra = fields
-        response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Sample(source, response, ground_truth, extra, asked if self._part_scorers else None)
-
-    def examine(
+    def _examine(
         self,
         batch: DataProto,
-        samples: list[Sample],
+        samples: Sequence[Sample],
         scores_B: Tensor,
         parts: Mapping[str, Tensor],
-        outcomes: list[Outcome | None],
+        outcomes: Sequence[Outcome | None],
     ) -> None:
         """Print the first samples of every data source."""
         shown: Counter[str] = Counter()
@@ -294,6 +340,16 @@ class RewardManager(Reward):
         prompts = batch.batch["prompts"][row : row + 1]
         mask = batch.batch["attention_mask"][row : row + 1, : prompts.shape[1]]
         return self.tokenizer.decode(real_tokens(prompts, mask)[0], skip_special_tokens=False)
+
+
+def _finite_scores(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Return the reward model's scores, float32 [B] on the CPU."""
+    scores_B = scores.detach().float().cpu().reshape(len(samples))
+    for row in (~torch.isfinite(scores_B)).nonzero().flatten().tolist():
+        raise RewardError(
+            f"the reward model returned {scores_B[row].item()} for {name_sample(row, samples[row])}"
+        )
+    return scores_B
 
 
 def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:

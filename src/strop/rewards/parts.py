@@ -13,36 +13,10 @@ from strop.algorithms.registry import resolve
 from strop.config.reward_parts import KEY, OTHER_SOURCES, REWARD_MODEL, RULE, SCORERS, RewardPart
 from strop.errors import RewardError
 from strop.rewards.custom import require_score_signature
-from strop.rewards.router import BuiltInScorer, OwnScorer, unknown_source
+from strop.rewards.router import BuiltInScorer, UnknownSourceError
 from strop.rewards.worker.records import ScoreFunction
 
 logger = logging.getLogger(__name__)
-
-
-def asked_parts(parts: Mapping[str, RewardPart], source: str, *, has_rule: bool) -> tuple[str, ...]:
-    """Return the parts that functions compute for a sample of ``source``."""
-    rule = (RULE,) if has_rule and parts[RULE].weight(source) != 0 else ()
-    others = (name for name, part in parts.items() if part.scorer is not None and part.weight(source))
-    return (*rule, *others)
-
-
-def require_scored_source(
-    parts: Mapping[str, RewardPart],
-    source: str,
-    *,
-    has_rule: bool,
-    has_reward_model: bool,
-    known: Collection[str],
-) -> None:
-    """Raise ``RewardError`` if nothing scores rows of ``source``; ``known`` are the sources with a rule."""
-    if has_reward_model and parts[REWARD_MODEL].weight(source) != 0:
-        return
-    if parts[RULE].weight(source) != 0 and not has_rule:
-        raise unknown_source(source, known)
-    if not asked_parts(parts, source, has_rule=has_rule):
-        raise RewardError(
-            f"data_source {source!r}: nothing scores it; every part of {KEY} has weight 0 for it"
-        )
 
 
 def part_scorers(parts: Mapping[str, RewardPart]) -> dict[str, ScoreFunction]:
@@ -56,7 +30,7 @@ def _scorer(name: str, part: RewardPart) -> ScoreFunction:
         return BuiltInScorer(scorer, part.kwargs, where=f"{KEY}.{name}.kwargs")
     function = resolve(scorer, dict.fromkeys(SCORERS, BuiltInScorer), key)
     require_score_signature(function, f"{key}={scorer!r}", **part.kwargs)
-    return OwnScorer(function, part.kwargs)
+    return lambda **sample: function(**sample, **part.kwargs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +51,24 @@ class Composition:
 
     def asked(self, data_source: str, *, has_rule: bool) -> tuple[str, ...]:
         """Return the parts that functions compute for a sample."""
-        return asked_parts(self.parts, data_source, has_rule=has_rule)
+        rule = (RULE,) if has_rule and self.parts[RULE].weight(data_source) != 0 else ()
+        others = (
+            name for name, part in self.parts.items() if part.scorer is not None and part.weight(data_source)
+        )
+        return (*rule, *others)
+
+    def require_scored(
+        self, source: str, *, has_rule: bool, has_reward_model: bool, known: Collection[str]
+    ) -> None:
+        """Raise ``RewardError`` if nothing scores rows of ``source``; ``known`` are sources with a rule."""
+        if has_reward_model and self.parts[REWARD_MODEL].weight(source) != 0:
+            return
+        if self.parts[RULE].weight(source) != 0 and not has_rule:
+            raise UnknownSourceError(source, known)
+        if not self.asked(source, has_rule=has_rule):
+            raise RewardError(
+                f"data_source {source!r}: nothing scores it; every part of {KEY} has weight 0 for it"
+            )
 
     def contributions(
         self, parts: Mapping[str, Tensor], sources: Sequence[str], *, failed_B: Tensor, validating: bool
@@ -99,11 +90,6 @@ class Composition:
             if weights_B.any():
                 added[name] = values_B.nan_to_num() * weights_B
         return added
-
-    def penalty(self, scores_B: Tensor, truncated_B: Tensor, lengths_B: Tensor) -> Tensor:
-        """Return the difference [B] between penalty and score; NaN where no penalty is due."""
-        due_B = truncated_B.bool() | (lengths_B < self.min_response_length)
-        return (self.penalty_reward_value - scores_B).masked_fill(~due_B, torch.nan)
 
 
 class UnusedParts:

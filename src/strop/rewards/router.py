@@ -6,10 +6,10 @@ source, with the signature of a custom reward function (:mod:`strop.rewards.cust
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from strop.config.backends import load_backend
 from strop.config.reward_parts import KEY, RULE, SCORERS
 from strop.errors import ConfigError, RewardError, StropError
 from strop.rewards.custom import require_score_signature
@@ -43,7 +43,7 @@ class BuiltInScorer:
             self(solution_str="", ground_truth="0")
 
     def __call__(self, *, solution_str: str, ground_truth: Any, **_others: Any) -> Any:
-        return _load(SCORERS[self._name])(solution_str, ground_truth, **self._options)
+        return load_backend(SCORERS[self._name])(solution_str, ground_truth, **self._options)
 
     def require_ready(self, deadline_s: float) -> None:
         """Raise ``ConfigError`` if it cannot work here, or not within a sample's deadline."""
@@ -55,16 +55,6 @@ class BuiltInScorer:
             code.require_ready(deadline_s=deadline_s, **self._options)
         except ConfigError as error:
             raise ConfigError(f"{self._where}: {error}") from None
-
-
-class OwnScorer:
-    """A user's scorer with its options."""
-
-    def __init__(self, function: ScoreFunction, options: Mapping[str, Any]) -> None:
-        self._function, self._options = function, dict(options)
-
-    def __call__(self, **sample: Any) -> Any:
-        return self._function(**sample, **self._options)
 
 
 class PartScorers:
@@ -124,10 +114,10 @@ def default_compute_score(
 class UnknownSourceError(RewardError):
     """A data source without a scorer; ``known`` are the sources with one."""
 
-    def __init__(self, data_source: str, known: Sequence[str]) -> None:
+    def __init__(self, data_source: str, known: Iterable[str]) -> None:
         super().__init__(data_source, known)
         self.data_source = data_source
-        self.what = f"data_source {data_source!r} has no scorer (known: {', '.join(known)})"
+        self.what = f"data_source {data_source!r} has no scorer (known: {', '.join(sorted(known))})"
 
     def __str__(self) -> str:
         return (
@@ -163,13 +153,11 @@ class Router:
         }
 
     def __call__(self, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
-        scorer: ScoreFunction
-        if data_source in self._registered:
-            scorer = _load(self._registered[data_source])
-        elif data_source in self._built_in:
-            scorer = self._built_in[data_source]
-        else:
-            raise unknown_source(data_source, self.sources)
+        scorer = self._registered.get(data_source, self._built_in.get(data_source))
+        if scorer is None:
+            raise UnknownSourceError(data_source, self.sources)
+        if isinstance(scorer, str):
+            scorer = load_backend(scorer)
         return scorer(
             data_source=data_source,
             solution_str=solution_str,
@@ -190,15 +178,3 @@ class Router:
     def sources(self) -> list[str]:
         """The data sources that have a scorer."""
         return sorted({*_BUILT_IN, *self._registered})
-
-
-def unknown_source(data_source: str, known: Iterable[str]) -> UnknownSourceError:
-    """Return the error for a data source without a scorer."""
-    return UnknownSourceError(data_source, sorted(known))
-
-
-def _load(scorer: ScoreFunction | str) -> ScoreFunction:
-    if not isinstance(scorer, str):
-        return scorer
-    module, _, attribute = scorer.partition(":")
-    return getattr(importlib.import_module(module), attribute)

@@ -8,11 +8,10 @@ Shapes: B prompts of P columns, R = B x n samples of T token columns.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one call. Raises ``ConfigError`` naming every field that is out of range."""
+    """Sampling parameters of one call; the configuration's schema checks their ranges."""
 
     max_tokens: int
     """Longest response, in tokens, including the stop token."""
@@ -48,23 +47,6 @@ class SamplingParams:
     """Token ids that end a response, besides the end-of-sequence tokens."""
     ignore_eos: bool = False
     """Do not stop at the end-of-sequence tokens; ``stop_token_ids`` still stop."""
-
-    def __post_init__(self) -> None:
-        rules = {
-            "max_tokens": (self.max_tokens >= 1, "1 or more"),
-            "n": (self.n >= 1, "1 or more"),
-            "temperature": (self.temperature >= 0 and math.isfinite(self.temperature), "0 or more"),
-            "top_k": (self.top_k >= -1, "-1 or 0 (off), or 1 and more"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "stop_token_ids": (all(token >= 0 for token in self.stop_token_ids), "0 or more, each"),
-        }
-        problems = [
-            f"SamplingParams.{name}={vars(self)[name]} is out of range, expected {expected}"
-            for name, (valid, expected) in rules.items()
-            if not valid
-        ]
-        if problems:
-            raise ConfigError(*problems)
 
     @property
     def greedy(self) -> bool:
@@ -172,8 +154,7 @@ def build_rollout(name: str, spec: RolloutSpec) -> RolloutEngine:
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
 
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """Tokens and float32 log-probs [R, T] (undefined from ``lengths`` on), lengths [R] and truncated [R]."""
 
     tokens: Tensor

@@ -29,7 +29,6 @@ from strop.engines.base import (
     Loss,
     ModelSpec,
     OptimizerSettings,
-    build_engine,
     engine_class,
     learning_rate_factor,
     pick_device,
@@ -138,8 +137,7 @@ class Worker(Generic[Root]):
                 grad_clip=trained.grad_clip,
             )
         options = dict(model)
-        return build_engine(
-            strategy,
+        return engine_class(strategy).build(
             ModelSpec(
                 kind=kind,
                 path=options.pop("path"),

@@ -51,13 +51,9 @@ class HeadWatch:
         self.address = ray.get_runtime_context().gcs_address
         self._answered = time.monotonic()
 
-    def answers(self) -> bool:
-        """Return True if the head accepts connections."""
-        return answers(self.address)
-
     def is_lost(self) -> bool:
         """Return True if the head has not answered for ``_PATIENCE_S``."""
-        if self.answers():
+        if answers(self.address):
             self._answered = time.monotonic()
         return time.monotonic() - self._answered > _PATIENCE_S
 

@@ -74,11 +74,6 @@ class Failure:
         return f"{text}; its last output:\n{lines}" if lines else f"{text}; it had printed nothing"
 
 
-def worst(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that is most likely the cause."""
-    return max(failures, key=lambda failure: failure.weight)
-
-
 def place(facts: Mapping[str, Any]) -> str:
     """Return node and process of a rank."""
     return f"{facts['host']} (pid {facts['pid']})" if facts else "a node that did not report yet"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,13 @@ import cloudpickle
 import ray
 
 from strop.config.schema.trainer import RunConfig
-from strop.controller.group import Dispatch, GroupMethod, require_dispatch, runs_beside_calls
+from strop.controller.group import Dispatch, Future, GroupMethod, Mark, require_mark
 from strop.controller.pools import ResourcePool
 from strop.controller.ray import cluster, processes
 from strop.controller.ray.handles import Columns, Layout, RemoteColumns, RemoteTensor, RemoteValue
 from strop.controller.ray.host import Listener, Reporter
-from strop.controller.ray.processes import Call
 from strop.controller.ray.wire import Packed, pack, unpack
-from strop.controller.shards import Shards, shard
+from strop.controller.shards import shard
 from strop.protocol import DataProto
 
 _WORTH_A_PUT = 100_000
@@ -102,19 +101,17 @@ class RayWorkerGroup:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("worker_cls", "name"):
             raise AttributeError(name)
-        dispatch = require_dispatch(self.worker_cls, name, self.name)
-        return GroupMethod(lambda *args, **kwargs: self._start(name, dispatch, args, kwargs))
+        mark = require_mark(self.worker_cls, name, self.name)
+        return GroupMethod(lambda *args, **kwargs: self._start(name, mark, args, kwargs))
 
-    def _start(
-        self, method: str, dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Running:
+    def _start(self, method: str, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future:
         self._processes.require_alive()
         functions = {name: value for name, value in kwargs.items() if callable(value)}
         reporters = {name: Reporter() for name in functions}
         kwargs |= reporters
-        ranks = [0] if dispatch is Dispatch.RANK_ZERO else range(self.world_size)
+        ranks = [0] if mark.dispatch is Dispatch.RANK_ZERO else range(self.world_size)
         shards, answers = None, [0]
-        if dispatch is Dispatch.DATA_PARALLEL:
+        if mark.dispatch is Dispatch.DATA_PARALLEL:
             part_of, sizes = zip(*(places[method] for places in self._places), strict=True)
             batch, args, kwargs = self._batch_of(method, args, kwargs)
             shards = shard(batch, sizes[0])
@@ -126,24 +123,29 @@ class RayWorkerGroup:
             message = ray.put(packed) if packed.nbytes > _WORTH_A_PUT and len(ranks) > 1 else packed
             messages = [(message, references)] * len(ranks)
         infos, objects = {}, {}
-        how = "call_beside" if runs_beside_calls(self.worker_cls, method) else "call"
+        how = "call_beside" if mark.beside_calls else "call"
         for rank, (message, references) in zip(ranks, messages, strict=True):
-            call = getattr(self._processes.hosts[rank], how)
-            infos[rank], objects[rank] = call.remote(self.name, method, message, self._read, *references)
+            remote = getattr(self._processes.hosts[rank], how).remote
+            infos[rank], objects[rank] = remote(self.name, method, message, self._read, *references)
         listeners = []
         if shards is not None:
             hosts = {rank: self._processes.hosts[rank] for rank in answers}
             rows = {rank: own.tolist() for rank, own in zip(answers, shards.rows, strict=True)}
             for name, function in functions.items():
                 listeners.append(Listener(function, reporters[name].key, hosts, rows))
-        return Running(
-            call=self._processes.begin(self.name, method, infos),
-            objects=objects,
-            shards=shards,
-            answers=answers,
-            receive=self._receive,
-            listeners=listeners,
-        )
+        call = self._processes.begin(self.name, method, infos)
+
+        def result() -> Any:
+            """Wait for every rank; return the result as defined by ``Dispatch``."""
+            descriptions = self._processes.wait(call, starting=method == "init_model")
+            for listener in listeners:
+                listener.finish()
+            results = [self._receive(rank, descriptions[rank], objects[rank]) for rank in answers]
+            if shards is not None and isinstance(results[0], DataProto):
+                return shards.join(results)
+            return results[0]
+
+        return Future(result)
 
     def _batch_of(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -188,29 +190,6 @@ class RayWorkerGroup:
         found = self._processes.read(self.name, references)
         self.traffic.received += sum(array.nbytes for own in found.values() for array, _ in own.values())
         return found
-
-
-@dataclass(frozen=True)
-class Running:
-    """A call in flight."""
-
-    call: Call
-    objects: dict[int, Any]
-    shards: Shards | None
-    answers: list[int]
-    """The ranks whose results are used, one per shard."""
-    receive: Callable[[int, tuple[Any, ...], Any], Any]
-    listeners: list[Listener]
-
-    def get(self) -> Any:
-        """Wait for every rank; return the result as defined by ``Dispatch``."""
-        infos = self.call.processes.wait(self.call, starting=self.call.method == "init_model")
-        for listener in self.listeners:
-            listener.finish()
-        results = [self.receive(rank, infos[rank], self.objects[rank]) for rank in self.answers]
-        if self.shards is not None and isinstance(results[0], DataProto):
-            return self.shards.join(results)
-        return results[0]
 
 
 NVMegatronRayWorkerGroup = RayWorkerGroup

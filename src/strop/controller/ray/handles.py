@@ -53,8 +53,8 @@ class RemoteColumns:
         reference: Any,
         rows: int,
         fetch: Fetch,
-        apart: Mapping[str, Any] | None = None,
-        read: set[str] | None = None,
+        apart: Mapping[str, Any],
+        read: set[str],
     ) -> None:
         """Hold references to ``rows`` rows.
 
@@ -62,8 +62,7 @@ class RemoteColumns:
         columns that the driver reads.
         """
         self.rank, self.rows = rank, rows
-        self._shared, self._apart = reference, dict(apart or {})
-        self._read = set() if read is None else read
+        self._shared, self._apart, self._read = reference, apart, read
         self._fetch = fetch
         self._fetched: dict[Any, Columns] = {}
 

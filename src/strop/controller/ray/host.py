@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -46,12 +47,15 @@ class Reports:
 
     def __init__(self) -> None:
         self._queues: dict[str, SimpleQueue[tuple[Any, ...] | None]] = {}
-        self._finding = threading.Lock()
 
     def connect(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments with each ``Reporter`` replaced by a function that enqueues."""
+
+        def enqueue(queue: SimpleQueue[Any], *report: Any) -> None:
+            queue.put(report)
+
         return {
-            name: self._function(value.key) if isinstance(value, Reporter) else value
+            name: partial(enqueue, self._queue(value.key)) if isinstance(value, Reporter) else value
             for name, value in arguments.items()
         }
 
@@ -71,13 +75,8 @@ class Reports:
         del self._queues[key]
         return reports, False
 
-    def _function(self, key: str) -> Callable[..., None]:
-        queue = self._queue(key)
-        return lambda *arguments: queue.put(arguments)
-
     def _queue(self, key: str) -> SimpleQueue[tuple[Any, ...] | None]:
-        with self._finding:
-            return self._queues.setdefault(key, SimpleQueue())
+        return self._queues.setdefault(key, SimpleQueue())  # atomic
 
 
 class Listener:

@@ -27,7 +27,6 @@ from strop.controller.ray.failure import (
     last_lines,
     last_phase,
     stack_by_signal,
-    worst,
 )
 from strop.controller.ray.host import RemoteHost
 from strop.errors import WorkerError
@@ -166,10 +165,10 @@ class Processes:
         if all(failure.is_a_loss for failure in failures):  # a process died, but its failure has not arrived
             lifetimes = [reference for processes in _LIVE.values() for reference in processes.lifetimes]
             ray.wait(lifetimes, timeout=_GRACE_S)
-        if not self._head.answers():  # requests to a lost cluster would block
+        if not cluster.answers(self._head.address):  # requests to a lost cluster would block
             self._fail_without_head(call)
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
-        failure = worst(_failures(call, done) or failures)
+        failure = max(_failures(call, done) or failures, key=lambda failure: failure.weight)
         if isinstance(failure.error, RayActorError) and (phase := last_phase(failure.facts)):
             failure = replace(failure, role=phase[0], method=phase[1])
         error = WorkerError(failure.describe(last_lines(failure.facts)), is_final=failure.is_final)

@@ -29,7 +29,6 @@ from strop.engines.torch import state
 from strop.engines.torch.export import write_weights
 from strop.engines.torch.sharding import (
     Offload,
-    OffloadSettings,
     ShardingSettings,
     clip_gradients,
     materialize,
@@ -86,7 +85,8 @@ class TorchEngine:
         gradient_checkpointing: bool = False,
         sharding: ShardingSettings | None = None,
         weights: WeightSource | None = None,
-        offload: OffloadSettings | None = None,
+        offload_parameters: bool = False,
+        offload_moments: bool = False,
     ) -> None:
         """Move ``module`` to ``device``, or with ``sharding`` shard it over the default process group.
 
@@ -125,7 +125,9 @@ class TorchEngine:
                 fused=True,
             )
             state.materialize(self._optimizer)
-        self._offload = Offload(offload or OffloadSettings(), module, self._optimizer, device)
+        self._offload = Offload(
+            module, self._optimizer, device, parameters=offload_parameters, moments=offload_moments
+        )
         self._offload.park_moments()
         self._offload.park_parameters()
 
@@ -146,7 +148,9 @@ class TorchEngine:
             gradient_checkpointing=model.gradient_checkpointing,
             sharding=sharding,
             weights=weights,
-            offload=OffloadSettings.from_section(spec.section),
+            offload_parameters=spec.section.param_offload,
+            # absent for a frozen model
+            offload_moments=spec.section.model_dump().get("optimizer_offload", False),
         )
         if model.keeps_reference_head and isinstance(module, PolicyModel):
             with engine.on_device():
@@ -251,7 +255,8 @@ class TorchEngine:
         """See ``Engine.optimizer_step``."""
         if self._optimizer is None or self._settings is None:
             raise RuntimeError("this engine was built without an optimizer")
-        grad_norm = self._clip(self._settings.grad_clip)
+        clip = clip_gradients if self._sharded else torch.nn.utils.clip_grad_norm_
+        grad_norm = float(clip(self.module.trainable(), self._settings.grad_clip))
         skipped = not math.isfinite(grad_norm)
         if not skipped:
             self._offload.bring_moments()
@@ -262,11 +267,6 @@ class TorchEngine:
         self._optimizer.zero_grad(set_to_none=True)
         self._offload.park_parameters()
         return StepResult(grad_norm=grad_norm, skipped=skipped)
-
-    def _clip(self, max_norm: float) -> float:
-        if self._sharded:
-            return clip_gradients(self.module.trainable(), max_norm)
-        return float(torch.nn.utils.clip_grad_norm_(self.module.trainable(), max_norm))
 
     @contextlib.contextmanager
     def on_device(self) -> Generator[None]:

@@ -59,19 +59,6 @@ class ShardingSettings:
         )
 
 
-@dataclass(frozen=True)
-class OffloadSettings:
-    """State that is kept in CPU memory while it is not used; without effect on a CPU."""
-
-    parameters: bool = False
-    optimizer: bool = False
-
-    @classmethod
-    def from_section(cls, fsdp: Any) -> OffloadSettings:
-        """Read a section ``fsdp_config``; that of a frozen model has no ``optimizer_offload``."""
-        return cls(parameters=fsdp.param_offload, optimizer=fsdp.model_dump().get("optimizer_offload", False))
-
-
 def shard(
     module: RoleModel, settings: ShardingSettings, device: torch.device, compute_dtype: torch.dtype | None
 ) -> None:
@@ -282,13 +269,16 @@ class Offload:
 
     def __init__(
         self,
-        settings: OffloadSettings,
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         device: torch.device,
+        *,
+        parameters: bool = False,
+        moments: bool = False,
     ) -> None:
-        self._parameters = settings.parameters and device.type != "cpu"
-        self._moments = settings.optimizer and device.type != "cpu"
+        """Offload parameters or moments while they are not used; without effect on a CPU."""
+        self._parameters = parameters and device.type != "cpu"
+        self._moments = moments and device.type != "cpu"
         self._module, self._optimizer, self._device = module, optimizer, device
 
     def bring_parameters(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,36 +20,27 @@ def answer_extractor(data_source: str, options: Mapping[str, Any] | None = None)
     ``options`` are the scorer's (``scorer_kwargs``). Two answers are equal if their normalized text is, also
     with ``math-verify``.
     """
-    build = _EXTRACTORS.get(data_source)
-    return None if build is None else build(options or {})
+    extract, names = _EXTRACTORS.get(data_source, (None, ()))
+    if extract is None:
+        return None
+    chosen = {name: value for name, value in (options or {}).items() if name in names}
+    return functools.partial(extract, **chosen)
 
 
-def _number(options: Mapping[str, Any]) -> Extractor:
-    method = options.get("method", "strict")
-    return lambda text: extract_number(text, method=method)
+def _boxed(text: str) -> str | None:
+    found = last_boxed(text)
+    return None if found is None else normalize_answer(found) or found
 
 
-def _boxed(options: Mapping[str, Any]) -> Extractor:
-    def answer(text: str) -> str | None:
-        found = last_boxed(text)
-        return None if found is None else normalize_answer(found) or found
-
-    return answer
+def _whole(text: str) -> str | None:
+    return text.strip() or None
 
 
-def _label(options: Mapping[str, Any]) -> Extractor:
-    chosen = {name: options[name] for name in ("labels", "method") if name in options}
-    return lambda text: extract_label(text, **chosen)
-
-
-def _whole(options: Mapping[str, Any]) -> Extractor:
-    return lambda text: text.strip() or None
-
-
-_EXTRACTORS: dict[str, Callable[[Mapping[str, Any]], Extractor]] = {
-    "openai/gsm8k": _number,
-    "lighteval/MATH": _boxed,
-    "DigitalLearningGmbH/MATH-lighteval": _boxed,
-    "Rowan/hellaswag": _label,
-    "strop/arithmetic": _whole,
+_EXTRACTORS: dict[str, tuple[Callable[..., str | None], tuple[str, ...]]] = {
+    "openai/gsm8k": (extract_number, ("method",)),
+    "lighteval/MATH": (_boxed, ()),
+    "DigitalLearningGmbH/MATH-lighteval": (_boxed, ()),
+    "Rowan/hellaswag": (extract_label, ("labels", "method")),
+    "strop/arithmetic": (_whole, ()),
 }
+"""Data source -> function, and the options of the scorer that it takes."""

@@ -1,10 +1,10 @@
 """The process that scores: ``python -m strop.rewards.worker.child LIFELINE``, started by ``RewardProcess``.
 
 It runs one scorer on one sample after another, so that a sample which hangs or crashes costs a process and
-not the run. Messages (:mod:`strop.rewards.worker.wire`) arrive on standard input and leave on standard
-output; the scorer sees an empty standard input, and its prints go to standard error. Requests are pickles:
-first ``Setup``, then ``Sample``s. Answers are JSON: unpickling would let a scorer run code in the run's own
-process.
+not the run. Requests arrive on standard input and answers leave on standard output; the scorer sees an empty
+standard input, and its prints go to standard error. Requests are pickles: first ``sys.path`` and the pickled
+function, then pickled ``Sample``s; the outer pickle of bytes marks their ends. Answers are lines of JSON:
+unpickling would let a scorer run code in the run's own process.
 
 LIFELINE is the descriptor of a pipe to which nothing is written. It closes when the starter ends, even by
 SIGKILL, and then this process group is killed.
@@ -25,9 +25,10 @@ import sys
 import threading
 import traceback
 import zlib
+from collections.abc import Iterator
+from typing import IO, Any
 
-from strop.rewards.worker import wire
-from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, Setup, call_scorer
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, call_scorer
 
 _F_SETSIG = 10  # Linux; the module fcntl does not name it on Python 3.11
 _MAX_ERROR_CHARACTERS = 8000
@@ -36,7 +37,7 @@ _MAX_ERROR_CHARACTERS = 8000
 def main() -> None:
     """Redirect the standard streams, end with the starter, and serve until the requests end."""
     follow_to_death(int(sys.argv[1]))
-    requests, answers = os.dup(0), os.dup(1)
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -44,30 +45,39 @@ def main() -> None:
     serve(requests, answers)
 
 
-def serve(requests: int, answers: int) -> None:
-    """Answer every message from the descriptor ``requests`` on ``answers``, until the former is closed.
+def serve(requests: IO[bytes], answers: IO[str]) -> None:
+    """Answer every request, until the pipe is closed.
 
-    Answers the setup with the status ``ready``, or with ``raised`` and the traceback, and then returns.
+    Answers the first one with the status ``ready``, or with ``raised`` and the traceback, and then returns.
     """
     own_id = os.getpid()
-    try:
-        function = _load(wire.receive(requests))
-    except EOFError:
+    messages = _receive(requests)
+    if (setup := next(messages, None)) is None:
         return
+    try:
+        sys.path[:], function = setup
+        function = pickle.loads(function)  # needs the sender's sys.path
     # A user's module may raise anything; the starter reports it.
     except BaseException:  # noqa: BLE001
-        wire.send(answers, _to_json({"status": "raised", "error": _traceback()}))
+        _send(answers, {"status": "raised", "error": _traceback()})
         return
-    wire.send(answers, _to_json({"status": "ready"}))
-    while True:
-        try:
-            message = wire.receive(requests)
-        except EOFError:
-            return
+    _send(answers, {"status": "ready"})
+    for message in messages:
         outcome = evaluate(function, message)
         if os.getpid() != own_id:  # a fork of the scorer returned from the call
             os._exit(0)
-        wire.send(answers, _to_json(vars(outcome)))
+        _send(answers, vars(outcome))
+
+
+def _receive(requests: IO[bytes]) -> Iterator[Any]:
+    with contextlib.suppress(EOFError, pickle.UnpicklingError):  # closed, between messages or within one
+        while True:
+            yield pickle.load(requests)
+
+
+def _send(answers: IO[str], answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
 
 
 def evaluate(function: ScoreFunction, message: bytes) -> Outcome:
@@ -114,22 +124,12 @@ def _kill_group_when_closed(lifeline: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _load(message: bytes) -> ScoreFunction:
-    setup: Setup = pickle.loads(message)
-    sys.path[:] = setup.module_path
-    return pickle.loads(setup.function)
-
-
 def _traceback() -> str:
     text = traceback.format_exc().encode(errors="replace").decode()  # replaces lone surrogates
     if len(text) <= _MAX_ERROR_CHARACTERS:
         return text
     half = _MAX_ERROR_CHARACTERS // 2
     return f"{text[:half]}\n[...]\n{text[-half:]}"
-
-
-def _to_json(answer: dict[str, object]) -> bytes:
-    return json.dumps(answer).encode()
 
 
 if __name__ == "__main__":

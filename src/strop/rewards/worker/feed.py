@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from strop.rewards.worker.records import Sample
 
@@ -17,30 +16,18 @@ class Cancelled(Exception):
     """The feed was cancelled."""
 
 
-class Samples(Protocol):
-    """Source of a scoring process's samples: a :class:`Feed`, or a share of one."""
-
-    def take(self, *, wait: bool) -> Sample | None:
-        """Return the next sample; None if there is none yet, or, with ``wait``, if there will be none."""
-        ...
-
-    def require_wanted(self) -> None:
-        """Raise ``Cancelled`` if the outcomes will not be read."""
-        ...
-
-
 class Feed:
     """A first-in, first-out queue of samples with an end."""
 
-    def __init__(self) -> None:
-        self._items: deque[Maker] = deque()
-        self._changed = threading.Condition()
-        self._ended = self._cancelled = False
+    def __init__(self, cancelled: threading.Event | None = None) -> None:
+        """Make an empty feed; setting ``cancelled`` cancels it, too, but wakes no waiting ``take``."""
+        self._makers: queue.SimpleQueue[Maker | None] = queue.SimpleQueue()  # None: the end
+        self.cancelled = cancelled or threading.Event()
 
     @classmethod
-    def of(cls, samples: Iterable[Sample]) -> Feed:
+    def of(cls, samples: Iterable[Sample], cancelled: threading.Event | None = None) -> Feed:
         """Make a complete feed."""
-        feed = cls()
+        feed = cls(cancelled)
         for sample in samples:
             feed.add(lambda sample=sample: sample)
         feed.end()
@@ -48,25 +35,20 @@ class Feed:
 
     def add(self, make: Maker) -> None:
         """Append a sample."""
-        with self._changed:
-            self._items.append(make)
-            self._changed.notify()
+        self._makers.put(make)
 
     def end(self) -> None:
         """Mark the feed as complete."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify()
+        self._makers.put(None)
 
     def cancel(self) -> None:
         """Make ``take`` and ``require_wanted`` raise ``Cancelled``."""
-        with self._changed:
-            self._cancelled = True
-            self._changed.notify()
+        self.cancelled.set()
+        self.end()  # wakes a waiting taker
 
     def require_wanted(self) -> None:
         """Raise ``Cancelled`` after ``cancel``."""
-        if self._cancelled:
+        if self.cancelled.is_set():
             raise Cancelled
 
     def take(self, *, wait: bool) -> Sample | None:
@@ -74,9 +56,12 @@ class Feed:
 
         Raises ``Cancelled`` after ``cancel``, and whatever making the sample raises.
         """
-        with self._changed:
-            while wait and not (self._items or self._ended or self._cancelled):
-                self._changed.wait()
-            self.require_wanted()
-            make = self._items.popleft() if self._items else None
+        try:
+            make = self._makers.get(block=wait)
+        except queue.Empty:
+            make = None
+        else:
+            if make is None:
+                self.end()  # for the next take
+        self.require_wanted()
         return None if make is None else make()

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 from strop.rewards.worker.feed import Feed
 from strop.rewards.worker.process import RewardProcess
@@ -57,16 +58,33 @@ class RewardPool:
         The deadline of a sample starts when a process gets it. Closing the generator early cancels the feed
         and kills the processes that have a sample. Raises as ``RewardProcess.evaluate_all`` does.
         """
-        work = _SharedWork(samples, workers=len(self._processes))
+        taking, numbers = threading.Lock(), itertools.count()
+        found: SimpleQueue[tuple[int, Outcome] | BaseException | None] = SimpleQueue()
+
+        def take() -> tuple[int, Sample] | None:
+            with taking:
+                sample = samples.take(wait=True)
+                return None if sample is None else (next(numbers), sample)
+
+        def work(process: RewardProcess) -> None:
+            try:
+                while (taken := take()) is not None:
+                    number, sample = taken
+                    found.put((number, process.evaluate(sample, samples.cancelled)))
+                found.put(None)
+            # Re-raised in the thread that waits for the outcomes.
+            except BaseException as error:  # noqa: BLE001
+                found.put(error)
+
         # Daemon threads: a run that fails elsewhere does not wait for scores.
         threads = [
-            threading.Thread(target=work.do, args=(process,), name="strop-reward-pool", daemon=True)
+            threading.Thread(target=work, args=(process,), name="strop-reward-pool", daemon=True)
             for process in self._processes
         ]
         try:
             for thread in threads:
                 thread.start()
-            yield from work.outcomes()
+            yield from _in_order(found, len(threads))
         finally:
             samples.cancel()
             for thread in threads:
@@ -78,71 +96,20 @@ class RewardPool:
             list(closing.map(RewardProcess.close, self._processes))
 
 
-class _SharedWork:
-    """Distributes the samples of a feed, and restores the order of their outcomes."""
-
-    def __init__(self, samples: Feed, *, workers: int) -> None:
-        self.samples = samples
-        self._taking = threading.Lock()
-        self._taken = itertools.count()
-        self._changed = threading.Condition()
-        self._outcomes: dict[int, Outcome] = {}
-        self._workers = workers
-        self._failure: BaseException | None = None
-
-    def do(self, process: RewardProcess) -> None:
-        """Evaluate samples in one process until the feed ends. Runs in a separate thread per process."""
-        share = _Share(self)
-        failure: BaseException | None = None
-        try:
-            for outcome in process.evaluate_all(share):
-                with self._changed:
-                    self._outcomes[share.number] = outcome
-                    self._changed.notify()
-        # Re-raised in the thread that waits for the outcomes.
-        except BaseException as error:  # noqa: BLE001
-            failure = error
-        with self._changed:
-            self._workers -= 1
-            self._failure = self._failure or failure
-            self._changed.notify()
-
-    def take(self) -> tuple[int, Sample] | None:
-        """Return the next sample and its number; None at the end. Raises as ``Feed.take`` does."""
-        with self._taking:
-            sample = self.samples.take(wait=True)
-            return None if sample is None else (next(self._taken), sample)
-
-    def outcomes(self) -> Generator[Outcome]:
-        """Yield outcomes in the order of the samples, each as soon as all before it are done."""
-        for number in itertools.count():
-            with self._changed:
-                while number not in self._outcomes and self._workers and self._failure is None:
-                    self._changed.wait()
-                if self._failure is not None:
-                    raise self._failure
-                if number not in self._outcomes:
-                    return
-                outcome = self._outcomes.pop(number)
-            yield outcome
-
-
-class _Share:
-    """The samples of one process, one at a time, none sent ahead."""
-
-    def __init__(self, work: _SharedWork) -> None:
-        self._work = work
-        self.number = -1
-        """Number of the sample taken last."""
-
-    def take(self, *, wait: bool) -> Sample | None:
-        """Return the next sample if the process has none, which is when it can ``wait`` for one."""
-        taken = self._work.take() if wait else None
-        if taken is None:
-            return None
-        self.number, sample = taken
-        return sample
-
-    def require_wanted(self) -> None:
-        """Raise ``Cancelled`` if the outcomes will not be read."""
-        self._work.samples.require_wanted()
+def _in_order(
+    found: SimpleQueue[tuple[int, Outcome] | BaseException | None], workers: int
+) -> Generator[Outcome]:
+    """Yield numbered outcomes, each as soon as all before it are done, until every worker has put None."""
+    outcomes: dict[int, Outcome] = {}
+    following = 0
+    while workers:
+        match found.get():
+            case None:
+                workers -= 1
+            case BaseException() as error:
+                raise error
+            case number, outcome:
+                outcomes[number] = outcome
+        while following in outcomes:
+            yield outcomes.pop(following)
+            following += 1

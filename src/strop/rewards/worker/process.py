@@ -16,16 +16,15 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterator
-from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 import cloudpickle
 
 from strop.errors import ConfigError, RewardError
 from strop.rewards.process_tree import MARKER, describe_exit, hold_descendants, kill_held, kill_tree
 from strop.rewards.worker import wire
-from strop.rewards.worker.feed import Feed, Samples
-from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, Setup
+from strop.rewards.worker.feed import Feed
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 
 _CHUNK = 1 << 16
 _PIPE_BYTES = 1 << 20  # more than a pipe holds
@@ -137,24 +136,32 @@ class RewardProcess:
     def __enter__(self) -> RewardProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def start(self) -> None:
-        """Start the process unless it runs.
+    def start(self) -> _Child:
+        """Start the process unless it runs, and return it.
 
         Raises ``RewardError`` if the function cannot be loaded in it, or it does not answer.
         """
-        self._running()
+        if self._child is not None and not self._child.is_gone():
+            return self._child
+        self._drop()
+        child = _Child()
+        try:
+            self._greet(child)
+        except BaseException:
+            child.kill()
+            raise
+        self._child = child
+        return child
 
-    def evaluate(self, sample: Sample) -> Outcome:
-        """Score one sample within ``timeout_s`` seconds."""
-        (outcome,) = self.evaluate_all(Feed.of([sample]))
+    def evaluate(self, sample: Sample, cancelled: threading.Event | None = None) -> Outcome:
+        """Score one sample within ``timeout_s`` seconds; raise ``Cancelled`` once ``cancelled`` is set."""
+        (outcome,) = self.evaluate_all(Feed.of([sample], cancelled))
         return outcome
 
-    def evaluate_all(self, samples: Samples) -> Generator[Outcome]:
+    def evaluate_all(self, samples: Feed) -> Generator[Outcome]:
         """Yield each sample's outcome, in order; each has ``timeout_s`` seconds from the end of the last.
 
         Sends as many samples ahead as fit into the pipe, so that the process never waits for the next one. It
@@ -174,9 +181,9 @@ class RewardProcess:
                 self._drop()
             raise
 
-    def _converse(self, waiting: deque[bytes | Outcome], samples: Samples) -> Iterator[Outcome]:
+    def _converse(self, waiting: deque[bytes | Outcome], samples: Feed) -> Iterator[Outcome]:
         """Exchange messages with one process until nothing is waiting or the process is lost."""
-        child = self._running()
+        child = self.start()
         lane = wire.Lane(child.requests, child.answers)
         for message in waiting:
             if isinstance(message, bytes):
@@ -200,7 +207,7 @@ class RewardProcess:
         child.output.allow_more()
         return time.monotonic() + self.timeout_s
 
-    def _receive(self, child: _Child, lane: wire.Lane, deadline: float, samples: Samples) -> Outcome | None:
+    def _receive(self, child: _Child, lane: wire.Lane, deadline: float, samples: Feed) -> Outcome | None:
         """Return the next outcome; None if there is none yet, but room for more samples."""
 
         def is_alive() -> bool:
@@ -227,24 +234,11 @@ class RewardProcess:
             self._child.say_goodbye()
             self._drop()
 
-    def _running(self) -> _Child:
-        if self._child is not None and not self._child.is_gone():
-            return self._child
-        self._drop()
-        child = _Child()
-        try:
-            self._greet(child)
-        except BaseException:
-            child.kill()
-            raise
-        self._child = child
-        return child
-
     def _greet(self, child: _Child) -> None:
         """Send the function, and wait until the process is ready for samples."""
         deadline = time.monotonic() + self.start_timeout_s
         lane = wire.Lane(child.requests, child.answers)
-        lane.post(pickle.dumps(Setup(sys.path, self._function)))
+        lane.post(pickle.dumps((sys.path, self._function)))
         try:
             while (message := lane.exchange(deadline, child.is_alive)) is None:
                 pass
@@ -270,7 +264,7 @@ class RewardProcess:
 def _encode(sample: Sample) -> bytes | Outcome:
     """Return the message for a sample, or its outcome if it cannot be pickled."""
     try:
-        return pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL))
     # Pickling runs user code, which may raise anything; treat it as a sample that raises in the scorer.
     except Exception as error:  # noqa: BLE001
         return Outcome("raised", error=f"the sample cannot be sent to the scoring process: {error}")
@@ -300,8 +294,9 @@ class _Child:
             os.close(lifeline)
         # Also runs at garbage collection and at interpreter exit.
         self._end = weakref.finalize(self, _end_process, self.process, marker, own_end, os.getpid())
-        self._requests, self._answers, errors = _pipes(self.process)
-        self.requests, self.answers = self._requests.fileno(), self._answers.fileno()
+        pipes: list[Any] = [self.process.stdin, self.process.stdout, self.process.stderr]
+        self._requests, answers, errors = pipes
+        self.requests, self.answers = self._requests.fileno(), answers.fileno()
         os.set_blocking(self.requests, False)
         os.set_blocking(self.answers, False)
         self.output = OutputReader(errors)
@@ -334,18 +329,12 @@ class _Child:
         return f"{ending}; the last it printed:\n{printed}" if printed else ending
 
 
-def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
-    if process.stdin is None or process.stdout is None or process.stderr is None:
-        raise RuntimeError("the process was started without pipes")
-    return process.stdin, process.stdout, process.stderr
-
-
 def _end_process(process: subprocess.Popen[bytes], marker: str, lifeline: int, owner: int) -> int | None:
     if os.getpid() != owner:  # garbage collection in a fork of the program, which must not kill it
         return None
     status = kill_tree(process, marker)
     os.close(lifeline)
-    requests, answers, _ = _pipes(process)  # its output pipe belongs to the reader's thread
-    requests.close()
-    answers.close()
+    for pipe in (process.stdin, process.stdout):  # its output pipe belongs to the reader's thread
+        if pipe is not None:
+            pipe.close()
     return status

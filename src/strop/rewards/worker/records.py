@@ -18,15 +18,6 @@ KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Keywords of a reward function."""
 
 
-class Setup(NamedTuple):
-    """The first message to a scoring process."""
-
-    module_path: list[str]
-    """``sys.path`` of the sender."""
-    function: bytes
-    """The scorer, pickled; unpickled only after ``sys.path`` is set."""
-
-
 class Sample(NamedTuple):
     """The input of a scorer: one response with its reference."""
 
@@ -37,13 +28,6 @@ class Sample(NamedTuple):
     extra_info: Any = None
     parts: tuple[str, ...] | None = None
     """Parts of the score to compute; None for a function without parts."""
-
-    def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments of the function."""
-        fields = self._asdict()
-        if self.parts is None:
-            del fields["parts"]
-        return fields
 
 
 @dataclass(frozen=True)
@@ -69,7 +53,10 @@ def call_scorer(function: ScoreFunction, sample: Sample) -> Outcome:
 
     Raises ``TypeError`` or ``ValueError`` if the returned value is not a score.
     """
-    return outcome_of(function(**sample.keywords()))
+    keywords = sample._asdict()
+    if sample.parts is None:
+        del keywords["parts"]
+    return outcome_of(function(**keywords))
 
 
 def outcome_of(result: Any) -> Outcome:

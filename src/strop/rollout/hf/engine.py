@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +119,10 @@ class HFRollout:
         parts: list[Samples] = []
         pack = params.max_tokens >= _PACK_FROM
         packed = packed_linears(self.model, self.autocast_dtype) if pack else contextlib.nullcontext()
-        with _eval_mode(self.model), self._autocast(), packed:
+        autocast = torch.autocast(
+            self.model.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None
+        )
+        with _eval_mode(self.model), autocast, packed:
             for start in range(0, total, size):
                 rows = range(start, min(start + size, total))
                 uniforms = (
@@ -136,13 +140,8 @@ class HFRollout:
                         None if finished is None else _from_row(rows.start, params.n, finished),
                     )
                 )
-        samples = Samples(*(torch.cat(column) for column in zip(*map(_columns, parts), strict=True)))
+        samples = Samples(*map(torch.cat, zip(*parts, strict=True)))
         return answer(prompts, params, samples, pad_token_id=self.pad_token_id)
-
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        if self.autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.model.device.type, dtype=self.autocast_dtype)
 
 
 def _options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
@@ -156,10 +155,6 @@ def _options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
 def _from_row(start: int, n: int, finished: Finished) -> Callable[[int, list[int]], None]:
     """Return a callback that forwards rows of a part starting at row ``start`` to ``finished``."""
     return lambda row, token_ids: finished(*divmod(start + row, n), token_ids)
-
-
-def _columns(samples: Samples) -> tuple[Tensor, ...]:
-    return samples.tokens, samples.log_probs, samples.lengths, samples.truncated
 
 
 def _prompts_of(columns: list[Tensor], rows: range, n: int) -> Prompts:
@@ -241,8 +236,9 @@ class HFReplica:
         """
         self._model, self._device, self._dtype = model, device, dtype
         self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
-        for owner, name, buffer in list(_own(model, "_buffers")):
-            setattr(owner, name, buffer.to(device))
+        for owner in model.modules():
+            for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+                setattr(owner, name, buffer.to(device))
         self.update_weights(weights)
         self._rollout = HFRollout(model, **options)
 
@@ -265,7 +261,10 @@ class HFReplica:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
         """See ``RolloutEngine.update_weights``."""
         if not self._ledger.open:
-            self._begin()
+            self._ledger.begin()
+            if next(self._model.parameters()).is_meta:
+                like = partial(torch.empty_like, dtype=self._dtype, device=self._device)
+                _replace_parameters(self._model, like)
         places = dict(self._model.named_parameters())
         for name, weight in weights:
             self._ledger.take(name, weight)
@@ -283,26 +282,12 @@ class HFReplica:
         self._ledger.forget()
         _replace_parameters(self._model, lambda weight: weight.to("meta"))
 
-    def _begin(self) -> None:
-        self._ledger.begin()
-        if next(self._model.parameters()).is_meta:
-            _replace_parameters(
-                self._model, lambda weight: torch.empty_like(weight, dtype=self._dtype, device=self._device)
-            )
-
-
-def _own(model: nn.Module, kind: str) -> Iterable[tuple[nn.Module, str, Tensor]]:
-    """Yield every parameter or buffer with its owning module; tied ones once for each owner."""
-    for owner in model.modules():
-        for name, tensor in getattr(owner, kind).items():
-            if tensor is not None:
-                yield owner, name, tensor
-
 
 def _replace_parameters(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter by ``make(parameter)``; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
-    for owner, name, parameter in list(_own(model, "_parameters")):
-        if id(parameter) not in made:
-            made[id(parameter)] = nn.Parameter(make(parameter.detach()), requires_grad=False)
-        setattr(owner, name, made[id(parameter)])
+    for owner in model.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(make(parameter.detach()), requires_grad=False)
+            setattr(owner, name, made[id(parameter)])

@@ -24,6 +24,7 @@ from vllm.distributed import get_tp_group
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from strop.config.placement import extra_sampling
 from strop.errors import ConfigError, ModelError, TrainingError
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import end_token_ids
@@ -32,7 +33,6 @@ from strop.rollout.base import Finished, RolloutSpec, Samples, SamplingParams, a
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
 from strop.rollout.vllm.settings import (
     IN_PROCESS,
-    VLLMSettings,
     engine_arguments,
     head_width,
     joined,
@@ -52,18 +52,23 @@ class VLLMRollout:
     def __init__(
         self,
         model: PreTrainedModel,
-        settings: VLLMSettings,
+        arguments: Mapping[str, Any],
         *,
+        device: torch.device,
         pad_token_id: int,
         eos_token_ids: Sequence[int],
+        sampling: Mapping[str, Any] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         """Start the engine; ``ModelError`` with vLLM's reason if it fails.
 
         ``model`` gives names and shapes of the weights; its parameters may be on the meta device.
+        ``arguments`` are those of ``engine_arguments``, ``sampling`` further fields of ``SamplingParams``.
         """
         self.pad_token_id = pad_token_id
         self.eos_token_ids = tuple(eos_token_ids)
-        self._settings = settings
+        self._sleeps = bool(arguments.get("enable_sleep_mode"))
         self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
         self._tied = _tied_names(model)
         # transformers' Conv1D stores [in, out] and vLLM [out, in]; checksums depend on positions.
@@ -73,14 +78,19 @@ class VLLMRollout:
         self._name = type(model).__name__
         self._warned = False
         self._asleep = False
-        require_supported(model.config, settings.device)
-        self._options = sampling_options(settings.sampling)
+        require_supported(model.config, device)
+        self._options = sampling_options(sampling or {})
         # Collect dropped engines now: their later finalizers would destroy state shared by all engines.
         gc.collect()
-        with keeping_process_state(), joined(settings.rank, settings.world_size):
+        with keeping_process_state(), joined(rank, world_size):
             try:
                 self._llm = LLM(
-                    **engine_arguments(settings, model.config),
+                    **arguments,
+                    logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
+                    generation_config="vllm",  # ignore the folder's sampling defaults
+                    enable_prefix_caching=True,  # compute a prompt once for its samples
+                    disable_log_stats=True,
+                    seed=0,
                     weight_transfer_config={"backend": IN_PROCESS},
                 )
             except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -93,9 +103,13 @@ class VLLMRollout:
         model, _ = defer_causal_lm(**spec.model)
         return cls(
             model,
-            VLLMSettings.from_spec(spec),
+            engine_arguments(spec, model.config),
+            device=spec.device,
             pad_token_id=spec.tokenizer.pad_token_id,
             eos_token_ids=end_token_ids(model, spec.tokenizer),
+            sampling=extra_sampling(spec.config),
+            rank=spec.rank,
+            world_size=spec.world_size,
         )
 
     @torch.no_grad()
@@ -105,11 +119,12 @@ class VLLMRollout:
         """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
         self._ledger.require_complete()
         # Cached prompts may be of older weights, or of calls that a resumed run does not repeat.
-        self._forget_prompts()
+        if not self._llm.reset_prefix_cache():
+            raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
         seeds = seeds_of(prompts, params)
         stop_ids = [*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)]
-        ids_B = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"])
-        rows = [ids for ids in ids_B for _ in range(params.n)]
+        padded = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"].bool(), strict=True)
+        rows = [ids for row, mask in padded for ids in [row[mask].tolist()] * params.n]
         requests, own = self._of_group(list(zip(rows, seeds or [None] * len(rows), strict=True)))
         with self._reporting(range(len(requests))[own], params.n, finished):
             outputs = self._llm.generate(
@@ -169,7 +184,7 @@ class VLLMRollout:
             ignore_eos=True,  # stop_ids contains the end-of-sequence ids unless params ignores them
             logprobs=0,
             flat_logprobs=True,
-            detokenize=self._settings.detokenize,
+            detokenize=bool(self._options.get("stop")),  # stop strings are found in text
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
@@ -177,7 +192,10 @@ class VLLMRollout:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
         """See ``RolloutEngine.update_weights``; ``generate`` drops the prefix cache."""
         if not self._ledger.open:
-            self._begin()
+            if self._asleep:
+                self._llm.wake_up(tags=["weights"])
+            self._ledger.begin()
+            self._worker.start_weight_update()
         try:
             self._worker.update_weights({"weights": self._counted(weights)})
         except ModelError:
@@ -191,16 +209,6 @@ class VLLMRollout:
         if self._asleep:
             self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
-
-    def _forget_prompts(self) -> None:
-        if not self._llm.reset_prefix_cache():
-            raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
-
-    def _begin(self) -> None:
-        if self._asleep:
-            self._llm.wake_up(tags=["weights"])
-        self._ledger.begin()
-        self._worker.start_weight_update()
 
     def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, weight in weights:
@@ -218,10 +226,6 @@ class VLLMRollout:
         for name, original in self._tied.items():
             if found.pop(name, found[original]) != found[original]:
                 found[original] = UNEQUAL
-        self._mark_unreadable(found)
-        return found
-
-    def _mark_unreadable(self, found: dict[str, int]) -> None:
         unread = sorted(self._ledger.names - found.keys() | self._transposed)
         for name in unread:
             found[name] = UNREADABLE
@@ -231,10 +235,11 @@ class VLLMRollout:
                 "%d of %d weights cannot be read back from vLLM's %s and are not verified: %s",
                 len(unread), len(self._ledger.names), self._name, ", ".join(unread[:3]),
             )  # fmt: skip
+        return found
 
     def release(self) -> None:
         """Free weights and KV cache where vLLM can sleep (on a GPU)."""
-        if self._settings.sleeps and not self._asleep:
+        if self._sleeps and not self._asleep:
             self._llm.sleep(level=2)
             self._ledger.forget()
             self._asleep = True
@@ -273,10 +278,6 @@ def _tied_names(model: PreTrainedModel) -> dict[str, str]:
     first: dict[int, str] = {}
     every = model.named_parameters(remove_duplicate=False)
     return {name: kept for name, weight in every if (kept := first.setdefault(id(weight), name)) != name}
-
-
-def _unpadded(ids_BP: Tensor, mask_BP: Tensor) -> list[list[int]]:
-    return [row[mask].tolist() for row, mask in zip(ids_BP, mask_BP.bool(), strict=True)]
 
 
 def _samples(outputs: Sequence[RequestOutput], max_tokens: int) -> Samples:

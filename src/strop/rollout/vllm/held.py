@@ -84,7 +84,9 @@ def _held(model: nn.Module) -> Iterator[Held]:
 
 
 def _linear(layer: Any, names: list[str]) -> Iterator[Held]:
-    weight, bias = _weight_of(layer), layer.bias
+    packed = not layer.weight.numel()
+    weight = _through_identity(layer, layer.input_size_per_partition) if packed else layer.weight
+    bias = layer.bias
     if isinstance(layer, RowParallelLinear):
         width = weight.shape[1]
         place = Place(column=layer.tp_rank * width, columns=layer.tp_size * width)
@@ -147,12 +149,6 @@ def _embedding(layer: Any, path: str) -> Iterator[Held]:
         yield Held(
             f"{path}.weight", _through_identity(layer, layer.weight.shape[1])[:rows], place, again=True
         )
-
-
-def _weight_of(layer: Any) -> Tensor:
-    if layer.weight.numel():
-        return layer.weight
-    return _through_identity(layer, layer.input_size_per_partition)
 
 
 def _through_identity(layer: Any, width: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Construction of a vLLM engine in the trainer's process.
 
-``VLLMSettings`` and ``engine_arguments`` translate strop's keys to vLLM's arguments. The construction runs
-inside ``keeping_process_state``, as vLLM reseeds generators, and ``joined``, in which the engines of a
+``engine_arguments`` translates strop's keys to vLLM's arguments. The construction runs inside
+``keeping_process_state``, as vLLM reseeds generators, and ``joined``, in which the engines of a
 tensor-parallel group meet over the worker group's ``torch.distributed``. ``InProcessWeightTransfer`` is the
 back-end of vLLM's weight-transfer interface that takes tensors from this process.
 """
@@ -14,7 +14,7 @@ import os
 import random
 import secrets
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,100 +44,41 @@ _BLOCK = 128
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-@dataclass(frozen=True, kw_only=True)
-class VLLMSettings:
-    """Arguments of a vLLM engine, from the section ``actor_rollout_ref.rollout`` and the worker."""
-
-    model_path: Path
-    config_overrides: Mapping[str, Any]
-    tokenizer_path: Path | None
-    """Needed for stop strings, bad words and grammars; None: vLLM sees token ids only."""
-    device: torch.device
-    dtype: torch.dtype
-    load_format: str
-    """``dummy``: start without weights, the trainer sends them; ``auto``: read them from ``model_path``."""
-    max_model_len: int
-    """Largest number of tokens of a prompt and its response."""
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    memory_share: float
-    """``gpu_memory_utilization``: share of the device's memory for weights and KV cache."""
-    enforce_eager: bool
-    sleeps: bool
-    """Free weights and cache between generation and update (``free_cache_engine``, on a GPU)."""
-    tensor_parallel: int
-    """Ranks that run one engine together."""
-    rank: int
-    world_size: int
-    """Size of the worker group; above 1, ``torch.distributed`` is initialized."""
-    trust_remote_code: bool
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of vLLM's ``SamplingParams``, by name."""
-
-    @classmethod
-    def from_spec(cls, spec: RolloutSpec) -> VLLMSettings:
-        """Read the configuration of ``spec``."""
-        config, rollout = spec.config, spec.config.actor_rollout_ref.rollout
-        sampling = extra_sampling(config)
-        reads_text = not sampling.keys().isdisjoint({"stop", "bad_words", "structured_outputs"})
-        return cls(
-            model_path=spec.model["path"],
-            config_overrides=spec.model["override_config"],
-            tokenizer_path=spec.tokenizer_path if reads_text else None,
-            device=spec.device,
-            dtype=dtype_named(rollout_dtype(config), spec.device),
-            load_format="dummy" if rollout.load_format.startswith("dummy") else "auto",
-            max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            memory_share=rollout.gpu_memory_utilization,
-            enforce_eager=rollout.enforce_eager,
-            sleeps=rollout.free_cache_engine and spec.device.type == "cuda",
-            tensor_parallel=tensor_parallel_size(config),
-            rank=spec.rank,
-            world_size=spec.world_size,
-            trust_remote_code=spec.model["trust_remote_code"],
-            sampling=sampling,
-        )
-
-    @property
-    def detokenize(self) -> bool:
-        """True if vLLM has to make text of tokens, to find stop strings."""
-        return bool(self.sampling.get("stop"))
-
-
-def engine_arguments(settings: VLLMSettings, model: PreTrainedConfig) -> dict[str, Any]:
-    """Return the arguments of ``vllm.LLM``."""
+def engine_arguments(spec: RolloutSpec, model: PreTrainedConfig) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM`` that the configuration and the worker determine."""
+    config, rollout = spec.config, spec.config.actor_rollout_ref.rollout
+    # Stop strings, bad words and grammars need vLLM's tokenizer; else it sees token ids only.
+    reads_text = not extra_sampling(config).keys().isdisjoint({"stop", "bad_words", "structured_outputs"})
+    dtype = dtype_named(rollout_dtype(config), spec.device)
+    max_model_len = config.data.max_prompt_length + config.data.max_response_length
     arguments = {
-        "model": str(settings.model_path),
-        "hf_overrides": dict(settings.config_overrides),
-        "tokenizer": str(settings.tokenizer_path or settings.model_path),
-        "skip_tokenizer_init": settings.tokenizer_path is None,
-        "trust_remote_code": settings.trust_remote_code,
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        "load_format": settings.load_format,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "gpu_memory_utilization": settings.memory_share,
-        "enforce_eager": settings.enforce_eager,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-        "generation_config": "vllm",  # ignore the folder's sampling defaults
-        "enable_prefix_caching": True,  # compute a prompt once for its samples
-        "disable_log_stats": True,
-        "seed": 0,
+        "model": str(spec.model["path"]),
+        "hf_overrides": dict(spec.model["override_config"]),
+        "tokenizer": str(spec.tokenizer_path if reads_text else spec.model["path"]),
+        "skip_tokenizer_init": not reads_text,
+        "trust_remote_code": spec.model["trust_remote_code"],
+        "dtype": str(dtype).removeprefix("torch."),
+        # dummy: start without weights, the trainer sends them
+        "load_format": "dummy" if rollout.load_format.startswith("dummy") else "auto",
+        "max_model_len": max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enforce_eager": rollout.enforce_eager,
+        "tensor_parallel_size": tensor_parallel_size(config),
     }
-    if settings.world_size > 1:
+    if spec.world_size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
-    if settings.device.type == "cuda":
-        arguments["enable_sleep_mode"] = settings.sleeps
+    if spec.device.type == "cuda":
+        arguments["enable_sleep_mode"] = rollout.free_cache_engine
     else:
-        arguments["kv_cache_memory_bytes"] = _cache_bytes(settings, model)
+        arguments["kv_cache_memory_bytes"] = _cache_bytes(arguments, model, dtype, spec.world_size)
     return arguments
 
 
-def _cache_bytes(settings: VLLMSettings, model: PreTrainedConfig) -> int:
+def _cache_bytes(
+    arguments: Mapping[str, Any], model: PreTrainedConfig, dtype: torch.dtype, world_size: int
+) -> int:
     """Return the size of a CPU's KV cache: ``max_num_seqs`` whole sequences, at most the memory share.
 
     vLLM's default is the whole share on every rank, however small the model. The size must not depend on the
@@ -145,11 +86,11 @@ def _cache_bytes(settings: VLLMSettings, model: PreTrainedConfig) -> int:
     """
     text = model.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * heads * head_width(model) * settings.dtype.itemsize
-    blocks = math.ceil(settings.max_model_len / _BLOCK) + 1
-    wanted = settings.max_num_seqs * blocks * _BLOCK * token_bytes // settings.tensor_parallel
+    token_bytes = 2 * text.num_hidden_layers * heads * head_width(model) * dtype.itemsize
+    blocks = math.ceil(arguments["max_model_len"] / _BLOCK) + 1
+    wanted = arguments["max_num_seqs"] * blocks * _BLOCK * token_bytes // arguments["tensor_parallel_size"]
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(wanted, int(total * settings.memory_share / settings.world_size))
+    return min(wanted, int(total * arguments["gpu_memory_utilization"] / world_size))
 
 
 def head_width(model: PreTrainedConfig) -> int:
@@ -202,24 +143,19 @@ IN_PROCESS = "strop_in_process"
 
 
 @dataclass
-class InProcessInit(WeightTransferInitInfo):
-    """Empty: nothing has to be set up."""
-
-
-@dataclass
 class InProcessUpdate(WeightTransferUpdateInfo):
     """A part of the weights, by Hugging Face name."""
 
     weights: Iterable[tuple[str, Tensor]]
 
 
-class InProcessWeightTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
+class InProcessWeightTransfer(WeightTransferEngine[WeightTransferInitInfo, InProcessUpdate]):
     """Loads tensors of this process; ``receive_weights`` may be called repeatedly, in any order."""
 
-    init_info_cls = InProcessInit
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = InProcessUpdate
 
-    def init_transfer_engine(self, init_info: InProcessInit) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Do nothing: there is no connection."""
 
     def start_weight_update(self) -> None:
