@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 TRACKERS: dict[str, str] = {
-    "console": "strop.tracking.console:ConsoleTracker",
+    "console": "strop.tracking.console:console_tracker",
     "jsonl": "strop.tracking.jsonl:JsonlTracker",
     "file": "strop.tracking.jsonl:JsonlTracker",
     "tensorboard": "strop.tracking.tensorboard:TensorboardTracker",

@@ -99,22 +99,17 @@ def encode_raw(prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenize
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise :class:`ModelError` when the tokenizer cannot render messages."""
+def _encode(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if not prompts:
+        return []
+    if isinstance(prompts[0], str):
+        return tokenizer(prompts)["input_ids"]
     if tokenizer.chat_template is None:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template, but the prompts are chat "
             "messages: use an instruction-tuned model's tokenizer, set tokenizer.chat_template, or store the "
             "prompts as plain strings"
         )
-
-
-def _encode(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    if not prompts:
-        return []
-    if isinstance(prompts[0], str):
-        return tokenizer(prompts)["input_ids"]
-    require_chat_template(tokenizer)
     chats = [as_messages(prompt) for prompt in prompts]
     # return_dict=False: since transformers 5 the default is a BatchEncoding, not a list.
     encoded: Any = tokenizer.apply_chat_template(

@@ -82,13 +82,13 @@ def _write_split(folder: Path, split: str, records: Split) -> Prepared:
     rows: list[dict[str, Any]] = []
     rejected: list[dict[str, Any]] = []
     path = folder / f"{split}.parquet"
-    with progress_bar(f"preparing {split}", len(records.records)) as bar:
+    with progress_bar(f"preparing {split}", len(records.records)) as advance:
         for index, record in enumerate(records.records):
             try:
                 rows.append(records.convert(record, split, index))
             except DataError as error:
                 rejected.append({"row": index, "reason": str(error)})
-            bar.advance()
+            advance(1)
     _require_same_columns(path, rows)
     _report(folder / f"{split}.rejected.jsonl", split, rejected, len(records.records))
     if not rows:

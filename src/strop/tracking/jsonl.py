@@ -104,7 +104,10 @@ def _read_lines(path: Path) -> list[bytes]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot read the metrics of a run: {error.strerror}") from error
+        raise DataError(
+            f"{path}: cannot read the metrics of a run: {error.strerror}. Expected the folder of "
+            "trainer.default_local_dir"
+        ) from error
     return content.removesuffix(b"\n").split(b"\n") if content else []
 
 

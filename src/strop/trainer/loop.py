@@ -131,7 +131,7 @@ class Run(ABC):
         trainer = self.trainer
         return {
             "global_step": trainer.global_step,
-            "loader": trainer.train_loader.state_dict(),
+            "loader": trainer.train_loader.batches.state_dict(),
             "seconds": self.seconds(),
         }
 
@@ -140,7 +140,7 @@ class Run(ABC):
         trainer = self.trainer
         trainer.global_step = state["global_step"]
         if not self.settings.val_only:
-            trainer.train_loader.load_state_dict(state["loader"])
+            trainer.train_loader.batches.load_state_dict(state["loader"])
         self.seconds_before = state["seconds"]
 
     def _draw(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from strop.config.load import as_config
 from strop.config.roles import uses_reference
 from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role
-from strop.data.loader import PromptLoader, train_loader, validation_loader
-from strop.data.rl_dataset import FirstOfEachSource, create_rl_dataset
+from strop.data.loader import EpochSampler, PromptLoader, collate, one_pass
+from strop.data.rl_dataset import create_rl_dataset, first_of_each_source
 from strop.errors import Attempts
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
@@ -242,7 +243,7 @@ def build_loaders(
     if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
         # The reward model applies its own chat template, so it needs the messages.
         data = data.model_copy(update={"return_raw_chat": True})
-    pad_token_id, longest = tokenizer.pad_token_id, data.max_prompt_length
+    pad = partial(collate, pad_token_id=tokenizer.pad_token_id, max_prompt_length=data.max_prompt_length)
     train, attempt = None, Attempts()
     if not config.trainer.val_only and train_dataset is None:
         train_dataset = attempt(lambda: create_rl_dataset(data.train_files, data, tokenizer))
@@ -250,17 +251,8 @@ def build_loaders(
         val_dataset = attempt(lambda: create_rl_dataset(data.val_files, data, tokenizer))
     attempt.raise_errors()
     if train_dataset is not None and not config.trainer.val_only:
-        train = train_loader(
-            train_dataset,
-            batch_size=data.train_batch_size,
-            seed=config.trainer.seed,
-            shuffle=data.shuffle,
-            pad_token_id=pad_token_id,
-            max_prompt_length=longest,
-        )
+        rows = EpochSampler(len(train_dataset), data.train_batch_size, config.trainer.seed, data.shuffle)
+        train = PromptLoader(train_dataset, rows, pad)
     if data.val_max_samples is not None:
-        val_dataset = FirstOfEachSource(val_dataset, data.val_max_samples)
-    validation = validation_loader(
-        val_dataset, batch_size=data.val_batch_size, pad_token_id=pad_token_id, max_prompt_length=longest
-    )
-    return train, validation
+        val_dataset = first_of_each_source(val_dataset, data.val_max_samples)
+    return train, PromptLoader(val_dataset, one_pass(len(val_dataset), data.val_batch_size), pad)

@@ -28,8 +28,8 @@ from strop.config.schema.supervised import RewardModellingConfig, SftConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset, pair_batch, response_batch
 from strop.data.hub import local_tokenizer, require_from_hub
-from strop.data.loader import EpochSampler, PromptLoader, SequentialBatches
-from strop.data.rl_dataset import FirstRows
+from strop.data.loader import EpochSampler, PromptLoader, one_pass
+from strop.data.rl_dataset import Subset
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.protocol import DataProto
 from strop.trainer.build import require_checkpoint, worker_group_class
@@ -65,9 +65,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         self.total_steps = 0
         if not config.trainer.val_only:
             rows = self._dataset(data.train_files)
-            batches = EpochSampler(
-                len(rows), data.train_batch_size, config.trainer.seed, shuffle=data.shuffle
-            )
+            batches = EpochSampler(len(rows), data.train_batch_size, config.trainer.seed, data.shuffle)
             self.train_loader = self._loader(rows, batches)
             self.total_steps = config.trainer.total_training_steps or (
                 len(self.train_loader) * config.trainer.total_epochs
@@ -112,7 +110,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
             cache_dir=data.cache_dir,
         )
 
-    def _loader(self, dataset: Any, batches: EpochSampler | SequentialBatches) -> PromptLoader:
+    def _loader(self, dataset: Any, batches: Any) -> PromptLoader:
         data = self.config.data
         collate = partial(
             self.collate,
@@ -123,7 +121,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         return PromptLoader(dataset, batches, collate)
 
     def _one_pass(self, dataset: Any) -> PromptLoader:
-        return self._loader(dataset, SequentialBatches(len(dataset), self.config.data.val_batch_size))
+        return self._loader(dataset, one_pass(len(dataset), self.config.data.val_batch_size))
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -307,8 +305,9 @@ class RewardModelTrainer(SupervisedTrainer[RewardModellingConfig]):
         """Centre the saved model's scores on the validation pairs, else on training pairs."""
         if self._calibrated_step == self.global_step:
             return
-        dataset = self.train_loader.dataset
-        pairs = self.val_loader or self._one_pass(FirstRows(dataset, _CALIBRATION_PAIRS))
+        trained = self.train_loader.dataset
+        first = Subset(trained, range(min(_CALIBRATION_PAIRS, len(trained))))
+        pairs = self.val_loader or self._one_pass(first)
         with self.timer.phase("testing"):
             self.evaluate(pairs)
 
