@@ -17,6 +17,7 @@ from pathlib import Path
 
 from strop.config.backends import ROLLOUTS, load_backend
 from strop.config.batch_plan import BatchPlan, UpdatePlan
+from strop.config.keys import longest_row
 from strop.config.paths import expand, is_url
 from strop.config.placement import Placement, rollout_dtype, tensor_parallel_size
 from strop.config.roles import uses_reference
@@ -139,8 +140,15 @@ def _shards(config: Config, role: str, fsdp_size: int) -> int:
 
 def sample_caches(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
     """Return the memory of a rollout on the actor's weights: KV caches of the samples generated at once."""
-    tokens = plan.samples // plan.ranks * (config.data.max_prompt_length + config.data.max_response_length)
-    return Forecast({}, {"generation: KV cache": _kv_cache(config, facts, tokens)})
+    cache = None
+    if facts is not None:
+        samples, at_once = (
+            plan.samples // plan.ranks,
+            config.actor_rollout_ref.rollout.micro_batch_size_per_gpu,
+        )
+        tokens = min(samples, at_once or samples) * longest_row(config.data)[0]
+        cache = tokens * 2 * facts.layers * facts.kv_width * _number_bytes(config.actor_rollout_ref.model)
+    return Forecast({}, {"generation: KV cache": cache})
 
 
 def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
@@ -174,16 +182,6 @@ def _sum(*parts: int | None) -> int | None:
 def _number_bytes(model: ActorModelConfig | CriticModelConfig) -> int:
     """Return the bytes of an activation; the larger figure for `auto`, as the device is unknown here."""
     return 2 if model.compute_dtype == "bfloat16" else 4
-
-
-def _kv_cache(config: Config, facts: ModelFacts | None, tokens: int) -> int | None:
-    """Return the bytes of hf's cache for all `tokens` of an iteration, or for those generated at once."""
-    if facts is None:
-        return None
-    at_once = config.actor_rollout_ref.rollout.micro_batch_size_per_gpu
-    if at_once is not None:
-        tokens = min(tokens, at_once * (config.data.max_prompt_length + config.data.max_response_length))
-    return tokens * 2 * facts.layers * facts.kv_width * _number_bytes(config.actor_rollout_ref.model)
 
 
 def _tokens_at_once(update: UpdatePlan, length: int) -> int:

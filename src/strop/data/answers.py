@@ -74,7 +74,9 @@ class AnsweredDataset:
                 for name, column in answer_keys.items()
             },
         }
-        self._sources = self._read_sources()
+        self._sources = [UNNAMED_SOURCE] * len(self._table)
+        if "data_source" in self._table.table.column_names:
+            self._sources = [str(source) for source in self._table.table.column("data_source").to_pylist()]
         limits = dict.fromkeys(answer_keys.values(), ("data.max_response_length", max_response_length))
         self._rows = usable_rows(
             self._table,
@@ -102,11 +104,6 @@ class AnsweredDataset:
 
     def _limit(self, name: str) -> int:
         return self.max_prompt_length if name == "input_ids" else self.max_response_length
-
-    def _read_sources(self) -> list[str]:
-        if "data_source" not in self._table.table.column_names:
-            return [UNNAMED_SOURCE] * len(self._table)
-        return [str(source) for source in self._table.table.column("data_source").to_pylist()]
 
 
 Rows = Sequence[dict[str, Any]]

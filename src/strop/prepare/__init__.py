@@ -9,7 +9,6 @@ A data set is one function, ``(source, **options) -> {split: Split}``; :data:`DA
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import logging
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from strop.config.backends import load_backend
 from strop.data.fetch import progress_bar
 from strop.errors import DataError
 from strop.files import atomic_path, atomic_write_text
@@ -69,8 +69,7 @@ def prepare(name: str, source: str | Path | None, out_dir: str | Path, **options
 def _function(name: str, options: Mapping[str, Any]) -> Callable[..., dict[str, Split]]:
     if name not in DATASETS:
         raise DataError(f"unknown data set {name!r}: expected one of {', '.join(sorted(DATASETS))}")
-    module, _, attribute = DATASETS[name].partition(":")
-    function = getattr(importlib.import_module(module), attribute)
+    function = load_backend(DATASETS[name])
     known = [option for option in inspect.signature(function).parameters if option != "source"]
     unknown = [option for option in options if option not in known]
     if unknown:

@@ -18,7 +18,7 @@ from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.loader import EpochSampler, PromptLoader, collate, one_pass
 from strop.data.rl_dataset import create_rl_dataset, first_of_each_source
-from strop.errors import Attempts
+from strop.errors import Attempts, RewardError
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.rewards.base import as_reward
@@ -28,7 +28,7 @@ from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer, speed_metrics
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
-from strop.trainer.validation import Validator, needs_reward_model
+from strop.trainer.validation import Validator
 from strop.trainer.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -123,10 +123,14 @@ class RayPPOTrainer:
 
     @property
     def validates_by_model(self) -> bool:
-        """True if validation has data sources that the reward model alone can score."""
-        return self.config.reward_model.enable and needs_reward_model(
-            self.val_reward_fn, self.val_loader.dataset
-        )
+        """True if validation has data sources that the reward model alone can score; rules go first."""
+        if not self.config.reward_model.enable:
+            return False
+        try:
+            self.val_reward_fn.require_scored(self.val_loader.dataset.data_sources())
+        except RewardError:
+            return True
+        return False
 
     def _group(self, role: Role) -> Any:
         return self.worker_group_cls(

@@ -22,21 +22,18 @@ from torch import Tensor
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
 from strop.checkpoint.store import Checkpoints
 from strop.config.checks.check import check
-from strop.config.checks.supervised import Supervised, processes_on_nodes
-from strop.config.placement import runs_on_ray
-from strop.config.schema.supervised import RewardModellingConfig, SftConfig
+from strop.config.checks.supervised import Supervised
+from strop.config.placement import GLOBAL_POOL, pools_of
+from strop.config.schema.supervised import RewardModellingConfig, SftConfig, SupervisedConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset, pair_batch, response_batch
-from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import EpochSampler, PromptLoader, one_pass
 from strop.data.rl_dataset import Subset
-from strop.models.loader import import_external_lib, load_tokenizer
 from strop.protocol import DataProto
-from strop.trainer.build import require_checkpoint, worker_group_class
+from strop.trainer.build import fetch_tokenizer, require_checkpoint, worker_group_class
 from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer
 from strop.trainer.run_folder import require_shared_folder
-from strop.trainer.seeds import seed_global_generators
 from strop.workers.supervised import RewardModellingWorker, SftWorker
 
 logger = logging.getLogger(__name__)
@@ -157,13 +154,6 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         plain = ("grad_norm", "lr", "skipped_steps")
         return {name if name in plain else f"train/{name}": value for name, value in update.items()}
 
-    def validate(self) -> dict[str, float]:
-        """Return the metrics on the validation files; empty if there are none."""
-        if self.val_loader is None:
-            return {}
-        with self.timer.phase("testing"):
-            return {f"val/{name}": value for name, value in self.evaluate(self.val_loader).items()}
-
     def answered(self, batches: PromptLoader) -> Iterator[tuple[DataProto, DataProto]]:
         """Yield each batch with the result of the worker's ``evaluate``."""
         for batch in batches:
@@ -201,28 +191,23 @@ class SupervisedRun(Run):
         }
 
     def validate(self) -> dict[str, float]:
-        """See ``Run.validate``."""
-        return self.trainer.validate()
+        """Return the metrics on the validation files; empty if there are none."""
+        trainer = self.trainer
+        if trainer.val_loader is None:
+            return {}
+        with trainer.timer.phase("testing"):
+            return {f"val/{name}": value for name, value in trainer.evaluate(trainer.val_loader).items()}
 
 
-def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) -> Any:
+def build(trainer_cls: type[SupervisedTrainer[Any]], config: SupervisedConfig) -> Any:
     """Check everything that can be checked without a model, and return the trainer."""
     result = check(config)
     result.raise_errors()
     for line in result.warnings:
         logger.warning("warning: %s", line)
-    seed_global_generators(config.trainer.seed)
-    model, data = config.model, config.data
-    import_external_lib(model.external_lib)
-    require_from_hub(
-        models=[model.path],
-        tokenizers=[data.tokenizer] if data.tokenizer else [],
-        cache_dir=data.cache_dir,
-        weights=not runs_on_ray(config),
-    )
-    tokenizer = load_tokenizer(
-        local_tokenizer(data.tokenizer or model.path, data.cache_dir),
-        trust_remote_code=model.trust_remote_code,
+    own = [config.data.tokenizer] if config.data.tokenizer else []
+    tokenizer = fetch_tokenizer(
+        config, config.model, models=[config.model.path], tokenizers=own, weights=True
     )
     checkpoints = Checkpoints.of(config, trained=(trainer_cls.group_name,))
     require_checkpoint(checkpoints, config.trainer.resume_mode)
@@ -230,7 +215,7 @@ def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) 
         config,
         tokenizer,
         group_cls=worker_group_class(config),
-        pool=ResourcePool(trainer_cls.role.name, processes_on_nodes(config)),
+        pool=ResourcePool(trainer_cls.role.name, pools_of(config)[GLOBAL_POOL]),
     )
 
 

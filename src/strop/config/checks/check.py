@@ -10,9 +10,10 @@ from strop.config.batch_plan import BatchPlan
 from strop.config.checks import inputs, learning, processes, supervised
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.keys import check_keys
+from strop.config.placement import Placement
 from strop.config.schema import Config, RootConfig
 from strop.config.trees import NEW_LIB, OLD_LIBS, deprecation_lines
-from strop.errors import ConfigError
+from strop.errors import Attempts, ConfigError
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
     `train_rows` is the number of prompts in the training files, if known: the plan then has the number of
     iterations.
     """
-    rules = RULES if isinstance(config, Config) else SUPERVISED_RULES
-    findings = [finding for rule in (*COMMON_RULES, *rules) for finding in rule(config)]
+    rules = [*COMMON_RULES, *(RULES if isinstance(config, Config) else SUPERVISED_RULES)]
+    if isinstance(config, Config) and Attempts()(lambda: Placement.from_config(config)) is not None:
+        rules += PLACEMENT_RULES  # a wrong placement is reported with the plan
+    findings = [finding for rule in rules for finding in rule(config)]
     errors = [text for level, text in findings if level == "error"]
     warnings = [text for level, text in findings if level == "warning"]
     if not isinstance(config, Config) or config.trainer.val_only:
@@ -86,17 +89,19 @@ RULES: tuple[Rule, ...] = (
     learning.sampling,
     learning.validation_sampling,
     learning.kl_horizon,
-    processes.tensor_parallelism,
     processes.batches,
     processes.precision,
+    inputs.models,
+    inputs.context_windows,
+    inputs.longest_sequence,
+    deprecated,
+)
+
+PLACEMENT_RULES: tuple[Rule, ...] = (
+    processes.tensor_parallelism,
     processes.placement,
     processes.hybrid_sharding,
     processes.shared_sequences,
-    inputs.models,
-    inputs.context_window,
-    inputs.reward_model_context_window,
-    inputs.longest_sequence,
-    deprecated,
 )
 
 SUPERVISED_RULES: tuple[Rule, ...] = (supervised.model, supervised.shards, supervised.micro_batches)

@@ -40,11 +40,7 @@ def worker_group(config: RootConfig) -> Iterator[Finding]:
 
 def placement(config: Config) -> Iterator[Finding]:
     """Require a role of this run for every pool; warn of placed roles that the run does not have."""
-    trainer, present = config.trainer, roles_of(config)
-    try:
-        placed = Placement.from_config(config)
-    except ConfigError:
-        return
+    trainer, present, placed = config.trainer, roles_of(config), Placement.from_config(config)
     used = {placed.roles[role] for role in present}
     for pool in placed.pools:
         if pool not in used and not trainer.val_only:  # validation keeps the pools of its training run
@@ -57,10 +53,7 @@ def placement(config: Config) -> Iterator[Finding]:
 
 def hybrid_sharding(config: Config) -> Iterator[Finding]:
     """Require ranks of a role that divide into groups of `fsdp_size`."""
-    try:
-        ranks_of_pass = Placement.from_config(config).ranks_of_pass
-    except ConfigError:
-        return
+    ranks_of_pass = Placement.from_config(config).ranks_of_pass
     sections = {
         "actor_rollout_ref.actor.fsdp_config": ("actor", config.actor_rollout_ref.actor.fsdp_config),
         "critic.model.fsdp_config": ("critic", config.critic.model.fsdp_config),
@@ -79,10 +72,7 @@ def sharded_groups(key: str, section: FsdpConfig, ranks: int) -> Iterator[Findin
 
 def shared_sequences(config: Config) -> Iterator[Finding]:
     """Require packed rows, and heads that divide, where ranks share sequences."""
-    try:
-        ranks_of_pass = Placement.from_config(config).ranks_of_pass
-    except ConfigError:
-        return
+    ranks_of_pass = Placement.from_config(config).ranks_of_pass
     policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward_model
     packs_policy = "actor_rollout_ref.model.use_remove_padding", policy.use_remove_padding
     passes = {
