@@ -9,7 +9,7 @@ import warnings
 import pytest
 from omegaconf import OmegaConf
 
-from strop.config.load import as_config, load_config, to_dict, to_yaml
+from strop.config.load import as_config, load_config, to_yaml
 from strop.config.paths import expand, is_url
 from strop.config.trees import deprecation_lines
 from strop.errors import ConfigError
@@ -282,7 +282,7 @@ def test_a_config_survives_yaml_pickle_and_dict(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_config(config_path=tmp_path / "config.yaml") == config
     assert pickle.loads(pickle.dumps(config)) == config
-    assert as_config(to_dict(config)) == config
+    assert as_config(config.model_dump()) == config
 
 
 # --------------------------------------------------------------------------------------------- deprecated

@@ -159,9 +159,10 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
 def memory_table(memory: Forecast) -> Table:
     """Return a table of bytes by purpose."""
     table = _two_columns("Memory of one rank (estimate, at full sequence lengths)")
-    during = {f"during {name}": size for name, size in memory.phases.items()}
-    for name, size in (memory.resident | during).items():
+    for name, size in memory.resident.items():
         table.add_row(name, _size(size))
+    for name, size in memory.phases.items():
+        table.add_row(f"during {name}", _size(size))
     table.add_section()
     table.add_row("peak: all weights and the largest phase", _size(memory.peak))
     if memory.peak is None:

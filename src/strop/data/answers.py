@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from strop.data.loader import collate
 from strop.data.parquet import UNNAMED_SOURCE, Files, read_prompt_table
@@ -144,12 +145,9 @@ def _prompts(rows: Rows, pad_token_id: int, max_prompt_length: int) -> DataProto
 
 def _padded(answers: Sequence[Tensor], pad_token_id: int, width: int) -> tuple[Tensor, Tensor]:
     """Return ids int64 [B, width], padded on the right, and the mask float32 [B, width] of real tokens."""
-    ids = torch.full((len(answers), width), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros((len(answers), width))
-    for row, answer in enumerate(answers):
-        ids[row, : len(answer)] = answer
-        mask[row, : len(answer)] = 1
-    return ids, mask
+    ids = torch.stack([pad(answer, (0, width - len(answer)), value=pad_token_id) for answer in answers])
+    lengths = torch.tensor([len(answer) for answer in answers])
+    return ids, (torch.arange(width) < lengths[:, None]).float()
 
 
 def _joined(prompts: DataProto, responses: Tensor, response_mask: Tensor, seen: Tensor) -> DataProto:

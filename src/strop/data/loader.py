@@ -106,12 +106,7 @@ class EpochSampler:
                 "the order of the training data cannot be continued: " + "; ".join(changed)
                 + ". Restore the old values, or start from scratch with trainer.resume_mode=disable"
             )  # fmt: skip
-        epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position < len(self):
-            raise CheckpointError(
-                f"sampler state: epoch {epoch}, position {position} of {len(self)} is impossible"
-            )
-        self.epoch, self.position = epoch, position
+        self.epoch, self.position = state["epoch"], state["position"]
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from strop.checkpoint.store import Checkpoints
-from strop.config.load import to_dict
 from strop.errors import ConfigError, TrainingError
 from strop.files import crash_point
 from strop.protocol import DataProto
@@ -65,7 +64,7 @@ class Run(ABC):
             run_dir=self.folder.path,
             project_name=settings.project_name,
             experiment_name=settings.experiment_name,
-            config=to_dict(trainer.config),
+            config=trainer.config.model_dump(),
             total_steps=trainer.total_steps or trainer.global_step,
             start_step=self.folder.last_logged_step() if settings.val_only else trainer.global_step,
         )
