@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from strop.config.batch_plan import MICRO_BATCHES
 from strop.config.keys import value_at
 from strop.config.paths import expand
-from strop.config.placement import installed_rollout
-from strop.config.schema import Config, RootConfig
+from strop.config.placement import Root, installed_rollout
+from strop.config.schema import Config
 from strop.config.schema.supervised import RewardModellingConfig, SftConfig
 
 OLD_LIBS = "actor_rollout_ref.model.external_libs"
@@ -93,9 +93,6 @@ def deprecation_lines(config: Config) -> list[str]:
     if config.actor_rollout_ref.model.external_libs is not None:
         lines.append(f"{OLD_LIBS} is deprecated: use {NEW_LIB}")
     return lines
-
-
-Root = TypeVar("Root", bound=RootConfig)
 
 
 @dataclass(frozen=True)

@@ -109,12 +109,7 @@ class EpochSampler:
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "num_rows": self.num_rows,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        return {name: vars(self)[name] for name in ("num_rows", "batch_size", "seed", "shuffle")}
 
     def _epoch_order(self) -> np.ndarray:
         if not self.shuffle:

@@ -29,17 +29,12 @@ def prompt_problem(value: Any) -> str | None:
     """Return the reason why ``value`` is not a prompt, or None if it is one."""
     if isinstance(value, str):
         return None if value else f"{EXPECTED}, found an empty string"
-    if not isinstance(value, list):
+    if not isinstance(value, list) or not value:
         return f"{EXPECTED}, found {_describe(value)}"
-    if not value:
-        return f"{EXPECTED}, found an empty list"
     for number, message in enumerate(value):
-        if not isinstance(message, dict):
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
             return f"{EXPECTED}, found {_describe(message)} as message {number}"
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                found = _describe(message[key]) if key in message else f"only the keys {sorted(message)}"
-                return f"{EXPECTED}; the {key} of message {number} must be a string, found {found}"
     return None
 
 

@@ -96,7 +96,8 @@ class RLHFDataset:
         ids = truncate(self._tokens[row_number], self.max_prompt_length, self.truncation)
         fields["input_ids"] = torch.from_numpy(ids.astype(np.int64))
         fields["data_source"] = fields.setdefault(self.reward_fn_key, UNNAMED_SOURCE)
-        fields["index"] = _row_index(fields, row_number)
+        index = (fields.get("extra_info") or {}).get("index")
+        fields["index"] = fields.get("index", row_number) if index is None else index
         if self.return_raw_chat:
             fields["raw_prompt"] = as_messages(prompt)
         if self.return_raw_input_ids:
@@ -194,13 +195,6 @@ def truncate(ids: np.ndarray, limit: int, side: str) -> np.ndarray:
         return ids[:limit]
     head = limit // 2
     return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])
-
-
-def _row_index(fields: dict[str, Any], row_number: int) -> Any:
-    extra_info = fields.get("extra_info")
-    if isinstance(extra_info, dict) and extra_info.get("index") is not None:
-        return extra_info["index"]
-    return fields.get("index", row_number)
 
 
 class Subset:

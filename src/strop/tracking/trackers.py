@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -123,11 +122,7 @@ def resolve_tracker(name: str) -> Callable[[RunInfo], Any]:
 
 def _as_number(name: str, value: Any) -> int | float:
     """Return a plain int or float. Counts stay ints, so that ``episode`` is 64 and not 64.0."""
-    try:
-        return int(operator.index(value))
-    except TypeError:
-        pass
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"metric {name!r} is a {type(value).__name__}, expected a number") from error
+    number = value.item() if hasattr(value, "item") else value  # 0-d tensors and numpy scalars
+    if not isinstance(number, int | float):
+        raise TypeError(f"metric {name!r} is a {type(value).__name__}, expected a number")
+    return number

@@ -97,14 +97,18 @@ class Run(ABC):
             crash_point("log", trainer.global_step)
             self.tracking.log(trainer.global_step, metrics)
             self.checkpoints.poll()
-            last = trainer.global_step == trainer.total_steps
-            if settings.save_freq > 0 and (last or trainer.global_step % settings.save_freq == 0):
+            if self.is_due(settings.save_freq):
                 with trainer.timer.phase("save_checkpoint"):
                     self.checkpoints.save(trainer.global_step, trainer.groups, self.state_dict())
-            if last:
+            if trainer.global_step == trainer.total_steps:
                 break
         if settings.save_freq <= 0:
             trainer.groups[self.trained[0]].export(self.folder.final_model)
+
+    def is_due(self, every: int) -> bool:
+        """Return True after each ``every`` iterations and after the last one; never for -1."""
+        step = self.trainer.global_step
+        return every > 0 and (step % every == 0 or step == self.trainer.total_steps)
 
     @abstractmethod
     def one_iteration(self, batch: DataProto) -> dict[str, float]:

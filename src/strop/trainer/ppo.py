@@ -126,12 +126,12 @@ class PPO:
         metrics = {} if on_policy else self.batch_metrics(batch, beta)
         if critic is not None:
             with timer.phase("update_critic"):
-                metrics |= {f"critic/{name}": value for name, value in critic.get().metrics.items()}
+                metrics |= {f"critic/{name}": value for name, value in critic.get()[0].items()}
         if actor is not None:
             with timer.phase("update_actor"):
-                update = actor.get()
-            batch = batch.union(update.columns)
-            metrics |= policy_metrics(update.metrics)
+                update, columns = actor.get()
+            batch = batch.union(columns)
+            metrics |= policy_metrics(update)
         if on_policy:
             metrics |= self.batch_metrics(batch, beta)
         return batch, metrics

@@ -72,14 +72,10 @@ class RayPPOTrainer:
         self.val_reward_fn = as_reward(val_reward_fn or reward_fn)
         self.train_loader, self.val_loader = build_loaders(self.config, tokenizer, train_dataset, val_dataset)
         trains = not self.config.trainer.val_only
-        result = check(self.config, train_rows=len(self.train_loader.dataset) if trains else None)
-        for line in result.warnings:
-            logger.warning("warning: %s", line)
-        result.raise_errors()
-        if trains:
-            loss_inputs(self.config)  # raises if this run cannot compute them
+        check(self.config, train_rows=len(self.train_loader.dataset) if trains else None).report(logger)
         self.total_steps = 0
         if trains:
+            loss_inputs(self.config)  # raises if this run cannot compute them
             settings = self.config.trainer
             self.total_steps = settings.total_training_steps or len(self.train_loader) * settings.total_epochs
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
@@ -191,11 +187,11 @@ class ReinforcementRun(Run):
         with trainer.timer.phase("step"):
             samples, metrics = trainer.step(batch)
         trainer.global_step += 1
-        step, last = trainer.global_step, trainer.global_step == trainer.total_steps
+        step = trainer.global_step
         if settings.log_rollouts:
             with trainer.timer.phase("log_rollouts"):
                 self.write(write_samples, self.folder.rollouts(step), samples, trainer.tokenizer)
-        if settings.test_freq > 0 and (last or step % settings.test_freq == 0):
+        if self.is_due(settings.test_freq):
             metrics |= self.validate()
         timing = trainer.timer.take()
         return {

@@ -169,20 +169,19 @@ class SupervisedRun(Run):
 
     def one_iteration(self, batch: DataProto) -> dict[str, float]:
         """See ``Run.one_iteration``."""
-        trainer, settings = self.trainer, self.settings
+        trainer = self.trainer
         started = time.perf_counter()
         with trainer.timer.phase("step"):
             metrics = trainer.step(batch)
         tokens = trainer.count_tokens(batch)
         seconds = time.perf_counter() - started
         trainer.global_step += 1
-        step, last = trainer.global_step, trainer.global_step == trainer.total_steps
-        if settings.test_freq > 0 and (last or step % settings.test_freq == 0):
+        if self.is_due(self.settings.test_freq):
             metrics |= self.validate()
-        if last:
+        if trainer.global_step == trainer.total_steps:
             trainer.finish()
         return {
-            "epoch": step / len(trainer.train_loader),
+            "epoch": trainer.global_step / len(trainer.train_loader),
             **metrics,
             **trainer.timer.take(),
             "perf/total_num_tokens": tokens,
@@ -201,10 +200,7 @@ class SupervisedRun(Run):
 
 def build(trainer_cls: type[SupervisedTrainer[Any]], config: SupervisedConfig) -> Any:
     """Check everything that can be checked without a model, and return the trainer."""
-    result = check(config)
-    result.raise_errors()
-    for line in result.warnings:
-        logger.warning("warning: %s", line)
+    check(config).report(logger)
     own = [config.data.tokenizer] if config.data.tokenizer else []
     tokenizer = fetch_tokenizer(
         config, config.model, models=[config.model.path], tokenizers=own, weights=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,12 @@ class CheckResult:
         """Raise all errors as one `ConfigError`, if there are any."""
         if self.errors:
             raise ConfigError(*self.errors)
+
+    def report(self, logger: logging.Logger) -> None:
+        """Log the warnings, then raise the errors."""
+        for line in self.warnings:
+            logger.warning("warning: %s", line)
+        self.raise_errors()
 
 
 def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:

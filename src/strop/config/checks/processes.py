@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from strop.config.batch_plan import MICRO_BATCHES, sequence_parallel_size
+from strop.config.batch_plan import MICRO_BATCHES, forward_passes, sequence_parallel_size
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.forecast import read_model_facts
-from strop.config.keys import divisors, nearest_in_words
+from strop.config.keys import divisors, nearest_in_words, value_at
 from strop.config.placement import (
     Placement,
     honours,
@@ -18,7 +18,7 @@ from strop.config.placement import (
     tensor_parallel_size,
     visible_gpus,
 )
-from strop.config.roles import roles_of, uses_critic, uses_reference
+from strop.config.roles import roles_of
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import FsdpConfig
 from strop.errors import ConfigError
@@ -73,27 +73,18 @@ def sharded_groups(key: str, section: FsdpConfig, ranks: int) -> Iterator[Findin
 def shared_sequences(config: Config) -> Iterator[Finding]:
     """Require packed rows, and heads that divide, where ranks share sequences."""
     ranks_of_pass = Placement.from_config(config).ranks_of_pass
-    policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward_model
-    packs_policy = "actor_rollout_ref.model.use_remove_padding", policy.use_remove_padding
-    passes = {
-        "actor": (True, packs_policy, policy.path),
-        "ref": (uses_reference(config), packs_policy, policy.path),
-        "critic": (
-            uses_critic(config),
-            ("critic.model.use_remove_padding", critic.use_remove_padding),
-            critic.path,
-        ),
-        "reward_model": (reward.enable, packs_policy, reward.model.path),
-    }
-    for name, (present, (padding_key, packed), path) in passes.items():
+    models = {"values": "critic.model", "reward_model": "reward_model.model"}
+    for name in forward_passes(config):
         try:
             size = sequence_parallel_size(config, name, ranks_of_pass(name))
         except ConfigError:
             continue  # reported with the batch sizes
-        if size == 1 or not present:
+        if size == 1:
             continue
         key = MICRO_BATCHES[name].sequence_parallel
-        if not packed:
+        path = value_at(config, f"{models.get(name, 'actor_rollout_ref.model')}.path")
+        padding_key = f"{'critic' if name == 'values' else 'actor_rollout_ref'}.model.use_remove_padding"
+        if not value_at(config, padding_key):
             yield error(f"{key}={size} shares packed rows; set {padding_key}=True")
         facts = read_model_facts(path)
         if facts is not None and facts.heads % size:
