@@ -12,7 +12,6 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from strop.config.batch_plan import MICRO_BATCHES
-from strop.config.keys import value_at
 from strop.config.paths import expand
 from strop.config.placement import Root, installed_rollout
 from strop.config.schema import Config
@@ -81,18 +80,6 @@ def _recorded_rollout(folder: Any) -> str | None:
 
 def _select(tree: DictConfig, path: str) -> Any:
     return OmegaConf.select(tree, path, throw_on_resolution_failure=False)
-
-
-def deprecation_lines(config: Config) -> list[str]:
-    """Return a line for each deprecated key that ``config`` uses."""
-    lines = [
-        f"{keys.overall}={size} is deprecated: use {keys.per_gpu}, which counts sequences per rank"
-        for keys in MICRO_BATCHES.values()
-        if (size := value_at(config, keys.overall)) is not None
-    ]
-    if config.actor_rollout_ref.model.external_libs is not None:
-        lines.append(f"{OLD_LIBS} is deprecated: use {NEW_LIB}")
-    return lines
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,10 @@ class AnsweredDataset:
         self._table = read_prompt_table(files, prompt_key=prompt_key, cache_dir=cache_dir)
         self._columns = {"input_ids": prompt_key, **answer_keys}
         for name, column in answer_keys.items():
-            if column not in self._table.table.column_names:
+            if column not in self._table.names:
                 raise DataError(
                     f"{', '.join(self._table.files)}: there is no column {column!r} (data.{name}_key); "
-                    f"found {self._table.table.column_names}"
+                    f"found {self._table.names}"
                 )
         options: dict[str, Any] = {"num_workers": num_workers, "cache_dir": cache_dir}
         self._tokens = {
@@ -76,7 +76,7 @@ class AnsweredDataset:
             },
         }
         self._sources = [UNNAMED_SOURCE] * len(self._table)
-        if "data_source" in self._table.table.column_names:
+        if "data_source" in self._table.names:
             self._sources = [str(source) for source in self._table.table.column("data_source").to_pylist()]
         limits = dict.fromkeys(answer_keys.values(), ("data.max_response_length", max_response_length))
         self._rows = usable_rows(

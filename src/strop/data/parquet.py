@@ -29,14 +29,13 @@ class PromptTable:
     """The rows of one or several files, in order.
 
     ``files`` are the names as the user wrote them, ``paths`` their local copies, ``starts`` the row number of
-    each file's first row in ``table``, ``columns`` the column names of each.
+    each file's first row in ``table``. A column that only some files have is null in the rows of the others.
     """
 
     table: pa.Table
     files: tuple[str, ...]
     paths: tuple[Path, ...]
     starts: tuple[int, ...]
-    columns: tuple[tuple[str, ...], ...]
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -44,11 +43,7 @@ class PromptTable:
     @property
     def names(self) -> list[str]:
         """Names of the columns that at least one file has."""
-        return list(dict.fromkeys(itertools.chain.from_iterable(self.columns)))
-
-    def files_without(self, column: str) -> list[str]:
-        """Return the files that lack a column."""
-        return [name for name, columns in zip(self.files, self.columns, strict=True) if column not in columns]
+        return self.table.column_names
 
     def locate(self, row: int) -> tuple[str, int]:
         """Return the file of row ``row`` of the table, and its row number in the file."""
@@ -109,8 +104,7 @@ def read_prompt_table(
             f"the columns of {', '.join(names)} have types that cannot be joined: {error}"
         ) from error
     starts = itertools.accumulate((table.num_rows for table in tables[:-1]), initial=0)
-    columns = tuple(tuple(table.column_names) for table in tables)
-    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts), columns)
+    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts))
 
 
 @contextmanager
@@ -159,9 +153,9 @@ def require_ground_truths(
     rows = pa.table(columns).filter(pc.field(reward_fn_key).isin(sorted(sources)))
     if not rows:
         return
-    if missing := table.files_without(_TARGET):
+    if _TARGET not in table.names:
         raise DataError(
-            f"{missing[0]}: there is no column {_TARGET!r}; found {list(table.names)}. Expected a record "
+            f"{table.files[0]}: there is no column {_TARGET!r}; found {table.names}. Expected a record "
             "{style, ground_truth}: " + _who_needs_it(sources)
         )
     fields = {field.name for field in rows.schema.field(_TARGET).type}
@@ -195,12 +189,10 @@ def _check_column(
     table: PromptTable, name: str, expected: str, fits: Callable[[pa.DataType], bool], nulls: bool = False
 ) -> None:
     """Check type and nulls of a column; Arrow gives all rows one type, so the first value is an example."""
-    if name not in table.table.column_names:
+    if name not in table.names:
         return
     column = table.table.column(name)
     if column.null_count and not nulls:
-        if missing := table.files_without(name):
-            raise DataError(f"{missing[0]}: there is no column {name!r}, which the other files have")
         row = pc.index(column.is_null(), True).as_py()
         raise table.error(row, name, f"expected {expected}, found null")
     if not fits(column.type) and column.null_count < len(column):

@@ -125,7 +125,4 @@ def _encode_one(offset: int, prompt: Any, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _describe(value: Any) -> str:
-    if value is None:
-        return "null"
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    return "null" if value is None else f"{type(value).__name__} {value!r:.60}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ class TensorboardTracker:
 
 def _verbatim(text: str) -> str:
     """Return ``text`` as a Markdown code block."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
+    return textwrap.indent(text, "    ", lambda line: True)
 
 
 def _as_markdown(sample: ShownSample) -> str:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic
@@ -154,11 +154,6 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         plain = ("grad_norm", "lr", "skipped_steps")
         return {name if name in plain else f"train/{name}": value for name, value in update.items()}
 
-    def answered(self, batches: PromptLoader) -> Iterator[tuple[DataProto, DataProto]]:
-        """Yield each batch with the result of the worker's ``evaluate``."""
-        for batch in batches:
-            yield batch, self.group.evaluate(DataProto(batch.batch))
-
 
 class SupervisedRun(Run):
     """A run of a supervised trainer."""
@@ -235,7 +230,8 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
         """Return ``loss``, the mean over all response tokens, and ``perplexity``, its exponential."""
         log_prob, n_tokens = 0.0, 0.0
-        for batch, answers in self.answered(batches):
+        for batch in batches:
+            answers = self.group.evaluate(DataProto(batch.batch))
             log_prob += float(answers.batch["log_prob"].double().sum())
             n_tokens += float(batch.batch["response_mask"].sum())
         loss = -log_prob / n_tokens
@@ -272,7 +268,8 @@ class RewardModelTrainer(SupervisedTrainer[RewardModellingConfig]):
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
         """Return metrics of all pairs; the mean score becomes the model's offset."""
         chosen, rejected, sources = [], [], []
-        for batch, answers in self.answered(batches):
+        for batch in batches:
+            answers = self.group.evaluate(DataProto(batch.batch))
             chosen.append(answers.batch["chosen_scores"])
             rejected.append(answers.batch["rejected_scores"])
             sources.append(batch.non_tensor_batch["data_source"])

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from strop.config.batch_plan import BatchPlan
+from strop.config.batch_plan import MICRO_BATCHES, BatchPlan
 from strop.config.checks import inputs, learning, processes, supervised
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.keys import check_keys
+from strop.config.keys import value_at
 from strop.config.placement import Placement
 from strop.config.schema import Config, RootConfig
-from strop.config.trees import NEW_LIB, OLD_LIBS, deprecation_lines
+from strop.config.trees import NEW_LIB, OLD_LIBS
 from strop.errors import Attempts, ConfigError
 
 
@@ -67,12 +68,18 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
 def deprecated(config: Config) -> Iterator[Finding]:
     """Warn of deprecated keys; refuse one that disagrees with its successor."""
     model = config.actor_rollout_ref.model
-    if model.external_libs is not None and model.external_libs != model.external_lib:
-        yield error(
-            f"{NEW_LIB}={model.external_lib} and the deprecated {OLD_LIBS}={model.external_libs} differ"
-        )
-    for line in deprecation_lines(config):
-        yield warning(line)
+    if model.external_libs is not None:
+        yield warning(f"{OLD_LIBS} is deprecated: use {NEW_LIB}")
+        if model.external_libs != model.external_lib:
+            yield error(
+                f"{NEW_LIB}={model.external_lib} and the deprecated {OLD_LIBS}={model.external_libs} differ"
+            )
+    for keys in MICRO_BATCHES.values():
+        size = value_at(config, keys.overall)
+        if size is not None:
+            yield warning(
+                f"{keys.overall}={size} is deprecated: use {keys.per_gpu}, which counts sequences per rank"
+            )
 
 
 Rule = Callable[[Any], Iterator[Finding]]
