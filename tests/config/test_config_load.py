@@ -285,7 +285,7 @@ def test_a_config_survives_yaml_pickle_and_dict(tmp_path):
     assert as_config(config.model_dump()) == config
 
 
-# --------------------------------------------------------------------------------------------- deprecated keys
+# ------------------------------------------------------------------------------------------- deprecated keys
 
 
 def deprecations(config):

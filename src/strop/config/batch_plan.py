@@ -204,7 +204,11 @@ class BatchPlan:
             name: attempt(lambda name=name: _plan_forward(config, name, samples, ranks(name)))
             for name in forward_passes(config)
         }
-        per_epoch = attempt(lambda: _iterations_per_epoch(data.train_batch_size, train_rows))
+        # Rows that fill no batch are left out.
+        per_epoch = None if train_rows is None else train_rows // data.train_batch_size
+        if per_epoch == 0:
+            too_few = f"is more than the {train_rows} training prompts (at most {train_rows})"
+            attempt.errors.append(ConfigError(f"data.train_batch_size={data.train_batch_size} {too_few}"))
         if attempt.errors or actor is None:
             raise ConfigError(*attempt.lines)
         trainer = config.trainer
@@ -281,15 +285,3 @@ def _plan_forward(config: Config, name: str, samples: int, ranks: int) -> Forwar
     micro_batch = resolve_micro_batch(config, name, ranks)
     samples_per_rank = -(-samples * sequence_parallel_size(config, name, ranks) // ranks)
     return ForwardPlan(samples_per_rank, micro_batch)
-
-
-def _iterations_per_epoch(train_batch_size: int, train_rows: int | None) -> int | None:
-    """Return the full batches in an epoch; rows that fill no batch are left out."""
-    if train_rows is None:
-        return None
-    if train_rows < train_batch_size:
-        raise ConfigError(
-            f"data.train_batch_size={train_batch_size} is more than the {train_rows} training prompts "
-            f"(at most {train_rows})"
-        )
-    return train_rows // train_batch_size

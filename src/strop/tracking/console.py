@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from datetime import timedelta
 from threading import Lock
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -20,12 +21,9 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from strop.tracking.report import report_table, shown_table
+from strop.tracking.base import RunInfo
+from strop.tracking.report import ValidationReport, report_table, shown_table
 from strop.tracking.text import HEADLINES, format_number, sparkline, validation_scores
-
-if TYPE_CHECKING:
-    from strop.tracking.base import RunInfo
-    from strop.tracking.report import ValidationReport
 
 REFRESHES_PER_S = 2
 PLAIN_WIDTH = 120
@@ -97,8 +95,7 @@ class LiveTable:
 
     def __init__(self, run: RunInfo) -> None:
         self._progress = step_progress(run)
-        self._history: dict[str, list[float]] = {}
-        self._validation: dict[str, list[float]] = {}
+        self._history: defaultdict[str, list[float]] = defaultdict(list)
         self._lock = Lock()  # rich draws in a thread
         streams = (sys.stdout, sys.stderr)
         self._live = Live(console=Console(), get_renderable=self._render, refresh_per_second=REFRESHES_PER_S)
@@ -111,9 +108,9 @@ class LiveTable:
             self._progress.update(self._progress.tasks[0].id, completed=step)
             for headline in HEADLINES:
                 if headline.metric in metrics:
-                    self._history.setdefault(headline.label, []).append(metrics[headline.metric])
+                    self._history[headline.label].append(metrics[headline.metric])
             for source, score in validation_scores(metrics).items():
-                self._validation.setdefault(source, []).append(score)
+                self._history[f"validation {source}"].append(score)
 
     def log_validation(self, step: int, report: ValidationReport) -> None:
         """Print a validation's tables, above the live display."""
@@ -134,9 +131,8 @@ class LiveTable:
             table.add_column("first", justify="right", style="dim")
             table.add_column("course", style="cyan", no_wrap=True)
             for label, values in self._history.items():
-                table.add_row(label, *_summary(values))
-            for source, values in self._validation.items():
-                table.add_row(f"validation {source}", *_summary(values), style="green")
+                summary = format_number(values[-1]), format_number(values[0]), sparkline(values)
+                table.add_row(label, *summary, style="green" if label.startswith("validation") else None)
             bar = self._progress.get_renderable()
             return Group(bar, table) if table.row_count else bar
 
@@ -146,10 +142,6 @@ def _validation(step: int, report: ValidationReport) -> Group:
     if report.shown:
         tables.append(shown_table(report.shown, title=f"Samples of the validation at step {step}"))
     return Group(*tables)
-
-
-def _summary(values: list[float]) -> tuple[str, str, str]:
-    return format_number(values[-1]), format_number(values[0]), sparkline(values)
 
 
 def _move_log_handlers(stdout: TextIO, stderr: TextIO) -> list[tuple[logging.StreamHandler, TextIO]]:

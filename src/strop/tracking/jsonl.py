@@ -13,13 +13,11 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from strop.errors import DataError, TrainingError
 from strop.files import atomic_path
-
-if TYPE_CHECKING:
-    from strop.tracking.base import RunInfo
+from strop.tracking.base import RunInfo
 
 METRICS_FILE = "metrics.jsonl"
 PREVIOUS_FILE = "metrics.previous.jsonl"

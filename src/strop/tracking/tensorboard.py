@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch.utils.tensorboard import SummaryWriter
 
-from strop.tracking.report import SAMPLES_NAME
-
-if TYPE_CHECKING:
-    from strop.tracking.base import RunInfo
-    from strop.tracking.report import ShownSample, ValidationReport
+from strop.tracking.base import RunInfo
+from strop.tracking.report import SAMPLES_NAME, ShownSample, ValidationReport
 
 
 class TensorboardTracker:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from strop.algorithms.registry import resolve
 from strop.config.backends import load_backend
@@ -16,10 +16,7 @@ from strop.config.names import OPTIONAL_PACKAGES, TRACKERS
 from strop.errors import MissingExtraError, TrainingError
 from strop.tracking.base import RunInfo, Tracker, ValidationTracker
 from strop.tracking.jsonl import JsonlTracker
-
-if TYPE_CHECKING:
-    from strop.tracking.report import ValidationReport
-
+from strop.tracking.report import ValidationReport
 
 FAILURES_BEFORE_SWITCH_OFF = 3
 

@@ -151,11 +151,8 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
     attempt(lambda: require_checkpoint(Checkpoints.of(config), config.trainer.resume_mode))
 
     role_worker_mapping = {
-        Role.ActorRollout: ActorRolloutRefWorker,
-        Role.Actor: ActorRolloutRefWorker,
-        Role.Rollout: ActorRolloutRefWorker,
+        **dict.fromkeys((Role.ActorRollout, Role.Actor, Role.Rollout, Role.RefPolicy), ActorRolloutRefWorker),
         Role.Critic: CriticWorker,
-        Role.RefPolicy: ActorRolloutRefWorker,
         Role.RewardModel: RewardModelWorker,
     }
     placement = Placement.from_config(config)

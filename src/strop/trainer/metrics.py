@@ -89,11 +89,8 @@ def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dic
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:
     values = values.float()
-    return {
-        f"{name}/mean": values.mean().item(),
-        f"{name}/max": values.max().item(),
-        f"{name}/min": values.min().item(),
-    }
+    found = {"mean": values.mean(), "max": values.max(), "min": values.min()}
+    return {f"{name}/{statistic}": value.item() for statistic, value in found.items()}
 
 
 def batch_metrics(batch: DataProto, *, max_prompt_length: int) -> dict[str, float]:

@@ -274,10 +274,10 @@ class RewardModelTrainer(SupervisedTrainer[RewardModellingConfig]):
             rejected.append(answers.batch["rejected_scores"])
             sources.append(batch.non_tensor_batch["data_source"])
         chosen_N, rejected_N = torch.cat(chosen).double(), torch.cat(rejected).double()
-        scores_2N = torch.cat([chosen_N, rejected_N])
-        self.group.calibrate(scores_2N.mean().item(), scores_2N.std(correction=0).item())
+        metrics = pair_metrics(chosen_N, rejected_N, np.concatenate(sources))
+        self.group.calibrate(metrics["score_mean"], metrics["score_std"])
         self._calibrated_step = self.global_step
-        return pair_metrics(chosen_N, rejected_N, np.concatenate(sources))
+        return metrics
 
     def finish(self) -> None:
         """Centre the saved model's scores on the validation pairs, else on training pairs."""
