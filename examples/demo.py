@@ -65,7 +65,7 @@ def warm_up(model: Path, data: Path, run: Path, *, seed: int) -> list[Path]:
         ],
         config_path=HERE / "warm_up.yaml",
     )
-    command.sft(config)
+    command.run(config)
     steps = sorted(run.glob("global_step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
     return [step / "actor" / "huggingface" for step in steps]
 

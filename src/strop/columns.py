@@ -111,10 +111,12 @@ prompt_ids          | B*  | int64   | id     | samples | users | without padding
 response_ids        | B*  | int64   | id     | samples | view | without padding
 response_mask       | B*  | int8    | 0 or 1 | samples | users | 0 on tokens inserted by a tool
 """)
-_PER_TOKEN = (
-    """rollout_log_probs old_log_probs ref_log_prob entropys values token_level_rewards advantages returns"""
+TOKEN_COLUMNS = (
+    *("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys"),
+    *("values", "token_level_rewards", "advantages", "returns"),
 )
-SAMPLE_COLUMNS |= {name: COLUMNS[name]._replace(shape="B*", writer="samples") for name in _PER_TOKEN.split()}
+"""Per-token columns [B, T] of a batch that become lists of float32 in a samples file."""
+SAMPLE_COLUMNS |= {name: COLUMNS[name]._replace(shape="B*", writer="samples") for name in TOKEN_COLUMNS}
 """Column of a samples file -> its description."""
 
 

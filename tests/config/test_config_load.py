@@ -9,9 +9,9 @@ import warnings
 import pytest
 from omegaconf import OmegaConf
 
-from strop.config.load import as_config, load_config, to_dict, to_yaml
+from strop.config.checks.check import deprecated
+from strop.config.load import as_config, load_config, to_yaml
 from strop.config.paths import expand, is_url
-from strop.config.trees import deprecation_lines
 from strop.errors import ConfigError
 
 from messages import Message, mentions, naming
@@ -282,18 +282,21 @@ def test_a_config_survives_yaml_pickle_and_dict(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_config(config_path=tmp_path / "config.yaml") == config
     assert pickle.loads(pickle.dumps(config)) == config
-    assert as_config(to_dict(config)) == config
+    assert as_config(config.model_dump()) == config
 
 
-# --------------------------------------------------------------------------------------------- deprecated
-# keys
+# ------------------------------------------------------------------------------------------- deprecated keys
+
+
+def deprecations(config):
+    return [finding.text for finding in deprecated(config) if finding.level == "warning"]
 
 
 def test_a_deprecated_micro_batch_size_sets_its_successor_aside_and_says_so():
     config = load_config(["actor_rollout_ref.actor.ppo_micro_batch_size=32"])
     actor = config.actor_rollout_ref.actor
     assert (actor.ppo_micro_batch_size, actor.ppo_micro_batch_size_per_gpu) == (32, None)
-    assert deprecation_lines(config) == [
+    assert deprecations(config) == [
         Message(
             "actor_rollout_ref.actor.ppo_micro_batch_size=32",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
@@ -328,10 +331,10 @@ def test_external_libs_is_external_lib():
     config = load_config(["actor_rollout_ref.model.external_libs=my_models"])
     assert config.actor_rollout_ref.model.external_lib == "my_models"
     assert config.critic.model.external_lib == "my_models"
-    assert deprecation_lines(config) == [
+    assert deprecations(config) == [
         Message("actor_rollout_ref.model.external_libs", "actor_rollout_ref.model.external_lib")
     ]
-    assert deprecation_lines(load_config()) == []
+    assert deprecations(load_config()) == []
 
 
 def test_a_resolved_config_with_a_deprecated_key_reads_back_to_an_equal_one(tmp_path):

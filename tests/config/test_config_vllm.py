@@ -8,7 +8,7 @@ import pytest
 
 from strop.config.checks import learning, processes
 from strop.config.checks.keys import check_keys
-from strop.config.load import as_config, load_config, to_dict, to_yaml
+from strop.config.load import as_config, load_config, to_yaml
 from strop.config.placement import (
     extra_sampling,
     processes_per_node,
@@ -94,7 +94,7 @@ def test_a_misspelt_sampling_parameter_is_an_error_with_the_right_name():
 
 def test_the_file_of_a_run_repeats_it():
     config = load_config(list(VLLM))
-    again = as_config(to_dict(settled(config)))
+    again = as_config(settled(config).model_dump())
     for resolve in (rollout_dtype, tensor_parallel_size, processes_per_node):
         assert resolve(again) == resolve(config)
 

@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 
 import pytest
 import torch
 
-from strop.data.loader import PromptLoader, collate, train_loader, validation_loader
-from strop.errors import CheckpointError, DataError
+from strop.data.loader import EpochSampler, PromptLoader, collate, one_pass
+from strop.errors import DataError
 
 from messages import naming
 
 
 def row(*ids: int, **fields):
     return {"input_ids": torch.tensor(ids), **fields}
+
+
+def padded_to(length: int):
+    return partial(collate, pad_token_id=0, max_prompt_length=length)
 
 
 class Numbers:
@@ -71,7 +76,7 @@ def test_an_empty_batch_is_refused():
 
 def test_the_training_loader_goes_on_for_ever_and_resumes():
     def build() -> PromptLoader:
-        return train_loader(Numbers(5), batch_size=2, seed=4, pad_token_id=0, max_prompt_length=5)
+        return PromptLoader(Numbers(5), EpochSampler(5, 2, seed=4), padded_to(5))
 
     loader = build()
     assert len(loader) == 2
@@ -80,24 +85,18 @@ def test_the_training_loader_goes_on_for_ever_and_resumes():
     for _ in islice(interrupted, 3):
         pass
     resumed = build()
-    resumed.load_state_dict(interrupted.state_dict())
+    resumed.batches.load_state_dict(interrupted.batches.state_dict())
     assert [batch.non_tensor_batch["index"].tolist() for batch in islice(resumed, 4)] == straight[3:]
 
 
 def test_the_training_loader_can_keep_the_order_of_the_file():
-    loader = train_loader(
-        Numbers(4), batch_size=2, seed=4, pad_token_id=0, max_prompt_length=4, shuffle=False
-    )
+    loader = PromptLoader(Numbers(4), EpochSampler(4, 2, seed=4, shuffle=False), padded_to(4))
     first = next(iter(loader))
     assert first.batch["input_ids"].tolist() == [[0, 0, 0, 1], [0, 0, 2, 2]]
 
 
 def test_the_validation_loader_gives_every_row_once_each_time():
-    loader = validation_loader(Numbers(5), batch_size=2, pad_token_id=0, max_prompt_length=5)
+    loader = PromptLoader(Numbers(5), one_pass(5, 2), padded_to(5))
     for _ in range(2):
         assert [batch.non_tensor_batch["index"].tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
     assert len(loader) == 3
-    assert loader.state_dict() == {}
-    loader.load_state_dict({})
-    with pytest.raises(CheckpointError, match="no state to restore"):
-        loader.load_state_dict({"epoch": 1})

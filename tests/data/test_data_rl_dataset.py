@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -9,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from strop.data.loader import validation_loader
+from strop.data.loader import PromptLoader, collate, one_pass
 from strop.data.rl_dataset import RLHFDataset, create_rl_dataset
 from strop.errors import DataError
 from strop.prepare import prepare
@@ -246,7 +247,8 @@ def test_gsm8k_goes_from_jsonl_to_batches(real_data, tmp_path):
         cache_dir=tmp_path / "cache",
     )
     assert len(dataset) == 1319
-    batches = validation_loader(dataset, batch_size=500, pad_token_id=0, max_prompt_length=400)
+    pad = partial(collate, pad_token_id=0, max_prompt_length=400)
+    batches = PromptLoader(dataset, one_pass(len(dataset), 500), pad)
     sizes = []
     for batch in batches:
         sizes.append(len(batch))

@@ -69,11 +69,11 @@ def test_a_string_as_messages_is_one_user_message():
         (None, ("null",)),
         (5, ("int 5",)),
         ("", ("empty string",)),
-        ([], ("empty list",)),
+        ([], ("list []",)),
         (["hello"], ("str 'hello'", "message 0")),
-        ([{"role": "user"}], ("content", "message 0", "['role']")),
-        ([*chat("x"), {"role": None, "content": "x"}], ("role", "message 1", "null")),
-        ([{"role": "user", "content": ["image"]}], ("content", "message 0", "list ['image']")),
+        ([{"role": "user"}], ("{'role': 'user'}", "message 0")),
+        ([*chat("x"), {"role": None, "content": "x"}], ("'role': None", "message 1")),
+        ([{"role": "user", "content": ["image"]}], ("'content': ['image']", "message 0")),
     ],
 )
 def test_what_is_not_a_prompt_is_described(prompt, parts, tokenizer):

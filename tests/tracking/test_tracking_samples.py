@@ -57,7 +57,9 @@ def two_samples() -> DataProto:
 
 def test_a_row_holds_the_sample_without_padding(tmp_path):
     path = tmp_path / "rollouts" / "step_000001.parquet"
-    write_samples(path, two_samples(), Letters(), {"format": torch.tensor([0.5, -0.5])})
+    batch = two_samples()
+    batch.batch["reward/format"] = torch.tensor([0.5, -0.5])
+    write_samples(path, batch, Letters())
     first, second = pq.read_table(path).to_pylist()
     assert first == {
         "uid": "1-0",
@@ -81,11 +83,9 @@ def test_a_row_holds_the_sample_without_padding(tmp_path):
     assert list(tmp_path.rglob("*")) == [path.parent, path]
 
 
-def test_prompts_are_found_in_input_ids_and_missing_columns_are_left_out(tmp_path):
-    batch = two_samples()
-    batch.batch["input_ids"] = torch.cat([batch.batch.pop("prompts"), batch.batch["responses"]], dim=1)
-    keep = ("input_ids", "responses", "attention_mask", "response_mask")
-    write_samples(tmp_path / "s.parquet", batch.select(*keep), Letters())
+def test_missing_columns_are_left_out(tmp_path):
+    keep = ("prompts", "responses", "attention_mask", "response_mask")
+    write_samples(tmp_path / "s.parquet", two_samples().select(*keep), Letters())
     table = pq.read_table(tmp_path / "s.parquet")
     assert table.column_names == ["prompt", "response", "prompt_ids", "response_ids", "response_mask"]
     assert table["prompt"].to_pylist() == [".a", "abc"]

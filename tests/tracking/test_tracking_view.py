@@ -30,7 +30,12 @@ def run_dir(tmp_path):
             [(0.25, None), (0.75, 0.6), (0.5, None), (0.625, 0.4)], start=1
         ):
             validation = {} if score is None else {"val/test_score/gsm8k": score}
-            metrics = {"critic/score/mean": reward, "actor/lr": step * 1e-6, "timing_s/gen": step * 1.5}
+            metrics = {
+                "critic/score/mean": reward,
+                "actor/lr": step * 1e-6,
+                "lr": step * 1e-6,
+                "timing_s/gen": step * 1.5,
+            }
             tracking.log(step, {**metrics, **validation})
     batch = two_samples()
     write_samples(folder / "rollouts" / "step_000001.parquet", batch, Letters())
@@ -52,7 +57,7 @@ def test_the_summary_shows_first_best_and_last_step(run_dir, capsys):
     assert re.search(r"first +best reward +last", text)
     assert re.search(r"step 1 +step 2 +step 4", text)
     assert re.search(r"critic/score/mean +0\.250 +0\.750 +0\.625 +▁█▅▆", text)
-    assert re.search(r"actor/lr +1\.00e-06 +2\.00e-06 +4\.00e-06", text)
+    assert re.search(r"lr +1\.00e-06 +2\.00e-06 +4\.00e-06", text)
     assert "timing_s/gen" not in text
     # first, best, at step, last
     assert re.search(r"gsm8k +0\.100 +0\.600 +2 +0\.400 +▁█▅", text)

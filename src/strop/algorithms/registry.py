@@ -31,7 +31,7 @@ def register(known: dict[str, Function], name: str, kind: str) -> Callable[[Func
     return add
 
 
-def resolve(name: str, known: Mapping[str, Function], key: str) -> Function:
+def resolve(name: str, known: Mapping[str, Any], key: str) -> Function:
     """Return the function called ``name`` in ``known``, or the one at the import path ``name``.
 
     ``key`` is the configuration key of ``name``, for the error text.

@@ -261,19 +261,9 @@ class Uploader:
                 self._changed.wait_for(lambda: bool(self._waiting) or self._closed.is_set())
                 if self._closed.is_set():
                     return
-                self._current = self._waiting.pop(0)
-            upload = self._current
+                self._current = upload = self._waiting.pop(0)
             try:
                 self._upload(upload)
-            except Exception as error:  # noqa: BLE001 - back-ends raise their own types
-                reason = f"{type(error).__name__}: {error}"
-                self._failures[upload.checkpoint] = reason
-                logger.warning(
-                    "%s was not uploaded to %s (%s); the local checkpoint is whole",
-                    upload.checkpoint,
-                    self.remote.url,
-                    reason,
-                )
             finally:
                 with self._changed:
                     self._current = None
@@ -288,15 +278,15 @@ class Uploader:
                 if self._max_to_keep is not None and not upload.only_if_missing:
                     self.remote.prune(self._max_to_keep, newest=upload.step)
                 return
-            except Exception as error:  # back-ends raise their own types
+            except Exception as error:  # noqa: BLE001 - back-ends raise their own types
+                reason, where = f"{type(error).__name__}: {error}", self.remote.url
                 if pause_s is None or self._closed.is_set():
-                    raise
-                logger.warning(
-                    "upload of %s to %s failed (%s: %s); retry in %g s",
-                    upload.checkpoint.name,
-                    self.remote.url,
-                    type(error).__name__,
-                    error,
-                    pause_s,
-                )
+                    self._failures[upload.checkpoint] = reason
+                    logger.warning(
+                        "%s was not uploaded to %s (%s); the local checkpoint is whole",
+                        *(upload.checkpoint, where, reason),
+                    )
+                    return
+                name = upload.checkpoint.name
+                logger.warning("upload of %s to %s failed (%s); retry in %g s", name, where, reason, pause_s)
                 self._closed.wait(pause_s)

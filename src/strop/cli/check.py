@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
+from logging.handlers import MemoryHandler
 
 from rich.console import Console, Group, RenderableType
 from rich.syntax import Syntax
@@ -63,7 +65,8 @@ def check_inputs(config: Config) -> tuple[list[str], list[str]]:
     """Build tokenizer, data sets and reward managers as a run does; return warnings and errors."""
     from strop.trainer.build import build_trainer  # torch and transformers: seconds
 
-    log = _Warnings()
+    log = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize)
+    log.setLevel(logging.WARNING)
     logger = logging.getLogger("strop")
     logger.addHandler(log)
     attempt = Attempts()
@@ -74,18 +77,8 @@ def check_inputs(config: Config) -> tuple[list[str], list[str]]:
     if trainer is not None:
         trainer.reward_fn.close()
         trainer.val_reward_fn.close()
-    return log.lines, attempt.lines
-
-
-class _Warnings(logging.Handler):
-    """Collects warnings instead of printing them."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage().removeprefix("warning: "))
+    warnings = [record.getMessage().removeprefix("warning: ") for record in log.buffer]
+    return warnings, attempt.lines
 
 
 def _train_rows(config: Config) -> int | None:
@@ -101,11 +94,9 @@ def _train_rows(config: Config) -> int | None:
         return None  # reported when the data sets are built
 
 
-def render(result: CheckResult, config: Config, *, with_yaml: bool = True) -> Group:
+def render(result: CheckResult, config: Config) -> Group:
     """Return everything about `config` for a rich console; errors and warnings come last."""
-    parts: list[RenderableType] = []
-    if with_yaml:
-        parts.append(Syntax(to_yaml(config), "yaml", background_color="default"))
+    parts: list[RenderableType] = [Syntax(to_yaml(config), "yaml", background_color="default")]
     if result.plan is not None:
         parts += [plan_table(result.plan, config), placement_table(config, result.plan)]
         parts.append(memory_table(forecast(config, result.plan)))
@@ -168,9 +159,10 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
 def memory_table(memory: Forecast) -> Table:
     """Return a table of bytes by purpose."""
     table = _two_columns("Memory of one rank (estimate, at full sequence lengths)")
-    during = {f"during {name}": size for name, size in memory.phases.items()}
-    for name, size in (memory.resident | during).items():
+    for name, size in memory.resident.items():
         table.add_row(name, _size(size))
+    for name, size in memory.phases.items():
+        table.add_row(f"during {name}", _size(size))
     table.add_section()
     table.add_row("peak: all weights and the largest phase", _size(memory.peak))
     if memory.peak is None:
@@ -195,7 +187,7 @@ def _add_update(table: Table, name: str, update: UpdatePlan) -> None:
     table.add_row(f"{name}: micro-batches of a mini-batch, on each {ranks}", _micro_batches(update))
 
 
-def _micro_batches(part: UpdatePlan | ForwardPlan) -> str:
+def _micro_batches(part: ForwardPlan) -> str:
     if part.micro_batches is None:
         return f"up to {part.micro_batch.max_tokens:,} tokens each"
     rows = min(part.micro_batch.rows or part.samples_per_rank, part.samples_per_rank)

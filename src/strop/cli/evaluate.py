@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from strop.errors import ConfigError, RewardError, TrainingError
 from strop.files import atomic_write_text
 
 if TYPE_CHECKING:
-    from strop.data.fetch import Bar
+    from strop.data.fetch import Advance
     from strop.tracking.report import ValidationReport
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ def evaluate(config: Config, out: Path) -> ValidationReport:
         trainer.init_workers()
         total = len(trainer.val_loader.dataset) * config.actor_rollout_ref.rollout.val_kwargs.n
         started = time.perf_counter()
-        with progress_bar("Answering", total) as bar:
-            samples = trainer.validator.samples(trainer.timer, progress=_Progress(bar, total))
+        with progress_bar("Answering", total) as advance:
+            samples = trainer.validator.samples(trainer.timer, progress=_Progress(advance, total))
         seconds = time.perf_counter() - started
     finally:
         trainer.shutdown()
@@ -80,17 +81,17 @@ def _described(config: Config) -> dict[str, Any]:
 class _Progress:
     """Moves a progress bar; without a terminal, logs a line every few seconds."""
 
-    def __init__(self, bar: Bar, total: int) -> None:
-        self._bar, self._total, self._done = bar, total, 0
+    def __init__(self, advance: Advance, total: int) -> None:
+        self._advance, self._total, self._done = advance, total, 0
         self._logged = time.monotonic()
         self._lock = threading.Lock()
 
     def __call__(self, done: int) -> None:
         with self._lock:
-            self._bar.advance(max(done - self._done, 0))
+            self._advance(max(done - self._done, 0))
             self._done = max(done, self._done)
             now = time.monotonic()
-            if not self._bar.is_visible and now - self._logged > _SECONDS_BETWEEN_LINES:
+            if not sys.stderr.isatty() and now - self._logged > _SECONDS_BETWEEN_LINES:
                 self._logged = now
                 logger.info("%d of %d answers", self._done, self._total)
 

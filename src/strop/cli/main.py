@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from strop.cli.run import run_command
+from strop.config.backends import load_backend
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
@@ -82,11 +82,6 @@ _COMMANDS = {
 }
 
 
-def _imported(name: str) -> Any:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
-
-
 def _overview() -> argparse.ArgumentParser:
     """Return the parser behind ``strop --help``; each command has its own for its arguments."""
     parser = argparse.ArgumentParser(
@@ -110,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=f"strop {argv[0]}", description=f"{command.summary[0].upper()}{command.summary[1:]}."
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    _imported(command.add_arguments)(parser)
+    load_backend(command.add_arguments)(parser)
     arguments = parser.parse_intermixed_args(argv[1:])
     return run_command(
-        lambda: _imported(command.run)(arguments), debug=arguments.debug, makes_checkpoints=command.trains
+        lambda: load_backend(command.run)(arguments), debug=arguments.debug, makes_checkpoints=command.trains
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -90,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     """Score the file and print the table; return 1 if answers could not be scored, else 0.
 
-    The whole file is read, and every data source checked, before the first answer is scored.
+    All rows are read, and every data source checked, before the first answer is scored.
     """
     for option in ("limit", "timeout", "workers"):
         value = getattr(arguments, option)
@@ -171,15 +172,14 @@ def _require_time(require_ready: Callable[[float], None], timeout_s: float) -> N
 
 
 def _samples(arguments: argparse.Namespace) -> Iterator[Sample]:
-    path, response, truth = Path(arguments.file).expanduser(), None, None
+    path = Path(arguments.file).expanduser()
+    response, truth = arguments.response_column, arguments.ground_truth_column
     if path.suffix not in (".parquet", ".jsonl", ".json", ".gz"):
         raise DataError(f"{path}: expected a .parquet or .jsonl file")
-    for number, row in enumerate(read_records(path)[: arguments.limit], start=1):
+    for number, row in enumerate(itertools.islice(read_records(path), arguments.limit), start=1):
         try:
-            response = response or arguments.response_column
             response = response or _find_column(row, RESPONSE_COLUMNS, "--response-column")
             if arguments.scorer not in _WITHOUT_GROUND_TRUTH:
-                truth = truth or arguments.ground_truth_column
                 truth = truth or _find_column(row, GROUND_TRUTH_COLUMNS, "--ground-truth-column")
             text = value_at(row, response)
             if not isinstance(text, str):

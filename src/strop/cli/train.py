@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from strop.config.checks.check import check
-from strop.config.checks.supervised import Supervised
 from strop.config.load import load_tree
 from strop.config.placement import rollout_in_words
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.supervised import RewardModellingConfig, SftConfig
+from strop.config.schema.supervised import SftConfig, SupervisedConfig
 from strop.config.trees import PPO, REWARD_MODELLING, SFT, Root, Tree
 from strop.errors import WorkerError
 
@@ -50,43 +49,24 @@ def run_train(arguments: argparse.Namespace) -> int:
     return run(config_from(arguments))
 
 
-def run(config: Config) -> int:
-    """Train with reinforcement learning; return 0."""
-    log_to_console()
-    require_valid(config)
-    logger.info("%s", rollout_in_words(config))
-    with_restarts(config, train_once)
-    return 0
-
-
 def run_sft(arguments: argparse.Namespace) -> int:
     """Run ``strop sft``; return 0."""
-    sft(_load(SFT, arguments))
-    return 0
+    return run(_load(SFT, arguments))
 
 
 def run_train_rm(arguments: argparse.Namespace) -> int:
     """Run ``strop train-rm``; return 0."""
-    train_reward_model(_load(REWARD_MODELLING, arguments))
-    return 0
+    return run(_load(REWARD_MODELLING, arguments))
 
 
-def sft(config: SftConfig) -> None:
-    """Fine-tune a model on responses."""
-    _train_supervised(config, "SftTrainer")
-
-
-def train_reward_model(config: RewardModellingConfig) -> None:
-    """Train a reward model on pairs of responses."""
-    _train_supervised(config, "RewardModelTrainer")
-
-
-def _train_supervised(config: Supervised, trainer: str) -> None:
+def run(config: RootConfig) -> int:
+    """Train as the kind of configuration says; return 0."""
     log_to_console()
     require_valid(config)
-    from strop.trainer import supervised as trainers  # torch and transformers: seconds
-
-    with_restarts(config, lambda config: _fit(trainers.build(getattr(trainers, trainer), config)))
+    if isinstance(config, Config):
+        logger.info("%s", rollout_in_words(config))
+    with_restarts(config, train_once)
+    return 0
 
 
 def log_to_console() -> None:
@@ -95,14 +75,17 @@ def log_to_console() -> None:
     logger.setLevel(logging.INFO)
 
 
-def train_once(config: Config) -> None:
+def train_once(config: RootConfig) -> None:
     """Build the trainer, train, and release its workers even if it raises."""
-    from strop.trainer.build import build_trainer  # torch and transformers: seconds
+    trainer: Any  # the modules import torch and transformers: seconds
+    if isinstance(config, Config):
+        from strop.trainer.build import build_trainer
 
-    _fit(build_trainer(config))
+        trainer = build_trainer(config)
+    elif isinstance(config, SupervisedConfig):
+        from strop.trainer.supervised import RewardModelTrainer, SftTrainer, build
 
-
-def _fit(trainer: Any) -> None:
+        trainer = build(SftTrainer if isinstance(config, SftConfig) else RewardModelTrainer, config)
     try:
         trainer.init_workers()
         trainer.fit()
@@ -132,7 +115,8 @@ def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
                 logger.error("%s", error)
             after = folder.latest_checkpoint()
             if after is not None and after != before:  # saved by this run, whatever resume_mode was
-                config = _with_resume(config)
+                trainer = config.trainer.model_copy(update={"resume_mode": "auto"})
+                config = config.model_copy(update={"trainer": trainer})
             mode = config.trainer.resume_mode
             logger.warning(
                 "restarting from %s; %d restart%s left",
@@ -140,8 +124,3 @@ def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
                 restarts_left - 1,
                 "" if restarts_left == 2 else "s",
             )
-
-
-def _with_resume(config: Root) -> Root:
-    trainer = config.trainer.model_copy(update={"resume_mode": "auto"})
-    return config.model_copy(update={"trainer": trainer})

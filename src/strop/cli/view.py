@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.text import (
     HEADLINES,
     REWARD,
-    SUPERVISED_HEADLINES,
     VALIDATION_PREFIX,
     format_number,
     names_in_order,
@@ -31,7 +29,6 @@ from strop.tracking.text import (
 
 COURSE_WIDTH = 12
 Steps = Sequence[Mapping[str, Any]]
-_SAMPLE_FILE = re.compile(r"step_(\d+)\.parquet")
 _SAMPLE_COLUMNS = ("uid", "data_source", "prompt", "response", "ground_truth", "truncated", "score")
 
 
@@ -61,37 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the run; DataError when the folder is not a run folder or has no such step."""
     run_dir = Path(args.run_dir).expanduser()
-    steps = _read_steps(run_dir)
+    steps = read_metrics(run_dir / METRICS_FILE)
+    if not steps:
+        raise DataError(f"{run_dir / METRICS_FILE}: no step has been logged yet")
     shown: list[RenderableType] = [_metrics_table(run_dir, steps, args.metrics)]
     if any(name.startswith(VALIDATION_PREFIX) for name in names_in_order(steps)):
         shown.append(_validation_table(steps))
     folder = run_dir / ("validation" if args.validation else "rollouts")
-    files = sample_files(folder)
+    files = {int(path.stem.removeprefix("step_")): path for path in folder.glob("step_*.parquet")}
     if args.samples > 0 and (files or args.step is not None):
         step, path = _choose_step(folder, files, args.step)
         shown.append(_samples_view(step, path, count=args.samples, sort=args.sort))
     Console().print(*shown, sep="\n")  # last, so that a mistake in the arguments prints its error only
     return 0
-
-
-def sample_files(folder: Path) -> dict[int, Path]:
-    """Return step -> parquet file, in order of steps; empty when the folder does not exist."""
-    found = {}
-    for path in folder.glob("step_*.parquet"):
-        if match := _SAMPLE_FILE.fullmatch(path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
-
-
-def _read_steps(run_dir: Path) -> Steps:
-    path = run_dir / METRICS_FILE
-    if not path.is_file():
-        what = "is not a run folder: it holds no metrics.jsonl" if run_dir.is_dir() else "does not exist"
-        raise DataError(f"{run_dir} {what}. Give the folder of trainer.default_local_dir")
-    steps = read_metrics(path)
-    if not steps:
-        raise DataError(f"{path}: no step has been logged yet")
-    return steps
 
 
 def _choose_step(folder: Path, files: Mapping[int, Path], wanted: int | None) -> tuple[int, Path]:
@@ -110,8 +89,8 @@ def _choose_step(folder: Path, files: Mapping[int, Path], wanted: int | None) ->
 
 def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) -> Table:
     """Return a table of metrics at the first step, the step with the best reward and the last step."""
-    trained = [step for step in steps if REWARD.pick(step) is not None] or list(steps)
-    best = max(trained, key=_reward_or_worst)
+    trained = [step for step in steps if REWARD in step] or list(steps)
+    best = max(trained, key=lambda step: _nan_as_worst(step.get(REWARD, math.nan)))
     shown = {"first": trained[0], "best reward": best, "last": trained[-1]}
     title = Text(str(run_dir))
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
@@ -125,20 +104,15 @@ def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) ->
     return table
 
 
-def _reward_or_worst(step: Mapping[str, Any]) -> float:
-    reward = REWARD.pick(step)
-    return -math.inf if reward is None or math.isnan(reward) else reward
+def _nan_as_worst(score: float) -> float:
+    return -math.inf if math.isnan(score) else score
 
 
 def _names_to_show(steps: Steps, wanted: Sequence[str] | None) -> list[str]:
     """Return the metrics to show; DataError when a pattern in ``wanted`` matches nothing."""
     names = names_in_order(steps)
     if wanted is None:
-        first_present = (
-            next((name for name in line.metrics if name in names), None)
-            for line in (*SUPERVISED_HEADLINES, *HEADLINES)
-        )
-        return [name for name in first_present if name is not None]
+        return [headline.metric for headline in HEADLINES if headline.metric in names]
     found: dict[str, None] = {}
     for pattern in wanted:
         matching = fnmatch.filter(names, pattern)
@@ -158,7 +132,7 @@ def _validation_table(steps: Steps) -> Table:
         if not name.startswith(VALIDATION_PREFIX):
             continue
         points = [(step["step"], step[name]) for step in steps if name in step]
-        best_step, best = max(points, key=lambda point: -math.inf if math.isnan(point[1]) else point[1])
+        best_step, best = max(points, key=lambda point: _nan_as_worst(point[1]))
         scores = [score for _, score in points]
         table.add_row(
             Text(name.removeprefix(VALIDATION_PREFIX)),

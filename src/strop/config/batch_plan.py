@@ -24,10 +24,6 @@ class MicroBatchSize:
     rows: int | None = None
     max_tokens: int | None = None
 
-    def passes(self, samples: int) -> int | None:
-        """Return the passes over `samples` sequences, or None if that depends on their lengths."""
-        return None if self.rows is None else -(-samples // self.rows)
-
 
 @dataclass(frozen=True)
 class MicroBatchKeys:
@@ -114,13 +110,18 @@ def resolve_micro_batch(config: Config, name: str, ranks: int = 1) -> MicroBatch
     return MicroBatchSize(rows=overall // groups)
 
 
+def longest_scored_row(config: Config) -> tuple[int, str]:
+    """Return the tokens of the longest sequence for the reward model, and the keys that decide them."""
+    rewards = config.reward_model
+    if rewards.model.input_tokenizer is not None and rewards.max_length:
+        return rewards.max_length, f"reward_model.max_length={rewards.max_length}"
+    return longest_row(config.data)  # tokenized again: about as many tokens
+
+
 def _token_cap(config: Config, keys: MicroBatchKeys, sharing: int) -> int:
     cap = value_at(config, keys.max_tokens) * sharing
-    longest, words = longest_row(config.data)
-    rewards = config.reward_model
-    retokenized = keys is MICRO_BATCHES["reward_model"] and rewards.model.input_tokenizer is not None
-    if retokenized and rewards.max_length:
-        longest, words = rewards.max_length, f"reward_model.max_length={rewards.max_length}"
+    of_reward_model = keys is MICRO_BATCHES["reward_model"]
+    longest, words = longest_scored_row(config) if of_reward_model else longest_row(config.data)
     if cap < longest:
         shared = f" on {sharing} ranks" if sharing > 1 else ""
         raise ConfigError(
@@ -131,36 +132,35 @@ def _token_cap(config: Config, keys: MicroBatchKeys, sharing: int) -> int:
 
 
 @dataclass(frozen=True)
-class UpdatePlan:
-    """The optimizer steps of one model in one iteration."""
+class ForwardPlan:
+    """The passes of one model over samples that are spread over its ranks."""
+
+    samples_per_rank: int
+    micro_batch: MicroBatchSize
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Micro-batches on each rank; None when they are cut by tokens."""
+        rows = self.micro_batch.rows
+        return None if rows is None else -(-self.samples_per_rank // rows)
+
+
+@dataclass(frozen=True)
+class UpdatePlan(ForwardPlan):
+    """The optimizer steps of one model in one iteration; its passes are those over one mini-batch."""
 
     epochs: int
     mini_batches: int
     """Mini-batches in one epoch."""
     samples_per_mini_batch: int
     """Samples over all ranks."""
-    samples_per_rank: int
-    """Samples of one mini-batch on one rank."""
-    micro_batch: MicroBatchSize
-    micro_batches: int | None
-    """Micro-batches of one mini-batch on each rank; None when they are cut by tokens."""
-    sharing: int = 1
+    sharing: int
     """Ranks that share a sequence, and with it samples and micro-batches."""
 
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps in one iteration."""
         return self.epochs * self.mini_batches
-
-
-@dataclass(frozen=True)
-class ForwardPlan:
-    """The forward passes of one model over the samples of one iteration."""
-
-    samples_per_rank: int
-    micro_batch: MicroBatchSize
-    micro_batches: int | None
-    """Micro-batches on each rank; None when they are cut by tokens."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class BatchPlan:
     actor: UpdatePlan
     critic: UpdatePlan | None
     forwards: dict[str, ForwardPlan]
-    """Forward passes by name: log_prob, and ref, values and reward_model where the run has them."""
+    """Passes over all samples by name: log_prob, and ref, values and reward_model where the run has them."""
     train_rows: int | None
     iterations_per_epoch: int | None
     iterations: int | None
@@ -204,7 +204,11 @@ class BatchPlan:
             name: attempt(lambda name=name: _plan_forward(config, name, samples, ranks(name)))
             for name in forward_passes(config)
         }
-        per_epoch = attempt(lambda: _iterations_per_epoch(data.train_batch_size, train_rows))
+        # Rows that fill no batch are left out.
+        per_epoch = None if train_rows is None else train_rows // data.train_batch_size
+        if per_epoch == 0:
+            too_few = f"is more than the {train_rows} training prompts (at most {train_rows})"
+            attempt.errors.append(ConfigError(f"data.train_batch_size={data.train_batch_size} {too_few}"))
         if attempt.errors or actor is None:
             raise ConfigError(*attempt.lines)
         trainer = config.trainer
@@ -262,14 +266,12 @@ def _plan_update(config: Config, name: str, ranks_of_pass: Callable[[str], int])
         problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    samples_per_rank = mini * n // groups
     return UpdatePlan(
+        samples_per_rank=mini * n // groups,
+        micro_batch=micro_batch,
         epochs=section.ppo_epochs,
         mini_batches=prompts // mini,
         samples_per_mini_batch=mini * n,
-        samples_per_rank=samples_per_rank,
-        micro_batch=micro_batch,
-        micro_batches=micro_batch.passes(samples_per_rank),
         sharing=ranks // groups,
     )
 
@@ -282,16 +284,4 @@ def _groups(config: Config, name: str, ranks_of_pass: Callable[[str], int]) -> i
 def _plan_forward(config: Config, name: str, samples: int, ranks: int) -> ForwardPlan:
     micro_batch = resolve_micro_batch(config, name, ranks)
     samples_per_rank = -(-samples * sequence_parallel_size(config, name, ranks) // ranks)
-    return ForwardPlan(samples_per_rank, micro_batch, micro_batch.passes(samples_per_rank))
-
-
-def _iterations_per_epoch(train_batch_size: int, train_rows: int | None) -> int | None:
-    """Return the full batches in an epoch; rows that fill no batch are left out."""
-    if train_rows is None:
-        return None
-    if train_rows < train_batch_size:
-        raise ConfigError(
-            f"data.train_batch_size={train_batch_size} is more than the {train_rows} training prompts "
-            f"(at most {train_rows})"
-        )
-    return train_rows // train_batch_size
+    return ForwardPlan(samples_per_rank, micro_batch)

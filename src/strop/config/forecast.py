@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from strop.config.backends import ROLLOUTS, load_backend
 from strop.config.batch_plan import BatchPlan, UpdatePlan
+from strop.config.keys import longest_row
 from strop.config.paths import expand, is_url
 from strop.config.placement import Placement, rollout_dtype, tensor_parallel_size
 from strop.config.roles import uses_reference
 from strop.config.schema import Config
 from strop.config.schema.critic import CriticModelConfig
 from strop.config.schema.policy import ActorModelConfig
-
-_MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,14 @@ def read_model_facts(path: str) -> ModelFacts | None:
             kv_width=shape.get("num_key_value_heads", heads) * head_size,
             context=shape.get("max_position_embeddings"),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None  # loading the model reports a broken folder
 
 
 def count_parameters(file: Path) -> int:
-    """Count the numbers in a safetensors file by its header: 8 bytes of length, then JSON with shapes."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > _MOST_HEADER_BYTES:
-            raise ValueError(f"{file}: not a safetensors file")
-        header = json.loads(stream.read(length))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    """Count the numbers in a safetensors file by the shapes in its header."""
+    with safe_open(file, framework="numpy") as tensors:
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
 
 
 _FLOAT32 = 4
@@ -139,8 +135,15 @@ def _shards(config: Config, role: str, fsdp_size: int) -> int:
 
 def sample_caches(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
     """Return the memory of a rollout on the actor's weights: KV caches of the samples generated at once."""
-    tokens = plan.samples // plan.ranks * (config.data.max_prompt_length + config.data.max_response_length)
-    return Forecast({}, {"generation: KV cache": _kv_cache(config, facts, tokens)})
+    cache = None
+    if facts is not None:
+        samples, at_once = (
+            plan.samples // plan.ranks,
+            config.actor_rollout_ref.rollout.micro_batch_size_per_gpu,
+        )
+        tokens = min(samples, at_once or samples) * longest_row(config.data)[0]
+        cache = tokens * 2 * facts.layers * facts.kv_width * _number_bytes(config.actor_rollout_ref.model)
+    return Forecast({}, {"generation: KV cache": cache})
 
 
 def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
@@ -174,16 +177,6 @@ def _sum(*parts: int | None) -> int | None:
 def _number_bytes(model: ActorModelConfig | CriticModelConfig) -> int:
     """Return the bytes of an activation; the larger figure for `auto`, as the device is unknown here."""
     return 2 if model.compute_dtype == "bfloat16" else 4
-
-
-def _kv_cache(config: Config, facts: ModelFacts | None, tokens: int) -> int | None:
-    """Return the bytes of hf's cache for all `tokens` of an iteration, or for those generated at once."""
-    if facts is None:
-        return None
-    at_once = config.actor_rollout_ref.rollout.micro_batch_size_per_gpu
-    if at_once is not None:
-        tokens = min(tokens, at_once * (config.data.max_prompt_length + config.data.max_response_length))
-    return tokens * 2 * facts.layers * facts.kv_width * _number_bytes(config.actor_rollout_ref.model)
 
 
 def _tokens_at_once(update: UpdatePlan, length: int) -> int:

@@ -49,11 +49,6 @@ def all_keys(schema: type[RootConfig] = Config) -> dict[str, Key]:
     return {key.path: key for key in _walk(schema)}
 
 
-def leaf_paths() -> list[str]:
-    """Return the full paths of the keys that hold a value, in the order of the schema."""
-    return [key.path for key in all_keys().values() if not key.is_section]
-
-
 def value_at(config: RootConfig, path: str) -> Any:
     """Return the value of the key `path`, for example "trainer.total_epochs"."""
     return operator.attrgetter(path)(config)

@@ -71,11 +71,6 @@ def as_config(config: Config | DictConfig | Mapping[str, Any]) -> Config:
     return _build(PPO, layer, [], [])
 
 
-def to_dict(config: RootConfig) -> dict[str, Any]:
-    """Return `config` as plain nested dicts and lists."""
-    return config.model_dump()
-
-
 def to_yaml(config: RootConfig) -> str:
     """Return `config` as YAML, which `load_tree(..., config_path=file)` reads back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=10_000)

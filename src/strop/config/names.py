@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 TRACKERS: dict[str, str] = {
-    "console": "strop.tracking.console:ConsoleTracker",
+    "console": "strop.tracking.console:console_tracker",
     "jsonl": "strop.tracking.jsonl:JsonlTracker",
     "file": "strop.tracking.jsonl:JsonlTracker",
     "tensorboard": "strop.tracking.tensorboard:TensorboardTracker",
@@ -25,17 +25,17 @@ REWARD_MANAGERS = ("naive", "prime")
 @cache
 def estimators() -> dict[str, frozenset[str]]:
     """Return the parameters of every built-in advantage estimator, by name."""
-    return _registered("advantages.py", "register_estimator")
+    return _registered("advantages.py")
 
 
 @cache
 def policy_losses() -> dict[str, frozenset[str]]:
     """Return the parameters of every built-in policy loss, by name."""
-    return _registered("policy_loss.py", "register_policy_loss")
+    return _registered("policy_loss.py")
 
 
-def _registered(file: str, decorator: str) -> dict[str, frozenset[str]]:
-    """Return the parameters of the functions in ``algorithms/`` that ``@decorator("name")`` registers.
+def _registered(file: str) -> dict[str, frozenset[str]]:
+    """Return the parameters of the functions in ``algorithms/`` under a decorator ``@register...("name")``.
 
     The module is parsed, not imported: it needs torch, whose import takes seconds.
     """
@@ -45,9 +45,7 @@ def _registered(file: str, decorator: str) -> dict[str, frozenset[str]]:
     for node in functions:
         for mark in node.decorator_list:
             match mark:
-                case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(key))]) if (
-                    name == decorator
-                ):
+                case ast.Call(func=ast.Name(), args=[ast.Constant(value=str(key))]):
                     parameters = node.args.args + node.args.kwonlyargs
                     found[key] = frozenset(parameter.arg for parameter in parameters)
     return found

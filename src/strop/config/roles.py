@@ -64,6 +64,18 @@ def tokenizer_paths(config: Config) -> dict[str, str]:
     return {key: path for key, path in paths.items() if path}
 
 
+def has_kl_in_reward(config: Config) -> bool:
+    """Return True if the KL is a penalty in the reward, not a term of the loss."""
+    return uses_reference(config) and not config.actor_rollout_ref.actor.use_kl_loss
+
+
+def uses_full_kl(config: Config) -> bool:
+    """Return True if a KL is computed over the whole vocabulary."""
+    actor = config.actor_rollout_ref.actor
+    full_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
+    return uses_reference(config) and (config.algorithm.kl_penalty == "full" or full_loss)
+
+
 def why_old_log_probs_are_computed_apart(config: Config) -> str | None:
     """Return why old log-probs need a forward pass before the update, or None if the update's own serves.
 
@@ -71,18 +83,17 @@ def why_old_log_probs_are_computed_apart(config: Config) -> str | None:
     its log-probs are the old ones, every ratio is 1, and the gradient equals that of log-probs computed
     before. They are then known only after the step, so nothing before it may need them.
     """
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    actor = config.actor_rollout_ref.actor
     if not actor.old_log_prob_from_update:
         return "old_log_prob_from_update=False"
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.data.train_batch_size:
         return "several steps per iteration"
     if actor.rollout_is is not None:
         return "rollout_is weighs the loss by them"
-    if uses_reference(config):
-        if algorithm.kl_penalty == "full" or (actor.use_kl_loss and actor.kl_loss_type == "full"):
-            return "the full KL is computed with them"
-        if not actor.use_kl_loss:
-            return "the KL in the reward needs them"
+    if uses_full_kl(config):
+        return "the full KL is computed with them"
+    if has_kl_in_reward(config):
+        return "the KL in the reward needs them"
     if _sets_dropout(config.actor_rollout_ref.model.override_config):
         return "the update runs with dropout"
     return None

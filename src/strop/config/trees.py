@@ -6,29 +6,19 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from strop.config.keys import value_at
+from strop.config.batch_plan import MICRO_BATCHES
 from strop.config.paths import expand
-from strop.config.placement import installed_rollout
-from strop.config.schema import Config, RootConfig
+from strop.config.placement import Root, installed_rollout
+from strop.config.schema import Config
 from strop.config.schema.supervised import RewardModellingConfig, SftConfig
 
 OLD_LIBS = "actor_rollout_ref.model.external_libs"
 NEW_LIB = "actor_rollout_ref.model.external_lib"
-OLD_MICRO_BATCH_KEYS = (
-    "actor_rollout_ref.actor.ppo_micro_batch_size",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size",
-    "critic.ppo_micro_batch_size",
-    "critic.forward_micro_batch_size",
-    "reward_model.micro_batch_size",
-)
-"""Deprecated keys; each has a successor with ``_per_gpu`` at its end."""
-
 ROLLOUT_NAME = "actor_rollout_ref.rollout.name"
 _EXPERIMENT, _RUN_FOLDER = "trainer.experiment_name", "trainer.default_local_dir"
 
@@ -42,8 +32,8 @@ def settle_deprecated(tree: DictConfig, written: Collection[str]) -> None:
     def is_set(path: str) -> bool:
         return path in written and _select(tree, path) is not None
 
-    for old in OLD_MICRO_BATCH_KEYS:
-        new = f"{old}_per_gpu"
+    for keys in MICRO_BATCHES.values():
+        old, new = keys.overall, keys.per_gpu
         if is_set(old) and not is_set(new):
             OmegaConf.update(tree, new, None)
         elif is_set(new) and not is_set(old):
@@ -90,21 +80,6 @@ def _recorded_rollout(folder: Any) -> str | None:
 
 def _select(tree: DictConfig, path: str) -> Any:
     return OmegaConf.select(tree, path, throw_on_resolution_failure=False)
-
-
-def deprecation_lines(config: Config) -> list[str]:
-    """Return a line for each deprecated key that ``config`` uses."""
-    lines = [
-        f"{old}={value_at(config, old)} is deprecated: use {old}_per_gpu, which counts sequences per rank"
-        for old in OLD_MICRO_BATCH_KEYS
-        if value_at(config, old) is not None
-    ]
-    if config.actor_rollout_ref.model.external_libs is not None:
-        lines.append(f"{OLD_LIBS} is deprecated: use {NEW_LIB}")
-    return lines
-
-
-Root = TypeVar("Root", bound=RootConfig)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from strop.data.loader import collate
 from strop.data.parquet import UNNAMED_SOURCE, Files, read_prompt_table
@@ -59,10 +60,10 @@ class AnsweredDataset:
         self._table = read_prompt_table(files, prompt_key=prompt_key, cache_dir=cache_dir)
         self._columns = {"input_ids": prompt_key, **answer_keys}
         for name, column in answer_keys.items():
-            if column not in self._table.table.column_names:
+            if column not in self._table.names:
                 raise DataError(
                     f"{', '.join(self._table.files)}: there is no column {column!r} (data.{name}_key); "
-                    f"found {self._table.table.column_names}"
+                    f"found {self._table.names}"
                 )
         options: dict[str, Any] = {"num_workers": num_workers, "cache_dir": cache_dir}
         self._tokens = {
@@ -74,7 +75,9 @@ class AnsweredDataset:
                 for name, column in answer_keys.items()
             },
         }
-        self._sources = self._read_sources()
+        self._sources = [UNNAMED_SOURCE] * len(self._table)
+        if "data_source" in self._table.names:
+            self._sources = [str(source) for source in self._table.table.column("data_source").to_pylist()]
         limits = dict.fromkeys(answer_keys.values(), ("data.max_response_length", max_response_length))
         self._rows = usable_rows(
             self._table,
@@ -102,11 +105,6 @@ class AnsweredDataset:
 
     def _limit(self, name: str) -> int:
         return self.max_prompt_length if name == "input_ids" else self.max_response_length
-
-    def _read_sources(self) -> list[str]:
-        if "data_source" not in self._table.table.column_names:
-            return [UNNAMED_SOURCE] * len(self._table)
-        return [str(source) for source in self._table.table.column("data_source").to_pylist()]
 
 
 Rows = Sequence[dict[str, Any]]
@@ -147,12 +145,9 @@ def _prompts(rows: Rows, pad_token_id: int, max_prompt_length: int) -> DataProto
 
 def _padded(answers: Sequence[Tensor], pad_token_id: int, width: int) -> tuple[Tensor, Tensor]:
     """Return ids int64 [B, width], padded on the right, and the mask float32 [B, width] of real tokens."""
-    ids = torch.full((len(answers), width), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros((len(answers), width))
-    for row, answer in enumerate(answers):
-        ids[row, : len(answer)] = answer
-        mask[row, : len(answer)] = 1
-    return ids, mask
+    ids = torch.stack([pad(answer, (0, width - len(answer)), value=pad_token_id) for answer in answers])
+    lengths = torch.tensor([len(answer) for answer in answers])
+    return ids, (torch.arange(width) < lengths[:, None]).float()
 
 
 def _joined(prompts: DataProto, responses: Tensor, response_mask: Tensor, seen: Tensor) -> DataProto:

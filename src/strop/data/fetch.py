@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -32,31 +33,18 @@ _VERSION_FACTS = (
 )  # fmt: skip
 
 
-class Bar:
-    """A task of a rich progress display; ``advance`` moves it."""
-
-    def __init__(self, display: Progress, description: str, total: int) -> None:
-        self._display = display
-        self._task = display.add_task(description, total=total)
-
-    @property
-    def is_visible(self) -> bool:
-        """True when stderr is a terminal and the bar was not hidden."""
-        return not self._display.disable
-
-    def advance(self, amount: int = 1) -> None:
-        """Count ``amount`` more units as done."""
-        self._display.advance(self._task, amount)
+Advance = Callable[[int], None]
+"""Counts so many more units as done."""
 
 
 @contextmanager
-def progress_bar(description: str, total: int, *, show: bool = True) -> Generator[Bar]:
-    """Yield a :class:`Bar` that disappears when the work is done; silent when stderr is not a terminal."""
+def progress_bar(description: str, total: int, *, show: bool = True) -> Generator[Advance]:
+    """Show a bar until the body ends, and yield what moves it; nothing is shown without a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     hidden = not (show and console.is_terminal)
     with Progress(*columns, console=console, transient=True, disable=hidden) as display:
-        yield Bar(display, description, total)
+        yield partial(display.advance, display.add_task(description, total=total))
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
@@ -104,10 +92,10 @@ def local_path(url: str | Path, cache_dir: str | Path | None = None) -> Path:
 def copy_files(fs: Any, files: Mapping[str, Path]) -> None:
     """Copy remote paths of ``fs`` to local paths, with a progress bar in bytes."""
     total = sum(int(fs.info(remote).get("size") or 0) for remote in files)
-    with progress_bar("downloading", total) as bar:
+    with progress_bar("downloading", total) as advance:
         for remote, target in files.items():
             target.parent.mkdir(parents=True, exist_ok=True)
-            fs.get_file(remote, str(target), callback=_BytesToBar(bar))
+            fs.get_file(remote, str(target), callback=_Bytes(advance))
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
@@ -161,12 +149,12 @@ def _version_key(url: str, files: dict[str, dict[str, Any]]) -> str:
     return hashlib.sha256(json.dumps([url, versions], sort_keys=True).encode()).hexdigest()[:32]
 
 
-class _BytesToBar(Callback):
+class _Bytes(Callback):
     """fsspec callback that passes byte counts to a progress bar."""
 
-    def __init__(self, bar: Bar) -> None:
+    def __init__(self, advance: Advance) -> None:
         super().__init__()
-        self._bar = bar
+        self._advance = advance
 
     def relative_update(self, inc: int = 1) -> None:
-        self._bar.advance(inc)
+        self._advance(inc)

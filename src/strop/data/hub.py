@@ -7,6 +7,7 @@ load the same version.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterable
@@ -77,7 +78,9 @@ def _from_hub(name: str, cache_dir: str | Path | None, *, weights: bool) -> Path
         locks.mkdir(parents=True, exist_ok=True)
         with FileLock(locks / f"{name.replace('/', '--')}.lock"):
             folder = _small_files(name)
-            files = {path.name for path in folder.glob("*")} | _listed(name)
+            files = {path.name for path in folder.glob("*")}
+            with contextlib.suppress(CachedRepoTreeNotFoundError):
+                files |= {file.path for file in get_cached_repo_tree(name)}
             # Without its end tokens a model would load and never stop; other small files fail loudly.
             required = [file for file in files if file == "generation_config.json"]
             has_config = (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file()
@@ -110,14 +113,6 @@ def _small_files(name: str) -> Path:
     except IncompleteSnapshotError as error:
         logger.warning("model %s: %s", name, _reason(error))
         return Path(error.snapshot_path)
-
-
-def _listed(name: str) -> set[str]:
-    """Return the files in the cached listing of the repository; empty without a listing."""
-    try:
-        return {file.path for file in get_cached_repo_tree(name)}
-    except CachedRepoTreeNotFoundError:
-        return set()
 
 
 def _weight_files(name: str, folder: Path, files: set[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Samplers, collation and the loaders of training and validation.
+"""The sampler of training rows, collation and the loader of batches.
 
 Shapes: B rows, P = max_prompt_length.
 """
@@ -6,11 +6,11 @@ Shapes: B rows, P = max_prompt_length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler
 
 from strop.errors import CheckpointError, DataError
 from strop.protocol import DataProto
@@ -55,37 +55,29 @@ def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_len
 
 
 class EpochSampler:
-    """Endless batches of row numbers, in a new seeded order every epoch.
+    """Endless batches of ``batch_size`` row numbers, in a new seeded order every epoch.
 
     ``epoch`` (completed epochs) and ``position`` (batches yielded in the current epoch) describe the next
     batch: after the last batch of an epoch they are (epoch + 1, 0). All iterators over one sampler share this
-    state. ``len()`` is the number of batches per epoch. The order is a function of (seed, epoch), so a resume
-    needs no generator state.
+    state. ``len()`` is the number of batches per epoch; rows that fill no batch are left out. The order is a
+    function of (seed, epoch), so a resume needs no generator state.
 
     Raises :class:`DataError` when the data does not fill one batch.
     """
 
-    def __init__(
-        self, num_rows: int, batch_size: int, seed: int, shuffle: bool = True, drop_last: bool = True
-    ) -> None:
-        if batch_size < 1 or seed < 0:
-            raise DataError(
-                f"sampler: expected batch_size >= 1 and seed >= 0, found batch_size={batch_size}, seed={seed}"
-            )
-        if num_rows < (batch_size if drop_last else 1):
+    def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
+        if num_rows < batch_size:
             raise DataError(
                 f"the data set has {num_rows} rows and a batch takes {batch_size}: "
                 "lower data.train_batch_size or add data"
             )
-        self.num_rows, self.batch_size, self.seed = num_rows, batch_size, seed
-        self.shuffle, self.drop_last = shuffle, drop_last
+        self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
         self.epoch = 0
         self.position = 0
         self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
-        full, rest = divmod(self.num_rows, self.batch_size)
-        return full if self.drop_last or rest == 0 else full + 1
+        return self.num_rows // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
@@ -114,21 +106,10 @@ class EpochSampler:
                 "the order of the training data cannot be continued: " + "; ".join(changed)
                 + ". Restore the old values, or start from scratch with trainer.resume_mode=disable"
             )  # fmt: skip
-        epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position < len(self):
-            raise CheckpointError(
-                f"sampler state: epoch {epoch}, position {position} of {len(self)} is impossible"
-            )
-        self.epoch, self.position = epoch, position
+        self.epoch, self.position = state["epoch"], state["position"]
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "num_rows": self.num_rows,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-        }
+        return {name: vars(self)[name] for name in ("num_rows", "batch_size", "seed", "shuffle")}
 
     def _epoch_order(self) -> np.ndarray:
         if not self.shuffle:
@@ -139,24 +120,9 @@ class EpochSampler:
         return self._order[1]
 
 
-class SequentialBatches:
-    """Every row once, in order; the last batch may be smaller. ``batch_size=None``: all rows in one batch."""
-
-    def __init__(self, num_rows: int, batch_size: int | None) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise DataError(f"batch size {batch_size}: expected at least 1 (data.val_batch_size)")
-        self.num_rows = num_rows
-        self.batch_size = batch_size or max(num_rows, 1)
-
-    def __len__(self) -> int:
-        return -(-self.num_rows // self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, self.num_rows, self.batch_size):
-            yield list(range(start, min(start + self.batch_size, self.num_rows)))
-
-
-CollateFn = Callable[[list[dict[str, Any]]], DataProto]
+def one_pass(num_rows: int, batch_size: int) -> BatchSampler:
+    """Return batches of every row once, in order; the last one may be smaller."""
+    return BatchSampler(range(num_rows), batch_size, drop_last=False)
 
 
 class RowDataset(Protocol):
@@ -172,13 +138,16 @@ class RowDataset(Protocol):
 class PromptLoader:
     """Batches of ``dataset``, one per list of row numbers in ``batches``.
 
-    With an :class:`EpochSampler` iteration never ends (the trainer counts its steps); with
-    :class:`SequentialBatches` it is one pass. Nothing is prefetched, so the sampler's state is that after the
-    last batch yielded. ``len()`` is the number of batches per epoch.
+    With an :class:`EpochSampler` iteration never ends (the trainer counts its steps); with ``one_pass`` it
+    does. Nothing is prefetched, so the sampler's state is that after the last batch yielded. ``len()`` is the
+    number of batches per epoch.
     """
 
     def __init__(
-        self, dataset: RowDataset, batches: EpochSampler | SequentialBatches, collate_fn: CollateFn
+        self,
+        dataset: RowDataset,
+        batches: EpochSampler | BatchSampler,
+        collate_fn: Callable[[list[dict[str, Any]]], DataProto],
     ) -> None:
         self.dataset, self.batches, self.collate_fn = dataset, batches, collate_fn
 
@@ -188,37 +157,3 @@ class PromptLoader:
     def __iter__(self) -> Iterator[DataProto]:
         for rows in self.batches:
             yield self.collate_fn([self.dataset[row] for row in rows])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's state; empty for a loader that makes one pass."""
-        return self.batches.state_dict() if isinstance(self.batches, EpochSampler) else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``."""
-        if isinstance(self.batches, EpochSampler):
-            self.batches.load_state_dict(state)
-        elif state:
-            raise CheckpointError("a loader that makes one pass has no state to restore")
-
-
-def train_loader(
-    dataset: RowDataset,
-    *,
-    batch_size: int,
-    seed: int,
-    pad_token_id: int,
-    max_prompt_length: int,
-    shuffle: bool = True,
-) -> PromptLoader:
-    """Return endless seeded batches of exactly ``batch_size`` rows; an epoch's remainder is skipped."""
-    sampler = EpochSampler(len(dataset), batch_size, seed, shuffle=shuffle, drop_last=True)
-    pad = partial(collate, pad_token_id=pad_token_id, max_prompt_length=max_prompt_length)
-    return PromptLoader(dataset, sampler, pad)
-
-
-def validation_loader(
-    dataset: RowDataset, *, batch_size: int | None, pad_token_id: int, max_prompt_length: int
-) -> PromptLoader:
-    """Return one pass in the order of the file; the last batch may be smaller."""
-    pad = partial(collate, pad_token_id=pad_token_id, max_prompt_length=max_prompt_length)
-    return PromptLoader(dataset, SequentialBatches(len(dataset), batch_size), pad)

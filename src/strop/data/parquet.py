@@ -1,6 +1,6 @@
 """Parquet files of prompts: reading, and checks of the columns that rewards need.
 
-Rows count from 0 in every message. ``count_rows`` reads metadata only. Nothing here imports torch.
+Rows count from 0 in every message. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from strop.config.paths import is_url
-from strop.data.fetch import local_path, open_filesystem
+from strop.data.fetch import local_path
 from strop.errors import DataError
 
 Files = str | Path | Sequence[str | Path]
@@ -30,14 +29,13 @@ class PromptTable:
     """The rows of one or several files, in order.
 
     ``files`` are the names as the user wrote them, ``paths`` their local copies, ``starts`` the row number of
-    each file's first row in ``table``, ``columns`` the column names of each.
+    each file's first row in ``table``. A column that only some files have is null in the rows of the others.
     """
 
     table: pa.Table
     files: tuple[str, ...]
     paths: tuple[Path, ...]
     starts: tuple[int, ...]
-    columns: tuple[tuple[str, ...], ...]
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -45,11 +43,7 @@ class PromptTable:
     @property
     def names(self) -> list[str]:
         """Names of the columns that at least one file has."""
-        return list(dict.fromkeys(itertools.chain.from_iterable(self.columns)))
-
-    def files_without(self, column: str) -> list[str]:
-        """Return the files that lack a column."""
-        return [name for name, columns in zip(self.files, self.columns, strict=True) if column not in columns]
+        return self.table.column_names
 
     def locate(self, row: int) -> tuple[str, int]:
         """Return the file of row ``row`` of the table, and its row number in the file."""
@@ -70,17 +64,13 @@ class PromptTable:
         return self.table.slice(row, 1).to_pylist()[0]
 
 
-def list_files(files: Files) -> list[str]:
-    """Return one or many file names as a list; :class:`DataError` when there is none."""
-    names = [str(files)] if isinstance(files, str | Path) else [str(name) for name in files]
-    if not names:
-        raise DataError("no data file was given: expected one parquet file or a list of them")
-    return names
-
-
-def count_rows(files: Files) -> int:
-    """Return the total number of rows, from the files' footers; URLs are not downloaded."""
-    return sum(_open_metadata(name).num_rows for name in list_files(files))
+def count_rows(files: Sequence[str]) -> int:
+    """Return the total number of rows of local files, from their footers."""
+    total = 0
+    for name in files:
+        with _reading(name):
+            total += pq.read_metadata(name).num_rows
+    return total
 
 
 def read_prompt_table(
@@ -91,11 +81,17 @@ def read_prompt_table(
     Raises :class:`DataError` for a missing or unreadable file, one without rows or without the column
     ``prompt_key``, and for files whose columns have incompatible types.
     """
-    names, paths, tables = list_files(files), [], []
+    names = [str(name) for name in ([files] if isinstance(files, str | Path) else files)]
+    if not names:
+        raise DataError("no data file was given: expected one parquet file or a list of them")
+    paths, tables = [], []
     for name in names:
-        paths.append(_existing(name, local_path(name, cache_dir)))
+        paths.append(path := local_path(name, cache_dir))
+        if not path.is_file():
+            found = "a folder" if path.is_dir() else "nothing"
+            raise DataError(f"{name}: expected a parquet file, found {found} (looked at {path.absolute()})")
         with _reading(name):
-            tables.append(pq.read_table(paths[-1]))
+            tables.append(pq.read_table(path))
         found = tables[-1].column_names
         if prompt_key not in found:
             raise DataError(f"{name}: there is no column {prompt_key!r} (data.prompt_key); found {found}")
@@ -108,8 +104,7 @@ def read_prompt_table(
             f"the columns of {', '.join(names)} have types that cannot be joined: {error}"
         ) from error
     starts = itertools.accumulate((table.num_rows for table in tables[:-1]), initial=0)
-    columns = tuple(tuple(table.column_names) for table in tables)
-    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts), columns)
+    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts))
 
 
 @contextmanager
@@ -119,25 +114,6 @@ def _reading(name: str) -> Generator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{name}: cannot be read as parquet: {error}") from error
-
-
-def _existing(name: str, path: Path) -> Path:
-    if path.is_file():
-        return path
-    found = "a folder" if path.is_dir() else "nothing"
-    raise DataError(f"{name}: expected a parquet file, found {found} (looked at {path.absolute()})")
-
-
-def _open_metadata(name: str) -> pq.FileMetaData:
-    with _reading(name):
-        try:
-            if not is_url(name):
-                return pq.read_metadata(_existing(name, local_path(name)))
-            fs, remote = open_filesystem(name)
-            with fs.open(remote, "rb") as handle:
-                return pq.read_metadata(handle)
-        except FileNotFoundError as error:
-            raise DataError(f"{name}: no such file") from error
 
 
 UNNAMED_SOURCE = "unnamed"
@@ -160,22 +136,6 @@ def check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> No
     _check_column(table, "extra_info", "a record or null", pa.types.is_struct, nulls=True)
 
 
-def sources_of(table: PromptTable, reward_fn_key: str) -> set[str]:
-    """Return the distinct values of the column that selects a row's scorer."""
-    if reward_fn_key not in table.names:
-        return {UNNAMED_SOURCE}
-    return set(table.table.column(reward_fn_key).unique().to_pylist())
-
-
-def no_sources(table: PromptTable, reward_fn_key: str) -> DataError:
-    """Return the error for files without the column that selects a scorer, where one is needed."""
-    return DataError(
-        f"{', '.join(table.files)}: there is no column {reward_fn_key!r} (data.reward_fn_key), which selects "
-        f"the scorer of a row; found {list(table.names)}. Add the column, name another one, or score all "
-        "rows with a custom function (custom_reward_function.path)"
-    )
-
-
 def require_ground_truths(
     table: PromptTable, reward_fn_key: str, sources: Collection[str], *, by_model: bool
 ) -> None:
@@ -193,9 +153,9 @@ def require_ground_truths(
     rows = pa.table(columns).filter(pc.field(reward_fn_key).isin(sorted(sources)))
     if not rows:
         return
-    if missing := table.files_without(_TARGET):
+    if _TARGET not in table.names:
         raise DataError(
-            f"{missing[0]}: there is no column {_TARGET!r}; found {list(table.names)}. Expected a record "
+            f"{table.files[0]}: there is no column {_TARGET!r}; found {table.names}. Expected a record "
             "{style, ground_truth}: " + _who_needs_it(sources)
         )
     fields = {field.name for field in rows.schema.field(_TARGET).type}
@@ -229,12 +189,10 @@ def _check_column(
     table: PromptTable, name: str, expected: str, fits: Callable[[pa.DataType], bool], nulls: bool = False
 ) -> None:
     """Check type and nulls of a column; Arrow gives all rows one type, so the first value is an example."""
-    if name not in table.table.column_names:
+    if name not in table.names:
         return
     column = table.table.column(name)
     if column.null_count and not nulls:
-        if missing := table.files_without(name):
-            raise DataError(f"{missing[0]}: there is no column {name!r}, which the other files have")
         row = pc.index(column.is_null(), True).as_py()
         raise table.error(row, name, f"expected {expected}, found null")
     if not fits(column.type) and column.null_count < len(column):

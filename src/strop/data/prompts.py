@@ -29,17 +29,12 @@ def prompt_problem(value: Any) -> str | None:
     """Return the reason why ``value`` is not a prompt, or None if it is one."""
     if isinstance(value, str):
         return None if value else f"{EXPECTED}, found an empty string"
-    if not isinstance(value, list):
+    if not isinstance(value, list) or not value:
         return f"{EXPECTED}, found {_describe(value)}"
-    if not value:
-        return f"{EXPECTED}, found an empty list"
     for number, message in enumerate(value):
-        if not isinstance(message, dict):
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
             return f"{EXPECTED}, found {_describe(message)} as message {number}"
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                found = _describe(message[key]) if key in message else f"only the keys {sorted(message)}"
-                return f"{EXPECTED}; the {key} of message {number} must be a string, found {found}"
     return None
 
 
@@ -99,22 +94,17 @@ def encode_raw(prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenize
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise :class:`ModelError` when the tokenizer cannot render messages."""
+def _encode(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if not prompts:
+        return []
+    if isinstance(prompts[0], str):
+        return tokenizer(prompts)["input_ids"]
     if tokenizer.chat_template is None:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template, but the prompts are chat "
             "messages: use an instruction-tuned model's tokenizer, set tokenizer.chat_template, or store the "
             "prompts as plain strings"
         )
-
-
-def _encode(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    if not prompts:
-        return []
-    if isinstance(prompts[0], str):
-        return tokenizer(prompts)["input_ids"]
-    require_chat_template(tokenizer)
     chats = [as_messages(prompt) for prompt in prompts]
     # return_dict=False: since transformers 5 the default is a BatchEncoding, not a list.
     encoded: Any = tokenizer.apply_chat_template(
@@ -135,7 +125,4 @@ def _encode_one(offset: int, prompt: Any, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _describe(value: Any) -> str:
-    if value is None:
-        return "null"
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    return "null" if value is None else f"{type(value).__name__} {value!r:.60}"

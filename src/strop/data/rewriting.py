@@ -6,12 +6,12 @@ columns of the policy, L tokens of the longest re-tokenized conversation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from strop.data.loader import collate
 from strop.data.prompts import as_messages
 from strop.errors import DataError, ModelError
 from strop.protocol import DataProto
@@ -64,7 +64,11 @@ class Rewriter:
             )
         ]
         rows = self.writer(texts, add_special_tokens=False)["input_ids"]
-        return self._pad(rows if self.max_length is None else [row[-self.max_length :] for row in rows])
+        if self.max_length is not None:
+            rows = [row[-self.max_length :] for row in rows]
+        longest = max(len(row) for row in rows)
+        tensors = [{"input_ids": torch.tensor(row)} for row in rows]
+        return collate(tensors, pad_token_id=self.writer.pad_token_id, max_prompt_length=longest)
 
     def _text(self, prompt: Any, token_ids: Any, truncated: bool) -> str:
         response = self.reader.decode(token_ids, skip_special_tokens=True)
@@ -76,13 +80,3 @@ class Rewriter:
             return text
         # A template that drops parts of a response (its reasoning) may drop the mark, and nothing follows it.
         return text.rpartition(_RESPONSE_ENDS)[0] or text
-
-    def _pad(self, rows: Sequence[Sequence[int]]) -> DataProto:
-        width = max(len(row) for row in rows)
-        ids_BL = torch.full((len(rows), width), self.writer.pad_token_id)
-        mask_BL = torch.zeros_like(ids_BL)
-        for index, row in enumerate(rows):
-            ids_BL[index, width - len(row) :] = torch.tensor(row)
-            mask_BL[index, width - len(row) :] = 1
-        positions_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
-        return DataProto({"input_ids": ids_BL, "attention_mask": mask_BL, "position_ids": positions_BL})

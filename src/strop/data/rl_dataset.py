@@ -17,10 +17,8 @@ from strop.data.parquet import (
     Files,
     PromptTable,
     check_columns,
-    no_sources,
     read_prompt_table,
     require_ground_truths,
-    sources_of,
 )
 from strop.data.prompts import as_messages, encode_raw
 from strop.data.tokenize import TokenizedPrompts, tokenize_table
@@ -98,7 +96,8 @@ class RLHFDataset:
         ids = truncate(self._tokens[row_number], self.max_prompt_length, self.truncation)
         fields["input_ids"] = torch.from_numpy(ids.astype(np.int64))
         fields["data_source"] = fields.setdefault(self.reward_fn_key, UNNAMED_SOURCE)
-        fields["index"] = _row_index(fields, row_number)
+        index = (fields.get("extra_info") or {}).get("index")
+        fields["index"] = fields.get("index", row_number) if index is None else index
         if self.return_raw_chat:
             fields["raw_prompt"] = as_messages(prompt)
         if self.return_raw_input_ids:
@@ -107,11 +106,17 @@ class RLHFDataset:
 
     def data_sources(self) -> set[str]:
         """Return the distinct values of the column that selects a row's scorer."""
-        return sources_of(self._table, self.reward_fn_key)
+        if self.reward_fn_key not in self._table.names:
+            return {UNNAMED_SOURCE}
+        return set(self._table.table.column(self.reward_fn_key).unique().to_pylist())
 
     def no_sources(self) -> DataError:
         """Return the error for files without the column that selects a scorer, where one is needed."""
-        return no_sources(self._table, self.reward_fn_key)
+        return DataError(
+            f"{', '.join(self._table.files)}: there is no column {self.reward_fn_key!r} (data.reward_fn_key) "
+            f"to select the scorer of a row; found {self._table.names}. Add the column, name another one, or "
+            "score all rows with a custom function (custom_reward_function.path)"
+        )
 
     def require_ground_truths(self, sources: Collection[str], *, by_model: bool) -> None:
         """Raise as :func:`strop.data.parquet.require_ground_truths`."""
@@ -192,13 +197,6 @@ def truncate(ids: np.ndarray, limit: int, side: str) -> np.ndarray:
     return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])
 
 
-def _row_index(fields: dict[str, Any], row_number: int) -> Any:
-    extra_info = fields.get("extra_info")
-    if isinstance(extra_info, dict) and extra_info.get("index") is not None:
-        return extra_info["index"]
-    return fields.get("index", row_number)
-
-
 class Subset:
     """The rows ``rows`` of ``dataset``."""
 
@@ -216,25 +214,16 @@ class Subset:
         return self.dataset.data_sources()
 
 
-class FirstRows(Subset):
-    """The first ``limit`` rows of ``dataset``, or all if there are fewer."""
-
-    def __init__(self, dataset: RowDataset, limit: int) -> None:
-        super().__init__(dataset, range(min(limit, len(dataset))))
-
-
-class FirstOfEachSource(Subset):
-    """The first ``limit`` rows of every data source, in the order of ``dataset``."""
-
-    def __init__(self, dataset: RowDataset, limit: int) -> None:
-        taken: Counter[str] = Counter()
-        rows = []
-        for row in range(len(dataset)):
-            source = dataset[row]["data_source"]
-            taken[source] += 1
-            if taken[source] <= limit:
-                rows.append(row)
-        super().__init__(dataset, rows)
+def first_of_each_source(dataset: RowDataset, limit: int) -> Subset:
+    """Return the first ``limit`` rows of every data source, in the order of ``dataset``."""
+    taken: Counter[str] = Counter()
+    rows = []
+    for row in range(len(dataset)):
+        source = dataset[row]["data_source"]
+        taken[source] += 1
+        if taken[source] <= limit:
+            rows.append(row)
+    return Subset(dataset, rows)
 
 
 def all_rows(dataset: RowDataset) -> RowDataset:

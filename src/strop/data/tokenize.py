@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strop.data.fetch import Bar, cache_folder, content_digest, progress_bar
+from strop.data.fetch import Advance, cache_folder, content_digest, progress_bar
 from strop.data.parquet import PromptTable
 from strop.data.prompts import PromptError, encode_prompts
 from strop.files import atomic_path
@@ -87,9 +87,12 @@ def tokenize_table(
     if cache is not None and (found := _load(cache, len(table))) is not None:
         return found
     workers = _cores() if num_workers is None else num_workers
-    with progress_bar(f"tokenizing {prompt_key}", len(table), show=len(table) >= MIN_ROWS_FOR_BAR) as bar:
-        chunks = _encode_all(table, tokenizer, prompt_key, encode, workers, bar)
-    result = _flatten(chunks)
+    with progress_bar(f"tokenizing {prompt_key}", len(table), show=len(table) >= MIN_ROWS_FOR_BAR) as advance:
+        chunks = _encode_all(table, tokenizer, prompt_key, encode, workers, advance)
+    arrays = [np.asarray(ids, dtype=np.int32) for chunk in chunks for ids in chunk]
+    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    result = TokenizedPrompts(np.concatenate(arrays), offsets)
     if cache is not None:
         _save(cache, result)
     return result
@@ -106,45 +109,46 @@ def _encode_all(
     prompt_key: str,
     encode: Encode,
     workers: int,
-    bar: Bar,
+    advance: Advance,
 ) -> list[Chunk]:
-    def collect(results: Generator[tuple[int, int, Callable[[], Chunk]]]) -> list[Chunk]:
+    def chunks_of_values() -> Iterator[list[Any]]:
+        for start in range(0, len(table), CHUNK_ROWS):
+            yield table.values(prompt_key, start, start + CHUNK_ROWS)
+
+    def collect(results: Generator[Callable[[], Chunk]]) -> list[Chunk]:
         chunks = []
         with closing(results):  # after an error, cancel what is in flight
-            for start, stop, result in results:
+            for number, result in enumerate(results):
                 try:
                     chunks.append(result())
                 except PromptError as error:
-                    raise table.error(start + error.offset, prompt_key, error.reason) from error
-                bar.advance(stop - start)
+                    row = number * CHUNK_ROWS + error.offset
+                    raise table.error(row, prompt_key, error.reason) from error
+                advance(len(chunks[-1]))
         return chunks
 
     enough = MIN_ROWS_FOR_PROCESSES["fast" if tokenizer.is_fast else "slow"]
     if workers > 1 and len(table) >= enough:
         try:
-            return collect(_in_processes(table, tokenizer, prompt_key, encode, workers))
+            return collect(_in_processes(chunks_of_values(), tokenizer, encode, workers))
         except (BrokenProcessPool, pickle.PicklingError, AttributeError, TypeError) as error:
             # A script without `if __name__ == "__main__"` cannot spawn; a custom tokenizer may not pickle.
             logger.warning("tokenizing in one process: worker processes failed (%s)", error)
-    return collect(
-        (start, stop, partial(encode, table.values(prompt_key, start, stop), tokenizer))
-        for start, stop in _chunk_bounds(len(table))
-    )
+    return collect(partial(encode, values, tokenizer) for values in chunks_of_values())
 
 
 def _in_processes(
-    table: PromptTable, tokenizer: PreTrainedTokenizerBase, prompt_key: str, encode: Encode, workers: int
-) -> Generator[tuple[int, int, Callable[[], Chunk]]]:
-    """Yield first row, last row and the waiting function of every chunk, in order."""
+    chunks: Iterator[list[Any]], tokenizer: PreTrainedTokenizerBase, encode: Encode, workers: int
+) -> Generator[Callable[[], Chunk]]:
+    """Yield for every chunk of values, in order, the function that waits for its token ids."""
     pickle.dumps(tokenizer)  # fail here, not in the pool's feeder thread
     # spawn: forking a process with torch's threads can deadlock.
     context = multiprocessing.get_context("spawn")
-    pending: deque[tuple[int, int, Callable[[], Chunk]]] = deque()
+    pending: deque[Callable[[], Chunk]] = deque()
     with ProcessPoolExecutor(workers, context, _start_worker, (tokenizer,)) as pool:
         try:
-            for start, stop in _chunk_bounds(len(table)):
-                rows = table.values(prompt_key, start, stop)
-                pending.append((start, stop, pool.submit(_encode_chunk, rows, encode).result))
+            for values in chunks:
+                pending.append(pool.submit(_encode_chunk, values, encode).result)
                 if len(pending) > 4 * workers:  # keep all busy without holding all prompts twice
                     yield pending.popleft()
             yield from pending
@@ -161,22 +165,11 @@ def _start_worker(tokenizer: PreTrainedTokenizerBase) -> None:
     _worker_tokenizer = tokenizer
 
 
-def _encode_chunk(values: list[Any], encode: Encode = encode_prompts) -> Chunk:
+def _encode_chunk(values: list[Any], encode: Encode) -> Chunk:
     if _worker_tokenizer is None:
         raise RuntimeError("the worker process was not started by _start_worker")
     # Arrays are sent between processes in a tenth of the time of lists of ints.
     return [np.asarray(ids, dtype=np.int32) for ids in encode(values, _worker_tokenizer)]
-
-
-def _chunk_bounds(rows: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + CHUNK_ROWS, rows)) for start in range(0, rows, CHUNK_ROWS))
-
-
-def _flatten(chunks: list[Chunk]) -> TokenizedPrompts:
-    arrays = [np.asarray(ids, dtype=np.int32) for chunk in chunks for ids in chunk]
-    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
-    np.cumsum([len(array) for array in arrays], out=offsets[1:])
-    return TokenizedPrompts(np.concatenate(arrays), offsets)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -230,11 +223,10 @@ def _load(path: Path, rows: int) -> TokenizedPrompts | None:
     try:
         with np.load(path, allow_pickle=False) as stored:
             found = TokenizedPrompts(stored["ids"], stored["offsets"])
+        if len(found) != rows or found.offsets[-1] != len(found.ids):
+            raise ValueError("it does not match its data")
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         logger.warning("the token cache %s is damaged (%s); tokenizing again", path, error)
-        return None
-    if len(found) != rows or found.offsets[-1] != len(found.ids):
-        logger.warning("the token cache %s does not match its data; tokenizing again", path)
         return None
     return found
 

@@ -9,7 +9,6 @@ A data set is one function, ``(source, **options) -> {split: Split}``; :data:`DA
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import logging
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from strop.config.backends import load_backend
 from strop.data.fetch import progress_bar
 from strop.errors import DataError
 from strop.files import atomic_path, atomic_write_text
@@ -69,8 +69,7 @@ def prepare(name: str, source: str | Path | None, out_dir: str | Path, **options
 def _function(name: str, options: Mapping[str, Any]) -> Callable[..., dict[str, Split]]:
     if name not in DATASETS:
         raise DataError(f"unknown data set {name!r}: expected one of {', '.join(sorted(DATASETS))}")
-    module, _, attribute = DATASETS[name].partition(":")
-    function = getattr(importlib.import_module(module), attribute)
+    function = load_backend(DATASETS[name])
     known = [option for option in inspect.signature(function).parameters if option != "source"]
     unknown = [option for option in options if option not in known]
     if unknown:
@@ -82,13 +81,13 @@ def _write_split(folder: Path, split: str, records: Split) -> Prepared:
     rows: list[dict[str, Any]] = []
     rejected: list[dict[str, Any]] = []
     path = folder / f"{split}.parquet"
-    with progress_bar(f"preparing {split}", len(records.records)) as bar:
+    with progress_bar(f"preparing {split}", len(records.records)) as advance:
         for index, record in enumerate(records.records):
             try:
                 rows.append(records.convert(record, split, index))
             except DataError as error:
                 rejected.append({"row": index, "reason": str(error)})
-            bar.advance()
+            advance(1)
     _require_same_columns(path, rows)
     _report(folder / f"{split}.rejected.jsonl", split, rejected, len(records.records))
     if not rows:

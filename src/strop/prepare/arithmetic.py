@@ -44,7 +44,9 @@ def splits(
         )
     operands = max_operand - min_operand + 1
     pairs = operands * operands
-    test_rows = _held_out_rows(held_out, pairs)
+    if held_out < 0 or (held_out >= 1 and held_out != int(held_out)):
+        raise DataError(f"held_out={held_out}: expected a fraction below 1 or a whole number of pairs")
+    test_rows = int(held_out) if held_out >= 1 else round(held_out * pairs)
     train_rows = pairs - test_rows if train_size is None else train_size
     if train_rows < 1 or train_rows + test_rows > pairs:
         raise DataError(
@@ -61,12 +63,6 @@ def splits(
     row = partial(_row, question)
     made = {"train": Split(terms[test_rows:], row)}
     return made | {"test": Split(terms[:test_rows], row)} if test_rows else made
-
-
-def _held_out_rows(held_out: float, pairs: int) -> int:
-    if held_out < 0 or (held_out >= 1 and held_out != int(held_out)):
-        raise DataError(f"held_out={held_out}: expected a fraction below 1 or a whole number of pairs")
-    return int(held_out) if held_out >= 1 else round(held_out * pairs)
 
 
 def _row(question: str, terms: tuple[int, int], split: str, index: int) -> dict[str, Any]:

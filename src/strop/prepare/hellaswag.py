@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def splits(
 
     labelled = {}
     for split, found in read_source(source or DATA_SOURCE, cache_dir=cache_dir).items():
-        if found and not _has_labels(found):
+        if found and all(record.get("label") in (None, "") for record in found):
             logger.warning("split %s: skipped, because none of its %d records has a label", split, len(found))
         else:
             labelled[split] = Split(found, convert)
@@ -62,10 +61,6 @@ def splits(
 def readable(text: str) -> str:
     """Return the text without WikiHow's marks: ``[title]`` ends a sentence, others are removed."""
     return " ".join(_MARK.sub(" ", _TITLE.sub(". ", text.strip())).split()).removeprefix(". ")
-
-
-def _has_labels(records: Sequence[Any]) -> bool:
-    return any(record.get("label") not in (None, "") for record in records)
 
 
 def _endings(record: Any) -> list[str]:

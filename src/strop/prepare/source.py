@@ -6,7 +6,7 @@ import gzip
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,27 +92,25 @@ def _split_of(stem: str) -> str | None:
     return None
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a parquet file or of JSON lines; ``DataError`` names the file and the line."""
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a parquet file or of JSON lines; ``DataError`` names the file and the line."""
     try:
         if path.suffix == ".parquet":
-            return pq.read_table(path).to_pylist()
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+            for batch in pq.ParquetFile(path).iter_batches():
+                yield from batch.to_pylist()
+            return
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, data in enumerate(lines, 1):
+                line = data.decode("utf-8").strip()
+                record = json.loads(line) if line else {}
+                if not isinstance(record, dict):
+                    raise DataError(f"{path}, line {number}: expected an object, found {line:.60}")
+                if line:
+                    yield record
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {number}: not JSON: {error}") from error
     except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    records = []
-    for number, line in enumerate(text.split("\n"), 1):  # U+2028, a line end to splitlines(), may be in JSON
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise DataError(f"{path}, line {number}: expected an object, found {line.strip():.60}")
-        records.append(record)
-    return records
 
 
 def _read_hub(name: str, config: str | None) -> Splits:

@@ -9,35 +9,21 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
+from datetime import timedelta
 from threading import Lock
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TextIO
 
-from strop.tracking.report import report_table, shown_table
-from strop.tracking.text import (
-    ACCURACY,
-    HEADLINES,
-    KL,
-    LENGTH,
-    LOSS,
-    REWARD,
-    SUPERVISED_HEADLINES,
-    THROUGHPUT,
-    UPDATE_KL,
-    VAL_ACCURACY,
-    VAL_LOSS,
-    format_duration,
-    format_number,
-    sparkline,
-    validation_scores,
-)
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.progress import Progress
-
-    from strop.tracking.base import RunInfo
-    from strop.tracking.report import ValidationReport
+from strop.tracking.base import RunInfo
+from strop.tracking.report import ValidationReport, report_table, shown_table
+from strop.tracking.text import HEADLINES, format_number, sparkline, validation_scores
 
 REFRESHES_PER_S = 2
 PLAIN_WIDTH = 120
@@ -45,39 +31,19 @@ SPEED_OVER_S = 3600.0
 """The time left is estimated from the steps of the last hour, at most 1,000 of them."""
 
 
-class ConsoleTracker:
-    """Show the main figures of each step on standard output."""
-
-    def __init__(self, run: RunInfo) -> None:
-        on_terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
-        self._display: LiveTable | PlainLines = LiveTable(run) if on_terminal else PlainLines(run)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show ``step``."""
-        self._display.log(step, metrics)
-
-    def log_validation(self, step: int, report: ValidationReport) -> None:
-        """Print a validation's tables, above the live display."""
-        self._display.show(report_table(report, title=f"Validation at step {step}"))
-        if report.shown:
-            self._display.show(shown_table(report.shown, title=f"Samples of the validation at step {step}"))
-
-    def close(self) -> None:
-        """Leave the last state on the screen."""
-        self._display.close()
+def console_tracker(run: RunInfo) -> LiveTable | PlainLines:
+    """Return the tracker that shows the main figures of each step on standard output."""
+    on_terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+    return LiveTable(run) if on_terminal else PlainLines(run)
 
 
 def plain_console() -> Console:
     """Return a console on standard output, with a fixed width for a file or a pipe."""
-    from rich.console import Console
-
     return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
 def step_progress(run: RunInfo) -> Progress:
     """Return a progress bar over the steps of ``run``, as its one task."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
     progress = Progress(
         TextColumn("[bold]{task.description}", markup=True),
         BarColumn(bar_width=30),
@@ -94,7 +60,7 @@ def step_progress(run: RunInfo) -> Progress:
 
 
 class PlainLines:
-    """``step 12/400  reward 0.53  kl 0.002  len 6.1  tok/s 2,004  eta 1m20s``."""
+    """``step 12/400  reward 0.53  kl 0.002  len 6.1  tok/s 2,004  eta 0:01:20``."""
 
     def __init__(self, run: RunInfo) -> None:
         self._total_steps = run.total_steps
@@ -102,28 +68,23 @@ class PlainLines:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line."""
-        kl = KL.pick(metrics)
-        figures = {
-            "reward": REWARD.pick(metrics),
-            "kl": UPDATE_KL.pick(metrics) if kl is None else kl,
-            "len": LENGTH.pick(metrics),
-            "loss": LOSS.pick(metrics),
-            "accuracy": ACCURACY.pick(metrics),
-            "val loss": VAL_LOSS.pick(metrics),
-            "val accuracy": VAL_ACCURACY.pick(metrics),
-            "tok/s": THROUGHPUT.pick(metrics),
-            **{f"val {source}": score for source, score in validation_scores(metrics).items()},
-        }
-        parts = [f"{label} {format_number(value)}" for label, value in figures.items() if value is not None]
+        figures: dict[str, float] = {}
+        for headline in HEADLINES:
+            if headline.short and headline.metric in metrics:
+                figures.setdefault(headline.short, metrics[headline.metric])
+        figures |= {f"val {source}": score for source, score in validation_scores(metrics).items()}
+        parts = [f"{label} {format_number(value)}" for label, value in figures.items()]
         task = self._progress.tasks[0]
         self._progress.update(task.id, completed=step)
         left = task.time_remaining
-        eta = [f"eta {format_duration(left)}"] if step < self._total_steps and left is not None else []
+        eta = []
+        if step < self._total_steps and left is not None:
+            eta = [f"eta {timedelta(seconds=round(left))}"]
         print("  ".join([f"step {step}/{self._total_steps}", *parts, *eta]), flush=True)
 
-    def show(self, what: RenderableType) -> None:
-        """Print something else."""
-        plain_console().print(what)
+    def log_validation(self, step: int, report: ValidationReport) -> None:
+        """Print a validation's tables."""
+        plain_console().print(_validation(step, report))
 
     def close(self) -> None:
         """Do nothing: every line is already written."""
@@ -133,12 +94,8 @@ class LiveTable:
     """A table that is redrawn in place: the last and first value of each figure, and a sparkline."""
 
     def __init__(self, run: RunInfo) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
         self._progress = step_progress(run)
-        self._history: dict[str, list[float]] = {}
-        self._validation: dict[str, list[float]] = {}
+        self._history: defaultdict[str, list[float]] = defaultdict(list)
         self._lock = Lock()  # rich draws in a thread
         streams = (sys.stdout, sys.stderr)
         self._live = Live(console=Console(), get_renderable=self._render, refresh_per_second=REFRESHES_PER_S)
@@ -149,15 +106,15 @@ class LiveTable:
         """Record the figures of ``step``; they appear at the next refresh."""
         with self._lock:
             self._progress.update(self._progress.tasks[0].id, completed=step)
-            for headline in (*SUPERVISED_HEADLINES, *HEADLINES):
-                if (value := headline.pick(metrics)) is not None:
-                    self._history.setdefault(headline.label, []).append(value)
+            for headline in HEADLINES:
+                if headline.metric in metrics:
+                    self._history[headline.label].append(metrics[headline.metric])
             for source, score in validation_scores(metrics).items():
-                self._validation.setdefault(source, []).append(score)
+                self._history[f"validation {source}"].append(score)
 
-    def show(self, what: RenderableType) -> None:
-        """Print something above the display."""
-        self._live.console.print(what)
+    def log_validation(self, step: int, report: ValidationReport) -> None:
+        """Print a validation's tables, above the live display."""
+        self._live.console.print(_validation(step, report))
 
     def close(self) -> None:
         """Draw the last state and give the terminal back."""
@@ -167,10 +124,6 @@ class LiveTable:
         self._live.stop()
 
     def _render(self) -> RenderableType:
-        from rich import box
-        from rich.console import Group
-        from rich.table import Table
-
         with self._lock:
             table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
             table.add_column("")
@@ -178,15 +131,17 @@ class LiveTable:
             table.add_column("first", justify="right", style="dim")
             table.add_column("course", style="cyan", no_wrap=True)
             for label, values in self._history.items():
-                table.add_row(label, *_summary(values))
-            for source, values in self._validation.items():
-                table.add_row(f"validation {source}", *_summary(values), style="green")
+                summary = format_number(values[-1]), format_number(values[0]), sparkline(values)
+                table.add_row(label, *summary, style="green" if label.startswith("validation") else None)
             bar = self._progress.get_renderable()
             return Group(bar, table) if table.row_count else bar
 
 
-def _summary(values: list[float]) -> tuple[str, str, str]:
-    return format_number(values[-1]), format_number(values[0]), sparkline(values)
+def _validation(step: int, report: ValidationReport) -> Group:
+    tables = [report_table(report, title=f"Validation at step {step}")]
+    if report.shown:
+        tables.append(shown_table(report.shown, title=f"Samples of the validation at step {step}"))
+    return Group(*tables)
 
 
 def _move_log_handlers(stdout: TextIO, stderr: TextIO) -> list[tuple[logging.StreamHandler, TextIO]]:
@@ -195,12 +150,11 @@ def _move_log_handlers(stdout: TextIO, stderr: TextIO) -> list[tuple[logging.Str
     While the display is live ``sys.stdout`` and ``sys.stderr`` write above it, but a handler made earlier
     keeps its original stream and would write across the table.
     """
-    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    redirected = {stdout: sys.stdout, stderr: sys.stderr}
     moved: list[tuple[logging.StreamHandler, TextIO]] = []
-    for logger in loggers:
+    for logger in [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]:
         for handler in logger.handlers if isinstance(logger, logging.Logger) else ():
-            if not isinstance(handler, logging.StreamHandler) or handler.stream not in (stdout, stderr):
-                continue
-            redirected = sys.stdout if handler.stream is stdout else sys.stderr
-            moved.append((handler, cast("TextIO", handler.setStream(redirected))))
-    return [pair for pair in moved if pair[1] is not None]
+            if isinstance(handler, logging.StreamHandler) and handler.stream in redirected:
+                moved.append((handler, handler.stream))
+                handler.setStream(redirected[handler.stream])
+    return moved

@@ -13,13 +13,11 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from strop.errors import DataError, TrainingError
 from strop.files import atomic_path
-
-if TYPE_CHECKING:
-    from strop.tracking.base import RunInfo
+from strop.tracking.base import RunInfo
 
 METRICS_FILE = "metrics.jsonl"
 PREVIOUS_FILE = "metrics.previous.jsonl"
@@ -74,16 +72,17 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     is missing or another line is not a JSON object with a ``step``.
     """
     steps: list[dict[str, Any]] = []
-    records = _parse_lines(_read_lines(Path(path)))
-    for number, record in enumerate(records, start=1):
-        if record is None and number < len(records):
+    lines = _read_lines(Path(path))
+    for number, (_, record) in enumerate(lines, start=1):
+        if record is None and number < len(lines):
             raise DataError(f"{path}, line {number}: expected a JSON object with an integer 'step'")
         if record is None:
             break
+        record = {name: math.nan if value is None else value for name, value in record.items()}
         if steps and steps[-1]["step"] == record["step"]:
-            steps[-1].update(_null_as_nan(record))
+            steps[-1].update(record)
         else:
-            steps.append(_null_as_nan(record))
+            steps.append(record)
     return steps
 
 
@@ -91,7 +90,7 @@ def trim_metrics(path: Path, *, last_step: int) -> None:
     """Keep the whole lines of steps up to ``last_step``; the file is replaced atomically."""
     lines = _read_lines(path)
     kept = []
-    for number, (line, record) in enumerate(zip(lines, _parse_lines(lines), strict=True), start=1):
+    for number, (line, record) in enumerate(lines, start=1):
         if record is None and number < len(lines):
             _log.warning("%s, line %d is not a metrics record and is dropped", path, number)
         if record is not None and record["step"] <= last_step:
@@ -100,26 +99,21 @@ def trim_metrics(path: Path, *, last_step: int) -> None:
         temporary.write_bytes(b"".join(kept))
 
 
-def _read_lines(path: Path) -> list[bytes]:
+def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Return each line with its record, or with None if it is no record."""
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot read the metrics of a run: {error.strerror}") from error
-    return content.removesuffix(b"\n").split(b"\n") if content else []
-
-
-def _parse_lines(lines: list[bytes]) -> list[dict[str, Any] | None]:
-    """Return the record of each line, None for a line that is not a record."""
-    records = []
-    for line in lines:
+        raise DataError(
+            f"{path}: cannot read the metrics of a run: {error.strerror}. Expected the folder of "
+            "trainer.default_local_dir"
+        ) from error
+    lines = []
+    for line in content.removesuffix(b"\n").split(b"\n") if content else ():
         try:
             record = json.loads(line)
         except ValueError:
             record = None
         is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
-        records.append(record if is_record else None)
-    return records
-
-
-def _null_as_nan(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: math.nan if value is None else value for name, value in record.items()}
+        lines.append((line, record if is_record else None))
+    return lines

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from strop.tracking.text import VALIDATION_PREFIX, format_number, printable
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 SAMPLES_NAME = "val/generations"
 """Name under which trackers record the shown samples."""
@@ -89,9 +90,6 @@ class ValidationReport:
 
 def report_table(report: ValidationReport, *, title: str) -> Table:
     """Return a table with one row per data source and intervals below the statistics."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("data source", overflow="fold")
     statistics = [f"{name}@{report.n}" for name in _COLUMNS[: 3 if report.n > 1 else 1]]
@@ -112,10 +110,6 @@ def report_table(report: ValidationReport, *, title: str) -> Table:
 
 def shown_table(samples: Sequence[ShownSample], *, title: str) -> Table:
     """Return a table of samples: end of the prompt, response, ground truth and score."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_lines=True)
     for heading in ("prompt", "response", "truth"):
         table.add_column(heading, overflow="fold", ratio=1 if heading == "truth" else 2)

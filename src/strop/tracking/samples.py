@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from strop.columns import TOKEN_COLUMNS
 from strop.files import atomic_path
 
 if TYPE_CHECKING:
@@ -24,39 +25,14 @@ if TYPE_CHECKING:
 
     from strop.protocol import DataProto
 
-TOKEN_COLUMNS = (
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_prob",
-    "entropys",
-    "values",
-    "token_level_rewards",
-    "advantages",
-    "returns",
-)
-"""Per-token columns [B, T] of the batch that become lists of float32."""
 
-PART_PREFIX = "reward/"
-
-
-class Decoder(Protocol):
-    """The methods of a Hugging Face tokenizer that are used here."""
-
-    def batch_decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
-        """Return one text per sequence of token ids."""
-        ...
-
-
-def write_samples(
-    path: Path, batch: DataProto, tokenizer: Decoder, parts: Mapping[str, Tensor] | None = None
-) -> None:
+def write_samples(path: Path, batch: DataProto, tokenizer: Any) -> None:
     """Write the batch to ``path`` (``write_table``).
 
-    ``parts`` are the named parts of the score, [B] each, unless the batch has them as ``reward/<part>``
-    columns. The prompt's text keeps its special tokens, as the model saw it; the response's text has none, as
-    the reward saw it.
+    The prompt's text keeps its special tokens, as the model saw it; the response's text has none, as the
+    reward saw it.
     """
-    write_table(path, samples_table(batch, tokenizer, parts))
+    write_table(path, samples_table(batch, tokenizer))
 
 
 def write_table(path: Path, table: pa.Table) -> None:
@@ -67,16 +43,14 @@ def write_table(path: Path, table: pa.Table) -> None:
         pq.write_table(table, temporary, compression="zstd", use_dictionary=texts, write_statistics=False)
 
 
-def samples_table(
-    batch: DataProto, tokenizer: Decoder, parts: Mapping[str, Tensor] | None = None
-) -> pa.Table:
+def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
     """Return the rows that ``write_samples`` writes."""
     tensors = {name: _to_numpy(tensor) for name, tensor in batch.batch.items()}
-    response_ids_BT = tensors["responses"]
-    width = response_ids_BT.shape[1]
-    prompt_real_BP, response_real_BT = _real_tokens(tensors, width)
-    prompt_ids = _lists(_prompt_ids(tensors, width), prompt_real_BP)
-    response_ids = _lists(response_ids_BT, response_real_BT)
+    # The attention mask includes tokens that a tool inserted into the response (their response_mask is 0).
+    prompt_width = tensors["prompts"].shape[1]
+    prompt_real_BP, response_real_BT = np.hsplit(tensors["attention_mask"].astype(bool), [prompt_width])
+    prompt_ids = _lists(tensors["prompts"], prompt_real_BP)
+    response_ids = _lists(tensors["responses"], response_real_BT)
 
     columns = _labels(batch.non_tensor_batch)
     columns["prompt"] = _decode_each_once(prompt_ids, tokenizer, skip_special_tokens=False)
@@ -86,7 +60,9 @@ def samples_table(
     if "token_level_scores" in tensors:
         scores_BT = np.where(tensors["response_mask"] > 0, tensors["token_level_scores"], 0.0)
         columns["score"] = pa.array(scores_BT.sum(axis=1, dtype=np.float64).astype(np.float32))
-    columns |= _parts(tensors, parts or {})
+    for name, values in tensors.items():
+        if name.startswith("reward/"):  # NaN (the part does not apply to the sample) becomes null
+            columns[name] = pa.array(values.astype(np.float32), from_pandas=True)
     if "reward_failed" in tensors:
         columns["reward_failed"] = pa.array(tensors["reward_failed"].astype(bool))
     columns["prompt_ids"], columns["response_ids"] = prompt_ids, response_ids
@@ -103,24 +79,6 @@ def _to_numpy(tensor: Tensor) -> np.ndarray:
     return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
 
 
-def _prompt_ids(tensors: Mapping[str, np.ndarray], response_width: int) -> np.ndarray:
-    if "prompts" in tensors:
-        return tensors["prompts"]
-    input_ids = tensors["input_ids"]
-    return input_ids[:, : input_ids.shape[1] - response_width]
-
-
-def _real_tokens(tensors: Mapping[str, np.ndarray], response_width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return masks of real tokens in prompt [B, P] and response [B, T].
-
-    From the attention mask, which includes tokens that a tool inserted into the response (their
-    ``response_mask`` is 0).
-    """
-    attention = tensors["attention_mask"].astype(bool)
-    prompt_width = attention.shape[1] - response_width
-    return attention[:, :prompt_width], attention[:, prompt_width:]
-
-
 def _lists(values: np.ndarray, real: np.ndarray) -> pa.ListArray:
     """Return the values [B, L] at ``real`` [B, L] as B lists, without a Python loop over rows."""
     offsets = np.zeros(len(values) + 1, dtype=np.int32)
@@ -128,7 +86,7 @@ def _lists(values: np.ndarray, real: np.ndarray) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values[real]))
 
 
-def _decode_each_once(ids: pa.ListArray, tokenizer: Decoder, *, skip_special_tokens: bool) -> pa.Array:
+def _decode_each_once(ids: pa.ListArray, tokenizer: Any, *, skip_special_tokens: bool) -> pa.Array:
     """Return texts of id lists; equal lists (a prompt's n samples) are decoded once, as decoding is slow."""
     flat, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
     rows = [flat[start:end] for start, end in itertools.pairwise(offsets)]
@@ -156,10 +114,3 @@ def _as_text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _parts(tensors: Mapping[str, np.ndarray], parts: Mapping[str, Tensor]) -> dict[str, pa.Array]:
-    """Return ``reward/<part>`` columns; NaN (the part does not apply to the sample) becomes null."""
-    named = {name: values for name, values in tensors.items() if name.startswith(PART_PREFIX)}
-    named |= {PART_PREFIX + name: _to_numpy(values) for name, values in parts.items()}
-    return {name: pa.array(values.astype(np.float32), from_pandas=True) for name, values in named.items()}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch.utils.tensorboard import SummaryWriter
 
-from strop.tracking.report import SAMPLES_NAME
-
-if TYPE_CHECKING:
-    from strop.tracking.base import RunInfo
-    from strop.tracking.report import ShownSample, ValidationReport
+from strop.tracking.base import RunInfo
+from strop.tracking.report import SAMPLES_NAME, ShownSample, ValidationReport
 
 
 class TensorboardTracker:
@@ -45,7 +42,7 @@ class TensorboardTracker:
 
 def _verbatim(text: str) -> str:
     """Return ``text`` as a Markdown code block."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
+    return textwrap.indent(text, "    ", lambda line: True)
 
 
 def _as_markdown(sample: ShownSample) -> str:

@@ -12,49 +12,38 @@ VALIDATION_PREFIX = "val/test_score/"
 
 
 class Headline(NamedTuple):
-    """A main figure: its label, and the names of metrics that may hold it, in order of preference."""
+    """A main figure of a run."""
 
     label: str
-    metrics: tuple[str, ...]
-
-    def pick(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the first of its metrics that is present, else None."""
-        return next((metrics[name] for name in self.metrics if name in metrics), None)
+    metric: str
+    short: str = ""
+    """Label in a plain line, where the first figure of a label is shown; empty: none."""
 
 
-REWARD = Headline("reward", ("critic/score/mean", "objective/scores"))
-KL = Headline("kl to reference", ("critic/kl", "actor/kl_loss"))
-UPDATE_KL = Headline("kl of update", ("policy/approxkl_avg", "actor/ppo_kl"))
-LENGTH = Headline("response length", ("response_length/mean", "val/sequence_lengths"))
-THROUGHPUT = Headline("tokens/s", ("perf/throughput",))
+REWARD = "critic/score/mean"
 HEADLINES = (
-    REWARD,
-    KL,
-    UPDATE_KL,
-    LENGTH,
-    Headline("cut at the limit", ("response_length/clip_ratio",)),
-    Headline("entropy", ("actor/entropy_loss", "objective/entropy")),
-    Headline("policy loss", ("actor/pg_loss",)),
-    Headline("policy clipped", ("actor/pg_clipfrac",)),
-    Headline("policy gradient norm", ("actor/grad_norm",)),
-    Headline("value loss", ("critic/vf_loss",)),
-    Headline("explained variance", ("critic/vf_explained_var",)),
-    Headline("value gradient norm", ("critic/grad_norm",)),
-    Headline("learning rate", ("actor/lr", "lr")),
-    THROUGHPUT,
+    # Fine-tuning and reward modelling; reinforcement learning logs none of these.
+    Headline("loss", "train/loss", "loss"),
+    Headline("accuracy", "train/accuracy", "accuracy"),
+    Headline("validation loss", "val/loss", "val loss"),
+    Headline("validation accuracy", "val/accuracy", "val accuracy"),
+    Headline("gradient norm", "grad_norm"),
+    # Reinforcement learning.
+    Headline("reward", REWARD, "reward"),
+    Headline("kl to reference", "critic/kl", "kl"),
+    Headline("kl of update", "policy/approxkl_avg", "kl"),
+    Headline("response length", "response_length/mean", "len"),
+    Headline("cut at the limit", "response_length/clip_ratio"),
+    Headline("entropy", "actor/entropy_loss"),
+    Headline("policy loss", "actor/pg_loss"),
+    Headline("policy clipped", "actor/pg_clipfrac"),
+    Headline("policy gradient norm", "actor/grad_norm"),
+    Headline("value loss", "critic/vf_loss"),
+    Headline("explained variance", "critic/vf_explained_var"),
+    Headline("value gradient norm", "critic/grad_norm"),
+    Headline("learning rate", "lr"),
+    Headline("tokens/s", "perf/throughput", "tok/s"),
 )
-LOSS = Headline("loss", ("train/loss",))
-ACCURACY = Headline("accuracy", ("train/accuracy",))
-VAL_LOSS = Headline("validation loss", ("val/loss",))
-VAL_ACCURACY = Headline("validation accuracy", ("val/accuracy",))
-SUPERVISED_HEADLINES = (
-    LOSS,
-    ACCURACY,
-    VAL_LOSS,
-    VAL_ACCURACY,
-    Headline("gradient norm", ("grad_norm",)),
-)
-"""Figures of fine-tuning and reward modelling; reinforcement learning logs none of these metrics."""
 
 
 def validation_scores(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -83,19 +72,6 @@ def format_number(value: float | None) -> str:
     if size < 0.001 or size >= 1e7:
         return f"{value:.2e}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 10 else f"{value:.3f}"
-
-
-def format_duration(seconds: float | None) -> str:
-    """Return ``45s``, ``1m20s``, ``2h05m``, ``3d04h``; a question mark for None (unknown)."""
-    if seconds is None or not math.isfinite(seconds):
-        return "?"
-    whole = max(round(seconds), 0)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if days:
-        return f"{days}d{hours % 24:02d}h"
-    if hours:
-        return f"{hours}h{minutes % 60:02d}m"
-    return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import importlib.util
 import logging
-import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from strop.algorithms.registry import resolve
+from strop.config.backends import load_backend
 from strop.config.names import OPTIONAL_PACKAGES, TRACKERS
-from strop.errors import ConfigError, MissingExtraError, TrainingError
+from strop.errors import MissingExtraError, TrainingError
 from strop.tracking.base import RunInfo, Tracker, ValidationTracker
 from strop.tracking.jsonl import JsonlTracker
-
-if TYPE_CHECKING:
-    from strop.tracking.report import ValidationReport
-
+from strop.tracking.report import ValidationReport
 
 FAILURES_BEFORE_SWITCH_OFF = 3
 
@@ -31,29 +27,18 @@ _log = logging.getLogger(__name__)
 class Tracking:
     """All trackers of a run, as a context manager; ``log`` passes metrics to each."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        *,
-        run_dir: Path,
-        project_name: str,
-        experiment_name: str,
-        config: Mapping[str, Any],
-        total_steps: int,
-        start_step: int = 0,
-    ) -> None:
-        """Build every named tracker once, and the jsonl tracker in any case.
+    def __init__(self, names: Sequence[str], **run_info: Any) -> None:
+        """Build every named tracker once for a ``RunInfo``, and the jsonl tracker in any case.
 
         Raises ConfigError for an unknown name, MissingExtraError for a missing package, and whatever a
         tracker raises when it cannot start.
         """
         classes = {name: resolve_tracker(name) for name in dict.fromkeys(names)}
-        run_dir = Path(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        run = RunInfo(run_dir, project_name, experiment_name, config, total_steps, start_step)
+        run = RunInfo(**run_info)
+        run.run_dir.mkdir(parents=True, exist_ok=True)
         self._jsonl = JsonlTracker(run)
         self._others: dict[str, Tracker] = {}
-        self._failures: dict[str, int] = {}
+        self._failures: Counter[str] = Counter()
         try:
             for name, tracker_class in classes.items():
                 if tracker_class is not JsonlTracker:
@@ -105,18 +90,15 @@ class Tracking:
         try:
             call()
         except Exception as error:  # noqa: BLE001 - a full disk or lost network must not end a run
-            self._count_failure(name, step, error)
+            self._failures[name] += 1
+            what = f"trainer.logger {name!r} could not log step {step} ({type(error).__name__}: {error})"
+            if self._failures[name] < FAILURES_BEFORE_SWITCH_OFF:
+                _log.warning("%s; the numbers are in metrics.jsonl", what)
+            else:
+                _log.warning("%s; failed %d times in a row, switched off", what, self._failures[name])
+                self._close_one(name, self._others.pop(name))
         else:
             self._failures[name] = 0
-
-    def _count_failure(self, name: str, step: int, error: Exception) -> None:
-        self._failures[name] = self._failures.get(name, 0) + 1
-        what = f"trainer.logger {name!r} could not log step {step} ({type(error).__name__}: {error})"
-        if self._failures[name] >= FAILURES_BEFORE_SWITCH_OFF:
-            _log.warning("%s; failed %d times in a row, switched off", what, self._failures[name])
-            self._close_one(name, self._others.pop(name))
-        else:
-            _log.warning("%s; the numbers are in metrics.jsonl", what)
 
     def _close_one(self, name: str, tracker: Tracker) -> None:
         try:
@@ -125,39 +107,19 @@ class Tracking:
             _log.warning("trainer.logger %r did not close: %s: %s", name, type(error).__name__, error)
 
 
-def resolve_tracker(name: str) -> type[Any]:
-    """Return the class for a name in ``trainer.logger``: built in, or the user's ``package.module:Class``.
+def resolve_tracker(name: str) -> Callable[[RunInfo], Any]:
+    """Return what builds the tracker of a name in ``trainer.logger``: built in, or the user's import path.
 
     Raises ConfigError (unknown name, module or class) and MissingExtraError (package not installed).
     """
     if name in OPTIONAL_PACKAGES and importlib.util.find_spec(name) is None:
         raise MissingExtraError(name, name, f"trainer.logger {name!r}")
-    module_name, separator, class_name = TRACKERS.get(name, name).partition(":")
-    if not separator:
-        module_name, _, class_name = name.rpartition(".")
-    if not module_name or not class_name:
-        nearest = difflib.get_close_matches(name, TRACKERS, n=1)
-        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-        raise ConfigError(
-            f"trainer.logger: unknown tracker {name!r}{hint}; known: {', '.join(TRACKERS)}, "
-            "or your own class as 'package.module:Class'"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"trainer.logger: cannot import {name!r}: {error}") from error
-    if not hasattr(module, class_name):
-        raise ConfigError(f"trainer.logger: module {module_name!r} has no class {class_name!r}")
-    return getattr(module, class_name)
+    return load_backend(TRACKERS[name]) if name in TRACKERS else resolve(name, TRACKERS, "trainer.logger")
 
 
 def _as_number(name: str, value: Any) -> int | float:
     """Return a plain int or float. Counts stay ints, so that ``episode`` is 64 and not 64.0."""
-    try:
-        return int(operator.index(value))
-    except TypeError:
-        pass
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"metric {name!r} is a {type(value).__name__}, expected a number") from error
+    number = value.item() if hasattr(value, "item") else value  # 0-d tensors and numpy scalars
+    if not isinstance(number, int | float):
+        raise TypeError(f"metric {name!r} is a {type(value).__name__}, expected a number")
+    return number

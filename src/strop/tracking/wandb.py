@@ -5,17 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import wandb
 
 from strop.errors import ConfigError
 from strop.files import atomic_write_text
-from strop.tracking.report import SAMPLES_NAME, ShownSample
-
-if TYPE_CHECKING:
-    from strop.tracking.base import RunInfo
-    from strop.tracking.report import ValidationReport
+from strop.tracking.base import RunInfo
+from strop.tracking.report import SAMPLES_NAME, ShownSample, ValidationReport
 
 RUN_ID_FILE = "wandb_run_id.txt"
 

@@ -6,6 +6,7 @@ Copy ``build_trainer`` for a run with another worker, reward or placement: its p
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from strop.checkpoint.store import Checkpoints
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import model_paths, roles_of, tokenizer_paths
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.base import ModelConfig
 from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.hub import local_tokenizer, require_from_hub
@@ -113,6 +115,21 @@ def _template_differs(tokenizer: Any) -> bool:
     return tokenizer.apply_chat_template([*prompt, response], return_dict=False) != generated
 
 
+def fetch_tokenizer(
+    config: RootConfig, model: ModelConfig, *, models: Iterable[str], tokenizers: Iterable[str], weights: bool
+) -> Any:
+    """Prepare this process for a run, download what is on the hub, and return the tokenizer of ``model``.
+
+    ``weights=False`` leaves the weights of ``models`` on the hub; processes on Ray fetch their own.
+    """
+    seed_global_generators(config.trainer.seed)
+    import_external_lib(model.external_lib)
+    cache_dir, weights = config.data.cache_dir, weights and not runs_on_ray(config)
+    require_from_hub(models=models, tokenizers=tokenizers, cache_dir=cache_dir, weights=weights)
+    folder = local_tokenizer(config.data.tokenizer or model.path, cache_dir)
+    return load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+
+
 def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer:
     """Return a trainer whose ``init_workers()`` and ``fit()`` are left to call; no model is loaded yet.
 
@@ -122,29 +139,20 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
     Raises:
         StropError: wrong inputs; several of them are ``SeveralErrors``.
     """
-    seed_global_generators(config.trainer.seed)
-    model = config.actor_rollout_ref.model
-    import_external_lib(model.external_lib)
-    require_from_hub(
+    tokenizer = fetch_tokenizer(
+        config,
+        config.actor_rollout_ref.model,
         models=model_paths(config).values(),
         tokenizers=tokenizer_paths(config).values(),
-        cache_dir=config.data.cache_dir,
-        weights=with_weights and not runs_on_ray(config),
-    )
-    tokenizer = load_tokenizer(
-        local_tokenizer(config.data.tokenizer or model.path, config.data.cache_dir),
-        trust_remote_code=model.trust_remote_code,
+        weights=with_weights,
     )
     attempt = Attempts()
     attempt(lambda: check_reward_model_tokens(config, tokenizer))
     attempt(lambda: require_checkpoint(Checkpoints.of(config), config.trainer.resume_mode))
 
     role_worker_mapping = {
-        Role.ActorRollout: ActorRolloutRefWorker,
-        Role.Actor: ActorRolloutRefWorker,
-        Role.Rollout: ActorRolloutRefWorker,
+        **dict.fromkeys((Role.ActorRollout, Role.Actor, Role.Rollout, Role.RefPolicy), ActorRolloutRefWorker),
         Role.Critic: CriticWorker,
-        Role.RefPolicy: ActorRolloutRefWorker,
         Role.RewardModel: RewardModelWorker,
     }
     placement = Placement.from_config(config)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from strop.checkpoint.store import Checkpoints
-from strop.config.load import to_dict
 from strop.errors import ConfigError, TrainingError
 from strop.files import crash_point
 from strop.protocol import DataProto
@@ -65,7 +64,7 @@ class Run(ABC):
             run_dir=self.folder.path,
             project_name=settings.project_name,
             experiment_name=settings.experiment_name,
-            config=to_dict(trainer.config),
+            config=trainer.config.model_dump(),
             total_steps=trainer.total_steps or trainer.global_step,
             start_step=self.folder.last_logged_step() if settings.val_only else trainer.global_step,
         )
@@ -98,14 +97,18 @@ class Run(ABC):
             crash_point("log", trainer.global_step)
             self.tracking.log(trainer.global_step, metrics)
             self.checkpoints.poll()
-            last = trainer.global_step == trainer.total_steps
-            if settings.save_freq > 0 and (last or trainer.global_step % settings.save_freq == 0):
+            if self.is_due(settings.save_freq):
                 with trainer.timer.phase("save_checkpoint"):
                     self.checkpoints.save(trainer.global_step, trainer.groups, self.state_dict())
-            if last:
+            if trainer.global_step == trainer.total_steps:
                 break
         if settings.save_freq <= 0:
             trainer.groups[self.trained[0]].export(self.folder.final_model)
+
+    def is_due(self, every: int) -> bool:
+        """Return True after each ``every`` iterations and after the last one; never for -1."""
+        step = self.trainer.global_step
+        return every > 0 and (step % every == 0 or step == self.trainer.total_steps)
 
     @abstractmethod
     def one_iteration(self, batch: DataProto) -> dict[str, float]:
@@ -131,7 +134,7 @@ class Run(ABC):
         trainer = self.trainer
         return {
             "global_step": trainer.global_step,
-            "loader": trainer.train_loader.state_dict(),
+            "loader": trainer.train_loader.batches.state_dict(),
             "seconds": self.seconds(),
         }
 
@@ -140,7 +143,7 @@ class Run(ABC):
         trainer = self.trainer
         trainer.global_step = state["global_step"]
         if not self.settings.val_only:
-            trainer.train_loader.load_state_dict(state["loader"])
+            trainer.train_loader.batches.load_state_dict(state["loader"])
         self.seconds_before = state["seconds"]
 
     def _draw(self) -> None:

@@ -7,6 +7,7 @@ never means of means.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class PhaseTimer:
     """Sums wall-clock seconds by phase; ``take`` returns them as ``timing_s/<name>`` and resets."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -32,18 +33,18 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._seconds[name] += time.perf_counter() - start
 
     def add(self, other: PhaseTimer) -> None:
         """Add the seconds of ``other`` and reset it."""
         for name, seconds in other._seconds.items():
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-        other._seconds = {}
+            self._seconds[name] += seconds
+        other._seconds.clear()
 
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call."""
         taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
-        self._seconds = {}
+        self._seconds.clear()
         return taken
 
 
@@ -88,11 +89,8 @@ def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dic
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:
     values = values.float()
-    return {
-        f"{name}/mean": values.mean().item(),
-        f"{name}/max": values.max().item(),
-        f"{name}/min": values.min().item(),
-    }
+    found = {"mean": values.mean(), "max": values.max(), "min": values.min()}
+    return {f"{name}/{statistic}": value.item() for statistic, value in found.items()}
 
 
 def batch_metrics(batch: DataProto, *, max_prompt_length: int) -> dict[str, float]:

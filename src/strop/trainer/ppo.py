@@ -19,7 +19,12 @@ from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
-from strop.config.roles import uses_reference, why_old_log_probs_are_computed_apart
+from strop.config.roles import (
+    has_kl_in_reward,
+    uses_full_kl,
+    uses_reference,
+    why_old_log_probs_are_computed_apart,
+)
 from strop.config.schema import Config
 from strop.controller.group import Future
 from strop.files import crash_point
@@ -76,19 +81,15 @@ class PPO:
     ) -> None:
         self.config, self.groups, self.reward_fn, self.weights = config, groups, reward_fn, weights
         self.total_iterations = total_iterations
-        algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-        self.estimator = get_estimator(algorithm.adv_estimator)
+        self.estimator = get_estimator(config.algorithm.adv_estimator)
         self._estimator_needs = needs(self.estimator)
         self._loss_inputs = loss_inputs(config)
-        control = algorithm.kl_ctrl
+        control = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
             control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
         )
-        self.kl_in_reward = not actor.use_kl_loss and control.kl_coef > 0
         self.use_reference = uses_reference(config)
-        self.full_kl = self.use_reference and (
-            algorithm.kl_penalty == "full" or (actor.use_kl_loss and actor.kl_loss_type == "full")
-        )
+        self.kl_in_reward, self.full_kl = has_kl_in_reward(config), uses_full_kl(config)
         self.is_one_step = why_old_log_probs_are_computed_apart(config) is None
 
     def collect(self, prompts: DataProto, iteration: int) -> Samples:
@@ -125,12 +126,12 @@ class PPO:
         metrics = {} if on_policy else self.batch_metrics(batch, beta)
         if critic is not None:
             with timer.phase("update_critic"):
-                metrics |= {f"critic/{name}": value for name, value in critic.get().metrics.items()}
+                metrics |= {f"critic/{name}": value for name, value in critic.get()[0].items()}
         if actor is not None:
             with timer.phase("update_actor"):
-                update = actor.get()
-            batch = batch.union(update.columns)
-            metrics |= policy_metrics(update.metrics)
+                update, columns = actor.get()
+            batch = batch.union(columns)
+            metrics |= policy_metrics(update)
         if on_policy:
             metrics |= self.batch_metrics(batch, beta)
         return batch, metrics

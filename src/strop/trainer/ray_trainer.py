@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from strop.config.load import as_config
 from strop.config.roles import uses_reference
 from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role
-from strop.data.loader import PromptLoader, train_loader, validation_loader
-from strop.data.rl_dataset import FirstOfEachSource, create_rl_dataset
-from strop.errors import Attempts
+from strop.data.loader import EpochSampler, PromptLoader, collate, one_pass
+from strop.data.rl_dataset import create_rl_dataset, first_of_each_source
+from strop.errors import Attempts, RewardError
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.rewards.base import as_reward
@@ -27,7 +28,7 @@ from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer, speed_metrics
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
-from strop.trainer.validation import Validator, needs_reward_model
+from strop.trainer.validation import Validator
 from strop.trainer.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -71,14 +72,10 @@ class RayPPOTrainer:
         self.val_reward_fn = as_reward(val_reward_fn or reward_fn)
         self.train_loader, self.val_loader = build_loaders(self.config, tokenizer, train_dataset, val_dataset)
         trains = not self.config.trainer.val_only
-        result = check(self.config, train_rows=len(self.train_loader.dataset) if trains else None)
-        for line in result.warnings:
-            logger.warning("warning: %s", line)
-        result.raise_errors()
-        if trains:
-            loss_inputs(self.config)  # raises if this run cannot compute them
+        check(self.config, train_rows=len(self.train_loader.dataset) if trains else None).report(logger)
         self.total_steps = 0
         if trains:
+            loss_inputs(self.config)  # raises if this run cannot compute them
             settings = self.config.trainer
             self.total_steps = settings.total_training_steps or len(self.train_loader) * settings.total_epochs
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
@@ -122,10 +119,14 @@ class RayPPOTrainer:
 
     @property
     def validates_by_model(self) -> bool:
-        """True if validation has data sources that the reward model alone can score."""
-        return self.config.reward_model.enable and needs_reward_model(
-            self.val_reward_fn, self.val_loader.dataset
-        )
+        """True if validation has data sources that the reward model alone can score; rules go first."""
+        if not self.config.reward_model.enable:
+            return False
+        try:
+            self.val_reward_fn.require_scored(self.val_loader.dataset.data_sources())
+        except RewardError:
+            return True
+        return False
 
     def _group(self, role: Role) -> Any:
         return self.worker_group_cls(
@@ -186,11 +187,11 @@ class ReinforcementRun(Run):
         with trainer.timer.phase("step"):
             samples, metrics = trainer.step(batch)
         trainer.global_step += 1
-        step, last = trainer.global_step, trainer.global_step == trainer.total_steps
+        step = trainer.global_step
         if settings.log_rollouts:
             with trainer.timer.phase("log_rollouts"):
                 self.write(write_samples, self.folder.rollouts(step), samples, trainer.tokenizer)
-        if settings.test_freq > 0 and (last or step % settings.test_freq == 0):
+        if self.is_due(settings.test_freq):
             metrics |= self.validate()
         timing = trainer.timer.take()
         return {
@@ -242,7 +243,7 @@ def build_loaders(
     if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
         # The reward model applies its own chat template, so it needs the messages.
         data = data.model_copy(update={"return_raw_chat": True})
-    pad_token_id, longest = tokenizer.pad_token_id, data.max_prompt_length
+    pad = partial(collate, pad_token_id=tokenizer.pad_token_id, max_prompt_length=data.max_prompt_length)
     train, attempt = None, Attempts()
     if not config.trainer.val_only and train_dataset is None:
         train_dataset = attempt(lambda: create_rl_dataset(data.train_files, data, tokenizer))
@@ -250,17 +251,8 @@ def build_loaders(
         val_dataset = attempt(lambda: create_rl_dataset(data.val_files, data, tokenizer))
     attempt.raise_errors()
     if train_dataset is not None and not config.trainer.val_only:
-        train = train_loader(
-            train_dataset,
-            batch_size=data.train_batch_size,
-            seed=config.trainer.seed,
-            shuffle=data.shuffle,
-            pad_token_id=pad_token_id,
-            max_prompt_length=longest,
-        )
+        rows = EpochSampler(len(train_dataset), data.train_batch_size, config.trainer.seed, data.shuffle)
+        train = PromptLoader(train_dataset, rows, pad)
     if data.val_max_samples is not None:
-        val_dataset = FirstOfEachSource(val_dataset, data.val_max_samples)
-    validation = validation_loader(
-        val_dataset, batch_size=data.val_batch_size, pad_token_id=pad_token_id, max_prompt_length=longest
-    )
-    return train, validation
+        val_dataset = first_of_each_source(val_dataset, data.val_max_samples)
+    return train, PromptLoader(val_dataset, one_pass(len(val_dataset), data.val_batch_size), pad)

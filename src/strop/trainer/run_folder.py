@@ -146,7 +146,7 @@ def require_shared_folder(
         raise CheckpointError(f"trainer.default_local_dir={folder} cannot be written: {error}") from error
     try:
         deadline = time.monotonic() + patience_s
-        while nodes := _nodes_without(probe, groups):
+        while nodes := sorted({node for group in groups.values() for node in group.nodes_without(probe)}):
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"trainer.default_local_dir={folder} is not shared: a file written by the driver on "
@@ -157,7 +157,3 @@ def require_shared_folder(
             time.sleep(_RETRY_S)
     finally:
         probe.unlink(missing_ok=True)
-
-
-def _nodes_without(path: Path, groups: Mapping[str, Any]) -> list[str]:
-    return sorted({node for group in groups.values() for node in group.nodes_without(path)})

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic
@@ -22,21 +22,18 @@ from torch import Tensor
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
 from strop.checkpoint.store import Checkpoints
 from strop.config.checks.check import check
-from strop.config.checks.supervised import Supervised, processes_on_nodes
-from strop.config.placement import runs_on_ray
-from strop.config.schema.supervised import RewardModellingConfig, SftConfig
+from strop.config.checks.supervised import Supervised
+from strop.config.placement import GLOBAL_POOL, pools_of
+from strop.config.schema.supervised import RewardModellingConfig, SftConfig, SupervisedConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset, pair_batch, response_batch
-from strop.data.hub import local_tokenizer, require_from_hub
-from strop.data.loader import EpochSampler, PromptLoader, SequentialBatches
-from strop.data.rl_dataset import FirstRows
-from strop.models.loader import import_external_lib, load_tokenizer
+from strop.data.loader import EpochSampler, PromptLoader, one_pass
+from strop.data.rl_dataset import Subset
 from strop.protocol import DataProto
-from strop.trainer.build import require_checkpoint, worker_group_class
+from strop.trainer.build import fetch_tokenizer, require_checkpoint, worker_group_class
 from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer
 from strop.trainer.run_folder import require_shared_folder
-from strop.trainer.seeds import seed_global_generators
 from strop.workers.supervised import RewardModellingWorker, SftWorker
 
 logger = logging.getLogger(__name__)
@@ -65,9 +62,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         self.total_steps = 0
         if not config.trainer.val_only:
             rows = self._dataset(data.train_files)
-            batches = EpochSampler(
-                len(rows), data.train_batch_size, config.trainer.seed, shuffle=data.shuffle
-            )
+            batches = EpochSampler(len(rows), data.train_batch_size, config.trainer.seed, data.shuffle)
             self.train_loader = self._loader(rows, batches)
             self.total_steps = config.trainer.total_training_steps or (
                 len(self.train_loader) * config.trainer.total_epochs
@@ -112,7 +107,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
             cache_dir=data.cache_dir,
         )
 
-    def _loader(self, dataset: Any, batches: EpochSampler | SequentialBatches) -> PromptLoader:
+    def _loader(self, dataset: Any, batches: Any) -> PromptLoader:
         data = self.config.data
         collate = partial(
             self.collate,
@@ -123,7 +118,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         return PromptLoader(dataset, batches, collate)
 
     def _one_pass(self, dataset: Any) -> PromptLoader:
-        return self._loader(dataset, SequentialBatches(len(dataset), self.config.data.val_batch_size))
+        return self._loader(dataset, one_pass(len(dataset), self.config.data.val_batch_size))
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -159,18 +154,6 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         plain = ("grad_norm", "lr", "skipped_steps")
         return {name if name in plain else f"train/{name}": value for name, value in update.items()}
 
-    def validate(self) -> dict[str, float]:
-        """Return the metrics on the validation files; empty if there are none."""
-        if self.val_loader is None:
-            return {}
-        with self.timer.phase("testing"):
-            return {f"val/{name}": value for name, value in self.evaluate(self.val_loader).items()}
-
-    def answered(self, batches: PromptLoader) -> Iterator[tuple[DataProto, DataProto]]:
-        """Yield each batch with the result of the worker's ``evaluate``."""
-        for batch in batches:
-            yield batch, self.group.evaluate(DataProto(batch.batch))
-
 
 class SupervisedRun(Run):
     """A run of a supervised trainer."""
@@ -181,20 +164,19 @@ class SupervisedRun(Run):
 
     def one_iteration(self, batch: DataProto) -> dict[str, float]:
         """See ``Run.one_iteration``."""
-        trainer, settings = self.trainer, self.settings
+        trainer = self.trainer
         started = time.perf_counter()
         with trainer.timer.phase("step"):
             metrics = trainer.step(batch)
         tokens = trainer.count_tokens(batch)
         seconds = time.perf_counter() - started
         trainer.global_step += 1
-        step, last = trainer.global_step, trainer.global_step == trainer.total_steps
-        if settings.test_freq > 0 and (last or step % settings.test_freq == 0):
+        if self.is_due(self.settings.test_freq):
             metrics |= self.validate()
-        if last:
+        if trainer.global_step == trainer.total_steps:
             trainer.finish()
         return {
-            "epoch": step / len(trainer.train_loader),
+            "epoch": trainer.global_step / len(trainer.train_loader),
             **metrics,
             **trainer.timer.take(),
             "perf/total_num_tokens": tokens,
@@ -203,28 +185,20 @@ class SupervisedRun(Run):
         }
 
     def validate(self) -> dict[str, float]:
-        """See ``Run.validate``."""
-        return self.trainer.validate()
+        """Return the metrics on the validation files; empty if there are none."""
+        trainer = self.trainer
+        if trainer.val_loader is None:
+            return {}
+        with trainer.timer.phase("testing"):
+            return {f"val/{name}": value for name, value in trainer.evaluate(trainer.val_loader).items()}
 
 
-def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) -> Any:
+def build(trainer_cls: type[SupervisedTrainer[Any]], config: SupervisedConfig) -> Any:
     """Check everything that can be checked without a model, and return the trainer."""
-    result = check(config)
-    result.raise_errors()
-    for line in result.warnings:
-        logger.warning("warning: %s", line)
-    seed_global_generators(config.trainer.seed)
-    model, data = config.model, config.data
-    import_external_lib(model.external_lib)
-    require_from_hub(
-        models=[model.path],
-        tokenizers=[data.tokenizer] if data.tokenizer else [],
-        cache_dir=data.cache_dir,
-        weights=not runs_on_ray(config),
-    )
-    tokenizer = load_tokenizer(
-        local_tokenizer(data.tokenizer or model.path, data.cache_dir),
-        trust_remote_code=model.trust_remote_code,
+    check(config).report(logger)
+    own = [config.data.tokenizer] if config.data.tokenizer else []
+    tokenizer = fetch_tokenizer(
+        config, config.model, models=[config.model.path], tokenizers=own, weights=True
     )
     checkpoints = Checkpoints.of(config, trained=(trainer_cls.group_name,))
     require_checkpoint(checkpoints, config.trainer.resume_mode)
@@ -232,7 +206,7 @@ def build(trainer_cls: type[SupervisedTrainer[Supervised]], config: Supervised) 
         config,
         tokenizer,
         group_cls=worker_group_class(config),
-        pool=ResourcePool(trainer_cls.role.name, processes_on_nodes(config)),
+        pool=ResourcePool(trainer_cls.role.name, pools_of(config)[GLOBAL_POOL]),
     )
 
 
@@ -256,7 +230,8 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
         """Return ``loss``, the mean over all response tokens, and ``perplexity``, its exponential."""
         log_prob, n_tokens = 0.0, 0.0
-        for batch, answers in self.answered(batches):
+        for batch in batches:
+            answers = self.group.evaluate(DataProto(batch.batch))
             log_prob += float(answers.batch["log_prob"].double().sum())
             n_tokens += float(batch.batch["response_mask"].sum())
         loss = -log_prob / n_tokens
@@ -293,22 +268,24 @@ class RewardModelTrainer(SupervisedTrainer[RewardModellingConfig]):
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
         """Return metrics of all pairs; the mean score becomes the model's offset."""
         chosen, rejected, sources = [], [], []
-        for batch, answers in self.answered(batches):
+        for batch in batches:
+            answers = self.group.evaluate(DataProto(batch.batch))
             chosen.append(answers.batch["chosen_scores"])
             rejected.append(answers.batch["rejected_scores"])
             sources.append(batch.non_tensor_batch["data_source"])
         chosen_N, rejected_N = torch.cat(chosen).double(), torch.cat(rejected).double()
-        scores_2N = torch.cat([chosen_N, rejected_N])
-        self.group.calibrate(scores_2N.mean().item(), scores_2N.std(correction=0).item())
+        metrics = pair_metrics(chosen_N, rejected_N, np.concatenate(sources))
+        self.group.calibrate(metrics["score_mean"], metrics["score_std"])
         self._calibrated_step = self.global_step
-        return pair_metrics(chosen_N, rejected_N, np.concatenate(sources))
+        return metrics
 
     def finish(self) -> None:
         """Centre the saved model's scores on the validation pairs, else on training pairs."""
         if self._calibrated_step == self.global_step:
             return
-        dataset = self.train_loader.dataset
-        pairs = self.val_loader or self._one_pass(FirstRows(dataset, _CALIBRATION_PAIRS))
+        trained = self.train_loader.dataset
+        first = Subset(trained, range(min(_CALIBRATION_PAIRS, len(trained))))
+        pairs = self.val_loader or self._one_pass(first)
         with self.timer.phase("testing"):
             self.evaluate(pairs)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from strop.protocol import DataProto
@@ -41,15 +40,6 @@ def mini_batches(
             yield mini_batch
 
 
-@dataclass(frozen=True)
-class Updates:
-    """Metrics and columns returned by the optimizer steps of an iteration."""
-
-    metrics: dict[str, float]
-    columns: DataProto
-    """Per-token outputs of an on-policy update's forward pass; else empty."""
-
-
 class PendingUpdates:
     """Optimizer steps in flight; those of a role in another pool may run at the same time."""
 
@@ -61,12 +51,12 @@ class PendingUpdates:
         self._loss_agg_mode = loss_agg_mode
         self._calls = [(update.start(mini_batch), mini_batch.meta_info) for mini_batch in mini_batches]
 
-    def get(self) -> Updates:
-        """Wait for all steps and return their merged metrics."""
+    def get(self) -> tuple[dict[str, float], DataProto]:
+        """Wait for all steps; return their merged metrics, and the columns of an on-policy step."""
         records, columns = [], DataProto()
         for call, meta in self._calls:
             metrics = call.get()
             if isinstance(metrics, DataProto):
                 columns, metrics = DataProto(metrics.batch), metrics.meta_info["metrics"]
             records.append(UpdateRecord(metrics, meta["n_tokens"], meta["n_seqs"]))
-        return Updates(merge_updates(records, loss_agg_mode=self._loss_agg_mode), columns)
+        return merge_updates(records, loss_agg_mode=self._loss_agg_mode), columns

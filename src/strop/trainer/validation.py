@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -12,7 +13,6 @@ import pyarrow as pa
 import torch
 
 from strop.config.schema import Config
-from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
 from strop.rewards.score.answers import Extractor, answer_extractor
@@ -81,13 +81,7 @@ def _shown(samples: pa.Table, n: int, count: int) -> list[ShownSample]:
     prompts = len(samples) // n
     rows = np.linspace(0, prompts - 1, min(count, prompts)).round().astype(int) * n
     return [
-        ShownSample(
-            data_source=row["data_source"],
-            prompt=row["prompt"],
-            response=row["response"],
-            ground_truth=row.get("ground_truth"),
-            score=row["score"],
-        )
+        ShownSample(**{field.name: row.get(field.name) for field in dataclasses.fields(ShownSample)})
         for row in samples.take(pa.array(rows)).to_pylist()
     ]
 
@@ -156,28 +150,16 @@ class Validator:
         return DataProto.concat(_with_equal_columns(scored))
 
 
-def needs_reward_model(reward_fn: Reward, dataset: Any) -> bool:
-    """Return True if ``dataset`` has a source that no rule of ``reward_fn`` can score.
-
-    Validation is by rules alone where there is one.
-    """
-    try:
-        reward_fn.require_scored(dataset.data_sources())
-    except RewardError:
-        return True
-    return False
-
-
 def _counting(progress: Progress, done: int, finished: Finished | None) -> Finished:
     """Wrap ``finished`` of a batch that follows ``done`` samples so that it also calls ``progress``."""
-    told = itertools.count(done + 1)
+    total = itertools.count(done + 1)
 
-    def tell(prompt: int, number: int, token_ids: list[int]) -> None:
-        progress(next(told))
+    def count(prompt: int, number: int, token_ids: list[int]) -> None:
+        progress(next(total))
         if finished is not None:
             finished(prompt, number, token_ids)
 
-    return tell
+    return count
 
 
 def _with_equal_columns(batches: list[DataProto]) -> list[DataProto]:

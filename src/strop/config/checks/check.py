@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from strop.config.batch_plan import BatchPlan
+from strop.config.batch_plan import MICRO_BATCHES, BatchPlan
 from strop.config.checks import inputs, learning, processes, supervised
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.keys import check_keys
+from strop.config.keys import value_at
+from strop.config.placement import Placement
 from strop.config.schema import Config, RootConfig
-from strop.config.trees import NEW_LIB, OLD_LIBS, deprecation_lines
-from strop.errors import ConfigError
+from strop.config.trees import NEW_LIB, OLD_LIBS
+from strop.errors import Attempts, ConfigError
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class CheckResult:
         if self.errors:
             raise ConfigError(*self.errors)
 
+    def report(self, logger: logging.Logger) -> None:
+        """Log the warnings, then raise the errors."""
+        for line in self.warnings:
+            logger.warning("warning: %s", line)
+        self.raise_errors()
+
 
 def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
     """Check `config`, whose values are each of the right type, across its keys.
@@ -36,8 +45,10 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
     `train_rows` is the number of prompts in the training files, if known: the plan then has the number of
     iterations.
     """
-    rules = RULES if isinstance(config, Config) else SUPERVISED_RULES
-    findings = [finding for rule in (*COMMON_RULES, *rules) for finding in rule(config)]
+    rules = [*COMMON_RULES, *(RULES if isinstance(config, Config) else SUPERVISED_RULES)]
+    if isinstance(config, Config) and Attempts()(lambda: Placement.from_config(config)) is not None:
+        rules += PLACEMENT_RULES  # a wrong placement is reported with the plan
+    findings = [finding for rule in rules for finding in rule(config)]
     errors = [text for level, text in findings if level == "error"]
     warnings = [text for level, text in findings if level == "warning"]
     if not isinstance(config, Config) or config.trainer.val_only:
@@ -57,12 +68,18 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
 def deprecated(config: Config) -> Iterator[Finding]:
     """Warn of deprecated keys; refuse one that disagrees with its successor."""
     model = config.actor_rollout_ref.model
-    if model.external_libs is not None and model.external_libs != model.external_lib:
-        yield error(
-            f"{NEW_LIB}={model.external_lib} and the deprecated {OLD_LIBS}={model.external_libs} differ"
-        )
-    for line in deprecation_lines(config):
-        yield warning(line)
+    if model.external_libs is not None:
+        yield warning(f"{OLD_LIBS} is deprecated: use {NEW_LIB}")
+        if model.external_libs != model.external_lib:
+            yield error(
+                f"{NEW_LIB}={model.external_lib} and the deprecated {OLD_LIBS}={model.external_libs} differ"
+            )
+    for keys in MICRO_BATCHES.values():
+        size = value_at(config, keys.overall)
+        if size is not None:
+            yield warning(
+                f"{keys.overall}={size} is deprecated: use {keys.per_gpu}, which counts sequences per rank"
+            )
 
 
 Rule = Callable[[Any], Iterator[Finding]]
@@ -86,17 +103,19 @@ RULES: tuple[Rule, ...] = (
     learning.sampling,
     learning.validation_sampling,
     learning.kl_horizon,
-    processes.tensor_parallelism,
     processes.batches,
     processes.precision,
+    inputs.models,
+    inputs.context_windows,
+    inputs.longest_sequence,
+    deprecated,
+)
+
+PLACEMENT_RULES: tuple[Rule, ...] = (
+    processes.tensor_parallelism,
     processes.placement,
     processes.hybrid_sharding,
     processes.shared_sequences,
-    inputs.models,
-    inputs.context_window,
-    inputs.reward_model_context_window,
-    inputs.longest_sequence,
-    deprecated,
 )
 
 SUPERVISED_RULES: tuple[Rule, ...] = (supervised.model, supervised.shards, supervised.micro_batches)

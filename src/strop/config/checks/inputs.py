@@ -7,13 +7,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from strop.config.batch_plan import longest_scored_row
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.forecast import read_model_facts
 from strop.config.keys import longest_row
 from strop.config.paths import expand, is_url, may_be_a_hub_name
 from strop.config.roles import model_paths
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.data import RowsConfig
 
 
 def data_files(config: RootConfig) -> Iterator[Finding]:
@@ -54,15 +54,16 @@ def tokenizers(config: RootConfig) -> Iterator[Finding]:
             yield error(f"{key}={path}: no such folder")
 
 
-def context_window(config: Config) -> Iterator[Finding]:
-    """See ``context_of_model``."""
-    return context_of_model(config.actor_rollout_ref.model.path, config.data)
+def context_windows(config: Config) -> Iterator[Finding]:
+    """Warn if sequences may be longer than the context window of the policy or of the reward model."""
+    yield from context_of_model(config.actor_rollout_ref.model.path, *longest_row(config.data))
+    if config.reward_model.enable:
+        yield from context_of_model(config.reward_model.model.path, *longest_scored_row(config))
 
 
-def context_of_model(path: str, data: RowsConfig) -> Iterator[Finding]:
-    """Warn if rows of `data` may be longer than the context window of the model at `path`."""
+def context_of_model(path: str, longest: int, keys: str) -> Iterator[Finding]:
+    """Warn if `longest` tokens, which `keys` give, exceed the context window of the model at `path`."""
     facts = read_model_facts(path)
-    longest, keys = longest_row(data)
     if facts is not None and facts.context is not None and facts.context < longest:
         yield warning(f"{keys} = {longest} tokens, more than the context window of {path} ({facts.context})")
 
@@ -94,22 +95,6 @@ def run_folder(config: RootConfig) -> Iterator[Finding]:
         yield error(
             f"trainer.default_local_dir={path}: nothing can be written to {parent} ({problem.strerror}); "
             "name a folder that you may write to"
-        )
-
-
-def reward_model_context_window(config: Config) -> Iterator[Finding]:
-    """Warn if sequences may be longer than the reward model's context window."""
-    rewards = config.reward_model
-    if not rewards.enable:
-        return
-    if rewards.model.input_tokenizer is None or rewards.max_length is None:
-        yield from context_of_model(rewards.model.path, config.data)  # tokenized again: about as many tokens
-        return
-    facts, longest = read_model_facts(rewards.model.path), rewards.max_length
-    if facts is not None and facts.context is not None and longest > facts.context:
-        yield warning(
-            f"reward_model.max_length={longest}, more than the context window of {rewards.model.path} "
-            f"({facts.context})"
         )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from strop.config.batch_plan import MICRO_BATCHES, sequence_parallel_size
+from strop.config.batch_plan import MICRO_BATCHES, forward_passes, sequence_parallel_size
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.forecast import read_model_facts
-from strop.config.keys import divisors, nearest_in_words
+from strop.config.keys import divisors, nearest_in_words, value_at
 from strop.config.placement import (
     Placement,
     honours,
@@ -18,7 +18,7 @@ from strop.config.placement import (
     tensor_parallel_size,
     visible_gpus,
 )
-from strop.config.roles import roles_of, uses_critic, uses_reference
+from strop.config.roles import roles_of
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import FsdpConfig
 from strop.errors import ConfigError
@@ -40,11 +40,7 @@ def worker_group(config: RootConfig) -> Iterator[Finding]:
 
 def placement(config: Config) -> Iterator[Finding]:
     """Require a role of this run for every pool; warn of placed roles that the run does not have."""
-    trainer, present = config.trainer, roles_of(config)
-    try:
-        placed = Placement.from_config(config)
-    except ConfigError:
-        return
+    trainer, present, placed = config.trainer, roles_of(config), Placement.from_config(config)
     used = {placed.roles[role] for role in present}
     for pool in placed.pools:
         if pool not in used and not trainer.val_only:  # validation keeps the pools of its training run
@@ -57,10 +53,7 @@ def placement(config: Config) -> Iterator[Finding]:
 
 def hybrid_sharding(config: Config) -> Iterator[Finding]:
     """Require ranks of a role that divide into groups of `fsdp_size`."""
-    try:
-        ranks_of_pass = Placement.from_config(config).ranks_of_pass
-    except ConfigError:
-        return
+    ranks_of_pass = Placement.from_config(config).ranks_of_pass
     sections = {
         "actor_rollout_ref.actor.fsdp_config": ("actor", config.actor_rollout_ref.actor.fsdp_config),
         "critic.model.fsdp_config": ("critic", config.critic.model.fsdp_config),
@@ -79,31 +72,19 @@ def sharded_groups(key: str, section: FsdpConfig, ranks: int) -> Iterator[Findin
 
 def shared_sequences(config: Config) -> Iterator[Finding]:
     """Require packed rows, and heads that divide, where ranks share sequences."""
-    try:
-        ranks_of_pass = Placement.from_config(config).ranks_of_pass
-    except ConfigError:
-        return
-    policy, critic, reward = config.actor_rollout_ref.model, config.critic.model, config.reward_model
-    packs_policy = "actor_rollout_ref.model.use_remove_padding", policy.use_remove_padding
-    passes = {
-        "actor": (True, packs_policy, policy.path),
-        "ref": (uses_reference(config), packs_policy, policy.path),
-        "critic": (
-            uses_critic(config),
-            ("critic.model.use_remove_padding", critic.use_remove_padding),
-            critic.path,
-        ),
-        "reward_model": (reward.enable, packs_policy, reward.model.path),
-    }
-    for name, (present, (padding_key, packed), path) in passes.items():
+    ranks_of_pass = Placement.from_config(config).ranks_of_pass
+    models = {"values": "critic.model", "reward_model": "reward_model.model"}
+    for name in forward_passes(config):
         try:
             size = sequence_parallel_size(config, name, ranks_of_pass(name))
         except ConfigError:
             continue  # reported with the batch sizes
-        if size == 1 or not present:
+        if size == 1:
             continue
         key = MICRO_BATCHES[name].sequence_parallel
-        if not packed:
+        path = value_at(config, f"{models.get(name, 'actor_rollout_ref.model')}.path")
+        padding_key = f"{'critic' if name == 'values' else 'actor_rollout_ref'}.model.use_remove_padding"
+        if not value_at(config, padding_key):
             yield error(f"{key}={size} shares packed rows; set {padding_key}=True")
         facts = read_model_facts(path)
         if facts is not None and facts.heads % size:

@@ -8,15 +8,10 @@ from typing import TypeVar
 from strop.config.checks import inputs, processes
 from strop.config.checks.finding import Finding, error
 from strop.config.keys import longest_row
-from strop.config.placement import GLOBAL_POOL, pools_of, process_count
+from strop.config.placement import process_count
 from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
 
 Supervised = TypeVar("Supervised", bound=SupervisedConfig)
-
-
-def processes_on_nodes(config: SupervisedConfig) -> list[int]:
-    """Return the number of processes on each node; all of them train the one model."""
-    return pools_of(config)[GLOBAL_POOL]
 
 
 def sequences_of_a_row(config: SupervisedConfig) -> int:
@@ -27,7 +22,7 @@ def sequences_of_a_row(config: SupervisedConfig) -> int:
 def model(config: SupervisedConfig) -> Iterator[Finding]:
     """Require the model; warn if rows may be longer than its context window."""
     yield from inputs.model_folder("model.path", config.model.path)
-    yield from inputs.context_of_model(config.model.path, config.data)
+    yield from inputs.context_of_model(config.model.path, *longest_row(config.data))
 
 
 def shards(config: SupervisedConfig) -> Iterator[Finding]:

@@ -215,6 +215,34 @@ class OptimConfig(Section):
     """AdamW's constant in the denominator."""
 
 
+class PpoUpdateConfig(Section):
+    """The update of a model on an iteration's samples."""
+
+    strategy: Strategy
+    """Training back-end; the same for actor and critic."""
+    ppo_mini_batch_size: PositiveInt
+    """Prompts in one optimizer step, over all ranks: ppo_mini_batch_size x rollout.n samples."""
+    ppo_micro_batch_size: PositiveInt | None
+    """Deprecated: ppo_micro_batch_size_per_gpu times the number of ranks."""
+    ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
+    """Sequences in one forward and backward pass, per rank; memory only: it never changes a number."""
+    use_dynamic_bsz: bool
+    """Cut micro-batches by tokens (the keys with max_token_len_per_gpu) instead of by sequences."""
+    ppo_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens()]
+    """Most tokens in one pass, per rank, with use_dynamic_bsz; at least one whole prompt and response."""
+    ulysses_sequence_parallel_size: SharedSequences
+    """Neighbouring ranks that share each sequence, in all of its passes; needs use_remove_padding."""
+    ppo_epochs: PositiveInt
+    """Passes over the samples of one iteration."""
+    shuffle: bool
+    """Draw the mini-batches in a new seeded order every pass."""
+    grad_clip: PositiveFloat
+    """Largest global norm of the gradient; above it, the gradient is scaled down."""
+    loss_agg_mode: LossAggregation
+    """Aggregation of token losses; denominators count the whole mini-batch over all ranks."""
+    optim: OptimConfig
+
+
 _UNSHARDED = no_effect(
     "with one process for each role",
     lambda at: at.value not in (-1, 0, 1) and at.one_rank,

@@ -8,14 +8,10 @@ from strop.config.names import needs_critic
 from strop.config.schema.base import (
     At,
     FsdpConfig,
-    LossAggregation,
     ModelConfig,
-    OptimConfig,
     PositiveFloat,
     PositiveInt,
-    Section,
-    SharedSequences,
-    Strategy,
+    PpoUpdateConfig,
     by_rows,
     by_tokens,
     no_effect,
@@ -48,38 +44,15 @@ class CriticModelConfig(ModelConfig):
     fsdp_config: FsdpConfig
 
 
-class CriticConfig(Section):
+class CriticConfig(PpoUpdateConfig):
     """The value model and its update."""
 
-    strategy: Strategy
-    """Training back-end; the same as actor_rollout_ref.actor.strategy."""
-    optim: OptimConfig
     model: CriticModelConfig
-    ppo_mini_batch_size: PositiveInt
-    """Prompts in one optimizer step, over all ranks: ppo_mini_batch_size x rollout.n samples."""
-    ppo_micro_batch_size: PositiveInt | None
-    """Deprecated: ppo_micro_batch_size_per_gpu times the number of ranks."""
-    ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
-    """Sequences in one forward and backward pass, per rank; memory only."""
     forward_micro_batch_size: PositiveInt | None
     """Deprecated: forward_micro_batch_size_per_gpu times the number of ranks."""
     forward_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Sequences in one forward pass for the values, per rank; memory only."""
-    use_dynamic_bsz: bool
-    """Cut micro-batches by tokens (the two keys below) instead of by sequences."""
-    ppo_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens()]
-    """Most tokens in one forward and backward pass, per rank, with use_dynamic_bsz."""
     forward_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens()]
     """Most tokens in one forward pass, per rank, with use_dynamic_bsz."""
-    ulysses_sequence_parallel_size: SharedSequences
-    """Neighbouring ranks that share each sequence; needs use_remove_padding."""
-    ppo_epochs: PositiveInt
-    """Passes over the samples of one iteration."""
-    shuffle: bool
-    """Draw the mini-batches in a new seeded order every pass."""
-    grad_clip: PositiveFloat
-    """Largest global norm of the gradient; above it, the gradient is scaled down."""
     cliprange_value: PositiveFloat
     """A new value may move this far from the old one before its loss is clipped."""
-    loss_agg_mode: LossAggregation
-    """Aggregation of token losses; denominators count the whole mini-batch over all ranks."""

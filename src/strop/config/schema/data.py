@@ -13,7 +13,7 @@ class RowsConfig(Section):
     """Rows for training and validation."""
 
     tokenizer: str | None
-    """Tokenizer folder or name; null: the model's own."""
+    """Tokenizer folder or name; null: the one of the model that is trained."""
     train_files: Annotated[
         Names,
         Required(
@@ -55,8 +55,6 @@ class RowsConfig(Section):
 class DataConfig(RowsConfig):
     """Prompts for training and validation."""
 
-    tokenizer: str | None
-    """Tokenizer folder or name; null: the one of actor_rollout_ref.model.path."""
     # Required also for a run that never validates: the validation loader is always built.
     val_files: Annotated[Names, Required(PROMPT_FILE, "data/test.parquet")]
     """Validation parquet file, or a list of them."""
@@ -64,8 +62,6 @@ class DataConfig(RowsConfig):
     """Column that names the scorer of a row (its data source)."""
     train_batch_size: PositiveInt
     """Prompts per iteration; each is answered actor_rollout_ref.rollout.n times."""
-    val_batch_size: PositiveInt
-    """Prompts in one batch of validation; it never changes a result."""
     val_max_samples: PositiveInt | None
     """Validate on this many prompts of each data source, its first ones; null: on all."""
     return_raw_input_ids: bool

@@ -17,18 +17,16 @@ from strop.config.schema.base import (
     FsdpConfig,
     KlKind,
     Limit,
-    LossAggregation,
     ModelConfig,
     Names,
     NonNegativeFloat,
     Number,
-    OptimConfig,
     PositiveFloat,
     PositiveInt,
+    PpoUpdateConfig,
     Probability,
     Section,
     SharedSequences,
-    Strategy,
     TopK,
     by_rows,
     by_tokens,
@@ -227,23 +225,9 @@ _NO_KL_LOSS = no_effect(
 )
 
 
-class ActorConfig(Section):
+class ActorConfig(PpoUpdateConfig):
     """The policy update."""
 
-    strategy: Strategy
-    """Training back-end."""
-    ppo_mini_batch_size: PositiveInt
-    """Prompts in one optimizer step, over all ranks: ppo_mini_batch_size x rollout.n samples."""
-    ppo_micro_batch_size: PositiveInt | None
-    """Deprecated: ppo_micro_batch_size_per_gpu times the number of ranks."""
-    ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
-    """Sequences in one forward and backward pass, per rank; memory only: it never changes a number."""
-    use_dynamic_bsz: bool
-    """Cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by sequences."""
-    ppo_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens()]
-    """Most tokens in one pass, per rank, with use_dynamic_bsz; at least one whole prompt and response."""
-    grad_clip: PositiveFloat
-    """Largest global norm of the gradient; above it, the gradient is scaled down."""
     clip_ratio: Fraction
     """PPO's clip range of the probability ratio, on both sides."""
     clip_ratio_low: Fraction | None
@@ -259,8 +243,6 @@ class ActorConfig(Section):
         ),
     ]
     """Dual clip: bound of the loss at -A x this where the advantage A is negative; null: off."""
-    loss_agg_mode: LossAggregation
-    """Aggregation of token losses; denominators count the whole mini-batch over all ranks."""
     policy_loss: str
     """ppo, gspo, cispo, or an import path."""
     policy_loss_kwargs: dict[str, Any]
@@ -280,15 +262,8 @@ class ActorConfig(Section):
         no_effect("with actor_rollout_ref.actor.rollout_is=null", lambda at: at.section.rollout_is is None),
     ]
     """Upper bound of those weights."""
-    ppo_epochs: PositiveInt
-    """Passes over the samples of one iteration."""
-    shuffle: bool
-    """Draw the mini-batches in a new seeded order every pass."""
     old_log_prob_from_update: bool
     """One step an iteration: take old log-probs from its forward pass where possible; False: compute them."""
-    ulysses_sequence_parallel_size: SharedSequences
-    """Neighbouring ranks that share each sequence, in updates and log-probs; needs use_remove_padding."""
-    optim: OptimConfig
     fsdp_config: FsdpConfig
 
 

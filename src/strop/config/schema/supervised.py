@@ -24,8 +24,6 @@ from strop.config.schema.trainer import RunConfig
 class AnsweredDataConfig(RowsConfig):
     """Prompts with their answers, for training and validation."""
 
-    train_batch_size: PositiveInt
-    """Rows in one optimizer step, over all processes."""
     truncation: Literal["error", "left", "right", "middle"]
     """Treatment of rows that are too long: stop, or cut the prompt on that side; answers lose their end."""
     filter_overlong: bool
