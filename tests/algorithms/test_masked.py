@@ -15,20 +15,10 @@ VALUES = torch.tensor([[1.0, 2.0, NAN], [4.0, INF, 6.0]])
 MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
 
 
-def test_sum_and_mean_count_selected_values_only():
-    assert masked_sum(VALUES, MASK).item() == 13.0  # 1 + 2 + 4 + 6
-    assert masked_mean(VALUES, MASK).item() == 3.25  # 13 / 4
-
-
 def test_sum_and_mean_along_a_dimension():
     assert masked_sum(VALUES, MASK, dim=-1).tolist() == [3.0, 10.0]
     assert masked_mean(VALUES, MASK, dim=-1).tolist() == [1.5, 5.0]
     assert masked_mean(VALUES, MASK, dim=0).tolist() == [2.5, 2.0, 6.0]
-
-
-def test_variance_is_unbiased():
-    # deviations from 3.25: -2.25, -1.25, 0.75, 2.75; squares 5.0625 + 1.5625 + 0.5625 + 7.5625 = 14.75; / 3
-    assert masked_var(VALUES, MASK).item() == pytest.approx(4.9166667)
 
 
 def test_whitening_by_hand():
@@ -82,8 +72,8 @@ def test_masked_slots_get_no_gradient_even_through_a_function_that_breaks_there(
 
 @given(st.lists(st.tuples(st.floats(-100, 100, width=32), st.booleans()), min_size=2, max_size=20))
 def test_statistics_equal_torchs_on_the_selected_values(pairs):
-    values = torch.tensor([value for value, _ in pairs], dtype=torch.float64)
     mask = torch.tensor([selected for _, selected in pairs])
+    values = torch.tensor([value if selected else NAN for value, selected in pairs], dtype=torch.float64)
     kept = values[mask]
     assert_close(masked_sum(values, mask), kept.sum())
     if len(kept) > 1:

@@ -11,9 +11,8 @@ import transformers
 from families import FAMILIES, GROUPS, assert_same, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from largest import Largest
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from strop.errors import ModelError
@@ -120,24 +119,12 @@ def test_the_models_own_attention_is_restored_even_after_an_error():
     assert model.config._attn_implementation == "sdpa"
 
 
-class _Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return result
-
-
 @pytest.mark.parametrize("family", ["Llama", "Qwen2 with windows"])
 def test_nothing_grows_with_the_square_of_the_packed_length(family):
     role = PolicyModel(families.model(family), packed=True)
     largest = []
     for n_rows in (32, 64):
-        with _Largest() as mode:
+        with Largest() as mode:
             families.gradient(role, rows(*((1 + row % 7, 1 + row % 5) for row in range(n_rows))))
         largest.append(mode.elements)
     assert largest[1] <= 2.1 * largest[0]
