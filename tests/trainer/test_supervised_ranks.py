@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +13,8 @@ from transformers import AutoModelForSequenceClassification
 from strop.cli.main import main
 from strop.prepare import prepare
 
+import forked
+import runs
 from supervised_runs import final_weights, make_inputs, metrics, overrides, train
 
 HH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "hh_rlhf"
@@ -46,22 +45,17 @@ def test_two_ranks_train_what_one_trains(ray_session, inputs, tmp_path, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "train-rm"])
-def test_a_run_that_is_killed_goes_on_exactly(inputs, tmp_path, kind):
+def test_a_killed_run_resumes_exactly(inputs, tmp_path, kind):
     options = ("trainer.save_freq=1", "trainer.total_training_steps=40", "trainer.test_freq=20")
     straight = train(kind, overrides(inputs, tmp_path / "straight", *options))
     again = overrides(inputs, tmp_path / "killed", *options)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "strop.cli", kind, *again],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 300
-    while not (tmp_path / "killed" / "global_step_3").exists():
-        assert process.poll() is None, "the run ended before it was killed"
-        assert time.monotonic() < deadline, "no third checkpoint after 300 s"
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with forked.start(["-m", "strop.cli", kind, *again]) as process:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "killed" / "global_step_3").exists():
+            assert process.poll() is None, "the run ended before it was killed"
+            assert time.monotonic() < deadline, "no third checkpoint after 300 s"
+            time.sleep(0.01)
+        process.kill()
     assert not (tmp_path / "killed" / "global_step_40").exists()
     resumed = train(kind, again)
     assert resumed.group.weights_hash() == straight.group.weights_hash()
@@ -96,27 +90,19 @@ def test_a_reward_model_serves_reinforcement_learning_as_it_is_exported(inputs, 
     """As reward model, whose scores are then centred, and as the start of the critic."""
     reward_model = tmp_path / "rm" / "final_model"
     train("train-rm", overrides(inputs, tmp_path / "rm"))
-    prompts = {"train.parquet": "train_files", "val.parquet": "val_files"}
-    options = [
-        f"actor_rollout_ref.model.path={inputs / 'model'}",
+    options = runs.overrides(
+        inputs,
+        tmp_path / "ppo",
         f"critic.model.path={reward_model}",
         "reward_model.enable=True",
         f"reward_model.model.path={reward_model}",
         "reward_model.model.input_tokenizer=null",
-        *(f"data.{key}={inputs / name}" for name, key in prompts.items()),
-        f"data.cache_dir={inputs / 'cache'}",
-        "data.train_batch_size=8",
         "data.max_prompt_length=10",
         "data.max_response_length=6",
-        "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "trainer.logger=[console]",
-        "trainer.device=cpu",
         "trainer.total_training_steps=1",
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
-        f"trainer.default_local_dir={tmp_path / 'ppo'}",
-    ]
+    )
     assert main(["train", *options]) == 0
     samples = pq.read_table(tmp_path / "ppo" / "rollouts" / "step_000001.parquet").to_pylist()
     model = AutoModelForSequenceClassification.from_pretrained(reward_model)
