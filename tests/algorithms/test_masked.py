@@ -66,7 +66,6 @@ def test_masked_slots_get_no_gradient_even_through_a_function_that_breaks_there(
     x = torch.tensor([1.0, NAN, INF], requires_grad=True)
     mask = torch.tensor([1.0, 0.0, 0.0])
     zero_masked(zero_masked(x, mask).exp(), mask).sum().backward()
-    assert x.grad is not None
     assert_close(x.grad, torch.tensor([math.e, 0.0, 0.0]))
 
 

@@ -13,7 +13,6 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from strop.algorithms import output_layer
-from strop.algorithms.logprobs import token_log_probs
 from strop.algorithms.output_layer import OutputLayer, log_probs_and_entropy
 
 FACTOR = st.floats(0.5, 2.0)
@@ -156,16 +155,6 @@ def test_forbidden_words_have_probability_0_and_break_nothing(monkeypatch, keeps
     assert distance(ours[1], theirs[1]) < 1e-6
     assert torch.equal(ours[1][:25], torch.zeros(25, 4))
     assert ours[2].isfinite().all()
-
-
-def test_no_tokens_give_empty_figures_and_a_gradient_of_zero():
-    weight = torch.randn(7, 3, requires_grad=True)
-    found = token_log_probs(
-        torch.zeros(0, 3), OutputLayer(weight), torch.zeros(0, dtype=torch.int64), temperature=1.0
-    )
-    assert (len(found.log_probs_N), len(found.entropy_N)) == (0, 0)
-    (found.log_probs_N.sum() + found.entropy_N.sum()).backward()
-    assert torch.equal(weight.grad, torch.zeros(7, 3))
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -138,8 +138,8 @@ def test_the_limit_that_is_reported_is_the_one_that_was_exceeded(monkeypatch):
 def test_a_worker_that_dies_with_its_results_is_named_by_their_reader(in_a_call):
     group = ray_group(pools(main=[2])[0], "Critic")
     pids = group.pids()
-    rows = torch.ones(128, 128, dtype=torch.long)  # large enough to be objects of their own
-    results = [group.double(DataProto({"input_ids": rows, "response_mask": rows})) for _ in range(60)]
+    rows = torch.ones(512, 512, dtype=torch.long)  # large enough to be objects of their own
+    results = [group.double(DataProto({"input_ids": rows, "response_mask": rows})) for _ in range(20)]
     if in_a_call:
         group.die.start(1)
     else:
@@ -147,9 +147,9 @@ def test_a_worker_that_dies_with_its_results_is_named_by_their_reader(in_a_call)
     _require_gone([pids[1]])
 
     def read() -> None:
-        for result in results:  # until the store notices, they can be read
+        for result in results:  # until the store notices the death, they can be read
             result.batch["doubled"].sum()
-            time.sleep(0.2)
+            time.sleep(0.5)
 
     message = _failure(read)
     assert mentions(message, "Critic", "rank 1", HERE, pids[1])
@@ -159,21 +159,21 @@ def test_a_worker_that_dies_with_its_results_is_named_by_their_reader(in_a_call)
 
 
 @pytest.mark.parametrize(
-    ("fault", "arguments", "found", "is_final"),
+    ("fault", "found", "is_final"),
     [
-        ("fail_by_name", (0,), "ModelError: the folder has no weights", True),
-        ("miss_a_package", (), "MissingExtraError: this needs the package 'wonder'", True),
-        ("fail_with_more_arguments", (), "RuntimeError: FussyError: too long", False),
-        ("fail_with_a_lock", (), "RuntimeError: ValueError: ('held by', ", False),
+        ("our error", "ModelError: the folder has no weights", True),
+        ("missing package", "MissingExtraError: this needs the package 'wonder'", True),
+        ("more arguments", "RuntimeError: FussyError: too long", False),
+        ("lock", "RuntimeError: ValueError: ('held by', ", False),
     ],
 )
-def test_an_exception_arrives_by_name_even_if_it_cannot_be_pickled(fault, arguments, found, is_final):
+def test_an_exception_arrives_by_name_even_if_it_cannot_be_pickled(fault, found, is_final):
     group = ray_group(pools(main=[1])[0], "Critic")
     with pytest.raises(WorkerError, match=naming(found)) as caught:
-        getattr(group, fault)(*arguments)
+        group.fail(0, fault)
     assert caught.value.is_final is is_final
     assert "died" not in str(caught.value)
-    assert (f"in {fault}" in str(caught.value)) is not is_final  # the place of an error of another library
+    assert ("    raise " in str(caught.value)) is not is_final  # the place of an error that is not strop's
 
 
 @pytest.mark.parametrize("fails", [False, True])

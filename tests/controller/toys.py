@@ -32,24 +32,20 @@ class ToyWorker:
     def __init__(self, start: int = 0, *, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size, self.value = rank, world_size, start
 
-    @register(Dispatch.ONE_TO_ALL)
-    def pid(self) -> int:
-        return os.getpid()
+    def _of_all_ranks(self, value: Any) -> list[Any]:
+        if self.world_size == 1:
+            return [value]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value)
+        return everyone
 
     @register(Dispatch.ONE_TO_ALL)
     def pids(self) -> list[int]:
-        """Return those of all ranks, which communicate for it."""
-        everyone: list[Any] = [None] * self.world_size
-        if self.world_size == 1:
-            return [os.getpid()]
-        dist.all_gather_object(everyone, os.getpid())
-        return everyone
+        return self._of_all_ranks(os.getpid())
 
     @register(Dispatch.ONE_TO_ALL)
     def nodes(self) -> list[str]:
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, ray.get_runtime_context().get_node_id())
-        return everyone
+        return self._of_all_ranks(ray.get_runtime_context().get_node_id())
 
     @register(Dispatch.ONE_TO_ALL)
     def add(self, amount: int, *, times: int = 1) -> int:
@@ -58,11 +54,7 @@ class ToyWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def values(self) -> list[int]:
-        everyone: list[Any] = [self.value]
-        if self.world_size > 1:
-            everyone = [None] * self.world_size
-            dist.all_gather_object(everyone, self.value)
-        return everyone
+        return self._of_all_ranks(self.value)
 
     @register(Dispatch.RANK_ZERO)
     def add_on_rank_zero(self, amount: int) -> int:
@@ -172,28 +164,20 @@ class ToyWorker:
         self._wait_for_all()
 
     @register(Dispatch.ONE_TO_ALL)
-    def fail(self, rank: int) -> None:
+    def fail(self, rank: int, fault: str = "division") -> None:
         if self.rank == rank:
-            raise ZeroDivisionError("no such number")
+            match fault:
+                case "division":
+                    raise ZeroDivisionError("no such number")
+                case "our error":
+                    raise ModelError("the folder has no weights")
+                case "missing package":
+                    raise MissingExtraError("wonder", "all", "this")
+                case "more arguments":
+                    raise FussyError("too long", limit=3)
+                case "lock":
+                    raise ValueError("held by", threading.Lock())
         self._wait_for_all()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def fail_by_name(self, rank: int) -> None:
-        if self.rank == rank:
-            raise ModelError("the folder has no weights")
-        self._wait_for_all()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def miss_a_package(self) -> None:
-        raise MissingExtraError("wonder", "all", "this")
-
-    @register(Dispatch.ONE_TO_ALL)
-    def fail_with_more_arguments(self) -> None:
-        raise FussyError("too long", limit=3)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def fail_with_a_lock(self) -> None:
-        raise ValueError("held by", threading.Lock())
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self, rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -118,3 +119,19 @@ def assert_same(packed: Any, padded: Any, batch: Columns, **options: Any) -> Non
         torch.testing.assert_close(output, expected[name], atol=1e-5, rtol=1e-5)
     assert reached == expected_reached  # an empty micro-batch too takes part in every collective
     assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+def flash_attention(
+    module, query, key, value, attention_mask, *, cu_seq_lens_q, cu_seq_lens_k, scaling, **options
+) -> tuple[torch.Tensor, None]:
+    """Attend within sequences as the kernel does, which needs a GPU."""
+    assert torch.equal(cu_seq_lens_q, cu_seq_lens_k)
+    pieces = []
+    for start, end in itertools.pairwise(cu_seq_lens_q.tolist()):
+        parts = [heads[:, :, start:end] for heads in (query, key, value)]
+        pieces.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                *parts, is_causal=True, scale=scaling, enable_gqa=True
+            )
+        )
+    return torch.cat(pieces, dim=2).transpose(1, 2), None

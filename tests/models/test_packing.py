@@ -134,20 +134,11 @@ def test_flash_attention_receives_the_ends_of_sequences(monkeypatch):
     """Its kernel needs a GPU; what reaches it in each layer is what it takes."""
     calls = []
 
-    def varlen(module, query, key, value, attention_mask, *, cu_seq_lens_q, cu_seq_lens_k, **options):
+    def varlen(module, query, key, value, attention_mask, **options):
         calls.append((options["max_length_q"], options["max_length_k"]))
         assert attention_mask is None
-        assert torch.equal(cu_seq_lens_q, cu_seq_lens_k)
-        assert cu_seq_lens_q.dtype == torch.int32
-        outputs = []
-        for start, end in itertools.pairwise(cu_seq_lens_q.tolist()):
-            parts = [heads[:, :, start:end] for heads in (query, key, value)]
-            outputs.append(
-                nn.functional.scaled_dot_product_attention(
-                    *parts, is_causal=True, scale=options["scaling"], enable_gqa=True
-                )
-            )
-        return torch.cat(outputs, dim=2).transpose(1, 2), None
+        assert options["cu_seq_lens_q"].dtype == torch.int32
+        return families.flash_attention(module, query, key, value, attention_mask, **options)
 
     model = families.model("Llama")
     model.config._attn_implementation = "flash_attention_2"

@@ -131,40 +131,37 @@ def test_bfloat16_passes_are_shared_too(ranks, folders):
 # ------------------------------------------------------------------------------------------------ refusals
 
 
+SIZE = "ulysses_sequence_parallel_size"
 REFUSED = {
     "padded": (
         {},
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",),
-        "ModelError: ulysses_sequence_parallel_size=2 shares packed rows; "
-        "set actor_rollout_ref.model.use_remove_padding=True",
+        (f"actor_rollout_ref.actor.{SIZE}=2",),
+        ("ModelError", f"{SIZE}=2", "actor_rollout_ref.model.use_remove_padding=True"),
     ),
     "heads": (
         {"num_attention_heads": 2, "num_key_value_heads": 1},
         jobs.sharing(4),
-        "ModelError: ulysses_sequence_parallel_size=4: LlamaForCausalLM has 2 attention heads, expected a "
-        "multiple of 4; set it to a divisor of 2",
+        ("ModelError", f"{SIZE}=4", "LlamaForCausalLM", "2 attention heads", "divisor of 2"),
     ),
     "rotary embeddings that depend on the longest sequence": (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         jobs.sharing(2),
-        "ModelError: ulysses_sequence_parallel_size=2: LlamaForCausalLM has rotary embeddings of type "
-        "dynamic",
+        ("ModelError", f"{SIZE}=2", "LlamaForCausalLM", "rotary embeddings", "dynamic"),
     ),
     "a number that does not divide the ranks": (
         {},
         jobs.sharing(3),
-        "ConfigError: actor_rollout_ref.actor.ulysses_sequence_parallel_size=3 does not divide the 4 ranks "
-        "(nearest: 2, 4)",
+        ("ConfigError", f"actor_rollout_ref.actor.{SIZE}=3", "4 ranks", "2, 4"),
     ),
 }
 
 
-@pytest.mark.parametrize(("sizes", "keys", "message"), REFUSED.values(), ids=REFUSED)
-def test_sharing_that_cannot_work_is_refused_before_weights_are_read(ranks, tmp_path, sizes, keys, message):
+@pytest.mark.parametrize(("sizes", "keys", "parts"), REFUSED.values(), ids=REFUSED)
+def test_sharing_that_cannot_work_is_refused_before_weights_are_read(ranks, tmp_path, sizes, keys, parts):
     jobs.save_model(tmp_path, "Llama", **sizes)
     (tmp_path / "model.safetensors").write_bytes(b"")
     for found in ranks.run(4, jobs.refusal, tmp_path, Role.Actor, *keys):
-        assert found.startswith(message)
+        assert mentions(found, *parts)
 
 
 def test_ranks_with_different_batches_raise_instead_of_waiting(ranks, folders):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -164,20 +163,10 @@ def with_flash_attention(folder: Path, lengths: Lengths, *keys: str) -> tuple[to
     """Return log-probs by a stand-in for flash-attention, whose kernel needs a GPU, and its arguments."""
     calls = set()
 
-    def varlen(module, query, key, value, attention_mask, *, cu_seq_lens_q, cu_seq_lens_k, **options):
-        ends = cu_seq_lens_q.tolist()
-        assert ends == cu_seq_lens_k.tolist()
+    def varlen(module, query, key, value, attention_mask, **options):
+        ends = options["cu_seq_lens_q"].tolist()
         calls.add((module.config._attn_implementation, query.shape[1], key.shape[1], query.shape[2], *ends))
-        pieces = [
-            torch.nn.functional.scaled_dot_product_attention(
-                *(heads[:, :, start:end] for heads in (query, key, value)),
-                is_causal=True,
-                scale=options["scaling"],
-                enable_gqa=True,
-            )
-            for start, end in itertools.pairwise(ends)
-        ]
-        return torch.cat(pieces, dim=2).transpose(1, 2), None
+        return families.flash_attention(module, query, key, value, attention_mask, **options)
 
     built = worker_jobs.worker(folder, Role.Actor, *keys)
     model = built.engine.module.hugging_face_model

@@ -61,13 +61,3 @@ def test_a_named_checkpoint_stays_the_beginning_when_the_folder_was_only_archive
 
 def test_after_a_save_it_goes_on_from_there(run):
     assert run(dies_after_saving, None, resume_mode="disable") == ["disable", "auto"]
-
-
-def test_an_error_that_would_come_again_and_one_too_many_end_the_run(run):
-    def is_final(latest):
-        raise WorkerError("a wrong model", is_final=True)
-
-    with pytest.raises(WorkerError, match="a wrong model"):
-        run(is_final, None)
-    with pytest.raises(WorkerError, match="gone"):
-        run(dies, dies, None)

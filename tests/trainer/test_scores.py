@@ -72,20 +72,40 @@ def waiting_scorer(folder: Path) -> tuple[str, Path]:
     return f"custom_reward_function.path={folder / 'reward.py'}", go
 
 
-def test_samples_are_scored_while_the_models_evaluate_them(make, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("role", "method", "call", "options", "metric"),
+    [
+        # of the passes before the update, the last
+        ("critic", "compute_values", 1, (), "critic/score/max"),
+        # the second batch of validation
+        (
+            "rollout",
+            "generate_sequences",
+            2,
+            ("data.val_batch_size=2", "trainer.val_only=true"),
+            "val/test_score/strop/arithmetic",
+        ),
+    ],
+)
+def test_samples_are_scored_during_the_next_calls_of_workers(
+    make, tmp_path, monkeypatch, role, method, call, options, metric
+):
     option, go = waiting_scorer(tmp_path)
-    trainer = make(option, "reward_model.timeout_s=120")
-    plain = trainer.critic.worker.compute_values
+    trainer = make(option, "reward_model.timeout_s=120", *options)
+    worker, calls = getattr(trainer, role).worker, []
+    plain = getattr(worker, method)
 
-    def compute_values(batch):  # of the passes before the update, the last
-        go.touch()
-        return plain(batch)
+    def counted(*arguments):
+        calls.append(method)
+        if len(calls) == call:
+            go.touch()
+        return plain(*arguments)
 
-    monkeypatch.setattr(trainer.critic.worker, "compute_values", compute_values)
+    monkeypatch.setattr(worker, method, counted)
     trainer.fit()
     (line,) = metrics(tmp_path / "run")
-    assert line["reward/errors"] == 0
-    assert line["critic/score/max"] > 0
+    assert line.get("reward/errors", 0) == 0
+    assert line[metric] > 0
 
 
 def test_samples_are_scored_while_others_are_generated(make, tmp_path, monkeypatch):
@@ -116,23 +136,6 @@ def test_samples_are_scored_while_others_are_generated(make, tmp_path, monkeypat
     (rows,) = [pq.read_table(path).to_pylist() for path in (tmp_path / "run" / "rollouts").iterdir()]
     assert line["reward/errors"] == 0
     assert [row["score"] for row in rows] == [float(len(row["response"])) for row in rows]
-
-
-def test_validation_samples_are_scored_while_the_next_are_generated(make, tmp_path, monkeypatch):
-    option, go = waiting_scorer(tmp_path)
-    trainer = make(option, "reward_model.timeout_s=120", "data.val_batch_size=2", "trainer.val_only=true")
-    plain, calls = trainer.rollout.worker.generate_sequences, []
-
-    def generate_sequences(prompts, finished):
-        calls.append(len(prompts))
-        if len(calls) == 2:
-            go.touch()
-        return plain(prompts, finished)
-
-    monkeypatch.setattr(trainer.rollout.worker, "generate_sequences", generate_sequences)
-    trainer.fit()
-    assert calls == [2, 2, 2]
-    assert metrics(tmp_path / "run")[0]["val/test_score/strop/arithmetic"] > 0
 
 
 def test_a_failure_elsewhere_does_not_wait_for_scores(make, tmp_path, monkeypatch):

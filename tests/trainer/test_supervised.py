@@ -19,8 +19,17 @@ from strop.errors import ConfigError, DataError
 from strop.models.loader import fresh_head
 from strop.trainer.supervised import SftTrainer, build
 
-from messages import mentions, naming
-from supervised_runs import final_weights, make_inputs, metrics, overrides, row, train, write_rows
+from messages import naming
+from supervised_runs import (
+    final_weights,
+    make_inputs,
+    metrics,
+    overrides,
+    require_equal_weights,
+    row,
+    train,
+    write_rows,
+)
 
 PACKED = "model.use_remove_padding=True"
 LAYOUTS = {
@@ -61,13 +70,6 @@ def straight(request):
 @pytest.fixture(scope="module")
 def tokenizer(inputs):
     return AutoTokenizer.from_pretrained(inputs / "model")
-
-
-def require_equal_weights(run: Path, expected: dict[str, torch.Tensor]) -> None:
-    found = final_weights(run)
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=1e-5)
 
 
 def response_loss(model, rows):
@@ -214,8 +216,3 @@ def test_a_missing_column_is_named_with_its_key(inputs, tmp_path):
     options = overrides(inputs, tmp_path, "data.response_key=answer")
     with pytest.raises(DataError, match=naming("column 'answer'", "data.response_key")):
         build(SftTrainer, load_tree(SFT, options))
-
-
-def test_a_key_without_effect_is_a_warning_before_a_model_loads(inputs, tmp_path, caplog):
-    build(SftTrainer, load_tree(SFT, overrides(inputs, tmp_path, "trainer.max_restarts=3")))
-    assert mentions(caplog.text, "trainer.max_restarts=3")

@@ -15,7 +15,7 @@ from strop.prepare import prepare
 
 import forked
 import runs
-from supervised_runs import final_weights, make_inputs, metrics, overrides, train
+from supervised_runs import final_weights, make_inputs, metrics, overrides, require_equal_weights, train
 
 HH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "hh_rlhf"
 """Raw Helpful and Harmless dialogues. Their text is offensive: nothing here shows it."""
@@ -35,10 +35,7 @@ def test_two_ranks_train_what_one_trains(ray_session, inputs, tmp_path, kind):
     two = train(kind, overrides(inputs, tmp_path / "two", *options, "trainer.n_gpus_per_node=2"))
     assert two.group.world_size == 2
     two.shutdown()
-    ours, theirs = final_weights(tmp_path / "two"), final_weights(tmp_path / "one")
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, atol=1e-6, rtol=1e-5)
+    require_equal_weights(tmp_path / "two", final_weights(tmp_path / "one"))
     for one, other in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         assert other == pytest.approx(one, abs=1e-4)
 
