@@ -68,16 +68,6 @@ def test_gae_by_hand(whiten, expected):
     assert returns.tolist() == [[2.4375, 3.75, 4.0]]
 
 
-def test_gae_steps_over_holes_without_a_discount_and_ignores_what_they_hold():
-    # t=3: A = 4 - 3 = 1; t=0: delta = 1 + 0.5 x 3 - 1 = 1.5; A = 1.5 + 0.25 x 1 = 1.75
-    advantages, returns = gae(
-        rows([1.0, NAN, 100.0, 4.0]), rows([1.0, INF, 7.0, 3.0]), rows([1.0, 0.0, 0.0, 1.0]),
-        gamma=0.5, lam=0.5, whiten=False,
-    )  # fmt: skip
-    assert advantages.tolist() == [[1.75, 0.0, 0.0, 1.0]]
-    assert returns.tolist() == [[2.75, 0.0, 0.0, 4.0]]
-
-
 @given(
     st.lists(
         st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=12
