@@ -101,7 +101,8 @@ def test_a_group_that_was_shut_down_is_named():
 
 
 @pytest.mark.parametrize("fault", ["sleep", "hold_the_interpreter"])
-def test_a_rank_that_hangs_is_named_with_the_stacks_of_all(fault):
+def test_a_rank_that_hangs_is_named_with_the_stacks_of_all(monkeypatch, fault):
+    monkeypatch.setattr("strop.controller.ray.processes._STACKS_S", 3.0)
     group = ray_group(pools(main=[2])[0], "Critic", phase_timeout_s=4.0)
     pids = group.pids()
     started = time.monotonic()
@@ -130,8 +131,8 @@ def test_the_stacks_of_a_hang_are_those_of_all_pools():
 
 def test_the_limit_that_is_reported_is_the_one_that_was_exceeded(monkeypatch):
     group = ray_group(pools(main=[1])[0], "Critic", worker_cls=SlowToLoad, phase_timeout_s=1.0)
-    monkeypatch.setattr("strop.controller.ray.processes.START_S", 5.0)
-    assert mentions(_failure(group.init_model), "init_model", "5 s", "trainer.phase_timeout_s")
+    monkeypatch.setattr("strop.controller.ray.processes.START_S", 2.0)
+    assert mentions(_failure(group.init_model), "init_model", "2 s", "trainer.phase_timeout_s")
 
 
 @pytest.mark.parametrize("in_a_call", [False, True])

@@ -95,11 +95,11 @@ def test_samples_are_scored_during_the_next_calls_of_workers(
     worker, calls = getattr(trainer, role).worker, []
     plain = getattr(worker, method)
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         calls.append(method)
         if len(calls) == call:
             go.touch()
-        return plain(*arguments)
+        return plain(*arguments, **options)
 
     monkeypatch.setattr(worker, method, counted)
     trainer.fit()

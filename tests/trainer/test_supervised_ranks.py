@@ -1,4 +1,4 @@
-"""strop sft and strop train-rm over several processes, after kill -9, and on real preferences."""
+"""strop sft and strop train-rm on several ranks, after kill -9, and on real preferences."""
 
 from __future__ import annotations
 
