@@ -8,15 +8,14 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from strop.config.load import load_tree
 from strop.config.trees import REWARD_MODELLING, SFT
 from strop.trainer.supervised import RewardModelTrainer, SftTrainer, build
 
 import tiny_model
-from runs import metrics
-
-__all__ = ["final_weights", "make_inputs", "metrics", "overrides", "row", "train", "write_rows"]
+from runs import metrics  # noqa: F401 - re-exported
 
 KINDS = {"sft": (SFT, SftTrainer), "train-rm": (REWARD_MODELLING, RewardModelTrainer)}
 
@@ -83,3 +82,11 @@ def final_weights(run: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return load_file(run / "final_model" / "model.safetensors")
+
+
+def require_equal_weights(run: Path, expected: dict[str, Any]) -> None:
+    """Compare the trained model of ``run`` with the parameters ``expected``."""
+    found = final_weights(run)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=1e-5)

@@ -39,14 +39,6 @@ def test_help_imports_no_torch(arguments):
     assert f"status {expected} imported []" in run.stdout, run.stdout + run.stderr
 
 
-def test_help_names_every_command(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    printed = capsys.readouterr().out
-    names = ("train", "sft", "train-rm", "eval", "check", "prepare", "score", "export", "view")
-    assert all(f" {name} " in printed for name in names)
-
-
 def test_check_prints_the_plan_and_the_resolved_configuration_without_torch(inputs):
     arguments = ["check", "--config-only", *overrides(inputs, inputs / "unused")]
     run = subprocess.run(
@@ -110,9 +102,9 @@ def test_options_and_overrides_come_in_any_order(inputs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "told"), [("score", "\n"), ("train", "; the last whole checkpoint is kept\n")]
+    ("command", "ending"), [("score", "\n"), ("train", "; the last whole checkpoint is kept\n")]
 )
-def test_ctrl_c_speaks_of_checkpoints_where_some_are_made(monkeypatch, capsys, command, told):
+def test_ctrl_c_mentions_checkpoints_of_commands_that_make_some(monkeypatch, capsys, command, ending):
     def stop(_arguments):
         raise KeyboardInterrupt
 
@@ -120,4 +112,4 @@ def test_ctrl_c_speaks_of_checkpoints_where_some_are_made(monkeypatch, capsys, c
     stopping = cli._COMMANDS[command]._replace(run="strop.cli.main:stop")
     monkeypatch.setitem(cli._COMMANDS, command, stopping)
     assert main([command, "file.parquet"]) == 130
-    assert capsys.readouterr().err == f"stopped by Ctrl-C{told}"
+    assert capsys.readouterr().err == f"stopped by Ctrl-C{ending}"

@@ -1,19 +1,14 @@
-"""What a failure of files looks like at the end of a command."""
+"""Failures of files at the end of a command."""
 
 from __future__ import annotations
 
 import errno
-import os
-from pathlib import Path
 
 import pytest
-from small_disk import no_room, small_disk
+from small_disk import no_room
 
-from strop.cli.main import main
 from strop.cli.run import run_command
 from strop.files import atomic_path
-
-from messages import naming
 
 
 def status_and_line(action, capsys) -> tuple[int, str]:
@@ -25,14 +20,8 @@ def status_and_line(action, capsys) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("action", "parts"),
     [
-        (
-            lambda folder: (folder / "file").mkdir(),
-            ("FileExistsError", "/file'"),
-        ),
-        (
-            lambda folder: (folder / "file" / "run").mkdir(),
-            ("NotADirectoryError", "/file/run'"),
-        ),
+        (lambda folder: (folder / "file").mkdir(), ("FileExistsError", "/file'")),
+        (lambda folder: (folder / "file" / "run").mkdir(), ("NotADirectoryError", "/file/run'")),
         (lambda folder: (folder / "file" / "x").write_text(""), ("NotADirectoryError", "/file/x'")),
         (lambda folder: folder.read_text(), ("IsADirectoryError",)),
         (lambda folder: (folder / "no" / "x").write_text(""), ("FileNotFoundError", "/no/x'")),
@@ -76,34 +65,9 @@ def test_a_file_that_cannot_be_created_is_reported_by_its_own_name(tmp_path, cap
 @pytest.mark.parametrize(
     "error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError("no number, no file")]
 )
-def test_what_is_about_no_file_keeps_its_traceback(error):
+def test_an_error_about_no_file_keeps_its_traceback(error):
     def action() -> int:
         raise error
 
     with pytest.raises(type(error)):
         run_command(action, debug=False)
-
-
-def test_debug_keeps_every_traceback(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        run_command(lambda: os.stat(tmp_path / "nothing").st_size, debug=True)
-
-
-def test_prepare_into_a_file_and_onto_a_full_disk(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["prepare", "arithmetic", "--out", str(tmp_path / "file")]) == 2
-    printed = capsys.readouterr().err
-    assert f"{tmp_path / 'file'}" in printed
-    assert "NotADirectoryError" in printed
-    with small_disk(tmp_path / "disk", "4k") as disk:
-        fill(disk)
-        assert main(["prepare", "arithmetic", "--out", str(disk)]) == 2
-    printed = capsys.readouterr().err
-    assert "No space left on device" in printed
-    assert "/train.parquet" in printed
-    assert "Traceback" not in printed
-
-
-def fill(disk: Path) -> None:
-    with pytest.raises(OSError, match=naming("No space left")):
-        (disk / "fill").write_bytes(bytes(1 << 20))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -96,9 +94,3 @@ def test_concat_undoes_split(rows: int, size: int):
     again = DataProto.concat(data.split(size))
     assert torch.equal(again.batch["x"], data.batch["x"])
     assert list(again.non_tensor_batch["name"]) == list(data.non_tensor_batch["name"])
-
-
-def test_survives_pickling():
-    again = pickle.loads(pickle.dumps(_three_rows()))
-    assert torch.equal(again.batch["ids"], _three_rows().batch["ids"])
-    assert again.meta_info == {"step": 4}

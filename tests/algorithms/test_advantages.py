@@ -50,54 +50,22 @@ def first_tokens(advantages):
 # ---- gae
 
 
-def test_gae_by_hand():
+@pytest.mark.parametrize(
+    ("whiten", "expected"),
+    [
+        (False, [1.4375, 1.75, 1.0]),
+        # mean 1.3958333; squares 0.0017361 + 0.1254340 + 0.1566840 = 0.2838542; / 2; root 0.3767321
+        (True, [0.1106003, 0.9401023, -1.0507025]),
+    ],
+)
+def test_gae_by_hand(whiten, expected):
     # t=2: delta = 4 + 0 - 3 = 1; A = 1
     # t=1: delta = 2 + 0.5 x 3 - 2 = 1.5; A = 1.5 + 0.25 x 1 = 1.75
     # t=0: delta = 1 + 0.5 x 2 - 1 = 1; A = 1 + 0.25 x 1.75 = 1.4375
-    advantages, returns = gae(
-        rows([1.0, 2.0, 4.0]), rows([1.0, 2.0, 3.0]), torch.ones(1, 3), gamma=0.5, lam=0.5, whiten=False
-    )
-    assert advantages.tolist() == [[1.4375, 1.75, 1.0]]
+    rewards, values = rows([1.0, 2.0, 4.0]), rows([1.0, 2.0, 3.0])
+    advantages, returns = gae(rewards, values, torch.ones(1, 3), gamma=0.5, lam=0.5, whiten=whiten)
+    assert_close(advantages, rows(expected), atol=1e-6, rtol=0)
     assert returns.tolist() == [[2.4375, 3.75, 4.0]]
-
-
-def test_gae_whitens_the_advantages_and_leaves_the_returns():
-    # mean 1.3958333; squares 0.0017361 + 0.1254340 + 0.1566840 = 0.2838542; / 2; root 0.3767321
-    advantages, returns = gae(
-        rows([1.0, 2.0, 4.0]), rows([1.0, 2.0, 3.0]), torch.ones(1, 3), gamma=0.5, lam=0.5, whiten=True
-    )
-    assert_close(advantages, rows([0.1106003, 0.9401023, -1.0507025]), atol=1e-6, rtol=0)
-    assert returns.tolist() == [[2.4375, 3.75, 4.0]]
-
-
-def test_gae_steps_over_holes_without_a_discount_and_ignores_what_they_hold():
-    # t=3: A = 4 - 3 = 1; t=0: delta = 1 + 0.5 x 3 - 1 = 1.5; A = 1.5 + 0.25 x 1 = 1.75
-    advantages, returns = gae(
-        rows([1.0, NAN, 100.0, 4.0]), rows([1.0, INF, 7.0, 3.0]), rows([1.0, 0.0, 0.0, 1.0]),
-        gamma=0.5, lam=0.5, whiten=False,
-    )  # fmt: skip
-    assert advantages.tolist() == [[1.75, 0.0, 0.0, 1.0]]
-    assert returns.tolist() == [[2.75, 0.0, 0.0, 4.0]]
-
-
-@pytest.mark.parametrize("poison", [NAN, INF, 1000.0])
-def test_gae_takes_no_value_from_after_the_last_token(poison):
-    # a value mask that reaches one further would add gamma (1 - lam) V
-    advantages, returns = gae(
-        rows([1.0, 2.0, 4.0, poison]), rows([1.0, 2.0, 3.0, poison]), rows([1.0, 1.0, 1.0, 0.0]),
-        gamma=0.5, lam=0.5, whiten=False,
-    )  # fmt: skip
-    assert advantages.tolist() == [[1.4375, 1.75, 1.0, 0.0]]
-    assert returns.tolist() == [[2.4375, 3.75, 4.0, 0.0]]
-
-
-def test_gae_of_a_row_without_tokens_is_zero():
-    advantages, returns = gae(
-        rows([NAN, NAN], [0.0, 1.0]), rows([NAN, NAN], [0.5, 0.5]), rows([0.0, 0.0], [1.0, 1.0]),
-        gamma=1.0, lam=1.0, whiten=False,
-    )  # fmt: skip
-    assert advantages.tolist() == [[0.0, 0.0], [0.5, 0.5]]
-    assert returns.tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 
 @given(
@@ -128,34 +96,22 @@ def test_gae_is_the_discounted_sum_of_the_deltas_of_the_sampled_tokens(tokens, g
 # ---- grpo
 
 
-def test_grpo_by_hand_with_groups_out_of_order():
-    # a: 1, 3: mean 2, std sqrt(2); b: 2, 2, 5: mean 3, squares 1 + 1 + 4 = 6, / 2, std sqrt(3)
-    rewards, mask = outcome([1.0, 2.0, 2.0, 3.0, 5.0])
-    advantages, returns = grpo(rewards, mask, ["a", "b", "b", "a", "b"], norm_by_std=True)
-    expected = torch.tensor([-0.7071063, -0.5773499, -0.5773499, 0.7071063, 1.1546999])
-    assert_close(first_tokens(advantages), expected, atol=2e-7, rtol=0)
-    assert first_tokens(returns).tolist() == [1.0, 2.0, 2.0, 3.0, 5.0]
-
-
-def test_grpo_adds_1e_6_to_the_standard_deviation():
-    # std 1.4142136e-6: 1e-6 / 2.4142136e-6
-    rewards, mask = outcome([0.0, 2e-6])
-    advantages, _ = grpo(rewards, mask, ["a", "a"], norm_by_std=True)
-    assert_close(first_tokens(advantages), torch.tensor([-0.4142136, 0.4142136]))
-
-
-def test_grpo_without_the_standard_deviation():
-    rewards, mask = outcome([1.0, 2.0, 2.0, 3.0, 5.0])
-    advantages, _ = grpo(rewards, mask, ["a", "b", "b", "a", "b"], norm_by_std=False)
-    assert first_tokens(advantages).tolist() == [-1.0, -1.0, -1.0, 1.0, 2.0]
-
-
-def test_grpo_of_a_group_of_one_keeps_the_score():
-    rewards, mask = outcome([3.0, 1.0, 3.0])
-    advantages, _ = grpo(rewards, mask, ["alone", "a", "a"], norm_by_std=True)
-    assert_close(first_tokens(advantages), torch.tensor([2.999997, -0.7071063, 0.7071063]))  # 3 / (1 + 1e-6)
-    advantages, _ = grpo(rewards, mask, ["alone", "a", "a"], norm_by_std=False)
-    assert first_tokens(advantages).tolist() == [3.0, -1.0, 1.0]
+@pytest.mark.parametrize(
+    ("norm_by_std", "expected"),
+    [
+        # (s - mean) / (std + 1e-6)
+        # a: 1, 3: mean 2, std sqrt(2); b: 2, 2, 5: mean 3, squares 1 + 1 + 4 = 6, / 2, std sqrt(3);
+        # a group of one keeps its score: 3 / (1 + 1e-6)
+        (True, [-0.7071063, -0.5773499, -0.5773499, 0.7071063, 1.1546999, 2.999997]),
+        (False, [-1.0, -1.0, -1.0, 1.0, 2.0, 3.0]),
+    ],
+)
+def test_grpo_by_hand_with_groups_out_of_order(norm_by_std, expected):
+    scores = [1.0, 2.0, 2.0, 3.0, 5.0, 3.0]
+    rewards, mask = outcome(scores)
+    advantages, returns = grpo(rewards, mask, ["a", "b", "b", "a", "b", "alone"], norm_by_std=norm_by_std)
+    assert_close(first_tokens(advantages), torch.tensor(expected), atol=2e-7, rtol=0)
+    assert first_tokens(returns).tolist() == scores
 
 
 def test_the_score_of_a_sequence_is_the_sum_over_its_sampled_tokens():
@@ -254,15 +210,18 @@ def everything(n_samples=6, length=4, seed=0):
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_poisoned_padding_changes_nothing(name):
+def test_poisoned_padding_changes_nothing_and_results_have_no_gradient(name):
     clean = everything()
     hidden = clean["response_mask"] == 0
     expected = estimate(get_estimator(name), **clean)
     for poison in (NAN, INF, -1e30):
         poisoned = clean | {
-            column: clean[column].masked_fill(hidden, poison) for column in ("rewards", "values")
+            column: clean[column].masked_fill(hidden, poison).requires_grad_()
+            for column in ("rewards", "values")
         }
         for found, wanted in zip(estimate(get_estimator(name), **poisoned), expected, strict=True):
+            assert found.dtype == torch.float32
+            assert not found.requires_grad
             assert torch.equal(found, wanted)
             assert found[hidden].abs().sum() == 0
 
@@ -280,14 +239,3 @@ def test_the_order_of_the_rows_does_not_matter(name):
         estimate(get_estimator(name), **shuffled), estimate(get_estimator(name), **straight), strict=True
     ):
         assert_close(found, wanted[order])
-
-
-@pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_results_have_the_type_of_the_rewards_and_no_gradient(name):
-    inputs = everything()
-    inputs["values"].requires_grad_()
-    inputs["rewards"].requires_grad_()
-    for part in estimate(get_estimator(name), **inputs):
-        assert part.shape == inputs["rewards"].shape
-        assert part.dtype == torch.float32
-        assert not part.requires_grad

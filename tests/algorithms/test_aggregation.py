@@ -8,12 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from strop.algorithms.aggregation import AGGREGATION_MODES, aggregate
+from strop.algorithms.aggregation import (
+    AGGREGATION_MODES,
+    aggregate,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    whiten,
+    zero_masked,
+)
 from strop.errors import ConfigError
 
 from messages import naming
 
-NAN = math.nan
+NAN, INF = math.nan, math.inf
 
 
 @pytest.mark.parametrize(
@@ -26,7 +34,7 @@ NAN = math.nan
     ],
 )
 def test_the_four_modes_by_hand(mode, expected):
-    loss = torch.tensor([[1.0, 2.0, 6.0, NAN], [4.0, math.inf, 8.0, NAN]])
+    loss = torch.tensor([[1.0, 2.0, 6.0, NAN], [4.0, INF, 8.0, NAN]])
     mask = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
     result = aggregate(loss, mask, mode=mode, n_tokens=5, n_seqs=2, max_response_length=4)
     assert result.shape == ()
@@ -61,20 +69,7 @@ def test_the_parts_of_any_split_add_up_to_the_whole_in_value_and_gradient(batch,
         share.backward()
         total += share.item()
     assert total == pytest.approx(whole.item(), rel=1e-9, abs=1e-9)
-    assert whole_loss.grad is not None
-    assert split_loss.grad is not None
     assert_close(split_loss.grad, whole_loss.grad)
-
-
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
-def test_padding_to_another_length_changes_nothing(mode):
-    loss, mask = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    counts = {"n_tokens": 3, "n_seqs": 2, "max_response_length": 5}
-    longer_loss = torch.cat([loss, torch.full((2, 3), NAN)], 1)
-    longer_mask = torch.cat([mask, torch.zeros(2, 3)], 1)
-    assert torch.equal(
-        aggregate(longer_loss, longer_mask, mode=mode, **counts), aggregate(loss, mask, mode=mode, **counts)
-    )
 
 
 def test_an_unknown_mode_and_an_empty_denominator_are_refused():
@@ -83,3 +78,72 @@ def test_an_unknown_mode_and_an_empty_denominator_are_refused():
         aggregate(one, one, mode="mean", n_tokens=1, n_seqs=1, max_response_length=1)
     with pytest.raises(ValueError, match=naming("token-mean", "n_tokens=0")):
         aggregate(one, one, mode="token-mean", n_tokens=0, n_seqs=1, max_response_length=1)
+
+
+# ---- masked statistics
+
+VALUES = torch.tensor([[1.0, 2.0, NAN], [4.0, INF, 6.0]])
+MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
+
+
+def test_sum_and_mean_along_a_dimension():
+    assert masked_sum(VALUES, MASK, dim=-1).tolist() == [3.0, 10.0]
+    assert masked_mean(VALUES, MASK, dim=-1).tolist() == [1.5, 5.0]
+    assert masked_mean(VALUES, MASK, dim=0).tolist() == [2.5, 2.0, 6.0]
+
+
+def test_whitening_by_hand():
+    # mean 13 / 4 = 3.25, variance 14.75 / 3 = 4.9166667, root 2.2173558
+    expected = torch.tensor([[-1.0147220, -0.5637345, 0.0], [0.3382407, 0.0, 1.2402158]])
+    assert_close(whiten(VALUES, MASK), expected, atol=1e-6, rtol=0)
+
+
+def test_whitening_adds_1e_8_under_the_root():
+    # mean 5e-5, variance 5e-9: 5e-5 / sqrt(1.5e-8) = 0.4082483; with 1e-8 outside of the root, 0.707
+    white = whiten(torch.tensor([0.0, 1e-4]), torch.ones(2))
+    assert_close(white, torch.tensor([-0.4082483, 0.4082483]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_a_mask_may_have_any_dtype(dtype):
+    assert masked_mean(VALUES, MASK.to(dtype)).item() == 3.25
+    assert whiten(VALUES, MASK.to(dtype)).dtype == torch.float32
+
+
+def test_a_mask_broadcasts_and_the_mean_counts_what_it_selects():
+    rows = torch.tensor([[1.0], [0.0]])
+    assert masked_mean(torch.tensor([[1.0, 2.0], [NAN, NAN]]), rows).item() == 1.5
+
+
+def test_nothing_selected_gives_zero():
+    nothing = torch.zeros_like(MASK)
+    assert masked_sum(VALUES, nothing).item() == 0
+    assert masked_mean(VALUES, nothing).item() == 0
+    assert masked_var(VALUES, nothing).item() == 0
+    assert whiten(VALUES, nothing).abs().max().item() == 0
+    first_row = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    assert masked_mean(VALUES, first_row, dim=-1).tolist() == [1.5, 0.0]
+
+
+def test_a_single_value_whitens_to_zero():
+    one = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    assert masked_var(VALUES, one).item() == 0
+    assert whiten(VALUES, one).abs().max().item() == 0
+
+
+def test_masked_slots_get_no_gradient_even_through_a_function_that_breaks_there():
+    x = torch.tensor([1.0, NAN, INF], requires_grad=True)
+    mask = torch.tensor([1.0, 0.0, 0.0])
+    zero_masked(zero_masked(x, mask).exp(), mask).sum().backward()
+    assert_close(x.grad, torch.tensor([math.e, 0.0, 0.0]))
+
+
+@given(st.lists(st.tuples(st.floats(-100, 100, width=32), st.booleans()), min_size=2, max_size=20))
+def test_statistics_equal_torchs_on_the_selected_values(pairs):
+    mask = torch.tensor([selected for _, selected in pairs])
+    values = torch.tensor([value if selected else NAN for value, selected in pairs], dtype=torch.float64)
+    kept = values[mask]
+    assert_close(masked_sum(values, mask), kept.sum())
+    if len(kept) > 1:
+        assert_close(masked_mean(values, mask), kept.mean())
+        assert_close(masked_var(values, mask), kept.var(correction=1))

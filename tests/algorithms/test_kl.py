@@ -47,7 +47,6 @@ def test_estimates_by_hand(kind, expected):
 def test_gradients_at_d_of_minus_2(kind, gradient):
     log_prob = torch.tensor([-3.0], requires_grad=True)
     kl_penalty(log_prob, torch.tensor([-1.0]), kind).sum().backward()
-    assert log_prob.grad is not None
     assert log_prob.grad.item() == pytest.approx(gradient)
 
 
@@ -57,7 +56,6 @@ def test_low_var_kl_is_clamped_in_value_and_its_gradient_stays_finite():
     kl = kl_penalty(log_prob, torch.tensor([0.0, -15.0, 0.0]), "low_var_kl")
     assert kl.tolist() == [10.0, 10.0, 10.0]
     kl.sum().backward()
-    assert log_prob.grad is not None
     assert log_prob.grad.tolist() == [0.0, 0.0, 0.0]
 
 
@@ -69,7 +67,6 @@ def test_a_mask_keeps_poisoned_padding_out_of_value_and_gradient(kind):
     assert kl[0, 1:].tolist() == [0.0, 0.0]
     assert kl[0, 0] > 0
     kl.sum().backward()
-    assert log_prob.grad is not None
     assert log_prob.grad[0, 1:].tolist() == [0.0, 0.0]
     assert log_prob.grad[0, 0] != 0
 
@@ -82,7 +79,7 @@ def test_k1_and_k3_average_to_the_full_kl():
         assert_close((p * kl_penalty(p.log(), ref.log(), kind)).sum(), full)
 
 
-def test_full_says_where_it_is_computed_and_an_unknown_kind_names_the_known():
+def test_full_kl_and_unknown_kinds_are_refused():
     zero = torch.zeros(1)
     with pytest.raises(ValueError, match="token_log_probs"):
         kl_penalty(zero, zero, "full")
@@ -137,12 +134,6 @@ def test_an_adaptive_controller_resumed_from_a_fixed_ones_checkpoint_starts_at_i
     controller = AdaptiveKLController(0.2, 6.0, 100)
     controller.load_state_dict(FixedKLController(0.5).state_dict())
     assert controller.value == 0.2
-
-
-def test_the_defaults_are_those_of_the_configuration():
-    controller = make_kl_controller("adaptive", kl_coef=0.005)
-    assert isinstance(controller, AdaptiveKLController)
-    assert (controller.target_kl, controller.horizon) == (0.1, 10_000)
 
 
 def test_a_horizon_that_could_turn_the_coefficient_negative_is_refused():

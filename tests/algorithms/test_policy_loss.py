@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from strop.algorithms.aggregation import aggregate
-from strop.algorithms.policy_loss import POLICY_LOSSES, cispo, gspo, ppo
+from strop.algorithms.policy_loss import POLICY_LOSSES, cispo, gspo, ppo, value_loss
 from strop.errors import ConfigError
 
 from messages import naming
@@ -64,7 +64,6 @@ def test_the_log_ratio_is_clamped_to_20(name):
     result = POLICY_LOSSES[name](far, torch.zeros(2, 1), -torch.ones(2, 1), torch.ones(2, 1), **CLIP)
     assert_close(result.ratio_BT, torch.tensor([[4.8516520e8], [2.0611536e-9]]))  # e^20, e^-20
     result.loss_BT.sum().backward()
-    assert far.grad is not None
     assert far.grad.isfinite().all()
 
 
@@ -72,14 +71,6 @@ def test_approx_kl_by_hand():
     # ratio - 1 - ln ratio: 2 - 1 - 0.6931472; 0.5 - 1 + 0.6931472; 0
     result, _ = of_ratios(ppo, [[2.0, 0.5, 1.0]], [[1.0, 1.0, 1.0]], **CLIP)
     assert_close(result.approx_kl_BT, torch.tensor([[0.3068528, 0.1931472, 0.0]]), atol=1e-6, rtol=0)
-
-
-def test_an_on_policy_step_has_ratio_1_and_the_policy_gradient():
-    for name in ("ppo", "cispo"):
-        result, gradient = of_ratios(POLICY_LOSSES[name], [[1.0, 1.0]], [[2.0, -3.0]], **CLIP)
-        assert result.ratio_BT.tolist() == [[1.0, 1.0]]
-        assert result.clipped_BT.tolist() == [[0.0, 0.0]]
-        assert_close(gradient, torch.tensor([[-2.0, 3.0]]))
 
 
 def test_gspo_by_hand():
@@ -110,7 +101,6 @@ def test_gspo_by_sequence_means_is_the_papers_objective():
     assert s_2 > 1.1
     assert loss.item() == pytest.approx((2 * s_1 - 1.1) / 2, abs=1e-6)
     loss.backward()
-    assert log_prob.grad is not None
     # d s_1 / d log_prob_t = s_1 / 3, times 2 / 2 sequences
     assert_close(log_prob.grad, torch.tensor([[s_1 / 3] * 3, [0.0] * 3]))
 
@@ -144,6 +134,7 @@ def test_poisoned_padding_reaches_neither_values_nor_gradients(name, poison):
         log_prob, old, advantages = (column.masked_fill(mask == 0, fill) for column in clean)
         log_prob.requires_grad_()
         result = POLICY_LOSSES[name](log_prob, old, advantages, mask, **CLIP)
+        assert [part.requires_grad for part in result] == [True, False, False, False]
         results.append([*result, *torch.autograd.grad(result.loss_BT.sum(), log_prob)])
     for expected, found in zip(*results, strict=True):
         assert torch.equal(found, expected)
@@ -151,7 +142,36 @@ def test_poisoned_padding_reaches_neither_values_nor_gradients(name, poison):
     assert results[0][-1][0, 0] != 0
 
 
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_only_the_loss_has_a_gradient(name):
-    result, _ = of_ratios(POLICY_LOSSES[name], [[1.1, 0.9]], [[1.0, 1.0]], **CLIP)
-    assert [part.requires_grad for part in result] == [True, False, False, False]
+# ---- the critic's
+
+
+def test_value_loss_by_hand():
+    # v = 2, R = 1, v clipped to 0.5: 1 or 0.25; v = 2, R = 3: 1 or 6.25; v = 0.2, R = 1, not clipped: 0.64;
+    # v = -2, R = -3, v clipped to -0.5: 1 or 6.25
+    values = torch.tensor([[2.0, 2.0, 0.2, -2.0]], requires_grad=True)
+    returns, old_values = torch.tensor([[1.0, 3.0, 1.0, -3.0]]), torch.zeros(1, 4)
+    result = value_loss(values, returns, old_values, torch.ones(1, 4), cliprange_value=0.5)
+    assert_close(result.loss_BT, torch.tensor([[0.5, 3.125, 0.32, 3.125]]))
+    assert result.clipped_BT.tolist() == [[0.0, 1.0, 0.0, 1.0]]
+    result.loss_BT.sum().backward()
+    assert_close(values.grad, torch.tensor([[1.0, 0.0, -0.8, 0.0]]))  # v - R, and 0 where clipped
+    assert not result.clipped_BT.requires_grad
+
+
+def test_the_clip_range_is_around_the_old_value():
+    result = value_loss(
+        torch.tensor([[5.0]]), torch.tensor([[6.0]]), torch.tensor([[4.0]]), torch.ones(1, 1),
+        cliprange_value=0.25,
+    )  # fmt: skip
+    assert_close(result.loss_BT, torch.tensor([[1.53125]]))  # clipped to 4.25: 1.75^2 / 2
+
+
+@pytest.mark.parametrize("poison", [NAN, INF])
+def test_poisoned_padding_reaches_neither_value_loss_nor_gradient(poison):
+    mask = torch.tensor([[1.0, 0.0, 1.0]])
+    values = torch.tensor([[1.0, poison, 2.0]], requires_grad=True)
+    other = torch.tensor([[0.0, poison, 2.0]])
+    result = value_loss(values, other, other, mask, cliprange_value=10.0)
+    assert result.loss_BT.tolist() == [[0.5, 0.0, 0.0]]
+    result.loss_BT.sum().backward()
+    assert values.grad.tolist() == [[1.0, 0.0, 0.0]]

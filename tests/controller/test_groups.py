@@ -1,9 +1,8 @@
-"""What a trainer may rely on, whichever kind of group it drives."""
+"""The contract of worker groups, local and on Ray."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,22 +10,18 @@ import torch
 from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
 from strop.controller.group import LocalWorkerGroup
-from strop.controller.ray.group import RayWorkerGroup
 from strop.controller.ray.handles import RemoteTensor
 
 from builders import random_samples
 from messages import naming
-from toys import PairedWorker, ToyWorker, pools
+from toys import PairedWorker, ToyWorker, pools, ray_group
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 @contextmanager
-def _on_ray(pool, worker_cls=ToyWorker, name="toy", *, handles=True, **init_kwargs):
-    settings = SimpleNamespace(handles=handles, device="cpu", phase_timeout_s=60.0)
-    group = RayWorkerGroup(
-        worker_cls=worker_cls, init_kwargs=init_kwargs, resource_pool=pool, name=name, settings=settings
-    )
+def _on_ray(pool, **options):
+    group = ray_group(pool, phase_timeout_s=60.0, **options)
     try:
         yield group
     finally:
@@ -40,7 +35,7 @@ def group(request, ray_session):
         return
     size = int(request.param.split()[2])
     worker_cls = PairedWorker if "pairs" in request.param else ToyWorker
-    with _on_ray(pools(main=[size])[0], worker_cls, start=5) as made:
+    with _on_ray(pools(main=[size])[0], worker_cls=worker_cls, start=5) as made:
         yield made
 
 
@@ -49,7 +44,7 @@ def _copies(group) -> int:
     return 2 if getattr(group, "worker_cls", None) is PairedWorker else 1
 
 
-def test_one_to_all_reaches_every_rank_and_answers_with_rank_zero(group):
+def test_one_to_all_reaches_every_rank_and_returns_that_of_rank_zero(group):
     before = group.values()
     assert len(before) == group.world_size
     assert group.add(2, times=3) == before[0] + 6
@@ -83,24 +78,24 @@ def test_several_results_for_a_row_stay_together(group):
 
 def test_workers_report_rows_while_they_work_and_each_once(group, tmp_path):
     if not isinstance(group, LocalWorkerGroup):
-        group.double(random_samples(5))  # news of one call is not taken for that of another
+        group.double(random_samples(5))  # progress of one call is not taken for that of another
     batch = random_samples(10)
     batch.batch["input_ids"][:, 0] = torch.arange(10) + 100
-    told = []
+    reported = []
 
     def report(row, first_id, rank):
-        told.append((row, first_id, rank))
-        if len(told) >= 3:  # in every group some rank has told of so many before its last
+        reported.append((row, first_id, rank))
+        if len(reported) >= 3:  # in every group some rank has reported so many before its last
             (tmp_path / "go.go").touch()
 
     result = group.tell(batch, report=report, go=tmp_path / "go")
     assert torch.equal(result.batch["input_ids"], batch.batch["input_ids"])
-    assert sorted(row for row, *_ in told) == list(range(10))
-    assert all(first_id == row + 100 for row, first_id, _ in told)
-    assert len({rank for *_, rank in told}) == group.world_size // _copies(group)
+    assert sorted(row for row, *_ in reported) == list(range(10))
+    assert all(first_id == row + 100 for row, first_id, _ in reported)
+    assert len({rank for *_, rank in reported}) == group.world_size // _copies(group)
 
 
-def test_what_the_drivers_function_raises_the_call_raises(group, tmp_path):
+def test_an_error_of_the_drivers_function_is_raised_by_the_call(group, tmp_path):
     (tmp_path / "go.go").touch()
 
     def report(row, first_id, rank):
@@ -124,7 +119,7 @@ def test_padding_counts_nowhere_and_shared_rows_count_once_a_rank(group):
     assert group.count(batch) == {"tokens": tokens, "rank": 0.0}
 
 
-def test_what_a_worker_returned_can_be_sent_back(group):
+def test_a_workers_result_can_be_sent_back(group):
     batch = random_samples(6)
     doubled = batch.union(group.double(batch).select("doubled"))
     order = torch.tensor([5, 1, 1, 0])
@@ -169,7 +164,7 @@ def test_every_node_sees_a_file_of_the_driver(group, tmp_path):
 
 
 def test_ranks_that_share_data_get_the_same_rows(ray_session):
-    with _on_ray(pools(main=[4])[0], PairedWorker) as group:
+    with _on_ray(pools(main=[4])[0], worker_cls=PairedWorker) as group:
         result = group.double(random_samples(9))
         assert set(result.batch["rank"].tolist()) == {0, 2}  # collected once, from the first of each pair
         assert set(group.samples(random_samples(9), 2).batch["rank"].tolist()) == {0, 1, 2, 3}  # not in pairs

@@ -1,4 +1,4 @@
-"""Two Ray nodes: which processes start where, and what is told of the node that the driver is not on."""
+"""Two Ray nodes: which processes start where, and what is reported of the node without the driver."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import os
 import re
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from strop.controller.ray.group import RayWorkerGroup
 from strop.errors import ConfigError, WorkerError
 
 from messages import naming
 from runs import hashes, make_inputs, metrics, overrides, train
-from toys import ToyWorker, pools
+from toys import pools, ray_group
 
 pytestmark = pytest.mark.usefixtures("two_nodes")
 
@@ -28,47 +26,40 @@ def patience_with_the_other_node(monkeypatch):
     monkeypatch.setattr("strop.controller.ray.failure._READ_S", 120.0)
 
 
-def _group(pool, *, phase_timeout_s=100.0):
-    settings = SimpleNamespace(handles=True, device="cpu", phase_timeout_s=phase_timeout_s)
-    return RayWorkerGroup(
-        worker_cls=ToyWorker, init_kwargs={}, resource_pool=pool, name="toy", settings=settings
-    )
-
-
 def _other_rank(nodes: list[str]) -> int:
-    """The rank that is not where the driver is."""
+    """Return the rank that is not on the driver's node."""
     return 1 - nodes.index(ray.get_runtime_context().get_node_id())
 
 
 def test_each_entry_of_a_pool_is_a_node_of_its_own():
-    group = _group(pools(apart=[1, 1])[0])
+    group = ray_group(pools(apart=[1, 1])[0])
     assert set(group.nodes()) == {node["NodeID"] for node in ray.nodes()}
     assert group.add(3) == 3
     group.shutdown()
-    group = _group(pools(together=[2])[0])
+    group = ray_group(pools(together=[2])[0])
     assert len(set(group.nodes())) == 1
     assert len(set(group.pids())) == 2
     group.shutdown()
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("wanted", "named"),
     [
         ({"main": [3]}, "main: [3]"),
         ({"main": [1, 1, 1]}, "main: [1, 1, 1]"),
         ({"main": [2, 1], "critic": [2]}, "main: [2, 1], critic: [2]"),
     ],
 )
-def test_asking_for_more_than_there_is_starts_nothing(asked, named):
+def test_a_demand_for_more_than_there_is_starts_nothing(wanted, named):
     with pytest.raises(ConfigError, match=naming(named)) as caught:
-        _group(pools(**asked)[0])
+        ray_group(pools(**wanted)[0])
     assert re.search(rf"{os.uname().nodename} \(127\.0\.0\.2\): [012] of 2", str(caught.value))
     groups = ray.util.placement_group_table().values()
     assert not [group for group in groups if group["state"] != "REMOVED"]
 
 
 def test_nodes_that_do_not_see_a_file_are_named():
-    group = _group(pools(main=[1, 1])[0])
+    group = ray_group(pools(main=[1, 1])[0])
     other = _other_rank(group.nodes())
     only_here = Path(f"/proc/self/task/{group.pids()[1 - other]}")  # not in any other process
     assert group.nodes_without(only_here) == [f"{os.uname().nodename} (127.0.0.2)"]
@@ -76,7 +67,7 @@ def test_nodes_that_do_not_see_a_file_are_named():
 
 
 def test_the_last_lines_of_a_rank_on_the_other_node_are_reported():
-    group = _group(pools(main=[1, 1])[0])
+    group = ray_group(pools(main=[1, 1])[0])
     rank = _other_rank(group.nodes())
     group.say("so far so good")
     os.kill(group.pids()[rank], signal.SIGKILL)
@@ -86,7 +77,7 @@ def test_the_last_lines_of_a_rank_on_the_other_node_are_reported():
 
 
 def test_the_stack_of_a_rank_on_the_other_node_is_reported():
-    group = _group(pools(main=[1, 1])[0], phase_timeout_s=3.0)
+    group = ray_group(pools(main=[1, 1])[0], phase_timeout_s=3.0)
     rank = _other_rank(group.nodes())
     with pytest.raises(WorkerError, match=naming("toy", f"rank {rank}")) as caught:
         group.hold_the_interpreter(rank)

@@ -40,33 +40,27 @@ def test_a_tensor_that_is_not_contiguous_or_needs_a_gradient_arrives():
     assert torch.equal(_through(tensor), tensor.detach())
 
 
-def test_a_batch_arrives_with_its_objects_and_facts():
+def test_a_batch_arrives_with_its_objects_and_facts_wherever_it_stands():
     batch = random_samples(4).union(
         DataProto.from_dict(
             {"scores": torch.randn(4).bfloat16()},
             {"truth": ["1", {"a": [1, 2]}, None, [3]], "uid": list("abcd")},
-            {"mode": "train", "weights": {"w": [torch.arange(3), {"b": torch.ones(2).bfloat16()}]}},
+            {"mode": "train", "weights": {"w": [torch.arange(3), ("x", torch.ones(2).bfloat16())]}},
         )
     )
-    arrived = _through(batch)
+    (arrived, nothing), rest = _through(((batch, None), {"bucket": [torch.eye(2)]}))
+    assert isinstance(arrived, DataProto)
     assert arrived.batch.keys() == batch.batch.keys()
     assert all(torch.equal(arrived.batch[name], column) for name, column in batch.batch.items())
     assert arrived.non_tensor_batch["truth"].tolist() == ["1", {"a": [1, 2]}, None, [3]]
     assert arrived.non_tensor_batch["uid"].dtype == object
     assert arrived.meta_info["mode"] == "train"
-    weights = arrived.meta_info["weights"]["w"]
-    assert torch.equal(weights[0], torch.arange(3))
-    assert torch.equal(weights[1]["b"], torch.ones(2).bfloat16())
-
-
-def test_values_that_hold_tensors_anywhere_arrive():
-    value = ((random_samples(2), [1, (torch.eye(2), "x")]), {"bucket": {"w": torch.ones(3)}, "none": None})
-    (batch, items), rest = _through(value)
-    assert isinstance(batch, DataProto)
-    assert type(items[1]) is tuple
-    assert torch.equal(items[1][0], torch.eye(2))
-    assert torch.equal(rest["bucket"]["w"], torch.ones(3))
-    assert rest["none"] is None
+    first, second = arrived.meta_info["weights"]["w"]
+    assert torch.equal(first, torch.arange(3))
+    assert type(second) is tuple
+    assert torch.equal(second[1], torch.ones(2).bfloat16())
+    assert nothing is None
+    assert torch.equal(rest["bucket"][0], torch.eye(2))
 
 
 def test_the_bytes_counted_are_those_of_the_tensors():

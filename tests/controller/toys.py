@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -20,34 +21,31 @@ import torch.distributed as dist
 
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import ResourcePoolManager, Role
+from strop.controller.ray.group import RayWorkerGroup
 from strop.errors import MissingExtraError, ModelError
 from strop.protocol import DataProto
 
 
 class ToyWorker:
-    """Tells where it is, what it was given, and can fail in every way."""
+    """Returns its place and its arguments, and can fail in every way."""
 
     def __init__(self, start: int = 0, *, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size, self.value = rank, world_size, start
 
-    @register(Dispatch.ONE_TO_ALL)
-    def pid(self) -> int:
-        return os.getpid()
+    def _of_all_ranks(self, value: Any) -> list[Any]:
+        if self.world_size == 1:
+            return [value]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value)
+        return everyone
 
     @register(Dispatch.ONE_TO_ALL)
     def pids(self) -> list[int]:
-        """Of all ranks: they talk to one another."""
-        everyone: list[Any] = [None] * self.world_size
-        if self.world_size == 1:
-            return [os.getpid()]
-        dist.all_gather_object(everyone, os.getpid())
-        return everyone
+        return self._of_all_ranks(os.getpid())
 
     @register(Dispatch.ONE_TO_ALL)
     def nodes(self) -> list[str]:
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, ray.get_runtime_context().get_node_id())
-        return everyone
+        return self._of_all_ranks(ray.get_runtime_context().get_node_id())
 
     @register(Dispatch.ONE_TO_ALL)
     def add(self, amount: int, *, times: int = 1) -> int:
@@ -56,11 +54,7 @@ class ToyWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def values(self) -> list[int]:
-        everyone: list[Any] = [self.value]
-        if self.world_size > 1:
-            everyone = [None] * self.world_size
-            dist.all_gather_object(everyone, self.value)
-        return everyone
+        return self._of_all_ranks(self.value)
 
     @register(Dispatch.RANK_ZERO)
     def add_on_rank_zero(self, amount: int) -> int:
@@ -77,7 +71,7 @@ class ToyWorker:
 
     @register(Dispatch.DATA_PARALLEL)
     def double(self, batch: DataProto, factor: int = 2) -> DataProto:
-        """Also tells the rank that each row went to, and how many tokens it lets count."""
+        """Return also the rank that each row went to, and how many of its tokens count."""
         columns = {
             "doubled": batch.batch["input_ids"] * factor,
             "counted": batch.batch["response_mask"].sum(dim=1),
@@ -95,7 +89,7 @@ class ToyWorker:
 
     @register(Dispatch.DATA_PARALLEL)
     def tell(self, batch: DataProto, report: Callable[..., None], go: Path) -> DataProto:
-        """Reports each row with its id and the rank; the last one only when ``go`` exists."""
+        """Report each row with its id and the rank; the last one only when ``go`` exists."""
         for row, ids in enumerate(batch.batch["input_ids"]):
             if row == len(batch) - 1:
                 self.meet(go, go.with_suffix(".go"))
@@ -104,7 +98,7 @@ class ToyWorker:
 
     @register(Dispatch.DATA_PARALLEL)
     def count(self, batch: DataProto) -> dict[str, float]:
-        """Over all ranks, as a loss would be."""
+        """Count over all ranks, as a loss would."""
         tokens = batch.batch["response_mask"].sum()
         if self.world_size > 1:
             dist.all_reduce(tokens)
@@ -158,7 +152,7 @@ class ToyWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def start_child(self) -> list[int]:
-        """A process of its own, as a generator or a data loader may start it."""
+        """Start a process, as a generator or a data loader may."""
         child = subprocess.Popen(["sleep", "600"])
         return [os.getpid(), child.pid]
 
@@ -170,28 +164,20 @@ class ToyWorker:
         self._wait_for_all()
 
     @register(Dispatch.ONE_TO_ALL)
-    def fail(self, rank: int) -> None:
+    def fail(self, rank: int, fault: str = "division") -> None:
         if self.rank == rank:
-            raise ZeroDivisionError("no such number")
+            match fault:
+                case "division":
+                    raise ZeroDivisionError("no such number")
+                case "our error":
+                    raise ModelError("the folder has no weights")
+                case "missing package":
+                    raise MissingExtraError("wonder", "all", "this")
+                case "more arguments":
+                    raise FussyError("too long", limit=3)
+                case "lock":
+                    raise ValueError("held by", threading.Lock())
         self._wait_for_all()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def fail_by_name(self, rank: int) -> None:
-        if self.rank == rank:
-            raise ModelError("the folder has no weights")
-        self._wait_for_all()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def miss_a_package(self) -> None:
-        raise MissingExtraError("wonder", "all", "this")
-
-    @register(Dispatch.ONE_TO_ALL)
-    def fail_with_more_arguments(self) -> None:
-        raise FussyError("too long", limit=3)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def fail_with_a_lock(self) -> None:
-        raise ValueError("held by", threading.Lock())
 
     @register(Dispatch.ONE_TO_ALL)
     def sleep(self, rank: int) -> None:
@@ -239,7 +225,23 @@ class BrokenWorker(ToyWorker):
 
 
 def pools(**processes_per_node: list[int]) -> list[Any]:
-    """The pools of one run, in this order."""
+    """Return the pools of one run, in this order."""
     every_one_is_used = dict(zip(Role, itertools.cycle(processes_per_node)))
     manager = ResourcePoolManager(processes_per_node, every_one_is_used)
     return list(manager.pools.values())
+
+
+def ray_group(
+    pool: Any,
+    name: str = "toy",
+    *,
+    worker_cls: type = ToyWorker,
+    handles: bool = True,
+    phase_timeout_s: float = 100.0,
+    **init_kwargs: Any,
+) -> RayWorkerGroup:
+    """Start workers in the processes of ``pool``."""
+    settings = SimpleNamespace(handles=handles, device="cpu", phase_timeout_s=phase_timeout_s)
+    return RayWorkerGroup(
+        worker_cls=worker_cls, init_kwargs=init_kwargs, resource_pool=pool, name=name, settings=settings
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import families
 import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from strop.models.loader import load_causal_lm, load_scorer
 
@@ -26,23 +26,12 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def original():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-5,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    sizes = {"num_key_value_heads": HEADS, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+    return families.model("Llama", tie_word_embeddings=True, **sizes).eval()
 
 
 def _as_gguf_stores_it(name: str, weight: np.ndarray) -> np.ndarray:
-    """llama.cpp interleaves the two halves of each head's rotary dimensions in queries and keys."""
+    """Interleave, as llama.cpp does, the two halves of each head's rotary dimensions in queries and keys."""
     if name not in ("attn_q", "attn_k"):
         return weight
     return weight.reshape(HEADS, 2, HIDDEN // HEADS // 2, HIDDEN).swapaxes(1, 2).reshape(weight.shape)

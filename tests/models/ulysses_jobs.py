@@ -1,14 +1,14 @@
-"""What the ranks do in the tests of sequence parallelism: functions that a spawned process can import."""
+"""Jobs of ranks in the tests of layouts and sequence parallelism, importable in a spawned process."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
+import families
+import pytest
 import sharded_jobs
 import torch
-import transformers
 import worker_jobs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -33,55 +33,60 @@ KEYS = {
 UPDATES = {Role.Actor: "update_actor", Role.Critic: "update_critic"}
 
 
+ONE_KV_HEAD = {"num_key_value_heads": 1, "tie_word_embeddings": True}
+PACKED = ("actor_rollout_ref.model.use_remove_padding=true",)  # the critic's follows it
+CHECKPOINTING = (
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+    "critic.model.enable_gradient_checkpointing=true",
+)
+
+
+def sharing(size: int) -> tuple[str, ...]:
+    """Return the keys with which ``size`` ranks share sequences in every role."""
+    return *PACKED, *(f"{key}={size}" for key in KEYS.values())
+
+
 def save_model(folder: Path, family: str, **sizes: Any) -> Path:
-    """A random model of that family with the tiny tokenizer; attention matters in it."""
-    tokenizer = tiny_model.build_tokenizer()
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
-        **{
-            "vocab_size": len(tokenizer),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "initializer_range": 0.08,
-            "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "bos_token_id": None,
-            **sizes,
-        }
-    )
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    """Save a random model of that family with the tiny tokenizer; return ``folder``."""
+    families.model(family, **sizes).save_pretrained(folder)
+    tiny_model.build_tokenizer().save_pretrained(folder)
     return folder
 
 
 def samples(lengths: Lengths) -> DataProto:
-    """A mini-batch of these lengths with every column that the objectives read."""
-    width, response_width = (max(column) for column in zip(*lengths, strict=True))
-    response_width = max(response_width, 1)
-    prompts, responses = torch.tensor(lengths).T[..., None]
-    prompt_mask = torch.arange(width) >= width - prompts
-    present = torch.arange(response_width) < responses.clamp(min=1)
-    response_mask = (torch.arange(response_width) < responses).float()
-    mask = torch.cat([prompt_mask, present], dim=1).long()
-    generator = torch.Generator().manual_seed(len(lengths))
-    ids = torch.randint(4, 19, mask.shape, generator=generator) * mask
-    columns = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
-        "responses": ids[:, width:],
-        "response_mask": response_mask,
-    }
+    """Return a mini-batch of these lengths with every column that the objectives read."""
+    columns = families.rows(*lengths)
+    response_mask, generator = columns["response_mask"], torch.Generator().manual_seed(len(lengths))
     for name in ("advantages", "old_log_probs", "values", "returns"):
         columns[name] = 0.3 * torch.randn(response_mask.shape, generator=generator) * response_mask
     columns["old_log_probs"] -= 2.5 * response_mask
     columns["ref_log_prob"] = columns["old_log_probs"] - 0.1
     columns["returns"] += 2 * response_mask  # away from the values: what is left of 1 - 0.99 is rounding
     return DataProto(columns)
+
+
+def flat(gradient: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([weight.double().flatten() for weight in gradient.values()])
+
+
+def require_equal_gradients(
+    ranks: Any,
+    folder: Path,
+    role: Role,
+    batches: list[Lengths],
+    layouts: dict[str, tuple[int, MicroBatching, tuple[str, ...]]],
+    mode: str = "token-mean",
+) -> None:
+    """Compare layouts (ranks, micro-batches, keys) with one rank, padded, in one micro-batch."""
+    [expected] = ranks.run(1, gradients, folder, role, batches, MicroBatching(rows=8), mode)
+    for layout, (size, micro, keys) in layouts.items():
+        for found in ranks.run(size, gradients, folder, role, batches, micro, mode, *keys):
+            for lengths, ours, theirs in zip(batches, found, expected, strict=True):
+                (gradient, metrics), (their_gradient, their_metrics) = ours, theirs
+                assert list(gradient) == list(their_gradient)
+                a, b = flat(gradient), flat(their_gradient)
+                assert (a - b).norm() <= 1e-6 * b.norm(), (layout, lengths)
+                assert metrics == pytest.approx(their_metrics, rel=1e-4, abs=1e-6), (layout, lengths)
 
 
 def _mine(built: Any, method: str, batch: DataProto) -> DataProto:
@@ -92,7 +97,7 @@ def _mine(built: Any, method: str, batch: DataProto) -> DataProto:
 def gradients(
     folder: Path, role: Role, batches: list[Lengths], micro: MicroBatching, mode: str, *keys: str
 ) -> list[tuple[dict[str, torch.Tensor], dict[str, float]]]:
-    """Of each mini-batch, the whole gradient, with its norm as ``norm``, and the metrics."""
+    """Return the whole gradient of each mini-batch, with its norm as ``norm``, and the metrics."""
     built = worker_jobs.worker(folder, role, *keys)
     name, options = ("critic", {}) if role is Role.Critic else ("actor", {"temperature": 0.9})
     results = []
@@ -121,7 +126,7 @@ def _rewarder(folder: Path, *keys: str) -> RewardModelWorker:
 def outputs(
     folder: Path, scorer: Path, lengths: Lengths, *keys: str
 ) -> list[tuple[tuple[int, int], DataProto]]:
-    """By method, the part of the rows that this rank had, and what came of it."""
+    """Return, by method, this rank's place among the parts of the rows, and its results."""
     kl = ("algorithm.kl_penalty=full", "algorithm.kl_ctrl.kl_coef=0.1")
     batch, results = samples(lengths), []
     actor = worker_jobs.worker(folder, Role.ActorRolloutRef, *keys, *kl)
@@ -140,7 +145,7 @@ def outputs(
 
 
 def lengths_in_layers(folder: Path, lengths: Lengths, *keys: str) -> list[tuple[str, int]]:
-    """The tokens that feed-forward layers get on this rank."""
+    """Return the type of each feed-forward layer and the number of tokens that it gets on this rank."""
     seen = []
 
     def note(module, inputs):
@@ -155,23 +160,13 @@ def lengths_in_layers(folder: Path, lengths: Lengths, *keys: str) -> list[tuple[
 
 
 def with_flash_attention(folder: Path, lengths: Lengths, *keys: str) -> tuple[torch.Tensor, set[Any]]:
-    """Log-probs by a stand-in for flash-attention, whose kernel needs a GPU, and what it was given."""
+    """Return log-probs by a stand-in for flash-attention, whose kernel needs a GPU, and its arguments."""
     calls = set()
 
-    def varlen(module, query, key, value, attention_mask, *, cu_seq_lens_q, cu_seq_lens_k, **options):
-        ends = cu_seq_lens_q.tolist()
-        assert ends == cu_seq_lens_k.tolist()
+    def varlen(module, query, key, value, attention_mask, **options):
+        ends = options["cu_seq_lens_q"].tolist()
         calls.add((module.config._attn_implementation, query.shape[1], key.shape[1], query.shape[2], *ends))
-        pieces = [
-            torch.nn.functional.scaled_dot_product_attention(
-                *(heads[:, :, start:end] for heads in (query, key, value)),
-                is_causal=True,
-                scale=options["scaling"],
-                enable_gqa=True,
-            )
-            for start, end in itertools.pairwise(ends)
-        ]
-        return torch.cat(pieces, dim=2).transpose(1, 2), None
+        return families.flash_attention(module, query, key, value, attention_mask, **options)
 
     built = worker_jobs.worker(folder, Role.Actor, *keys)
     model = built.engine.module.hugging_face_model
@@ -187,7 +182,7 @@ def with_flash_attention(folder: Path, lengths: Lengths, *keys: str) -> tuple[to
 
 
 def refusal(folder: Path, role: Role, *keys: str) -> str:
-    """What building a worker with these keys says."""
+    """Return the error of building a worker with these keys."""
     try:
         worker_jobs.worker(folder, role, *keys)
     except Exception as error:  # noqa: BLE001 - whatever it is, the test is to see it
@@ -196,7 +191,7 @@ def refusal(folder: Path, role: Role, *keys: str) -> str:
 
 
 def different_batches(folder: Path, *keys: str) -> str:
-    """Ranks that share sequences are given rows of their own."""
+    """Return the error of a pass for which each of two sharing ranks has other rows."""
     built = worker_jobs.worker(folder, Role.Actor, *keys)
     try:
         built.compute_log_prob(samples([(3, 2 + sharded_jobs.rank())]))
@@ -208,7 +203,7 @@ def different_batches(folder: Path, *keys: str) -> str:
 def passes(
     folder: Path, batches: list[Lengths], micro: MicroBatching, *keys: str
 ) -> list[list[tuple[int, int, int]]]:
-    """Of each mini-batch, the (tokens, places with padding, tokens to learn from) of this rank's passes."""
+    """Return (tokens, places with padding, tokens to learn from) of this rank's passes, by mini-batch."""
     built = worker_jobs.worker(folder, Role.Actor, *keys)
     seen: list[tuple[int, int, int]] = []
 

@@ -9,7 +9,7 @@ STATE = {"global_step": 3, "best_score": None, "seconds": 1.5}
 
 
 class Group:
-    """Its state is one number; a background save copies it, and writes when ``may_write`` is set."""
+    """Group whose state is one number; a background save copies it, and writes when ``may_write`` is set."""
 
     def __init__(self, number: int, failure: Exception | None = None) -> None:
         self.number = number
@@ -42,16 +42,16 @@ class Group:
         self.number = int((folder / "state").read_text())
 
     def let_it_write(self) -> None:
-        """Returns when the background save is done."""
+        """Return when the background save, if any, is done."""
         self.may_write.set()
-        assert self._thread is not None
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _write_later(self, folder: Path, number: int) -> None:
         self.may_write.wait()
         try:
             self._write(folder, number)
-        except Exception as error:  # noqa: BLE001 - told by finish_save
+        except Exception as error:  # noqa: BLE001 - raised by finish_save
             self._error = error
 
     def _write(self, folder: Path, number: int) -> None:

@@ -1,11 +1,11 @@
+"""Checkpoints on disk: saved at once or in the background, through failures, interrupts and deaths."""
+
 from __future__ import annotations
 
 import random
 import resource
 import shutil
-import subprocess
-import sys
-import textwrap
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +13,35 @@ import pytest
 import torch
 from saving_groups import STATE, Group
 
-from strop.checkpoint.export import export
+from strop.checkpoint import folder as checkpoint_folder
+from strop.checkpoint import store as checkpoint
 from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
-from strop.errors import CheckpointError
+from strop.engines.torch.engine import TorchEngine
+from strop.engines.torch.state import materialize, save
+from strop.errors import CheckpointError, TrainingError, WorkerError
+from strop.models.policy import PolicyModel
 
-from messages import naming
+import forked
+import tiny_model
+from messages import mentions, naming
+
+LATEST = "latest_checkpointed_iteration.txt"
+NO_ROOM = OSError(28, "No space left on device")
 
 
-def test_what_was_saved_is_loaded_and_the_reference_is_not_saved(tmp_path):
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def load(checkpoints: Checkpoints, found: Path | None = None) -> int:
+    """Return the number that a group loads, by default from the latest checkpoint."""
+    group = Group(0)
+    checkpoints.load(found or checkpoints.find("auto"), {"actor": group})
+    return group.number
+
+
+def test_saved_state_is_loaded_and_the_reference_is_not_saved(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, {"actor": Group(7), "critic": Group(8), "ref": Group(9)}, STATE)
     groups = {"actor": Group(0), "critic": Group(0), "ref": Group(0)}
@@ -42,18 +62,7 @@ def test_the_global_random_generators_go_on_where_they_were(tmp_path):
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
 
 
-def test_only_the_newest_are_kept(tmp_path):
-    checkpoints = Checkpoints(tmp_path, max_to_keep=2)
-    for step in (2, 4, 10, 12):
-        checkpoints.save(step, {"actor": Group(step)}, STATE)
-    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [
-        "global_step_10",
-        "global_step_12",
-    ]
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "12\n"
-
-
-def test_what_came_after_the_checkpoint_of_a_resume_goes_when_a_new_one_is_whole(tmp_path):
+def test_checkpoints_after_that_of_a_resume_are_pruned_when_a_new_one_is_whole(tmp_path):
     def kept() -> list[int]:
         return sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*"))
 
@@ -63,7 +72,7 @@ def test_what_came_after_the_checkpoint_of_a_resume_goes_when_a_new_one_is_whole
     checkpoints = Checkpoints(tmp_path, max_to_keep=2)
     checkpoints.load(checkpoints.find(str(tmp_path / "global_step_20")), {"actor": Group(0)})
     with pytest.raises(CheckpointError):
-        checkpoints.save(22, {"actor": Group(22, failure=OSError(28, "No space left"))}, STATE)
+        checkpoints.save(22, {"actor": Group(22, failure=NO_ROOM)}, STATE)
     assert kept() == [20, 30]
     checkpoints.save(22, {"actor": Group(22)}, STATE)
     assert kept() == [20, 22]
@@ -77,48 +86,45 @@ def test_saving_an_iteration_again_replaces_it(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, {"actor": Group(1)}, STATE)
     checkpoints.save(3, {"actor": Group(2)}, STATE)
-    group = Group(0)
-    checkpoints.load(checkpoints.find("auto"), {"actor": group})
-    assert group.number == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "global_step_3",
-        "latest_checkpointed_iteration.txt",
-    ]
+    assert load(checkpoints) == 2
+    assert names(tmp_path) == ["global_step_3", LATEST]
 
 
 def test_a_death_between_the_two_renames_loses_nothing(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, {"actor": Group(1)}, STATE)
     (tmp_path / "global_step_3").rename(tmp_path / "global_step_3.old")
-    group = Group(0)
-    checkpoints.load(checkpoints.find("auto"), {"actor": group})
-    assert group.number == 1
+    assert load(checkpoints) == 1
 
 
-def test_a_death_after_the_two_renames_leaves_nothing_for_ever(tmp_path):
+def test_remains_of_a_death_are_removed_by_the_next_save(tmp_path):
+    """After the two renames, and while writing."""
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, {"actor": Group(1)}, STATE)
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_3.old")
+    (tmp_path / "global_step_2.tmp" / "actor").mkdir(parents=True)
     checkpoints.save(4, {"actor": Group(2)}, STATE)
-    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_3", "global_step_4"]
+    assert names(tmp_path) == ["global_step_3", "global_step_4", LATEST]
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("file", "content", "part"),
     [
-        (lambda folder: (folder / "actor" / "state").unlink(), "actor/state"),
-        (lambda folder: (folder / "trainer.pt").write_bytes(b""), "trainer.pt .*0 bytes"),
-        (lambda folder: (folder / "manifest.json").unlink(), "checkpoint"),
-        (lambda folder: (folder / "manifest.json").write_text('["trainer.pt"]'), "checkpoint"),
-        (lambda folder: (folder / "manifest.json").write_text("7"), "checkpoint"),
-        (lambda folder: (folder / "manifest.json").write_text('{"a": "b"}'), "checkpoint"),
-        (lambda folder: (folder / "manifest.json").write_text('{"a": tr'), "checkpoint"),
+        ("actor/state", None, "actor/state"),
+        ("trainer.pt", "", "0 bytes"),
+        ("manifest.json", None, "checkpoint"),
+        ("manifest.json", '["trainer.pt"]', "checkpoint"),
+        ("manifest.json", "7", "checkpoint"),
+        ("manifest.json", '{"a": "b"}', "checkpoint"),
+        ("manifest.json", '{"a": tr', "checkpoint"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_before_anything_is_loaded(tmp_path, damage, message):
+def test_a_damaged_checkpoint_is_named_before_anything_is_loaded(tmp_path, file, content, part):
     folder = Checkpoints(tmp_path).save(3, {"actor": Group(1)}, STATE)
-    damage(folder)
-    with pytest.raises(CheckpointError, match=message):
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+    with pytest.raises(CheckpointError, match=naming(tmp_path, part)):
         verify(folder)
 
 
@@ -131,78 +137,217 @@ def test_a_folder_that_is_no_checkpoint_or_lacks_a_role_is_named(tmp_path):
         checkpoints.load(folder, {"actor": Group(1), "critic": Group(1)})
 
 
-def test_a_failing_save_leaves_the_earlier_checkpoint_and_no_rubbish(tmp_path):
-    class Full(Group):
+def test_workers_are_given_absolute_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    class Noting(Group):
         def save_checkpoint(self, folder: Path, background: bool = False) -> None:
+            seen.append(folder)
             super().save_checkpoint(folder, background)
-            raise OSError(28, "No space left on device")
 
-    checkpoints = Checkpoints(tmp_path)
+    Checkpoints(Path("run")).save(3, {"actor": Noting(1)}, STATE)
+    assert seen == [tmp_path / "run" / "global_step_3.tmp" / "actor"]
+
+
+# -------------------------------------------------------------------------------------- in the background
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_background_save_has_the_state_of_its_iteration_byte_for_byte(tmp_path):
+    actor, critic = Group(7), Group(8)
+    now = Checkpoints(tmp_path / "now").save(3, {"actor": actor, "critic": critic}, STATE)
+    checkpoints = Checkpoints(tmp_path / "later", background=True)
+    later = checkpoints.save(3, {"actor": actor, "critic": critic}, STATE)
+    actor.number = critic.number = 99  # training goes on
+    assert names(tmp_path / "later") == ["global_step_3.tmp"]
+    assert (tmp_path / "later" / "global_step_3.tmp" / "trainer.pt").is_file()
+
+    actor.let_it_write()
+    checkpoints.poll()
+    assert names(tmp_path / "later") == ["global_step_3.tmp"]  # the critic still writes
+    critic.let_it_write()
+    checkpoints.poll()
+    assert names(tmp_path / "later") == ["global_step_3", LATEST]
+    verify(later)
+    assert files(later) == files(now)
+
+
+def test_the_next_save_waits_for_the_one_in_flight_and_the_oldest_is_pruned(tmp_path):
+    group, before = Group(0), None
+    with Checkpoints(tmp_path, background=True, max_to_keep=2) as checkpoints:
+        for step in (2, 4, 10, 12):
+            group.number = step
+            saved = checkpoints.save(step, {"actor": group}, STATE)
+            group.number = -1
+            assert checkpoints.find("auto") == before
+            before = saved
+    assert names(tmp_path) == ["global_step_10", "global_step_12", LATEST]
+    assert (tmp_path / LATEST).read_text() == "12\n"
+    assert load(checkpoints) == 12
+
+
+# ---------------------------------------------------------------------------------------------- failures
+
+
+def run_until(error: BaseException, checkpoints: Checkpoints, *groups: Group) -> None:
+    """Save iterations 3, 4, ... and then raise ``error``, all within the run's context."""
+    with checkpoints:
+        for step, group in enumerate(groups, start=3):
+            checkpoints.save(step, {"actor": group}, STATE)
+        raise error
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "raised", "parts"),
+    [
+        (NO_ROOM, CheckpointError, ("iteration 4", "No space left", "is 3")),
+        (CheckpointError("rank 1: full"), CheckpointError, ("iteration 4", "rank 1: full", "is 3")),
+        (WorkerError("rank 1 on a: full", is_final=True), CheckpointError, ("iteration 4", "rank 1 on a")),
+        (WorkerError("rank 1 on node a died"), WorkerError, ("rank 1 on node a",)),
+    ],
+)
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, background, failure, raised, parts):
+    checkpoints = Checkpoints(tmp_path, background=background)
     checkpoints.save(3, {"actor": Group(1)}, STATE)
-    with pytest.raises(CheckpointError, match=naming("No space left", "is 3")):
-        checkpoints.save(4, {"actor": Full(2)}, STATE)
+    checkpoints.finish()
+    groups = {"actor": Group(1), "critic": Group(2, failure=failure)}
+
+    def save() -> None:
+        checkpoints.save(4, groups, STATE)
+        for group in groups.values():
+            group.let_it_write()
+        checkpoints.poll()
+
+    with pytest.raises(raised, match=naming(*parts)):
+        save()
+    assert names(tmp_path) == ["global_step_3", LATEST]
+    checkpoints.save(5, {"actor": Group(1)}, STATE)
+    checkpoints.finish()
+    verify(tmp_path / "global_step_5")
+
+
+def test_the_error_that_ended_the_run_is_the_one_that_is_raised(tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path, background=True)
+    full = Group(2, failure=NO_ROOM)
+    with pytest.raises(TrainingError, match="rewards"):
+        run_until(TrainingError("the rewards are not numbers"), checkpoints, full)
+    assert mentions(caplog.text, "iteration 3")
+    assert names(tmp_path) == []
+
+
+def test_when_the_second_group_cannot_begin_the_first_one_is_waited_for(tmp_path):
+    class Refusing(Group):
+        def save_checkpoint(self, folder: Path, background: bool = False) -> None:
+            raise NO_ROOM
+
+    actor = Group(1)
+    with pytest.raises(CheckpointError, match=naming("No space left")):
+        Checkpoints(tmp_path, background=True).save(3, {"actor": actor, "critic": Refusing(2)}, STATE)
+    assert actor.save_is_done()
+    assert names(tmp_path) == []
+
+
+def _save_state(folder: Path) -> None:
+    module = torch.nn.Linear(400, 400)
+    optimizer = torch.optim.AdamW(module.parameters())
+    materialize(optimizer)
+    save(module, optimizer, folder)
+
+
+def _export_model(folder: Path) -> None:
+    """safetensors has an error class of its own for a full disk."""
+    tokenizer = tiny_model.build_tokenizer()
+    engine = TorchEngine(PolicyModel(tiny_model.build_model(tokenizer)), device=torch.device("cpu"))
+    engine.export(folder, tokenizer)
+
+
+def _write_with_limit(write, folder: Path) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        write(folder)
+    except CheckpointError as error:
+        print("refused:", error)
+
+
+@pytest.mark.parametrize(
+    ("write", "part"),
+    [(_save_state, "cannot write the checkpoint"), (_export_model, "cannot write the model")],
+)
+def test_a_file_that_the_system_refuses_to_grow_is_one_clear_error(tmp_path, write, part):
+    """The real refusal, a limit on file sizes, met by torch's and safetensors' own writers."""
+    run = forked.run(_write_with_limit, write, tmp_path / "folder")
+    assert f"refused: {part}" in run.stdout, run.stderr
+
+
+# --------------------------------------------------------------------------------------------- interrupts
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
+def test_a_run_that_ends_by_an_exception_keeps_what_was_in_flight(tmp_path, error):
+    group = Group(5)
+    group.may_write.set()
+    checkpoints = Checkpoints(tmp_path, background=True)
+    with pytest.raises(type(error)):
+        run_until(error, checkpoints, group)
+    verify(tmp_path / "global_step_3")
     assert checkpoints.find("auto") == tmp_path / "global_step_3"
-    assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_file_that_the_system_refuses_to_grow_is_one_clear_error(tmp_path):
-    """The real refusal: a limit on file sizes, met by torch's own writer."""
-    code = """
-        import resource, signal, sys
-        from pathlib import Path
-        import torch
-        from strop.engines.torch.state import materialize, save
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        module = torch.nn.Linear(400, 400)
-        optimizer = torch.optim.AdamW(module.parameters())
-        materialize(optimizer)
-        from strop.errors import CheckpointError
-        try:
-            save(module, optimizer, Path(sys.argv[1]))
-        except CheckpointError as error:
-            print("refused:", error)
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "state")], capture_output=True, text=True
-    )
-    assert "refused: cannot write the checkpoint" in run.stdout, run.stderr
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100_000
+def test_an_interrupt_while_a_save_is_waited_for_does_not_drop_it(tmp_path):
+    class Interrupted(Group):
+        def finish_save(self) -> None:
+            if self.save_is_done():
+                return super().finish_save()
+            self.may_write.set()
+            raise KeyboardInterrupt
+
+    group = Interrupted(5)
+    with pytest.raises(KeyboardInterrupt):
+        run_until(ValueError("not reached"), Checkpoints(tmp_path, background=True), group, group)
+    verify(tmp_path / "global_step_3")
+    assert names(tmp_path) == ["global_step_3", LATEST]
 
 
-def test_an_export_that_the_system_refuses_is_one_clear_error(tmp_path):
-    """safetensors has an error class of its own for a disk that is full."""
-    code = """
-        import resource, signal, sys
-        from pathlib import Path
-        sys.path.insert(0, sys.argv[2])
-        import tiny_model, torch
-        from strop.engines.torch.engine import TorchEngine
-        from strop.errors import CheckpointError
-        from strop.models.policy import PolicyModel
-        tokenizer = tiny_model.build_tokenizer()
-        engine = TorchEngine(PolicyModel(tiny_model.build_model(tokenizer)), device=torch.device("cpu"))
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        try:
-            engine.export(Path(sys.argv[1]), tokenizer)
-        except CheckpointError as error:
-            print("refused:", error)
-    """
-    examples = Path(__file__).parents[2] / "examples"
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "model"), str(examples)],
-        capture_output=True,
-        text=True,
-    )
-    assert "refused: cannot write the model" in run.stdout, run.stderr
+@pytest.mark.parametrize("step", ["seal", "rename", "latest"])
+def test_an_interrupt_while_a_save_gets_its_name_does_not_drop_it(tmp_path, monkeypatch, step):
+    owner, name = {
+        "seal": (checkpoint, "seal"),
+        "rename": (Path, "rename"),
+        "latest": (checkpoint_folder, "atomic_write_text"),
+    }[step]
+    original, interrupts = getattr(owner, name), iter([KeyboardInterrupt])
+
+    def interrupted(*args):
+        for interrupt in interrupts:
+            raise interrupt
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_until(ValueError("not reached"), Checkpoints(tmp_path, background=True), Group(5), Group(6))
+    verify(tmp_path / "global_step_3")
+    assert names(tmp_path) == ["global_step_3", LATEST]
 
 
-def test_export_copies_the_model_of_a_whole_checkpoint_once(tmp_path):
-    folder = Checkpoints(tmp_path).save(3, {"actor": Group(1)}, STATE)
-    out = export(folder, tmp_path / "model")
-    assert (out / "config.json").read_text() == "{}"
-    with pytest.raises(CheckpointError, match="exists"):
-        export(folder, out)
-    with pytest.raises(CheckpointError, match=naming("critic", "actor")):
-        export(folder, tmp_path / "other", role="critic")
+def test_after_an_interrupt_a_save_that_hangs_is_dropped(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoint, "AFTER_AN_INTERRUPT_S", 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        run_until(KeyboardInterrupt(), Checkpoints(tmp_path, background=True), Group(5), Group(6))
+    assert mentions(caplog.text, "iteration 4", "0 s", "3")
+    assert names(tmp_path) == ["global_step_3", LATEST]
+
+
+def test_a_second_interrupt_drops_the_save_in_flight(tmp_path):
+    class Interrupted(Group):
+        def save_is_done(self) -> bool:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_until(KeyboardInterrupt(), Checkpoints(tmp_path, background=True), Interrupted(5))
+    assert names(tmp_path) == []

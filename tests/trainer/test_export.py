@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import fsspec
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from strop.checkpoint.export import export
 from strop.checkpoint.store import Checkpoints
+from strop.cli.main import main
 from strop.engines.base import OptimizerSettings
 from strop.engines.torch.engine import TorchEngine
 from strop.errors import CheckpointError
@@ -77,6 +77,8 @@ def test_a_checkpoint_of_either_kind_is_a_model_that_transformers_loads(saved, t
     checkpoint = folder / f"global_step_{step}"
     assert (checkpoint / "actor" / "huggingface" / "model.safetensors").exists() == (step == 1)
     actor = export(checkpoint, tmp_path / "actor")
+    with pytest.raises(CheckpointError, match="exists"):
+        export(checkpoint, actor)
     assert_equal(AutoModelForCausalLM.from_pretrained(actor, dtype="auto").state_dict(), then["actor"])
     assert (
         AutoTokenizer.from_pretrained(actor)("1+2").input_ids == tiny_model.build_tokenizer()("1+2").input_ids
@@ -87,13 +89,14 @@ def test_a_checkpoint_of_either_kind_is_a_model_that_transformers_loads(saved, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["actor", "critic"]
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_weights_are_converted_when_asked(saved, tmp_path, step):
+@pytest.mark.parametrize(("step", "dtype"), [(1, torch.bfloat16), (2, torch.bfloat16), (2, torch.float32)])
+def test_the_command_converts_weights(saved, tmp_path, capsys, step, dtype):
     folder, then = saved
-    out = export(folder / f"global_step_{step}", tmp_path / "out", dtype="bfloat16")
-    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
-    assert loaded.config.dtype == torch.bfloat16
-    assert_equal(loaded.state_dict(), then["actor"], torch.bfloat16)
+    options = ["--out", str(tmp_path / "out"), "--dtype", str(dtype).removeprefix("torch.")]
+    assert main(["export", str(folder / f"global_step_{step}"), *options]) == 0, capsys.readouterr().err
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.config.dtype == dtype
+    assert_equal(loaded.state_dict(), then["actor"], dtype)
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -124,19 +127,9 @@ def test_a_remote_checkpoint_is_exported_and_only_what_is_needed_is_fetched(
 def test_an_export_that_fails_leaves_nothing(saved, tmp_path):
     folder, _ = saved
     broken = tmp_path / "global_step_2"
-    subprocess.run(["cp", "-r", folder / "global_step_2", broken], check=True)
+    shutil.copytree(folder / "global_step_2", broken)
     shard = next((broken / "actor").glob("*.distcp"))
     shard.write_bytes(bytes(shard.stat().st_size))  # the size is right, the content is not
     with pytest.raises(CheckpointError):
         export(broken, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_2"]
-
-
-def test_the_command_exports_in_a_process_of_its_own(saved, tmp_path):
-    folder, then = saved
-    arguments = [str(folder / "global_step_2"), "--out", str(tmp_path / "out"), "--dtype", "float32"]
-    done = subprocess.run(
-        [sys.executable, "-m", "strop.cli", "export", *arguments], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), then["actor"])

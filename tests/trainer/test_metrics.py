@@ -14,7 +14,6 @@ from strop.trainer.metrics import (
     batch_metrics,
     merge_updates,
     objective_metrics,
-    policy_metrics,
     sampler_metrics,
     speed_metrics,
 )
@@ -95,7 +94,7 @@ def test_objective_metrics_sum_over_a_sequence_and_average_over_sequences(batch)
     )
 
 
-def test_samples_that_no_rule_scored_do_not_count_as_wrong(batch):
+def test_samples_without_a_rules_score_do_not_count_as_wrong(batch):
     batch.batch["reward/rule"] = torch.tensor([1.0, NAN])
     assert objective_metrics(batch, kl_coef=0.0)["objective/verifiable_correct_rate"] == 1.0
 
@@ -138,21 +137,6 @@ def test_a_skipped_step_is_counted_and_left_out_of_the_gradient_norm():
     merged = merge_updates(_records(skipped_steps=1.0, grad_norm=NAN), loss_agg_mode="token-mean")
     assert merged["skipped_steps"] == 1.0
     assert merged["grad_norm"] == 2.0
-
-
-def test_policy_metrics_carry_both_families_of_names():
-    found = policy_metrics({"loss": 0.1, "pg_loss": 0.2, "approx_kl": 0.3, "pg_clipfrac": 0.4, "lr": 0.5})
-    assert found == {
-        "actor/loss": 0.1,
-        "actor/pg_loss": 0.2,
-        "actor/pg_clipfrac": 0.4,
-        "actor/lr": 0.5,
-        "objective/loss": 0.1,
-        "loss/policy_avg": 0.2,
-        "policy/approxkl_avg": 0.3,
-        "policy/clipfrac_avg": 0.4,
-        "lr": 0.5,
-    }
 
 
 def test_speed_counts_prompt_and_response_tokens_and_generation_response_tokens(batch):

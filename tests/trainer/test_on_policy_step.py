@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pyarrow.parquet as pq
 import pytest
 
@@ -112,18 +110,7 @@ def test_weights_metrics_and_samples_are_those_of_a_pass_before_the_update(
         ),
     ],
 )
-def test_what_needs_the_old_log_probs_earlier_gets_them_earlier(inputs, tmp_path, options, reason):
+def test_old_log_probs_that_are_needed_earlier_are_computed_apart(inputs, tmp_path, options, reason):
     config = load_config(overrides(inputs, tmp_path, f"{ACTOR}.ppo_mini_batch_size=8", *options))
     found = why_old_log_probs_are_computed_apart(config)
     assert (found is None) if reason is None else (reason in found)
-
-
-def test_a_resume_in_the_middle_gives_the_same_run(inputs, tmp_path):
-    options = (*SETTINGS, "algorithm.kl_ctrl.kl_coef=0", "trainer.save_freq=1")
-    whole = train(overrides(inputs, tmp_path / "whole", *options))
-    parts = overrides(inputs, tmp_path / "parts", *options)
-    train([*parts, "trainer.total_training_steps=2"])
-    assert hashes(train(parts)) == hashes(whole)
-    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
-    timing = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert "timing_s/old_log_prob" not in timing

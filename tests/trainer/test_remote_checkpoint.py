@@ -20,6 +20,8 @@ from strop.errors import CheckpointError, ConfigError, WorkerError
 
 from messages import mentions, naming
 
+REMOTE = "memory://bucket/run"
+
 
 class ArrowLocal(ArrowFSWrapper):
     """The wrapper behind hdfs://, around a local disk: there is no Hadoop here."""
@@ -44,7 +46,7 @@ def url(request, memory_fs, tmp_path):
     folder = tmp_path / "remote"
     if request.param == "plain":
         return str(folder)
-    return "memory://bucket/run" if request.param == "memory" else f"{request.param}://{folder}"
+    return REMOTE if request.param == "memory" else f"{request.param}://{folder}"
 
 
 def filesystem(url: str):
@@ -117,57 +119,57 @@ def test_an_empty_or_absent_remote_folder_is_a_fresh_start(url, tmp_path):
     assert Checkpoints(tmp_path / "run", remote=url).find("auto") is None
 
 
-def test_a_remote_checkpoint_without_its_manifest_does_not_count(url, tmp_path):
+@pytest.mark.parametrize("cut_off", [True, False])
+def test_a_remote_checkpoint_without_a_whole_manifest_does_not_count(url, tmp_path, cut_off):
     run_of(1, 2, folder=tmp_path / "run", url=url)
     fs, root = filesystem(url)
-    whole = fs.cat_file(f"{root}/global_step_2/manifest.json")
-    for cut_off in (whole[: len(whole) // 2], None):
-        fs.rm(f"{root}/global_step_2/manifest.json")
-        if cut_off is not None:
-            fs.pipe_file(f"{root}/global_step_2/manifest.json", cut_off)
-        assert RemoteCheckpoints(url).latest() == 1
-        with pytest.raises(CheckpointError, match=naming("global_step_2")):
-            download(RemoteCheckpoints(url).url_of(2), tmp_path / "copy")
-        if cut_off is None:
-            break
+    manifest = f"{root}/global_step_2/manifest.json"
+    whole = fs.cat_file(manifest)
+    fs.rm(manifest)
+    if cut_off:
+        fs.pipe_file(manifest, whole[: len(whole) // 2])
+    assert RemoteCheckpoints(url).latest() == 1
+    with pytest.raises(CheckpointError, match=naming("global_step_2")):
+        download(RemoteCheckpoints(url).url_of(2), tmp_path / "copy")
 
 
 @pytest.mark.parametrize("hint", [b"", b"1", b"77\n", b"nonsense\n"])
 def test_a_name_that_was_cut_off_or_names_nothing_is_only_a_hint(memory_fs, tmp_path, hint):
-    run_of(1, 12, folder=tmp_path / "run", url="memory://bucket/run")
+    run_of(1, 12, folder=tmp_path / "run", url=REMOTE)
     memory_fs.pipe("/bucket/run/latest_checkpointed_iteration.txt", hint)
-    assert RemoteCheckpoints("memory://bucket/run").latest() == 12
+    assert RemoteCheckpoints(REMOTE).latest() == 12
 
 
 def test_a_file_that_arrives_short_is_found(memory_fs, tmp_path):
-    run_of(1, folder=tmp_path / "run", url="memory://bucket/run")
+    run_of(1, folder=tmp_path / "run", url=REMOTE)
     memory_fs.pipe("/bucket/run/global_step_1/actor/state", b"")
     with pytest.raises(CheckpointError, match=naming("actor/state", "0 bytes", "1")):
-        Checkpoints(tmp_path / "elsewhere", remote="memory://bucket/run").find("auto")
+        Checkpoints(tmp_path / "elsewhere", remote=REMOTE).find("auto")
     assert not (tmp_path / "elsewhere" / "global_step_1").exists()
 
 
 def test_the_manifest_comes_last_but_for_the_name_of_the_latest(memory_fs, tmp_path, monkeypatch):
     order = []
 
-    def noting(name):
+    def note(name: str, place: int) -> None:
         original = getattr(MemoryFileSystem, name)
 
-        def wrapped(self, *args, **kwargs):
-            order.append(args[-1] if name == "put_file" else args[0])
+        def noting(self, *args, **kwargs):
+            order.append(args[place])
             return original(self, *args, **kwargs)
 
-        monkeypatch.setattr(MemoryFileSystem, name, wrapped)
+        monkeypatch.setattr(MemoryFileSystem, name, noting)
 
-    noting("put_file"), noting("pipe_file")
-    run_of(4, folder=tmp_path / "run", url="memory://bucket/run")
+    note("put_file", 1)
+    note("pipe_file", 0)
+    run_of(4, folder=tmp_path / "run", url=REMOTE)
     sizes = json.loads((tmp_path / "run" / "global_step_4" / "manifest.json").read_text())
     assert [Path(path).name for path in order[-2:]] == ["manifest.json", "latest_checkpointed_iteration.txt"]
     assert sorted(order[:-2]) == sorted(f"/bucket/run/global_step_4/{name}" for name in sizes)
 
 
 def breaking(monkeypatch, *, times: int) -> list[str]:
-    """The next ``times`` uploads of a state file fail half-way; returns what was put."""
+    """Let the next ``times`` uploads of a state file fail half-way; return the list of uploaded names."""
     put = []
     original = MemoryFileSystem.put_file
 
@@ -185,10 +187,10 @@ def breaking(monkeypatch, *, times: int) -> list[str]:
 
 
 def uploader(retries: int, **options) -> Uploader:
-    return Uploader(RemoteCheckpoints("memory://bucket/run"), retry_after_s=[0.0] * retries, **options)
+    return Uploader(RemoteCheckpoints(REMOTE), retry_after_s=[0.0] * retries, **options)
 
 
-def test_an_upload_that_fails_is_tried_again_from_where_it_was(memory_fs, tmp_path, monkeypatch, caplog):
+def test_an_upload_that_fails_is_retried_from_where_it_was(memory_fs, tmp_path, monkeypatch, caplog):
     put = breaking(monkeypatch, times=2)
     folder = Checkpoints(tmp_path).save(3, {"actor": Group(1)}, STATE)
     upload = uploader(retries=2)
@@ -203,7 +205,7 @@ def test_an_upload_that_fails_is_tried_again_from_where_it_was(memory_fs, tmp_pa
     assert (tmp_path / "copy" / "actor" / "state").read_bytes() == b"1"
 
 
-def test_an_upload_that_fails_for_good_is_told_at_once_and_at_the_end(
+def test_an_upload_that_fails_for_good_is_logged_at_once_and_raised_at_the_end(
     memory_fs, tmp_path, monkeypatch, caplog
 ):
     breaking(monkeypatch, times=2)
@@ -216,10 +218,10 @@ def test_an_upload_that_fails_for_good_is_told_at_once_and_at_the_end(
         upload.close()
     assert mentions(caplog.text, "global_step_3")
     verify(folder)
-    assert RemoteCheckpoints("memory://bucket/run").latest() == 4
+    assert RemoteCheckpoints(REMOTE).latest() == 4
 
 
-def test_a_checkpoint_that_waits_is_given_up_when_it_is_pruned(memory_fs, tmp_path, monkeypatch):
+def test_a_queued_upload_is_cancelled_when_its_checkpoint_is_pruned(memory_fs, tmp_path, monkeypatch):
     go_on = threading.Event()
     original = MemoryFileSystem.put_file
 
@@ -228,7 +230,7 @@ def test_a_checkpoint_that_waits_is_given_up_when_it_is_pruned(memory_fs, tmp_pa
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", waiting)
-    with Checkpoints(tmp_path / "run", remote="memory://bucket/run", max_to_keep=1) as checkpoints:
+    with Checkpoints(tmp_path / "run", remote=REMOTE, max_to_keep=1) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, {"actor": Group(step)}, STATE)
             while checkpoints._uploader._current is None:  # the thread takes the first one
@@ -236,15 +238,15 @@ def test_a_checkpoint_that_waits_is_given_up_when_it_is_pruned(memory_fs, tmp_pa
         here = sorted(path.name for path in (tmp_path / "run").glob("global_step_*"))
         assert here == ["global_step_1", "global_step_3"]  # the first one is being read
         go_on.set()
-    assert names("memory://bucket/run") == ["global_step_3", "latest_checkpointed_iteration.txt"]
+    assert names(REMOTE) == ["global_step_3", "latest_checkpointed_iteration.txt"]
     assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == ["global_step_3"]
 
 
-def test_a_resumed_run_uploads_what_the_killed_one_could_not(memory_fs, tmp_path):
+def test_a_resumed_run_uploads_the_checkpoint_that_a_killed_one_could_not(memory_fs, tmp_path):
     Checkpoints(tmp_path).save(3, {"actor": Group(1)}, STATE)
-    with Checkpoints(tmp_path, remote="memory://bucket/run") as checkpoints:
+    with Checkpoints(tmp_path, remote=REMOTE) as checkpoints:
         checkpoints.load(checkpoints.find("auto"), {"actor": Group(0)})
-    assert RemoteCheckpoints("memory://bucket/run").latest() == 3
+    assert RemoteCheckpoints(REMOTE).latest() == 3
 
 
 @pytest.mark.parametrize("dead_before_the_end", [True, False])
@@ -254,7 +256,7 @@ def test_uploads_are_waited_for_also_when_the_save_in_flight_fails(
 ):
     """Else a restart begins to upload while this run still does."""
     breaking(monkeypatch, times=int(uploads_fail))
-    checkpoints = Checkpoints(tmp_path, background=True, remote="memory://bucket/run")
+    checkpoints = Checkpoints(tmp_path, background=True, remote=REMOTE)
     checkpoints._uploader._retry_after_s = ()
     dead = WorkerError("rank 1 died")
 
@@ -270,24 +272,24 @@ def test_uploads_are_waited_for_also_when_the_save_in_flight_fails(
     checkpoints._uploader._thread.join(60)
     assert not checkpoints._uploader._thread.is_alive()
     if uploads_fail:
-        assert mentions(caplog.text, "memory://bucket/run", "global_step_3", "ConnectionResetError")
+        assert mentions(caplog.text, REMOTE, "global_step_3", "ConnectionResetError")
     else:
-        assert RemoteCheckpoints("memory://bucket/run").latest() == 3
+        assert RemoteCheckpoints(REMOTE).latest() == 3
 
 
-def test_an_upload_that_hangs_is_given_up_after_an_interrupt(memory_fs, tmp_path, monkeypatch, caplog):
+def test_an_upload_that_hangs_is_cancelled_after_an_interrupt(memory_fs, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(checkpoint, "AFTER_AN_INTERRUPT_S", 0.2)
     go_on = threading.Event()
     monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *args, **kwargs: go_on.wait(60))
 
     def run() -> None:
-        with Checkpoints(tmp_path, remote="memory://bucket/run") as checkpoints:
+        with Checkpoints(tmp_path, remote=REMOTE) as checkpoints:
             checkpoints.save(3, {"actor": Group(1)}, STATE)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert mentions(caplog.text, "memory://bucket/run", "global_step_3")
+    assert mentions(caplog.text, REMOTE, "global_step_3")
     go_on.set()
 
 
@@ -297,8 +299,7 @@ def test_a_resume_from_an_earlier_checkpoint_replaces_what_came_after_it(url, tm
         found = checkpoints.find(str(tmp_path / "global_step_20"))
         checkpoints.load(found, {"actor": Group(0)})
         checkpoints.save(22, {"actor": Group(22)}, STATE)
-    latest_name = "latest_checkpointed_iteration.txt"
-    assert names(url) == ["global_step_20", "global_step_22", latest_name]
+    assert names(url) == ["global_step_20", "global_step_22", "latest_checkpointed_iteration.txt"]
     assert latest(url) == "22\n"
 
 
@@ -322,7 +323,7 @@ def test_a_remote_folder_that_does_not_answer_is_named(memory_fs, tmp_path, monk
 
     monkeypatch.setattr(MemoryFileSystem, "ls", dead)
     monkeypatch.setattr(MemoryFileSystem, "cat_file", dead)
-    with pytest.raises(CheckpointError, match=naming("memory://bucket/run", "the line went dead")):
-        Checkpoints(tmp_path, remote="memory://bucket/run").find("auto")
+    with pytest.raises(CheckpointError, match=naming(REMOTE, "the line went dead")):
+        Checkpoints(tmp_path, remote=REMOTE).find("auto")
     with pytest.raises(CheckpointError, match=naming("global_step_1", "the line went dead")):
         Checkpoints(tmp_path).find("memory://bucket/run/global_step_1")

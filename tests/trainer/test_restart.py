@@ -1,4 +1,4 @@
-"""Which checkpoint a restart begins from; that a restart works is tested on real runs (tests/e2e)."""
+"""The checkpoint that a restart begins from; whole runs that restart: tests/e2e."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from strop.errors import WorkerError
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Train with some deeds, one an attempt; returns the resume modes that were asked for."""
+    """Return a function that trains with one deed per attempt and returns the resume modes."""
 
-    def train(*deeds, resume_mode="auto", max_restarts=1):
+    def train(*deeds, resume_mode="auto"):
         modes = []
 
         def train_once(config):
@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(restart, "train_once", train_once)
         options = [
             f"trainer.default_local_dir={tmp_path}",
-            f"trainer.max_restarts={max_restarts}",
+            "trainer.max_restarts=1",
             f"trainer.resume_mode={resume_mode}",
         ]
         restart.with_restarts(load_config(options), restart.train_once)
@@ -61,13 +61,3 @@ def test_a_named_checkpoint_stays_the_beginning_when_the_folder_was_only_archive
 
 def test_after_a_save_it_goes_on_from_there(run):
     assert run(dies_after_saving, None, resume_mode="disable") == ["disable", "auto"]
-
-
-def test_an_error_that_would_come_again_and_one_too_many_end_the_run(run):
-    def is_final(latest):
-        raise WorkerError("a wrong model", is_final=True)
-
-    with pytest.raises(WorkerError, match="a wrong model"):
-        run(is_final, None)
-    with pytest.raises(WorkerError, match="gone"):
-        run(dies, dies, None)

@@ -1,22 +1,22 @@
-"""strop train-rm: against hand-computed figures, plain transformers training, and other layouts of a run."""
+"""strop train-rm: its figures, centring and refusals; test_supervised.py trains as transformers does."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
 from strop.config.load import load_tree
 from strop.config.trees import REWARD_MODELLING
 from strop.data.answers import pair_batch
 from strop.errors import ConfigError, DataError
-from strop.models.loader import fresh_head, load_scorer
+from strop.models.loader import load_scorer
 from strop.models.scorer import PairScorer, SequenceScorer
 from strop.trainer import supervised as reward_modelling
 from strop.trainer.supervised import RewardModelTrainer, build
@@ -54,105 +54,50 @@ def test_calibration_compares_confidence_with_accuracy_in_bins_of_equal_size():
     assert len(calibration(torch.tensor([1.0, 2.0])).accuracy) == 2  # fewer pairs than bins
 
 
-def plain_training(inputs, steps):
-    """The same steps in transformers and torch: each answer by itself, no padding, no micro-batches."""
-    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
-    trainer = build(RewardModelTrainer, load_tree(REWARD_MODELLING, overrides(inputs, inputs / "plain")))
-    model = AutoModelForSequenceClassification.from_pretrained(inputs / "model", num_labels=1)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.score.weight.data.copy_(fresh_head(32, trainer.config.trainer.seed))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, eps=1e-3)
-    dataset, batches = trainer.train_loader.dataset, trainer.train_loader.batches
-    for step, rows in zip(range(steps), batches, strict=False):
-        progress = step / steps  # int(0.1 x 4) = 0 steps of warm-up
-        optimizer.param_groups[0]["lr"] = 1e-2 * 0.5 * (1 + math.cos(math.pi * progress))
-        losses = []
-        for number in rows:
-            fields = dataset[number]
-            scores = [
-                model(torch.cat([fields["input_ids"], fields[name]])[None]).logits[0, 0]
-                for name in ("chosen", "rejected")
-            ]
-            losses.append(-torch.nn.functional.logsigmoid(scores[0] - scores[1]))
-        torch.stack(losses).mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.named_parameters())
+def answer_scores(model, dataset, numbers) -> torch.Tensor:
+    """Return transformers' scores of the (chosen, rejected) answers, each in a pass of its own."""
+    scores = [
+        [
+            model(torch.cat([dataset[number]["input_ids"], dataset[number][name]])[None]).logits.item()
+            for name in ("chosen", "rejected")
+        ]
+        for number in numbers
+    ]
+    return torch.tensor(scores)
 
 
-def test_parameters_are_those_of_plain_transformers_training(inputs, trained):
-    ours, theirs = final_weights(inputs / "run"), plain_training(inputs, 4)
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight.detach(), atol=1e-6, rtol=1e-5)
-
-
-LAYOUTS = {
-    "packed": ("model.use_remove_padding=True",),
-    "micro-batches of 3": ("update.micro_batch_size_per_gpu=3",),
-    "packed by tokens": (
-        "model.use_remove_padding=True",
-        "update.use_dynamic_bsz=True",
-        "update.max_token_len_per_gpu=40",
-    ),
-    "with checkpointed activations": ("model.enable_gradient_checkpointing=True",),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_layout_changes_a_parameter(inputs, trained, tmp_path, layout):
-    train("train-rm", overrides(inputs, tmp_path, *LAYOUTS[layout]))
-    ours, theirs = final_weights(tmp_path), final_weights(inputs / "run")
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, atol=1e-6, rtol=1e-5)
-
-
-def test_the_exported_model_gives_centred_scores_to_strop_and_raw_ones_to_transformers(inputs, trained):
-    folder = inputs / "run" / "final_model"
-    raw = AutoModelForSequenceClassification.from_pretrained(folder)
-    assert raw.config.num_labels == 1
-    scorer = SequenceScorer(load_scorer(folder, fresh_head_seed=None))
-    centred, uncentred = [], []
-    dataset = trained.val_loader.dataset
-    with torch.no_grad():
-        for number in range(len(dataset)):
-            fields = dataset[number]
-            for name in ("chosen", "rejected"):
-                ids = torch.cat([fields["input_ids"], fields[name]])[None]
-                mask = torch.ones_like(ids)
-                batch = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(1) - 1}
-                centred.append(scorer(batch)["rm_scores"].item())
-                uncentred.append(raw(ids).logits.item())
-    mean = sum(uncentred) / len(uncentred)
-    assert raw.config.strop_reward_mean == pytest.approx(mean, abs=1e-5)
-    assert raw.config.strop_reward_std == pytest.approx(
-        torch.tensor(uncentred).std(correction=0).item(), abs=1e-4
-    )
-    assert centred == pytest.approx([score - mean for score in uncentred], abs=1e-5)
-    assert abs(mean) > 1e-3  # there was something to take off
-
-
-def test_metrics_agree_with_the_scores_of_the_exported_model(inputs, trained):
-    last = metrics(inputs / "run")[-1]
-    dataset = trained.val_loader.dataset
+@pytest.fixture(scope="module")
+def raw_scores(inputs, trained):
+    """Scores of the validation pairs by the exported model, as transformers loads it."""
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "run" / "final_model")
-    with torch.no_grad():
-        margins = []
-        for number in range(len(dataset)):
-            fields = dataset[number]
-            chosen, rejected = (
-                model(torch.cat([fields["input_ids"], fields[name]])[None]).logits.item()
-                for name in ("chosen", "rejected")
-            )
-            margins.append(chosen - rejected)
-    assert last["val/margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-5)
-    assert last["val/accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins))
-    even = margins[::2]
-    assert last["val/accuracy/even"] == pytest.approx(sum(margin > 0 for margin in even) / len(even))
-    assert last["val/loss"] == pytest.approx(
-        sum(math.log1p(math.exp(-margin)) for margin in margins) / len(margins), abs=1e-5
-    )
+    assert model.config.num_labels == 1
+    dataset = trained.val_loader.dataset
+    return answer_scores(model, dataset, range(len(dataset)))
+
+
+def test_the_exported_model_gives_scores_centred_on_validation(inputs, trained, raw_scores):
+    scorer = SequenceScorer(load_scorer(inputs / "run" / "final_model", fresh_head_seed=None))
+    dataset, centred = trained.val_loader.dataset, []
+    for number, name in product(range(len(dataset)), ("chosen", "rejected")):
+        ids = torch.cat([dataset[number]["input_ids"], dataset[number][name]])[None]
+        mask = torch.ones_like(ids)
+        batch = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(1) - 1}
+        with torch.no_grad():
+            centred.append(scorer(batch)["rm_scores"].item())
+    config, mean = scorer.hugging_face_model.config, raw_scores.mean().item()
+    assert config.strop_reward_mean == pytest.approx(mean, abs=1e-5)
+    assert config.strop_reward_std == pytest.approx(raw_scores.std(correction=0).item(), abs=1e-4)
+    assert centred == pytest.approx((raw_scores.flatten() - mean).tolist(), abs=1e-5)
+    assert abs(mean) > 1e-3  # there was something to subtract
+
+
+def test_metrics_agree_with_the_scores_of_the_exported_model(inputs, raw_scores):
+    last = metrics(inputs / "run")[-1]
+    margins = raw_scores[:, 0] - raw_scores[:, 1]
+    assert last["val/margin"] == pytest.approx(margins.mean().item(), abs=1e-5)
+    assert last["val/accuracy"] == pytest.approx((margins > 0).float().mean().item())
+    assert last["val/accuracy/even"] == pytest.approx((margins[::2] > 0).float().mean().item())
+    assert last["val/loss"] == pytest.approx(torch.log1p(torch.exp(-margins)).mean().item(), abs=1e-5)
     deciles = [last[f"val/confidence/{decile}"] for decile in range(1, 11)]
     assert all(first <= second for first, second in pairwise(deciles))
 
@@ -180,13 +125,8 @@ def test_without_validation_files_the_mean_is_of_the_first_training_pairs(inputs
     options = overrides(inputs, tmp_path, "data.val_files=[]", "trainer.total_training_steps=1")
     dataset = train("train-rm", options).train_loader.dataset
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final_model")
-    with torch.no_grad():
-        scores = [
-            model(torch.cat([dataset[number]["input_ids"], dataset[number][name]])[None]).logits.item()
-            for number in range(3)
-            for name in ("chosen", "rejected")
-        ]
-    assert model.config.strop_reward_mean == pytest.approx(sum(scores) / len(scores), abs=1e-5)
+    expected = answer_scores(model, dataset, range(3)).mean().item()
+    assert model.config.strop_reward_mean == pytest.approx(expected, abs=1e-5)
 
 
 def test_centering_adds_the_squared_sum_of_scores(inputs, tmp_path):
@@ -199,17 +139,8 @@ def test_centering_adds_the_squared_sum_of_scores(inputs, tmp_path):
         runs[coefficient] = metrics(tmp_path / str(coefficient))[0]["train/loss"]
     fresh = load_scorer(inputs / "model", fresh_head_seed=1).eval()
     batch_rows = next(iter(build(RewardModelTrainer, trainer.config).train_loader.batches))
-    dataset, sums = trainer.train_loader.dataset, []
-    with torch.no_grad():
-        for number in batch_rows:
-            fields = dataset[number]
-            sums.append(
-                sum(
-                    fresh(torch.cat([fields["input_ids"], fields[name]])[None]).logits.item()
-                    for name in ("chosen", "rejected")
-                )
-            )
-    expected = 0.5 * sum(total**2 for total in sums) / len(sums)
+    sums = answer_scores(fresh, trainer.train_loader.dataset, batch_rows).sum(dim=1)
+    expected = 0.5 * sums.square().mean().item()
     assert runs[0.5] - runs[0.0] == pytest.approx(expected, rel=1e-4)
 
 
@@ -221,40 +152,24 @@ def test_a_reward_model_is_trained_further_from_its_own_head(inputs, trained, tm
     )
 
 
-def test_resume_is_exact(inputs, trained, tmp_path):
-    straight = metrics(inputs / "run")
-    train("train-rm", overrides(inputs, tmp_path, "trainer.save_freq=2"))
-    for name in ("global_step_4", "final_model"):  # as if it had died after the checkpoint of step 2
-        assert not (tmp_path / "final_model").exists()
-        if (tmp_path / name).exists():
-            (tmp_path / name).rename(tmp_path / f"{name}.lost")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2\n")
-    resumed = train("train-rm", overrides(inputs, tmp_path, "trainer.save_freq=2"))
-    assert resumed.group.weights_hash() == trained.group.weights_hash()
-    assert metrics(tmp_path) == straight
-
-
-def test_bad_rows_are_named_by_file_row_and_field(inputs, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "field", "value", "parts"),
+    [
+        (5, "rejected", None, ["null"]),
+        (3, "chosen", "1234567", ["8 tokens", "data.max_response_length", "6"]),
+    ],
+)
+def test_bad_rows_are_named_by_file_row_and_field(inputs, tmp_path, number, field, value, parts):
     draw = random.Random(0)
     rows = [row(draw, index) for index in range(8)]
-    rows[5]["rejected"] = None
-    file = write_rows(tmp_path / "bad.parquet", rows)
-    options = overrides(inputs, tmp_path / "run", f"data.train_files={file}")
-    with pytest.raises(DataError, match=naming("bad.parquet", "row 5", "field rejected", "null")):
-        train("train-rm", options)
-    long = [row(draw, index) for index in range(8)]
-    long[3]["chosen"] = "1234567"
-    file = write_rows(tmp_path / "long.parquet", long)
-    options = overrides(inputs, tmp_path / "run", f"data.train_files={file}", "data.filter_overlong=False")
-    with pytest.raises(
-        DataError, match=naming("row 3", "field chosen", "8 tokens", "data.max_response_length", "6")
-    ):
+    rows[number][field] = value
+    files = f"data.train_files={write_rows(tmp_path / 'bad.parquet', rows)}"
+    options = overrides(inputs, tmp_path / "run", files, "data.filter_overlong=False")
+    with pytest.raises(DataError, match=naming("bad.parquet", f"row {number}", f"field {field}", *parts)):
         train("train-rm", options)
 
 
-def test_wrong_settings_are_told_together_before_a_model_is_loaded(inputs, tmp_path):
-    with pytest.raises(ConfigError, match=naming("update.center_rewards_coefficient")):
-        load_tree(REWARD_MODELLING, ["update.center_reward_coefficient=1"])
+def test_wrong_settings_are_reported_together_before_a_model_is_loaded(inputs, tmp_path):
     options = overrides(
         inputs,
         tmp_path,
@@ -265,25 +180,16 @@ def test_wrong_settings_are_told_together_before_a_model_is_loaded(inputs, tmp_p
     )
     with pytest.raises(ConfigError) as caught:
         build(RewardModelTrainer, load_tree(REWARD_MODELLING, options))
-    text = str(caught.value)
-    assert mentions(text, "model.path=/nowhere/model")
-    assert "both sequences of a pair" in text
-    assert mentions(text, "32")
-    assert "teleprinter" in text
+    assert mentions(caught.value, "model.path=/nowhere/model", "update.max_token_len_per_gpu=31", "32")
+    assert mentions(caught.value, "teleprinter")
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_row_that_is_padding_is_scored_alike_packed_and_padded(inputs, implementation):
-    """What evens out ranks has no chosen tokens: its score is the prompt's, and its gradient nothing."""
-    rows = [
-        {
-            "input_ids": torch.tensor([6, 7, 8]),
-            "chosen": torch.tensor([9, 1]),
-            "rejected": torch.tensor([5, 6, 1]),
-        },
-        {"input_ids": torch.tensor([6, 7]), "chosen": torch.tensor([9, 8, 1]), "rejected": torch.tensor([1])},
-    ]
-    rows = [{**fields, "data_source": "a"} for fields in rows]
+    """The row that fills up a rank's share has no chosen tokens: it scores the prompt, without a gradient."""
+    answers = ([6, 7, 8], [9, 1], [5, 6, 1]), ([6, 7], [9, 8, 1], [1])
+    names = ("input_ids", "chosen", "rejected")
+    rows = [dict(zip(names, map(torch.tensor, ids), strict=True), data_source="a") for ids in answers]
     columns = pair_batch(rows, pad_token_id=0, max_prompt_length=4, max_response_length=5).batch
     columns["response_mask"][1] = 0
     found = {}

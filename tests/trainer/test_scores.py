@@ -1,11 +1,13 @@
-"""Scores that are computed while the models look at the samples, or the next ones are generated."""
+"""Scores that are computed while models evaluate the samples, or the next ones are generated."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pyarrow.parquet as pq
@@ -48,7 +50,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture
 def make(inputs, tmp_path):
-    """Builds trainers, and closes their reward managers."""
+    """Return a function that builds trainers; close their reward managers."""
     made = []
 
     def build(*options: str):
@@ -64,26 +66,46 @@ def make(inputs, tmp_path):
 
 
 def waiting_scorer(folder: Path) -> tuple[str, Path]:
-    """The option for a scorer that waits for a file, and that file."""
+    """Return the option for a scorer that waits for a file, and that file."""
     go = folder / "go"
     (folder / "reward.py").write_text(WAITS.format(go=str(go)))
     return f"custom_reward_function.path={folder / 'reward.py'}", go
 
 
-def test_samples_are_scored_while_the_models_look_at_them(make, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("role", "method", "call", "options", "metric"),
+    [
+        # of the passes before the update, the last
+        ("critic", "compute_values", 1, (), "critic/score/max"),
+        # the second batch of validation
+        (
+            "rollout",
+            "generate_sequences",
+            2,
+            ("data.val_batch_size=2", "trainer.val_only=true"),
+            "val/test_score/strop/arithmetic",
+        ),
+    ],
+)
+def test_samples_are_scored_during_the_next_calls_of_workers(
+    make, tmp_path, monkeypatch, role, method, call, options, metric
+):
     option, go = waiting_scorer(tmp_path)
-    trainer = make(option, "reward_model.timeout_s=120")
-    plain = trainer.critic.worker.compute_values
+    trainer = make(option, "reward_model.timeout_s=120", *options)
+    worker, calls = getattr(trainer, role).worker, []
+    plain = getattr(worker, method)
 
-    def compute_values(batch):  # of the passes before the update, the last
-        go.touch()
-        return plain(batch)
+    def counted(*arguments, **options):
+        calls.append(method)
+        if len(calls) == call:
+            go.touch()
+        return plain(*arguments, **options)
 
-    monkeypatch.setattr(trainer.critic.worker, "compute_values", compute_values)
+    monkeypatch.setattr(worker, method, counted)
     trainer.fit()
     (line,) = metrics(tmp_path / "run")
-    assert line["reward/errors"] == 0
-    assert line["critic/score/max"] > 0
+    assert line.get("reward/errors", 0) == 0
+    assert line[metric] > 0
 
 
 def test_samples_are_scored_while_others_are_generated(make, tmp_path, monkeypatch):
@@ -116,23 +138,6 @@ def test_samples_are_scored_while_others_are_generated(make, tmp_path, monkeypat
     assert [row["score"] for row in rows] == [float(len(row["response"])) for row in rows]
 
 
-def test_validation_samples_are_scored_while_the_next_are_generated(make, tmp_path, monkeypatch):
-    option, go = waiting_scorer(tmp_path)
-    trainer = make(option, "reward_model.timeout_s=120", "data.val_batch_size=2", "trainer.val_only=true")
-    plain, calls = trainer.rollout.worker.generate_sequences, []
-
-    def generate_sequences(prompts, finished):
-        calls.append(len(prompts))
-        if len(calls) == 2:
-            go.touch()
-        return plain(prompts, finished)
-
-    monkeypatch.setattr(trainer.rollout.worker, "generate_sequences", generate_sequences)
-    trainer.fit()
-    assert calls == [2, 2, 2]
-    assert metrics(tmp_path / "run")[0]["val/test_score/strop/arithmetic"] > 0
-
-
 def test_a_failure_elsewhere_does_not_wait_for_scores(make, tmp_path, monkeypatch):
     option, _ = waiting_scorer(tmp_path)  # the file never comes
     trainer = make(option, "reward_model.timeout_s=120")
@@ -148,22 +153,25 @@ def test_a_failure_elsewhere_does_not_wait_for_scores(make, tmp_path, monkeypatc
     assert time.monotonic() - started < 30
 
 
-def test_a_failure_elsewhere_gives_up_greedy_scores_too():
-    given_up = []
+def test_a_failure_elsewhere_cancels_greedy_scores_too():
+    cancelled = []
 
-    class Scores:
-        @contextlib.contextmanager
-        def cancelled_on_error(self):
-            try:
-                yield
-            except ModelError:
-                given_up.append(self)
-                raise
+    @contextlib.contextmanager
+    def cancelled_on_error(name):
+        try:
+            yield
+        except ModelError:
+            cancelled.append(name)
+            raise
 
-    samples = Samples(DataProto(), Scores(), PhaseTimer(), Scores())
+    scores, greedy = (
+        SimpleNamespace(cancelled_on_error=functools.partial(cancelled_on_error, name))
+        for name in ("scores", "greedy")
+    )
+    samples = Samples(DataProto(), scores, PhaseTimer(), greedy)
     with pytest.raises(ModelError), samples.cancelled_on_error():
         raise ModelError("no values today")
-    assert sorted(map(id, given_up)) == sorted(map(id, (samples.scores, samples.greedy_scores)))
+    assert sorted(cancelled) == ["greedy", "scores"]
 
 
 def test_a_failure_of_the_scorer_stops_the_step(make, tmp_path):
@@ -174,7 +182,7 @@ def test_a_failure_of_the_scorer_stops_the_step(make, tmp_path):
 
 
 class Deferred(LocalWorkerGroup):
-    """Notes when a call is started and when somebody waits for it, as it may be in another process."""
+    """Group that records when a call is started and when its result is read."""
 
     notes: ClassVar[list[str]] = []
 
@@ -211,41 +219,31 @@ def test_reward_model_reference_actor_and_critic_work_at_the_same_time(inputs, t
 
 
 class OwnManager(RewardManager):
-    """Overrides what a batch is scored by."""
+    """Overrides how a batch is scored."""
+
+    def __init__(self, score) -> None:
+        super().__init__(tokenizer=None, num_examine=0)
+        self.score = score
 
     def __call__(self, batch):
-        self.thread = threading.current_thread()
-        return torch.ones_like(batch.batch["response_mask"])
+        return self.score(batch)
 
 
+@pytest.mark.parametrize("wrap", [lambda function: function, OwnManager], ids=["function", "manager"])
 @pytest.mark.parametrize("with_model", [False, True])
-def test_a_function_of_ones_own_runs_in_the_programs_thread_and_sees_the_models_scores(with_model):
+def test_a_users_own_reward_runs_in_the_main_thread_and_sees_the_models_scores(with_model, wrap):
     seen = {}
 
     def own(batch):
         seen.update(thread=threading.current_thread(), columns=set(batch.batch))
         return torch.ones_like(batch.batch["response_mask"])
 
-    class Group:
-        class compute_rm_score:  # noqa: N801 - the shape of a group's method
-            @staticmethod
-            def start(batch):
-                return Group
-
-        @staticmethod
-        def get():
-            return DataProto({"rm_scores": torch.zeros(2)})
-
-    batch = DataProto({"response_mask": torch.ones(2, 3)})
-    scores = PendingScores(DataProto(), 1, own, Group if with_model else None)
+    call = SimpleNamespace(get=lambda: DataProto({"rm_scores": torch.zeros(2)}))
+    group = SimpleNamespace(compute_rm_score=SimpleNamespace(start=lambda batch: call))
+    scores = PendingScores(DataProto(), 1, wrap(own), group if with_model else None)
     assert scores.finished is None
-    scores.complete(batch)
+    scores.complete(DataProto({"response_mask": torch.ones(2, 3)}))
     assert seen == {}
     assert scores.get().batch["token_level_scores"].sum() == 6
     assert seen["thread"] is threading.main_thread()
     assert ("rm_scores" in seen["columns"]) == with_model
-    manager = OwnManager(tokenizer=None, num_examine=0)
-    scores = PendingScores(DataProto(), 1, manager, None)
-    scores.complete(batch)
-    assert scores.get().batch["token_level_scores"].sum() == 6
-    assert manager.thread is threading.main_thread()

@@ -1,10 +1,7 @@
-"""strop sft and strop train-rm over several processes, after kill -9, and on real preferences."""
+"""strop sft and strop train-rm on several ranks, after kill -9, and on real preferences."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +13,9 @@ from transformers import AutoModelForSequenceClassification
 from strop.cli.main import main
 from strop.prepare import prepare
 
-from supervised_runs import final_weights, make_inputs, metrics, overrides, train
+import forked
+import runs
+from supervised_runs import final_weights, make_inputs, metrics, overrides, require_equal_weights, train
 
 HH = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "hh_rlhf"
 """Raw Helpful and Harmless dialogues. Their text is offensive: nothing here shows it."""
@@ -36,32 +35,24 @@ def test_two_ranks_train_what_one_trains(ray_session, inputs, tmp_path, kind):
     two = train(kind, overrides(inputs, tmp_path / "two", *options, "trainer.n_gpus_per_node=2"))
     assert two.group.world_size == 2
     two.shutdown()
-    ours, theirs = final_weights(tmp_path / "two"), final_weights(tmp_path / "one")
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, atol=1e-6, rtol=1e-5)
+    require_equal_weights(tmp_path / "two", final_weights(tmp_path / "one"))
     for one, other in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         assert other == pytest.approx(one, abs=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "train-rm"])
-def test_a_run_that_is_killed_goes_on_exactly(inputs, tmp_path, kind):
+def test_a_killed_run_resumes_exactly(inputs, tmp_path, kind):
     options = ("trainer.save_freq=1", "trainer.total_training_steps=40", "trainer.test_freq=20")
     straight = train(kind, overrides(inputs, tmp_path / "straight", *options))
     again = overrides(inputs, tmp_path / "killed", *options)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "strop.cli", kind, *again],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 300
-    while not (tmp_path / "killed" / "global_step_3").exists():
-        assert process.poll() is None, "the run ended before it was killed"
-        assert time.monotonic() < deadline, "no third checkpoint after 300 s"
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with forked.start(["-m", "strop.cli", kind, *again]) as process:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "killed" / "global_step_3").exists():
+            assert process.poll() is None, "the run ended before it was killed"
+            assert time.monotonic() < deadline, "no third checkpoint after 300 s"
+            time.sleep(0.01)
+        process.kill()
     assert not (tmp_path / "killed" / "global_step_40").exists()
     resumed = train(kind, again)
     assert resumed.group.weights_hash() == straight.group.weights_hash()
@@ -96,27 +87,19 @@ def test_a_reward_model_serves_reinforcement_learning_as_it_is_exported(inputs, 
     """As reward model, whose scores are then centred, and as the start of the critic."""
     reward_model = tmp_path / "rm" / "final_model"
     train("train-rm", overrides(inputs, tmp_path / "rm"))
-    prompts = {"train.parquet": "train_files", "val.parquet": "val_files"}
-    options = [
-        f"actor_rollout_ref.model.path={inputs / 'model'}",
+    options = runs.overrides(
+        inputs,
+        tmp_path / "ppo",
         f"critic.model.path={reward_model}",
         "reward_model.enable=True",
         f"reward_model.model.path={reward_model}",
         "reward_model.model.input_tokenizer=null",
-        *(f"data.{key}={inputs / name}" for name, key in prompts.items()),
-        f"data.cache_dir={inputs / 'cache'}",
-        "data.train_batch_size=8",
         "data.max_prompt_length=10",
         "data.max_response_length=6",
-        "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "trainer.logger=[console]",
-        "trainer.device=cpu",
         "trainer.total_training_steps=1",
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
-        f"trainer.default_local_dir={tmp_path / 'ppo'}",
-    ]
+    )
     assert main(["train", *options]) == 0
     samples = pq.read_table(tmp_path / "ppo" / "rollouts" / "step_000001.parquet").to_pylist()
     model = AutoModelForSequenceClassification.from_pretrained(reward_model)

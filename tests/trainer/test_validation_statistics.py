@@ -74,7 +74,7 @@ def test_majority_by_hand():
 @pytest.mark.parametrize(
     ("n", "counts"), [(1, []), (2, [2]), (3, [2, 3]), (6, [2, 4, 6]), (8, [2, 4, 8]), (9, [2, 4, 8, 9])]
 )
-def test_the_k_that_are_looked_at(n, counts):
+def test_sample_counts_are_powers_of_two_and_n(n, counts):
     assert sample_counts(n) == counts
 
 

@@ -1,45 +1,17 @@
+"""docs/algorithms.md: names and examples."""
+
 from __future__ import annotations
 
-import ast
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 
-import strop.algorithms
 from strop.algorithms.advantages import ESTIMATORS, estimate
 from strop.algorithms.aggregation import AGGREGATION_MODES
 from strop.algorithms.kl import KL_CONTROLLERS, KL_KINDS
 from strop.algorithms.policy_loss import POLICY_LOSSES
 
-FILES = sorted(Path(strop.algorithms.__path__[0]).glob("*.py"))
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
-
-
-def imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name} imports relatively"
-            yield node.module or ""
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_only_torch_numpy_and_the_standard_library_are_imported(path):
-    foreign = [
-        name
-        for name in imported(path)
-        if name.split(".")[0] not in {"torch", "numpy", *sys.stdlib_module_names}
-        and name != "strop.errors"
-        and not name.startswith("strop.algorithms")
-    ]
-    assert foreign == []
-
-
-def test_the_import_check_sees_every_module():
-    assert {path.stem for path in FILES} >= {"advantages", "policy_loss", "logprobs", "kl"}
 
 
 def test_the_document_names_everything_that_a_configuration_can_choose():

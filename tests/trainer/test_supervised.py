@@ -1,0 +1,218 @@
+"""strop sft and strop train-rm: against plain transformers training, and other layouts of the same run."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from strop.config.load import load_tree
+from strop.config.trees import SFT
+from strop.data.answers import AnsweredDataset, response_batch
+from strop.data.rl_dataset import RLHFDataset
+from strop.errors import ConfigError, DataError
+from strop.models.loader import fresh_head
+from strop.trainer.supervised import SftTrainer, build
+
+from messages import naming
+from supervised_runs import (
+    final_weights,
+    make_inputs,
+    metrics,
+    overrides,
+    require_equal_weights,
+    row,
+    train,
+    write_rows,
+)
+
+PACKED = "model.use_remove_padding=True"
+LAYOUTS = {
+    "packed": (PACKED, "model.enable_gradient_checkpointing=True"),
+    "micro-batches of 3": ("update.micro_batch_size_per_gpu=3",),
+    "packed by tokens": (PACKED, "update.use_dynamic_bsz=True", "update.max_token_len_per_gpu=36"),
+}
+
+
+class Straight(NamedTuple):
+    """A run of four steps with padded micro-batches of 8 rows."""
+
+    kind: str
+    run: Path
+    trainer: Any
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def sft(inputs):
+    return Straight("sft", inputs / "sft", train("sft", overrides(inputs, inputs / "sft")))
+
+
+@pytest.fixture(scope="module")
+def reward_model(inputs):
+    return Straight("train-rm", inputs / "rm", train("train-rm", overrides(inputs, inputs / "rm")))
+
+
+@pytest.fixture(params=["sft", "reward_model"])
+def straight(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(inputs):
+    return AutoTokenizer.from_pretrained(inputs / "model")
+
+
+def response_loss(model, rows):
+    """Mean negative log-likelihood of the response tokens of all rows, by transformers' logits."""
+    total = 0.0
+    for fields in rows:
+        prompt, response = fields["input_ids"], fields["response"]
+        logits = model(torch.cat([prompt, response])[None]).logits[0]
+        predicted = logits[len(prompt) - 1 : -1]
+        total = total + torch.nn.functional.cross_entropy(predicted, response, reduction="sum")
+    return total / sum(len(fields["response"]) for fields in rows)
+
+
+def pair_loss(model, rows):
+    """Mean of -log sigmoid(chosen - rejected), each answer in a pass of its own."""
+
+    def score(fields, name):
+        return model(torch.cat([fields["input_ids"], fields[name]])[None]).logits[0, 0]
+
+    margins = [score(fields, "chosen") - score(fields, "rejected") for fields in rows]
+    return -torch.nn.functional.logsigmoid(torch.stack(margins)).mean()
+
+
+def test_parameters_and_losses_are_those_of_plain_transformers_training(inputs, straight):
+    if straight.kind == "sft":
+        model, loss_of = AutoModelForCausalLM.from_pretrained(inputs / "model"), response_loss
+    else:
+        loss_of = pair_loss
+        model = AutoModelForSequenceClassification.from_pretrained(inputs / "model", num_labels=1)
+        model.config.pad_token_id = 0
+        model.score.weight.data.copy_(fresh_head(32, straight.trainer.config.trainer.seed))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, eps=1e-3)
+    loader, losses = build(type(straight.trainer), straight.trainer.config).train_loader, []
+    for step, numbers in zip(range(4), loader.batches, strict=False):
+        optimizer.param_groups[0]["lr"] = 1e-2 * 0.5 * (1 + math.cos(math.pi * step / 4))
+        loss = loss_of(model, [loader.dataset[number] for number in numbers])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    require_equal_weights(straight.run, {name: w.detach() for name, w in model.named_parameters()})
+    assert [line["train/loss"] for line in metrics(straight.run)] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_layout_changes_a_parameter(inputs, straight, tmp_path, layout):
+    train(straight.kind, overrides(inputs, tmp_path, *LAYOUTS[layout]))
+    require_equal_weights(tmp_path, final_weights(straight.run))
+
+
+def test_resume_is_exact(inputs, straight, tmp_path):
+    train(straight.kind, overrides(inputs, tmp_path, "trainer.save_freq=2"))
+    (tmp_path / "global_step_4").rename(tmp_path / "lost")  # as if it had died after the checkpoint before
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2\n")
+    resumed = train(straight.kind, overrides(inputs, tmp_path, "trainer.save_freq=2"))
+    assert resumed.group.weights_hash() == straight.trainer.group.weights_hash()
+    assert metrics(tmp_path) == metrics(straight.run)
+
+
+# ----------------------------------------------------------------------------------------------- strop sft
+
+
+def test_prompts_are_those_of_reinforcement_learning_and_responses_end(inputs, tokenizer):
+    options = {"prompt_key": "prompt", "max_prompt_length": 10}
+    file = inputs / "train.parquet"
+    answered = AnsweredDataset(
+        file, tokenizer, answer_keys={"response": "response"}, max_response_length=6, **options
+    )
+    prompts = RLHFDataset(file, tokenizer, **options)
+    assert len(answered) == len(prompts) == 24
+    for number in range(24):
+        ids = answered[number]["input_ids"]
+        assert torch.equal(ids, prompts[number]["input_ids"])
+        response = answered[number]["response"].tolist()
+        assert response[-1] == tokenizer.eos_token_id
+        whole = tokenizer.decode([*ids, *response[:-1]]).replace(" ", "")
+        assert eval(whole.split("<user>")[1].replace("=<assistant>", "==")), whole
+
+
+def test_batches_have_the_layout_of_rollouts():
+    rows = [
+        {"input_ids": torch.tensor([5, 6]), "response": torch.tensor([7, 8, 1]), "data_source": "a"},
+        {"input_ids": torch.tensor([5]), "response": torch.tensor([1]), "data_source": "b"},
+    ]
+    batch = response_batch(rows, pad_token_id=0, max_prompt_length=3, max_response_length=4).batch
+    assert batch["input_ids"].tolist() == [[0, 5, 6, 7, 8, 1, 0], [0, 0, 5, 1, 0, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 0, 1, 2, 3, 4, 4], [0, 0, 0, 1, 1, 1, 1]]
+    assert batch["response_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
+
+
+def test_validation_weighs_every_token_alike(sft):
+    model = AutoModelForCausalLM.from_pretrained(sft.run / "final_model")
+    dataset = sft.trainer.val_loader.dataset
+    with torch.no_grad():
+        loss = response_loss(model, [dataset[number] for number in range(len(dataset))]).item()
+    last = metrics(sft.run)[-1]
+    assert last["val/loss"] == pytest.approx(loss, abs=1e-5)
+    assert last["val/perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+
+
+def test_validation_alone_takes_a_model_or_a_checkpoint_and_no_training_files(inputs, sft, tmp_path):
+    only = ("trainer.val_only=True", "data.train_files=/no.parquet")
+    trained = f"model.path={sft.run / 'final_model'}"
+    train("sft", overrides(inputs, tmp_path / "model", *only, trained))
+    (line,) = metrics(tmp_path / "model")
+    last = metrics(sft.run)[-1]
+    assert line == {"step": 0, **{name: pytest.approx(last[name]) for name in ("val/loss", "val/perplexity")}}
+    train("sft", overrides(inputs, tmp_path / "run", "trainer.save_freq=2"))
+    resumed = train("sft", overrides(inputs, tmp_path / "run", *only))
+    assert resumed.global_step == 4
+    assert resumed.group.weights_hash() == sft.trainer.group.weights_hash()
+
+
+def test_validation_alone_requires_validation_files(inputs, tmp_path):
+    settings = ("trainer.val_only=True", "data.val_files=[]")
+    with pytest.raises(ConfigError, match=naming("data.val_files")):
+        build(SftTrainer, load_tree(SFT, overrides(inputs, tmp_path, *settings)))
+
+
+def test_rows_that_are_too_long_are_dropped_counted_or_cut(inputs, tokenizer, tmp_path, caplog):
+    draw = random.Random(0)
+    rows = [row(draw, index) for index in range(4)]
+    rows[1]["prompt"] = [{"role": "user", "content": "1" * 20}]
+    rows[2]["response"] = "12345678"
+    file = write_rows(tmp_path / "long.parquet", rows)
+    options = {
+        "prompt_key": "prompt",
+        "answer_keys": {"response": "response"},
+        "max_prompt_length": 10,
+        "max_response_length": 6,
+    }
+    assert len(AnsweredDataset(file, tokenizer, **options)) == 2
+    assert "dropped 2 of 4 rows" in caplog.text
+    with pytest.raises(DataError, match=naming("long.parquet", "row 1", "field prompt", "22 tokens")):
+        AnsweredDataset(file, tokenizer, filter_overlong=False, **options)
+    cut = AnsweredDataset(file, tokenizer, filter_overlong=False, truncation="left", **options)
+    assert tokenizer.decode(cut[1]["input_ids"]) == "1" * 9 + "<assistant>"
+    assert tokenizer.decode(cut[2]["response"]) == "123456"  # and no end: it is not where the answer ends
+
+
+def test_a_missing_column_is_named_with_its_key(inputs, tmp_path):
+    options = overrides(inputs, tmp_path, "data.response_key=answer")
+    with pytest.raises(DataError, match=naming("column 'answer'", "data.response_key")):
+        build(SftTrainer, load_tree(SFT, options))
