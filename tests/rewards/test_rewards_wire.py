@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
@@ -11,34 +12,30 @@ import pytest
 from strop.rewards.worker import wire
 
 
+def close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # the test has closed it
+            os.close(descriptor)
+
+
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
     ends = os.pipe()
     yield ends
-    for end in ends:
-        try:
-            os.close(end)
-        except OSError:  # the test has closed it
-            continue
+    close(*ends)
 
 
-def soon() -> float:
-    return time.monotonic() + 0.15
+def test_messages_of_any_size_arrive_whole_and_in_order(pipe: tuple[int, int]):
+    messages = [os.urandom(size) for size in (0, 1, 65_536, 0, 3_000_000)]
 
+    def send() -> None:
+        for message in messages:
+            wire.send(pipe[1], message)
 
-@pytest.mark.parametrize("size", [0, 1, 65_536, 3_000_000])
-def test_a_message_of_any_size_arrives_whole(pipe: tuple[int, int], size: int):
-    message = os.urandom(size)
-    sender = threading.Thread(target=wire.send, args=(pipe[1], message))
+    sender = threading.Thread(target=send)
     sender.start()
-    assert wire.receive(pipe[0]) == message
+    assert [wire.receive(pipe[0]) for _ in messages] == messages
     sender.join()
-
-
-def test_messages_keep_their_order_and_borders(pipe: tuple[int, int]):
-    for message in (b"one", b"", b"three"):
-        wire.send(pipe[1], message)
-    assert [wire.receive(pipe[0]) for _ in range(3)] == [b"one", b"", b"three"]
 
 
 def test_a_closed_end_is_an_error_on_both_sides(pipe: tuple[int, int]):
@@ -48,38 +45,30 @@ def test_a_closed_end_is_an_error_on_both_sides(pipe: tuple[int, int]):
     assert wire.is_closed(pipe[0])
     with pytest.raises(EOFError):
         wire.receive(pipe[0])
-
-
-def test_writing_to_nobody_is_an_error(pipe: tuple[int, int]):
-    os.close(pipe[0])
+    reader, writer = os.pipe()
+    os.close(reader)
     with pytest.raises(BrokenPipeError):
-        wire.send(pipe[1], b"x")
+        wire.send(writer, b"x")
+    os.close(writer)
 
 
-def test_a_length_that_no_message_has_is_refused(pipe: tuple[int, int]):
-    os.write(pipe[1], b"print this")
-    with pytest.raises(ValueError, match="not a message"):
-        wire.receive(pipe[0])
+Ends = tuple[wire.Lane, int, int]
 
 
 @pytest.fixture
-def lane(pipe: tuple[int, int]) -> Iterator[tuple[wire.Lane, int, int]]:
+def lane(pipe: tuple[int, int]) -> Iterator[Ends]:
     """A lane, and the other side's ends: where requests arrive, and where answers are written."""
     requests, to_requests = os.pipe()
     os.set_blocking(to_requests, False)
     yield wire.Lane(to_requests, pipe[0]), requests, pipe[1]
-    for end in (requests, to_requests):
-        try:
-            os.close(end)
-        except OSError:  # the test has closed it
-            continue
+    close(requests, to_requests)
 
 
-def alive() -> bool:
-    return True
+def exchange(here: wire.Lane, seconds: float = 0.15, is_alive: bool = True) -> bytes | None:
+    return here.exchange(time.monotonic() + seconds, lambda: is_alive)
 
 
-def test_both_directions_flow_although_neither_pipe_holds_it_all(lane: tuple[wire.Lane, int, int]):
+def test_both_directions_flow_although_neither_pipe_holds_it_all(lane: Ends):
     here, requests, answers = lane
     os.set_blocking(answers, True)
     messages = [os.urandom(300_000) for _ in range(5)]
@@ -94,50 +83,50 @@ def test_both_directions_flow_although_neither_pipe_holds_it_all(lane: tuple[wir
         here.post(message)
     found = []
     while len(found) < len(messages):
-        if (answer := here.exchange(time.monotonic() + 20, alive)) is not None:
+        if (answer := exchange(here, 20)) is not None:
             found.append(answer)
     there.join()
     assert found == [message[::-1] for message in messages]
     assert here.is_idle
 
 
-def test_a_lane_tells_when_there_is_room_and_then_waits_for_answers(lane: tuple[wire.Lane, int, int]):
+def test_a_lane_returns_when_there_is_room_and_then_waits_for_answers(lane: Ends):
     here, requests, _ = lane
     here.post(b"one")
     assert not here.is_idle
-    assert here.exchange(soon(), alive) is None
+    assert exchange(here) is None
     assert here.is_idle
     assert wire.receive(requests) == b"one"
     with pytest.raises(TimeoutError):
-        here.exchange(soon(), alive)
+        exchange(here)
 
 
-def test_an_answer_in_the_pipe_counts_although_its_reader_is_late(lane: tuple[wire.Lane, int, int]):
+def test_an_answer_in_the_pipe_counts_although_its_reader_is_late(lane: Ends):
     """A program that was busy all the time is no fault of the other side's."""
     here, _, answers = lane
     wire.send(answers, b"in time")
-    assert here.exchange(time.monotonic() - 1, alive) == b"in time"
+    assert exchange(here, -1) == b"in time"
     with pytest.raises(TimeoutError):
-        here.exchange(time.monotonic() - 1, alive)
+        exchange(here, -1)
 
 
-def test_answers_come_before_the_news_that_the_other_side_is_gone(lane: tuple[wire.Lane, int, int]):
+def test_answers_come_before_the_error_that_the_other_side_is_gone(lane: Ends):
     here, requests, answers = lane
     wire.send(answers, b"one")
     wire.send(answers, b"two")
     os.close(requests)
     os.close(answers)
     here.post(b"to nobody")
-    assert here.exchange(soon(), alive) == b"one"
-    assert here.exchange(soon(), alive) == b"two"
+    assert exchange(here) == b"one"
+    assert exchange(here) == b"two"
     with pytest.raises(EOFError):
-        here.exchange(soon(), alive)
+        exchange(here)
 
 
-def test_a_lane_notices_a_dead_process_and_what_is_no_message(lane: tuple[wire.Lane, int, int]):
+def test_a_dead_process_and_bytes_that_are_no_message_are_errors(lane: Ends):
     here, _, answers = lane
     with pytest.raises(EOFError, match="ended"):
-        here.exchange(time.monotonic() + 30, lambda: False)
+        exchange(here, 30, is_alive=False)
     os.write(answers, b"print this")
     with pytest.raises(ValueError, match="message"):
-        here.exchange(soon(), alive)
+        exchange(here)
