@@ -44,16 +44,6 @@ def test_an_epoch_has_every_row_at_most_once(size, seed):
     assert everything[: batch * (rows // batch)] == [number for numbers in batches for number in numbers]
 
 
-def test_epoch_and_position_describe_the_next_batch():
-    sampler = EpochSampler(7, 3, seed=1)
-    seen = []
-    for _ in range(4):
-        seen.append((sampler.epoch, sampler.position))
-        next(sampler)
-    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert (sampler.epoch, sampler.position) == (2, 0)
-
-
 def test_each_epoch_and_each_seed_has_its_own_order():
     sampler = EpochSampler(50, 50, seed=1)
     first, second = next(sampler), next(sampler)
@@ -72,22 +62,18 @@ def test_without_shuffle_rows_come_in_order_every_epoch():
     assert take(sampler, 4) == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
 
-def test_row_numbers_are_plain_ints():
-    assert type(next(EpochSampler(5, 2, seed=3))[0]) is int
-
-
-def test_too_few_rows_are_refused_with_both_numbers():
-    with pytest.raises(DataError, match=naming("3 rows", "8")):
-        EpochSampler(3, 8, seed=1)
-    assert len(EpochSampler(3, 8, seed=1, drop_last=False)) == 1
-    with pytest.raises(DataError, match=naming("0 rows")):
-        EpochSampler(0, 8, seed=1, drop_last=False)
-
-
-@pytest.mark.parametrize(("batch_size", "seed"), [(0, 1), (2, -1)])
-def test_impossible_settings_are_refused(batch_size, seed):
-    with pytest.raises(DataError, match=naming(f"batch_size={batch_size}", f"seed={seed}")):
-        EpochSampler(10, batch_size, seed)
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "seed", "drop_last", "parts"),
+    [
+        (3, 8, 1, True, ["3 rows", "8"]),
+        (0, 8, 1, False, ["0 rows"]),
+        (10, 0, 1, True, ["batch_size=0", "seed=1"]),
+        (10, 2, -1, True, ["batch_size=2", "seed=-1"]),
+    ],
+)
+def test_impossible_sizes_and_seeds_are_errors(rows, batch_size, seed, drop_last, parts):
+    with pytest.raises(DataError, match=naming(*parts)):
+        EpochSampler(rows, batch_size, seed, drop_last=drop_last)
 
 
 def test_a_state_of_other_data_is_refused_by_name():
