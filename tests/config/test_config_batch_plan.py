@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.config.batch_plan import BatchPlan, MicroBatchSize, resolve_micro_batch
-from strop.config.keys import divisors, nearest_in_words
 from strop.config.load import load_config
 from strop.errors import ConfigError
 
 from messages import Message, naming
 
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+CRITIC = "critic.ppo_mini_batch_size"
 MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size"
 
 
@@ -83,25 +83,33 @@ def test_the_number_of_iterations():
     assert (warm.iterations, warm.actor_iterations) == (5, 3)
 
 
-def test_sizes_that_do_not_divide_show_the_numbers_and_the_nearest_that_work():
-    assert problems("data.train_batch_size=256", f"{MINI}=100") == [
-        Message(f"{MINI}=100", "data.train_batch_size=256", "64", "128")
-    ]
-    assert problems("data.train_batch_size=256", "critic.ppo_mini_batch_size=300") == [
-        Message("critic.ppo_mini_batch_size=300", "data.train_batch_size=256", "256")
-    ]
-    assert problems("data.train_batch_size=64", f"{MINI}=2", "actor_rollout_ref.rollout.n=2", ranks=8) == [
-        Message(f"{MINI}=2", "actor_rollout_ref.rollout.n=2", "8", "4")
-    ]
-    assert problems("data.train_batch_size=9", f"{MINI}=3", ranks=2) == [
-        Message(f"{MINI}=3", "actor_rollout_ref.rollout.n=1", "2")
-    ]
-    assert problems(train_rows=100) == [Message("data.train_batch_size=1024", "100")]
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "rows", "parts"),
+    [
+        (["data.train_batch_size=256", f"{MINI}=100"], 1, None, [f"{MINI}=100", "256", "64", "128"]),
+        (["data.train_batch_size=256", f"{CRITIC}=300"], 1, None, [f"{CRITIC}=300", "=256", "nearest: 256"]),
+        (
+            ["data.train_batch_size=64", f"{MINI}=2", "actor_rollout_ref.rollout.n=2"],
+            8,
+            None,
+            [f"{MINI}=2", "actor_rollout_ref.rollout.n=2", "8", "4"],
+        ),
+        (
+            ["data.train_batch_size=9", f"{MINI}=3"],
+            2,
+            None,
+            [f"{MINI}=3", "actor_rollout_ref.rollout.n=1", "2"],
+        ),
+        ([], 1, 100, ["data.train_batch_size=1024", "100"]),
+    ],
+)
+def test_sizes_that_do_not_divide_show_the_numbers_and_the_nearest_that_work(overrides, ranks, rows, parts):
+    assert problems(*overrides, ranks=ranks, train_rows=rows) == [Message(*parts)]
 
 
 def test_all_wrong_sizes_are_reported_at_once():
     found = problems(
-        f"{MINI}=100", f"{MICRO}=3", f"{MICRO}_per_gpu=3", "critic.ppo_mini_batch_size=7",
+        f"{MINI}=100", f"{MICRO}=3", f"{MICRO}_per_gpu=3", f"{CRITIC}=7",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=null", train_rows=1,
     )  # fmt: skip
     assert len(found) == 5
@@ -177,14 +185,6 @@ def test_ranks_that_share_sequences_have_the_tokens_of_all_of_them():
         resolve_micro_batch(load_config([*dynamic, f"{cap}=511"]), "actor", ranks=4)
     deprecated = load_config([f"{MICRO}=32", f"{SHARED}=2"])
     assert resolve_micro_batch(deprecated, "actor", ranks=4) == MicroBatchSize(rows=16)
-
-
-def test_nearest_and_divisors():
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert divisors(1) == [1]
-    assert nearest_in_words(5, divisors(12)) == "nearest: 4, 6"
-    assert nearest_in_words(20, divisors(12)) == "nearest: 12"
-    assert nearest_in_words(0, [3]) == "nearest: 3"
 
 
 @settings(max_examples=30)

@@ -9,7 +9,8 @@ from strop.algorithms.advantages import ESTIMATORS
 from strop.algorithms.policy_loss import POLICY_LOSSES
 from strop.config.checks.check import check
 from strop.config.load import load_config, load_tree
-from strop.config.names import estimators, is_import_path, needs_critic, policy_losses
+from strop.config.names import estimators, needs_critic, policy_losses
+from strop.config.roles import critic_tokenizer, tokenizer_paths
 from strop.config.trees import SFT
 from strop.errors import ConfigError
 
@@ -72,116 +73,107 @@ def test_names_and_parameters_are_those_that_are_registered():
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        (
-            "algorithm.adv_estimator=grop",
-            ("algorithm.adv_estimator=grop", "grpo?", "gae, grpo, "),
-        ),
+        ("algorithm.adv_estimator=grop", ("algorithm.adv_estimator=grop", "grpo?", "gae, grpo, ")),
         ("algorithm.adv_estimator=xyz", ("algorithm.adv_estimator=xyz", "gae")),
         ("actor_rollout_ref.actor.policy_loss=pg", ("actor_rollout_ref.actor.policy_loss=pg",)),
-        ("reward_model.reward_manager=naiv", ("naive?",)),
-        ("reward_model.reward_manager=primes", ("prime?", "naive, prime")),
-        (
-            "algorithm.adv_estimator=no_such_package.mine:fn",
-            ("no_such_package", "PYTHONPATH"),
-        ),
+        ("reward_model.reward_manager=naiv", ("naive?", "naive, prime")),
+        ("algorithm.adv_estimator=no_such_package.mine:fn", ("no_such_package", "PYTHONPATH")),
         (
             "trainer.logger=[console,wandbb]",
             ("trainer.logger=wandbb", "wandb?", "console, jsonl, file, tensorboard"),
         ),
+        ("data.train_files=[]", ("data.train_files",)),
+        ("data.train_files=[/no/a.parquet,hdfs://host/b.parquet]", ("data.train_files", "/no/a.parquet")),
+        ("actor_rollout_ref.model.path=/no/model", ("actor_rollout_ref.model.path=/no/model",)),
+        ("critic.model.path=./no", ("critic.model.path=./no",)),
+        ("data.tokenizer=/no/tokenizer", ("data.tokenizer=/no/tokenizer",)),
+        ("trainer.resume_mode=autom", ("trainer.resume_mode=autom",)),
+        ("trainer.default_local_dir=s3://bucket/run", ("default_hdfs_dir",)),
+        (f"{ROLLOUT}.temperature=0", (f"{ROLLOUT}.temperature=0", "0")),
+        ("algorithm.adv_estimator=rloo", ("n >= 2",)),
     ],
 )
-def test_unknown_names_are_errors_that_list_the_known_ones(report, override, parts):
+def test_unknown_names_missing_inputs_and_impossible_values_are_one_error_each(report, override, parts):
     assert report(override).errors == [Message(*parts)]
 
 
-def test_import_paths_are_accepted(report):
-    assert is_import_path("package.module:function")
-    assert is_import_path("package.module.function")
-    assert not is_import_path("grpo")
-    result = report(
-        "algorithm.adv_estimator=json:loads", "actor_rollout_ref.actor.policy_loss=os.path.join",
-        "reward_model.reward_manager=__main__:Manager", "trainer.logger=[console,json:JSONDecoder]",
-    )  # fmt: skip
-    assert result.errors == []
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.adv_estimator=json:loads", "reward_model.reward_manager=__main__:Manager"],
+        ["actor_rollout_ref.actor.policy_loss=os.path.join", "trainer.logger=[console,json:JSONDecoder]"],
+        ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", "data.tokenizer=hdfs://host/tokenizer"],
+        ["data.train_files=s3://bucket/train.parquet", "custom_reward_function.path=s3://bucket/r.py"],
+        ["critic.model.path=/no/model", "algorithm.adv_estimator=grpo"],  # a model that the run does not load
+        ["reward_model.model.path=/no/model"],
+        ["trainer.resume_mode=/tmp"],
+        ["trainer.project_name='a/b'"],
+        [f"{ROLLOUT}.temperature=0", "trainer.val_only=True"],
+        ["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=2"],
+    ],
+)
+def test_import_paths_urls_hub_names_and_unused_values_are_accepted(report, overrides):
+    assert report(*overrides).errors == []
 
 
-def test_a_tracker_without_its_package_is_an_error_that_names_the_extra(report, monkeypatch):
+def test_trackers_need_their_package_and_a_name_that_they_take(report, monkeypatch):
+    (line,) = report("trainer.project_name='a/b'", "trainer.logger=[wandb]").errors
+    assert mentions(line, "trainer.project_name", "wandb")
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
     (line,) = report("trainer.logger=[console,wandb]").errors
     assert mentions(line, "trainer.logger=wandb", "'strop[wandb]'")
 
 
-def test_a_project_name_that_wandb_refuses(report):
-    assert report("trainer.project_name='a/b'").errors == []
-    (line,) = report("trainer.project_name='a/b'", "trainer.logger=[wandb]").errors
-    assert mentions(line, "wandb")
-
-
 # --------------------------------------------------------------------------------------------------- learning
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus_baseline"])
-def test_groups_of_one_are_doubtful(report, estimator):
-    (line,) = doubts(report(f"algorithm.adv_estimator={estimator}"))
-    assert mentions(line, f"{ROLLOUT}.n=1", f"algorithm.adv_estimator={estimator}")
-    assert doubts(report(f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n=4")) == []
-
-
-def test_rloo_with_groups_of_one_is_an_error(report):
-    (line,) = report("algorithm.adv_estimator=rloo").errors
-    assert mentions(line, "n >= 2")
-    assert report("algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=2").errors == []
-
-
-def test_estimators_without_groups_take_one_answer(report):
-    for estimator in ("gae", "remax", "reinforce_plus_plus"):
-        result = report(f"algorithm.adv_estimator={estimator}")
-        assert (result.errors, doubts(result)) == ([], [])
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([f"{ROLLOUT}.do_sample=False"], [f"{ROLLOUT}.do_sample=False"]),
+        ([f"{ROLLOUT}.top_p=0.9"], [f"{ROLLOUT}.top_p"]),
+        ([f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5"], [f"{ROLLOUT}.top_p and {ROLLOUT}.top_k"]),
+        ([f"{ROLLOUT}.val_kwargs.n=2"], [f"{ROLLOUT}.val_kwargs.n=2"]),
+        (["algorithm.adv_estimator=grpo"], [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo"]),
+        (
+            ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
+            [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=reinforce_plus_plus_baseline"],
+        ),
+    ],
+)
+def test_doubtful_settings_are_one_warning_each(report, overrides, parts):
+    result = report(*overrides)
+    assert (result.errors, doubts(result)) == ([], [Message(*parts)])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    "overrides",
     [
-        ([f"{ROLLOUT}.do_sample=False"], f"{ROLLOUT}.do_sample=False"),
-        ([f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p"),
-        ([f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5"], f"{ROLLOUT}.top_p and {ROLLOUT}.top_k"),
-        ([f"{ROLLOUT}.val_kwargs.n=2"], f"{ROLLOUT}.val_kwargs.n=2"),
+        ["algorithm.kl_ctrl.type=adaptive", f"{ROLLOUT}.top_k=0", "trainer.critic_warmup=2"],
+        [
+            f"{ROLLOUT}.val_kwargs.n=2",
+            f"{ROLLOUT}.val_kwargs.do_sample=True",
+            f"{ROLLOUT}.val_kwargs.temperature=0.7",
+        ],
+        [
+            "actor_rollout_ref.actor.optim.min_lr_ratio=0.1",
+            "actor_rollout_ref.actor.optim.warmup_style=cosine",
+        ],
+        ["critic.optim.min_lr_ratio=0.1", "algorithm.adv_estimator=reinforce_plus_plus"],
+        ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"],
+        ["algorithm.adv_estimator=reinforce_plus_plus_baseline", f"{ROLLOUT}.n=4"],
+        ["algorithm.adv_estimator=gae"],
+        ["algorithm.adv_estimator=remax"],
+        ["algorithm.adv_estimator=reinforce_plus_plus"],
     ],
 )
-def test_doubtful_settings_are_one_warning_each(report, overrides, said):
+def test_sound_settings_have_no_warning(report, overrides):
     result = report(*overrides)
-    (line,) = doubts(result)
-    assert said in line
-    assert result.errors == []
-
-
-def test_settings_that_look_like_those_and_are_fine(report):
-    result = report(
-        "algorithm.kl_ctrl.type=adaptive", f"{ROLLOUT}.top_k=0", f"{ROLLOUT}.val_kwargs.n=2",
-        f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=0.7",
-        "actor_rollout_ref.actor.optim.min_lr_ratio=0.1", "actor_rollout_ref.actor.optim.warmup_style=cosine",
-        "trainer.critic_warmup=2",
-    )  # fmt: skip
     assert (result.errors, doubts(result)) == ([], [])
 
 
-def test_the_floor_of_a_critics_learning_rate_does_not_matter_without_a_critic(report):
-    assert (
-        doubts(report("critic.optim.min_lr_ratio=0.1", "algorithm.adv_estimator=reinforce_plus_plus")) == []
-    )
-
-
-def test_training_needs_a_temperature_and_validation_alone_does_not(report):
-    (line,) = report(f"{ROLLOUT}.temperature=0").errors
-    assert mentions(line, f"{ROLLOUT}.temperature=0", "0")
-    assert report(f"{ROLLOUT}.temperature=0", "trainer.val_only=True").errors == []
-
-
-def test_a_critic_warmup_needs_a_critic_and_an_end(report):
-    without = report("trainer.critic_warmup=3", "algorithm.adv_estimator=reinforce_plus_plus")
-    assert without.errors == []
-    assert any(mentions(line, "trainer.critic_warmup=3") for line in without.warnings)
+def test_a_critic_warmup_ends_before_the_run(report):
     (line,) = report("trainer.critic_warmup=3", "trainer.total_training_steps=3").errors
     assert mentions(line, "3 iterations")
 
@@ -189,49 +181,13 @@ def test_a_critic_warmup_needs_a_critic_and_an_end(report):
 # ----------------------------------------------------------------------------------------------------- inputs
 
 
-@pytest.mark.parametrize(
-    ("override", "part"),
-    [
-        ("data.train_files=[]", "data.train_files"),
-        ("actor_rollout_ref.model.path=/no/model", "actor_rollout_ref.model.path=/no/model"),
-        ("critic.model.path=./no", "critic.model.path=./no"),
-        ("data.tokenizer=/no/tokenizer", "data.tokenizer=/no/tokenizer"),
-        (
-            "trainer.resume_mode=autom",
-            "trainer.resume_mode=autom",
-        ),
-    ],
-)
-def test_missing_inputs_are_errors(report, override, part):
-    assert report(override).errors == [Message(part)]
-
-
-def test_a_missing_data_file_says_which_and_what_makes_one(report):
-    (line,) = report("data.train_files=[/no/a.parquet,hdfs://host/b.parquet]").errors
-    assert mentions(line, "data.train_files", "/no/a.parquet")
-
-
-def test_urls_and_hub_names_are_left_to_the_download(report):
-    result = report(
-        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", "data.tokenizer=hdfs://host/tokenizer",
-        "data.train_files=s3://bucket/train.parquet", "custom_reward_function.path=s3://bucket/r.py",
-    )  # fmt: skip
-    assert result.errors == []
-
-
-def test_models_that_the_run_does_not_load_are_not_looked_for(report, tmp_path):
-    assert report("critic.model.path=/no/model", "algorithm.adv_estimator=grpo").errors == []
-    assert report("reward_model.model.path=/no/model").errors == []
+def test_a_model_folder_has_a_configuration_or_a_gguf_file(report, tmp_path):
     assert len(report("reward_model.model.path=/no/model", "reward_model.enable=True").errors) == 1
     (tmp_path / "empty").mkdir()
     (line,) = report(f"actor_rollout_ref.model.path={tmp_path}/empty").errors
     assert mentions(line, "config.json")
     (tmp_path / "empty" / "weights.gguf").touch()
     assert report(f"actor_rollout_ref.model.path={tmp_path}/empty").errors == []
-
-
-def test_a_checkpoint_folder_can_be_named(report, tmp_path):
-    assert report(f"trainer.resume_mode={tmp_path}").errors == []
 
 
 def test_a_model_made_for_shorter_sequences_is_doubtful(report, tmp_path):
@@ -254,29 +210,42 @@ def test_deprecated_keys_are_named_and_contradictions_are_errors(report):
     assert mentions(line, f"{model}.external_lib=a", f"{model}.external_libs=b")
 
 
-@pytest.mark.parametrize("below", ["", "/run", "/a/b/c"])
-def test_a_run_folder_below_a_file_is_an_error(report, tmp_path, below):
+@pytest.mark.parametrize(
+    ("path", "obstacle"),
+    [
+        ("{0}/file", "{0}/file"),
+        ("{0}/file/run", "{0}/file"),
+        ("{0}/file/a/b/c", "{0}/file"),
+        ("/proc/run", "/proc"),  # where the superuser has every right, and makes no folder either
+        ("/proc/a/b", "/proc"),
+    ],
+)
+def test_a_run_folder_that_cannot_be_made_is_an_error(report, tmp_path, path, obstacle):
     (tmp_path / "file").touch()
-    path = f"{tmp_path}/file{below}"
-    (line,) = report(f"trainer.default_local_dir={path}").errors
-    assert mentions(line, f"trainer.default_local_dir={path}", f"{tmp_path}/file")
+    override = f"trainer.default_local_dir={path.format(tmp_path)}"
+    (line,) = report(override).errors
+    assert mentions(line, override, obstacle.format(tmp_path))
+    with pytest.raises(ConfigError, match=naming(override, obstacle.format(tmp_path))):
+        check(load_tree(SFT, [override])).raise_errors()
 
 
-def test_a_run_folder_that_cannot_be_made_is_an_error_and_trying_leaves_nothing(report, tmp_path):
-    for path in ("/proc/run", "/proc/a/b"):  # where the superuser has every right, and makes no folder either
-        (line,) = report(f"trainer.default_local_dir={path}").errors
-        assert mentions(line, f"trainer.default_local_dir={path}", "/proc")
-    (line,) = report("trainer.default_local_dir=s3://bucket/run").errors
-    assert "default_hdfs_dir" in line
+@pytest.mark.parametrize("below", ["", "/a/b"])
+def test_checking_a_run_folder_leaves_no_trace(report, tmp_path, below):
     before = sorted(tmp_path.iterdir())
-    assert report(f"trainer.default_local_dir={tmp_path}/a/b").errors == []
-    assert report(f"trainer.default_local_dir={tmp_path}").errors == []
+    assert report(f"trainer.default_local_dir={tmp_path}{below}").errors == []
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_supervised_run_folder_is_looked_at_too(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        ConfigError, match=naming(f"default_local_dir={tmp_path}/file/run", f"{tmp_path}/file")
-    ):
-        check(load_tree(SFT, [f"trainer.default_local_dir={tmp_path}/file/run"])).raise_errors()
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "policy"),
+        (["data.tokenizer=apart"], "apart"),
+        (["data.tokenizer=apart", "critic.model.path=values"], "apart"),
+        (["data.tokenizer=apart", "critic.model.tokenizer_path=own"], "own"),
+    ],
+)
+def test_the_critic_has_the_policys_tokenizer_unless_it_names_one(overrides, expected):
+    config = load_config(["actor_rollout_ref.model.path=policy", *overrides])
+    assert critic_tokenizer(config) == expected
+    assert tokenizer_paths(config)["critic.model.tokenizer_path"] == expected

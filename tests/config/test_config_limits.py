@@ -17,13 +17,14 @@ from strop.config.load import load_config
 from messages import mentions
 
 ROLLOUT = "actor_rollout_ref.rollout"
+ULYSSES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 
 
 def status(path):
     return status_in_words(all_keys()[path])
 
 
-def test_every_key_that_counts_as_honoured_is_read_somewhere():
+def test_every_honoured_key_is_read_in_the_source():
     package = Path(strop.__file__).parent
     files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "config"]
     files += [package / "config" / name for name in ("placement.py", "roles.py")]
@@ -77,22 +78,6 @@ def test_a_key_that_is_not_honoured_is_named(report, path, value):
     assert ("error" in status(path)) == bool(after.errors)
 
 
-def test_micro_batches_by_tokens_have_no_number_of_rows(report):
-    sizes = ("critic.use_dynamic_bsz=True", "critic.ppo_micro_batch_size_per_gpu=4")
-    (line,) = report(*sizes, "critic.ppo_max_token_len_per_gpu=4096").warnings
-    assert line.endswith("micro-batches are cut by tokens): critic.ppo_micro_batch_size_per_gpu=4")
-
-
-@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
-def test_attention_by_mask_matrices_cannot_be_packed(report, attention):
-    packed = report(
-        "actor_rollout_ref.model.use_remove_padding=True", f"critic.model.attn_implementation={attention}"
-    )
-    (line,) = packed.errors
-    assert line.startswith("critic.model.use_remove_padding=True: ")
-    assert report("actor_rollout_ref.model.use_remove_padding=True").errors == []
-
-
 def test_neither_a_default_nor_a_key_that_says_what_happens_anyway_is_named(report):
     assert report().warnings == []
     quiet = report(
@@ -105,13 +90,6 @@ def test_neither_a_default_nor_a_key_that_says_what_happens_anyway_is_named(repo
     # The same value as the default, but written by the user: then somebody counts on it.
     (line,) = report(f"{ROLLOUT}.gpu_memory_utilization=0.5").warnings
     assert line.endswith(f"{ROLLOUT}.gpu_memory_utilization=0.5")
-
-
-def test_the_longest_reward_sequence_counts_only_with_a_tokenizer_of_its_own(report):
-    overrides = ["reward_model.enable=True", "reward_model.model.path=hub/name", "reward_model.max_length=64"]
-    assert not any("reward_model.max_length=" in line for line in report(*overrides).warnings)
-    shared = report(*overrides, "reward_model.model.input_tokenizer=null")
-    assert any("reward_model.max_length=64" in line for line in shared.warnings)
 
 
 ABSENT = {
@@ -137,6 +115,14 @@ ABSENT = {
     "critic.optim.min_lr_ratio": ("0.1", []),
     "trainer.critic_warmup": ("2", ["algorithm.adv_estimator=grpo"]),
     "reward_model.penalty_reward_value": ("-1", []),
+    "reward_model.max_length": (
+        "64",
+        [
+            "reward_model.enable=True",
+            "reward_model.model.path=hub/name",
+            "reward_model.model.input_tokenizer=null",
+        ],
+    ),
     "reward_model.model.path": ("somebody/scorer", []),
     "reward_model.micro_batch_size_per_gpu": ("2", []),
     "custom_reward_function.name": ("mine", []),
@@ -166,7 +152,7 @@ def test_no_key_of_what_the_run_has_is_named(report):
         ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.1"],
         ["actor_rollout_ref.actor.use_kl_loss=True", "algorithm.kl_penalty=mse"],
         ["reward_model.reward_manager=prime", "reward_model.timeout_s=3", "reward_model.parts={rule: 2}"],
-        [*model, "reward_model.micro_batch_size_per_gpu=2"],
+        [*model, "reward_model.micro_batch_size_per_gpu=2", "reward_model.max_length=64"],
         # The reward model's key follows the critic's.
         [*model, "algorithm.adv_estimator=grpo", "critic.use_dynamic_bsz=True"],
     ):
@@ -186,20 +172,26 @@ def test_a_file_may_hold_defaults_without_effect_and_an_override_may_not(valid, 
     assert f"{named}optim.lr=1e-05, critic.grad_clip=2.0" in typed
 
 
-def test_a_key_that_has_no_effect_for_two_reasons_is_named_once(report):
-    grpo = "algorithm.adv_estimator=grpo"
-    (line,) = [
-        line for line in report(grpo, "critic.forward_max_token_len_per_gpu=99").warnings if "=99" in line
-    ]
-    assert mentions(line, "algorithm.adv_estimator")
-    result = report(grpo, "critic.strategy=megatron")
-    assert len([line for line in result.errors + result.warnings if "critic.strategy" in line]) == 1
-
-
-def test_keys_of_one_reason_share_a_line(report):
-    sizes = (
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
-        "critic.ulysses_sequence_parallel_size=4",
-    )
-    (line,) = [line for line in report(*sizes).warnings if "ulysses" in line]
-    assert mentions(line, ", ".join(sizes))
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (  # no effect for two reasons
+            ["algorithm.adv_estimator=grpo", "critic.forward_max_token_len_per_gpu=99"],
+            ["algorithm.adv_estimator", "critic.forward_max_token_len_per_gpu=99"],
+        ),
+        (["algorithm.adv_estimator=grpo", "critic.strategy=megatron"], ["critic.strategy"]),
+        (  # two keys with one reason
+            [f"{ROLLOUT}.name=hf", "critic.ulysses_sequence_parallel_size=4", f"{ULYSSES}=2"],
+            [f"{ULYSSES}=2, critic.ulysses_sequence_parallel_size=4"],
+        ),
+        (
+            ["critic.use_dynamic_bsz=True", "critic.ppo_micro_batch_size_per_gpu=4"],
+            ["cut by tokens", "critic.ppo_micro_batch_size_per_gpu=4"],
+        ),
+    ],
+)
+def test_keys_are_named_once_and_share_a_line_if_they_share_the_reason(report, overrides, parts):
+    result = report(*overrides)
+    key = parts[-1].partition("=")[0]
+    (line,) = [line for line in result.errors + result.warnings if key in line]
+    assert mentions(line, *parts)

@@ -28,7 +28,7 @@ def test_one_pool_of_all_processes_is_the_default():
     assert found.ranks("Critic") == 6
 
 
-def test_a_role_can_have_a_pool_of_its_own():
+def test_a_role_can_have_a_separate_pool():
     found = of(POOLS, "trainer.placement={Critic: small}")
     assert found.roles == {
         "ActorRollout": "big", "Critic": "small", "RefPolicy": "big", "RewardModel": "big",
@@ -47,7 +47,7 @@ def test_actor_and_rollout_part_without_the_hybrid_engine():
     assert (found.ranks_of_pass("actor"), found.ranks_of_pass("log_prob")) == (8, 8)
 
 
-def test_names_that_do_not_fit_are_told_together():
+def test_names_that_do_not_fit_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         of(POOLS, "trainer.placement={Actor: big, Critic: tiny}")
     actor, critic = caught.value.problems
@@ -55,19 +55,15 @@ def test_names_that_do_not_fit_are_told_together():
     assert mentions(critic, "trainer.placement.Critic=tiny", "trainer.resource_pools")
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [(0, 1), (2, 2), (16, 8)])
-def test_a_number_of_gpus_that_nobody_wrote_is_what_the_machine_has(monkeypatch, gpus, expected):
-    monkeypatch.setattr(placement, "visible_gpus", lambda: gpus)
+@pytest.mark.parametrize(("visible", "gpus", "expected"), [("", 0, 1), ("3,5", 2, 2)])
+def test_the_default_number_of_processes_is_that_of_the_visible_gpus(monkeypatch, visible, gpus, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert placement.visible_gpus() == gpus
     assert processes_per_node(load_config([])) == expected
     assert processes_per_node(load_config(["trainer.device=cpu"])) == 1
     assert processes_per_node(load_config(["trainer.n_gpus_per_node=8"])) == 8
-
-
-def test_gpus_are_counted_by_what_this_process_may_use(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert placement.visible_gpus() == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert placement.visible_gpus() == 0
+    monkeypatch.setattr(placement, "visible_gpus", lambda: 16)
+    assert processes_per_node(load_config([])) == 8
 
 
 @pytest.mark.parametrize(
@@ -83,18 +79,12 @@ def test_more_than_one_process_runs_on_ray(overrides, expected):
     assert runs_on_ray(load_config(overrides)) is expected
 
 
-def test_many_processes_in_one_are_an_error():
-    (found,) = processes.worker_group(
-        load_config(["trainer.n_gpus_per_node=2", "trainer.worker_group=local"])
-    )
-    assert found.level == "error"
-    assert mentions(found.text, "trainer.worker_group=local", "2")
-
-
-def test_without_ray_several_processes_are_an_error(monkeypatch):
+@pytest.mark.parametrize("overrides", [[], ["trainer.worker_group=local"]])
+def test_several_processes_without_ray_are_an_error(monkeypatch, overrides):
     monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: None)
-    (found,) = processes.worker_group(load_config(["trainer.n_gpus_per_node=2"]))
-    assert mentions(found.text, "2", "Ray", "'strop[ray]'")
+    (found,) = processes.worker_group(load_config(["trainer.n_gpus_per_node=2", *overrides]))
+    assert found.level == "error"
+    assert mentions(found.text, "2", *(overrides or ["Ray", "'strop[ray]'"]))
 
 
 def test_restarts_without_checkpoints_or_processes_are_doubtful():

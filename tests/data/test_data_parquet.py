@@ -39,34 +39,21 @@ def test_files_with_different_extra_columns_are_joined_with_nulls(write):
     assert table.row(1) == {"prompt": "b", "extra_info": {"x": None, "y": "z"}, "level": "hard"}
 
 
-def test_files_that_do_not_fit_together_are_named(write):
+def test_files_that_cannot_be_read_are_named(write, tmp_path):
+    (tmp_path / "json.parquet").write_text('{"prompt": "json, in truth"}')
+    for path in (tmp_path / "absent.parquet", tmp_path / "json.parquet"):
+        for read in (read_prompt_table, count_rows):
+            with pytest.raises(DataError, match=naming(path.name)):
+                read([str(path)])
+    with pytest.raises(DataError, match=naming(tmp_path, "folder")):
+        read_prompt_table(tmp_path)
+    with pytest.raises(DataError, match=naming("none.parquet")):
+        read_prompt_table(write("none.parquet", prompt=pa.array([], pa.string())))
+    with pytest.raises(DataError, match="no data file was given"):
+        read_prompt_table([])
     a, b = write("a.parquet", [{"prompt": "a"}]), write("b.parquet", [{"prompt": [1]}])
     with pytest.raises(DataError, match=naming("a.parquet", "b.parquet")):
         read_prompt_table([a, b])
-
-
-def test_an_error_names_file_row_and_field(write):
-    a, b = write("a.parquet", [{"prompt": "a"}]), write("b.parquet", [{"prompt": "b"}, {"prompt": "c"}])
-    error = read_prompt_table([a, b]).error(2, "prompt", "too odd")
-    assert str(error) == f"{b}, row 1, field prompt: too odd"
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=naming("absent.parquet")):
-        read_prompt_table(tmp_path / "absent.parquet")
-    with pytest.raises(DataError, match=naming("absent.parquet")):
-        count_rows([str(tmp_path / "absent.parquet")])
-
-
-def test_a_folder_is_not_a_file(tmp_path):
-    with pytest.raises(DataError, match="expected a parquet file, found a folder"):
-        read_prompt_table(tmp_path)
-
-
-def test_a_file_without_rows_is_refused(write):
-    path = write("none.parquet", prompt=pa.array([], pa.string()))
-    with pytest.raises(DataError, match=naming("none.parquet")):
-        read_prompt_table(path)
 
 
 def test_a_missing_column_is_named_with_those_there_are(write):
@@ -74,20 +61,6 @@ def test_a_missing_column_is_named_with_those_there_are(write):
     with pytest.raises(DataError, match=naming("column 'prompt'", "'question'", "'answer'")):
         read_prompt_table(path)
     assert len(read_prompt_table(path, prompt_key="question")) == 1
-
-
-def test_what_is_not_parquet_is_refused(tmp_path):
-    path = tmp_path / "a.parquet"
-    path.write_text('{"prompt": "json, in truth"}')
-    with pytest.raises(DataError, match=naming("a.parquet")):
-        read_prompt_table(path)
-    with pytest.raises(DataError, match=naming("a.parquet")):
-        count_rows([str(path)])
-
-
-def test_no_files_at_all_is_an_error():
-    with pytest.raises(DataError, match="no data file was given"):
-        read_prompt_table([])
 
 
 def test_a_url_is_read_through_the_cache(write, memory_fs, tmp_path):

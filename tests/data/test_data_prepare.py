@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import logging
@@ -11,7 +10,6 @@ import types
 import pyarrow.parquet as pq
 import pytest
 
-from strop.cli.prepare import add_arguments, prepare_from_arguments
 from strop.errors import DataError, MissingExtraError
 from strop.prepare import DATASETS, Prepared, prepare
 from strop.prepare.maths import boxed_answer, final_number
@@ -72,48 +70,33 @@ def test_math_whole(real_data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("answer", "number"),
+    ("find", "text", "answer"),
     [
-        ("so\n#### 72", "72"),
-        ("#### 1,234,567", "1234567"),
-        ("#### $80", "80"),
-        ("#### -3", "-3"),
-        ("#### 2.50", "2.50"),
-        ("#### 5.", "5"),
-        ("#### 1\nno:\n#### 2", "2"),
+        (final_number, "so\n#### 72", "72"),
+        (final_number, "#### 1,234,567", "1234567"),
+        (final_number, "#### $80", "80"),
+        (final_number, "#### -3", "-3"),
+        (final_number, "#### 2.50", "2.50"),
+        (final_number, "#### 5.", "5"),
+        (final_number, "#### 1\nno:\n#### 2", "2"),
+        (final_number, "72", None),
+        (final_number, "####", None),
+        (final_number, "#### about five", None),
+        (final_number, "#### 5 apples", None),
+        (boxed_answer, r"$\boxed{5}$", "5"),
+        (boxed_answer, r"\boxed{1}, no, \boxed{2}.", "2"),
+        (boxed_answer, r"\boxed{\left\{1,2\right\}} and {so} on", r"\left\{1,2\right\}"),
+        (boxed_answer, "five", None),
+        (boxed_answer, r"\boxed{\frac{1}{2}", None),
+        (boxed_answer, r"\boxed{ }", None),
     ],
 )
-def test_the_final_number_is_cleaned(answer, number):
-    assert final_number(answer) == number
-
-
-@pytest.mark.parametrize("answer", ["72", "####", "#### about five", "#### 5 apples"])
-def test_an_answer_without_a_number_is_refused(answer):
-    with pytest.raises(DataError, match=naming("answer")):
-        final_number(answer)
-
-
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [
-        (r"$\boxed{5}$", "5"),
-        (r"\boxed{1}, no, \boxed{2}.", "2"),
-        (r"\boxed{\frac{1}{2^{n}}} and {so} on", r"\frac{1}{2^{n}}"),
-        (r"\boxed{\left\{1,2\right\}}", r"\left\{1,2\right\}"),
-        (r"\boxed{\}}", r"\}"),
-        (r"$\boxed 7$ is it", "7"),
-        (r"\boxed{1} or \fbox{2}", "2"),
-        (r"\boxed {3}", "3"),
-    ],
-)
-def test_the_last_boxed_answer_is_found(solution, answer):
-    assert boxed_answer(solution) == answer
-
-
-@pytest.mark.parametrize("solution", ["five", r"\boxed{\frac{1}{2}", r"\boxed{ }"])
-def test_a_solution_without_an_answer_is_refused(solution):
-    with pytest.raises(DataError, match=naming("field solution", "boxed")):
-        boxed_answer(solution)
+def test_a_solution_ends_in_one_answer(find, text, answer):
+    if answer is None:
+        with pytest.raises(DataError, match=naming("field")):
+            find(text)
+    else:
+        assert find(text) == answer
 
 
 def test_records_that_cannot_be_used_are_counted_and_listed(tmp_path, caplog):
@@ -155,8 +138,8 @@ def test_sources_may_be_gzip_parquet_shards_or_far_away(tmp_path, memory_fs):
     shard = (tmp_path / "made" / "train.parquet").read_bytes()
     (folder / "train-00001-of-00002.parquet").write_bytes(shard)
     (folder / "train-00000-of-00002.parquet").write_bytes(shard)
+    (folder / "val.jsonl").write_text('{"question": "a\u2028b"}\n')  # a line separator of Unicode
     write_jsonl(folder / "train_socratic.jsonl", [gsm(5)])
-    write_jsonl(folder / "val.jsonl", [gsm(6)])
     (folder / "LICENSE").write_text("MIT")
     found = read_source(folder)
     assert {split: len(records) for split, records in found.items()} == {
@@ -165,35 +148,28 @@ def test_sources_may_be_gzip_parquet_shards_or_far_away(tmp_path, memory_fs):
         "validation": 1,
     }
     assert found["test"][0] == gsm(1)
+    assert found["validation"] == [{"question": "a\u2028b"}]
 
     memory_fs.pipe("/gsm/train.jsonl", json.dumps(gsm(9)).encode())
     result = prepare("gsm8k", "memory://gsm", tmp_path / "out", cache_dir=tmp_path / "cache")
     assert rows_of(result["train"].path)[0]["reward_model"]["ground_truth"] == "9"
 
 
-def test_a_source_that_cannot_be_used_is_described(tmp_path):
-    with pytest.raises(DataError, match="no such file or folder"):
-        read_source(tmp_path / "absent")
-    with pytest.raises(DataError, match="no such file or folder"):
-        read_source("./a/b")
-    with pytest.raises(DataError, match=naming("answers.jsonl", "train", "test", "validation")):
-        read_source(write_jsonl(tmp_path / "answers.jsonl", [gsm(1)]))
-    broken = tmp_path / "train.jsonl"
-    broken.write_text('{"question": "fine"}\n\n{"question": ')
-    with pytest.raises(DataError, match=naming("train.jsonl", "line 3", "JSON")):
-        read_source(broken)
-    (tmp_path / "test.jsonl.gz").write_bytes(b"not gzip")
-    with pytest.raises(DataError, match=naming("test.jsonl.gz")):
-        read_source(tmp_path / "test.jsonl.gz")
-    (tmp_path / "test.parquet").write_bytes(b"not parquet")
-    with pytest.raises(DataError, match=naming("test.parquet")):
-        read_source(tmp_path / "test.parquet")
-
-
-def test_unicode_line_separators_do_not_end_a_record(tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"question": "a\u2028b"}\n', encoding="utf-8")
-    assert read_source(path)["train"] == [{"question": "a\u2028b"}]
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("absent", None, ["no such file or folder"]),
+        ("answers.jsonl", b"{}", ["answers.jsonl", "train", "test", "validation"]),
+        ("train.jsonl", b'{"question": "fine"}\n\n{"question": ', ["train.jsonl", "line 3", "JSON"]),
+        ("test.jsonl.gz", b"not gzip", ["test.jsonl.gz"]),
+        ("test.parquet", b"not parquet", ["test.parquet"]),
+    ],
+)
+def test_a_source_that_cannot_be_used_is_an_error_that_names_it(tmp_path, name, content, parts):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=naming(*parts)):
+        read_source(tmp_path / name)
 
 
 def test_a_hub_name_goes_to_the_datasets_package(tmp_path, monkeypatch):
@@ -231,19 +207,6 @@ def test_arithmetic_holds_pairs_out(tmp_path):
     assert [row["extra_info"]["index"] for row in test] == list(range(10))
 
 
-def test_arithmetic_asks_in_the_words_given(tmp_path):
-    prepare("arithmetic", None, tmp_path, max_operand=1, held_out=0, question="What is {a}+{b}?")
-    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
-    assert {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in rows} == {
-        "What is 0+0?": "0",
-        "What is 0+1?": "1",
-        "What is 1+0?": "1",
-        "What is 1+1?": "2",
-    }
-    with pytest.raises(DataError, match=naming("{a}", "{b}")):
-        prepare("arithmetic", None, tmp_path, question="What is 1+1?")
-
-
 def test_arithmetic_follows_its_seed_and_sizes(tmp_path):
     def prompts(folder, **options):
         result = prepare("arithmetic", None, tmp_path / folder, **options)
@@ -257,52 +220,31 @@ def test_arithmetic_follows_its_seed_and_sizes(tmp_path):
     sized = prompts("d", max_operand=99_999, held_out=7, train_size=20)
     assert (len(sized["train"]), len(sized["test"])) == (20, 7)
     assert set(sized["train"]).isdisjoint(sized["test"])
-    assert set(prompts("e", held_out=0)) == {"train"}
+    asked = prompts("e", held_out=0, max_operand=1, question="What is {a}+{b}?")
+    assert asked.keys() == {"train"}
+    assert sorted(asked["train"]) == [f"What is {a}+{b}?" for a in (0, 1) for b in (0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "options", "parts"),
     [
-        ({"min_operand": 5, "max_operand": 4}, "min_operand=5, max_operand=4"),
-        ({"min_operand": -1}, "min_operand=-1"),
-        ({"held_out": 2.5}, "held_out=2.5"),
-        ({"held_out": -0.1}, "held_out=-0.1"),
-        ({"held_out": 100}, "100 held out"),
-        ({"train_size": 99}, "99 to train"),
-        ({"max_operand": 9_999}, "train_size"),
+        ("arithmetic", {"min_operand": 5, "max_operand": 4}, ["min_operand=5, max_operand=4"]),
+        ("arithmetic", {"min_operand": -1}, ["min_operand=-1"]),
+        ("arithmetic", {"held_out": 2.5}, ["held_out=2.5"]),
+        ("arithmetic", {"held_out": -0.1}, ["held_out=-0.1"]),
+        ("arithmetic", {"held_out": 100}, ["100 held out"]),
+        ("arithmetic", {"train_size": 99}, ["99 to train"]),
+        ("arithmetic", {"max_operand": 9_999}, ["train_size"]),
+        ("arithmetic", {"source": "somewhere"}, ["source"]),
+        ("arithmetic", {"question": "What is 1+1?"}, ["{a}", "{b}"]),
+        ("gsm9k", {}, ["'gsm9k'", "arithmetic", "full_hh_rlhf", "gsm8k"]),
+        ("gsm8k", {"seed": 1}, ["gsm8k", "seed", "instruction", "cache_dir"]),
+        *((name, {"nonsense": 1}, [name, "nonsense"]) for name in DATASETS),
     ],
 )
-def test_impossible_arithmetic_is_refused(options, message, tmp_path):
-    with pytest.raises(DataError, match=message):
-        prepare("arithmetic", None, tmp_path, **options)
-    with pytest.raises(DataError, match=naming("source")):
-        prepare("arithmetic", "somewhere", tmp_path)
-
-
-def test_unknown_names_are_answered_with_the_known_ones(tmp_path):
-    with pytest.raises(DataError, match=naming("'gsm9k'", "arithmetic", "full_hh_rlhf", "gsm8k")):
-        prepare("gsm9k", None, tmp_path)
-    with pytest.raises(DataError, match=naming("gsm8k", "seed", "instruction", "cache_dir")):
-        prepare("gsm8k", None, tmp_path, seed=1)
-
-
-def test_the_command_line_passes_on_what_was_given(tmp_path):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    given = parser.parse_args(
-        ["arithmetic", "--out", str(tmp_path), "--max-operand", "3", "--held-out", "4", "--seed", "7"]
-    )
-    result = prepare_from_arguments(given)
-    assert {split: written.rows for split, written in result.items()} == {"train": 12, "test": 4}
-    wrong = parser.parse_args(["gsm8k", "--out", str(tmp_path), "--max-operand", "3"])
-    with pytest.raises(DataError, match=naming("gsm8k", "max_operand")):
-        prepare_from_arguments(wrong)
-
-
-def test_every_data_set_has_its_function():
-    for name in DATASETS:
-        with pytest.raises(DataError, match=naming(name, "nonsense")):
-            prepare(name, None, "unused", nonsense=1)
+def test_unknown_names_and_impossible_options_are_errors(name, options, parts, tmp_path):
+    with pytest.raises(DataError, match=naming(*parts)):
+        prepare(name, **{"source": None, "out": tmp_path, **options})
 
 
 def test_preparing_and_counting_import_no_torch():

@@ -81,9 +81,6 @@ def test_the_only_column_that_is_needed_is_the_prompt(build):
     assert dataset[0].keys() == {"input_ids", "index", "data_source"}
     assert dataset[0]["data_source"] == "unnamed"
     assert dataset.data_sources() == {"unnamed"}
-
-
-def test_the_data_source_may_be_under_another_name(build):
     row = build([{"prompt": "w1", "task": "my/task"}], reward_fn_key="task")[0]
     assert row["data_source"] == row["task"] == "my/task"
 
@@ -91,29 +88,14 @@ def test_the_data_source_may_be_under_another_name(build):
 def test_overlong_prompts_are_dropped_with_their_number(build, caplog):
     rows = [full_row("w1 w2 w3 w4 w5 w6 w7"), full_row("w1"), full_row("w1 w2 w3 w4 w5 w6")]
     with caplog.at_level(logging.WARNING, "strop.data"):
-        dataset = build(rows)  # 9, 3 and 8 tokens
+        dataset = build(rows, truncation="left")  # 9, 3 and 8 tokens: dropped before they could be cut
     assert [len(row["input_ids"]) for row in dataset] == [3, 8]
     assert [row["index"] for row in dataset] == [1, 2]
+    assert dataset[-1]["index"] == 2
     assert mentions(caplog.text, "1 of 3", "data.max_prompt_length=8")
-
-
-def test_nothing_is_said_when_nothing_is_dropped(build, caplog):
+    caplog.clear()
     build([full_row("w1")])
     assert caplog.text == ""
-
-
-def test_no_prompt_left_is_an_error(build):
-    with pytest.raises(DataError, match=naming("2 rows", "=2", "3 tokens")):
-        build([full_row("w1"), full_row("w1 w2")], max_prompt_length=2)
-
-
-def test_truncation_error_names_the_row_its_length_and_the_limit(build):
-    rows = [full_row("w1"), full_row("w1 w2 w3"), full_row("w1 w2")]
-    with pytest.raises(DataError) as caught:
-        build(rows, max_prompt_length=3, filter_overlong_prompts=False)
-    message = str(caught.value)
-    assert mentions(message, "data.parquet", "row 1", "5", "data.max_prompt_length", "3")
-    assert mentions(message, "2 of 3")
 
 
 @pytest.mark.parametrize(
@@ -133,64 +115,42 @@ def test_truncation_keeps_the_named_part(build, side, limit, kept):
     assert dataset[0]["input_ids"].tolist() == kept
 
 
-def test_the_filter_comes_before_truncation(build):
-    dataset = build([full_row("w1 w2 w3"), full_row("w1")], max_prompt_length=3, truncation="left")
-    assert len(dataset) == 1
-
-
-def test_an_unknown_truncation_is_refused(build):
-    with pytest.raises(
-        DataError, match=naming("data.truncation='center'", "error", "left", "right", "middle")
-    ):
-        build([full_row("w1")], truncation="center")
-
-
-def test_a_data_set_ends_like_a_list(build):
-    dataset = build([full_row("w1"), full_row("w2")])
-    assert len(list(dataset)) == len(dataset) == 2
-    assert dataset[-1]["input_ids"].tolist() == [3, 12, 5]
-    with pytest.raises(IndexError):
-        dataset[2]
+@pytest.mark.parametrize(
+    ("first", "second", "parts"),
+    [
+        ({}, {"data_source": None}, ["row 1", "data_source", "null"]),
+        ({}, {"reward_model": None}, ["row 1", "reward_model", "null"]),
+        ({"data_source": 7}, None, ["row 0", "data_source", "int 7"]),
+        ({"reward_model": "72"}, None, ["row 0", "reward_model", "str '72'"]),
+        ({"extra_info": "none"}, None, ["row 0", "extra_info", "str 'none'"]),
+        ({"extra_info": None}, {"extra_info": 3}, ["row 1", "field extra_info", "3"]),
+        ({"input_ids": [1, 2]}, None, ["'input_ids'"]),  # a batch makes it itself
+    ],
+)
+def test_a_column_of_another_type_or_without_a_value_is_named(build, first, second, parts):
+    with pytest.raises(DataError, match=naming(*parts)):
+        build([full_row("w1", **fields) for fields in (first, second) if fields is not None])
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "parts"),
+    ("options", "parts"),
     [
-        ("data_source", None, ("row 1", "data_source", "null")),
-        ("reward_model", None, ("row 1", "reward_model", "null")),
+        ({"max_prompt_length": 2}, ["2 rows", "=2", "3 tokens"]),
+        ({"truncation": "center"}, ["data.truncation='center'", "error", "left", "right", "middle"]),
+        (
+            {"max_prompt_length": 3, "filter_overlong_prompts": False},
+            ["data.parquet", "row 1", "4", "data.max_prompt_length", "3", "1 of 2"],
+        ),
     ],
 )
-def test_a_value_that_is_missing_is_named(build, column, value, parts):
+def test_lengths_and_truncations_that_leave_no_data_set_are_errors(build, options, parts):
     with pytest.raises(DataError, match=naming(*parts)):
-        build([full_row("w1"), full_row("w2", **{column: value})])
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "parts"),
-    [
-        ("data_source", 7, ("row 0", "data_source", "int 7")),
-        ("reward_model", "72", ("row 0", "reward_model", "str '72'")),
-        ("extra_info", "none", ("row 0", "extra_info", "str 'none'")),
-    ],
-)
-def test_a_column_of_another_type_is_named(build, column, value, parts):
-    with pytest.raises(DataError, match=naming(*parts)):
-        build([full_row("w1", **{column: value})])
-
-
-def test_the_first_value_shows_the_wrong_type_even_after_nulls(build):
-    with pytest.raises(DataError, match=naming("row 1", "field extra_info", "3")):
-        build([full_row("w1", extra_info=None), full_row("w1", extra_info=3)])
+        build([full_row("w1"), full_row("w1 w2")], **options)
 
 
 def test_dictionary_encoded_strings_are_strings(write, tokenizer):
     path = write("d.parquet", prompt=["w1"], data_source=pa.array(["a/b"]).dictionary_encode())
     assert RLHFDataset(path, tokenizer, max_prompt_length=8)[0]["data_source"] == "a/b"
-
-
-def test_columns_that_a_batch_makes_itself_are_refused(build):
-    with pytest.raises(DataError, match=naming("'input_ids'")):
-        build([full_row("w1", input_ids=[1, 2])])
 
 
 def config(**changes):

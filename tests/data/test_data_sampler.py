@@ -41,16 +41,6 @@ def test_an_epoch_has_every_row_at_most_once(size, seed):
     assert len({number for numbers in batches for number in numbers}) == batch * (rows // batch)
 
 
-def test_epoch_and_position_describe_the_next_batch():
-    sampler = EpochSampler(7, 3, seed=1)
-    seen = []
-    for _ in range(4):
-        seen.append((sampler.epoch, sampler.position))
-        next(sampler)
-    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert (sampler.epoch, sampler.position) == (2, 0)
-
-
 def test_each_epoch_and_each_seed_has_its_own_order():
     sampler = EpochSampler(50, 50, seed=1)
     first, second = next(sampler), next(sampler)
@@ -67,10 +57,6 @@ def test_each_epoch_and_each_seed_has_its_own_order():
 def test_without_shuffle_rows_come_in_order_every_epoch():
     sampler = EpochSampler(5, 2, seed=3, shuffle=False)
     assert take(sampler, 4) == [[0, 1], [2, 3], [0, 1], [2, 3]]
-
-
-def test_row_numbers_are_plain_ints():
-    assert type(next(EpochSampler(5, 2, seed=3))[0]) is int
 
 
 def test_too_few_rows_are_refused_with_both_numbers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
+from strop.rewards.sandbox import require_bubblewrap
 
 CHARACTERS = "0123456789+=-#% abcdefghijklmnopqrstuvwxyz"
 
@@ -113,3 +115,17 @@ def batch_of(tokenizer: Any) -> Callable[..., DataProto]:
         )
 
     return build
+
+
+@pytest.fixture
+def no_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A PATH with the sandbox's other programs only; the folder, for a bubblewrap of the test's."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for name in ("setpriv", "sh"):
+        (folder / name).symlink_to(shutil.which(name) or "")
+    require_bubblewrap.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(folder))
+        yield folder
+    require_bubblewrap.cache_clear()

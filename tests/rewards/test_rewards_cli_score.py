@@ -18,7 +18,6 @@ from rich.console import Console
 from strop.cli.score import add_arguments, run
 from strop.errors import ConfigError, DataError, RewardError
 from strop.prepare import prepare
-from strop.rewards.sandbox import require_bubblewrap
 from strop.rewards.worker.pool import RewardPool
 
 from messages import naming
@@ -67,13 +66,7 @@ def cells(lines: list[str]) -> dict[str, list[str]]:
 def test_the_table_has_answers_mean_and_errors_by_source(score: Callable[..., Any], answers: Path):
     status, lines = score(answers)
     assert status == 0
-    assert cells(lines) == {
-        "openai/gsm8k": ["3", "0.3333", "0"],
-        "strop/arithmetic": ["1", "1.0000", "0"],
-    }
-
-
-def test_a_limit_scores_the_first_rows(score: Callable[..., Any], answers: Path):
+    assert cells(lines) == {"openai/gsm8k": ["3", "0.3333", "0"], "strop/arithmetic": ["1", "1.0000", "0"]}
     assert cells(score(answers, "--limit", 2)[1]) == {"openai/gsm8k": ["2", "0.5000", "0"]}
 
 
@@ -86,7 +79,7 @@ def test_columns_can_be_named_and_reach_into_nested_ones(score: Callable[..., An
     assert cells(score(path, *options, "--data-source", "openai/gsm8k")[1]) == expected
 
 
-def test_a_function_of_ones_own_scores_any_source(score: Callable[..., Any], tmp_path: Path):
+def test_a_custom_function_scores_any_source(score: Callable[..., Any], tmp_path: Path):
     rewards = tmp_path / "reward.py"
     rewards.write_text(
         "def mine(solution_str, extra_info, **rest):\n"
@@ -96,7 +89,7 @@ def test_a_function_of_ones_own_scores_any_source(score: Callable[..., Any], tmp
     assert cells(score(path, "--custom", rewards, "--name", "mine")[1]) == {"own": ["1", "11.0000", "0"]}
 
 
-def test_answers_that_cannot_be_scored_are_counted_and_the_first_is_told(
+def test_answers_that_cannot_be_scored_are_counted_and_the_first_is_printed(
     score: Callable[..., Any], tmp_path: Path
 ):
     rewards = tmp_path / "reward.py"
@@ -149,70 +142,62 @@ def test_one_scorer_with_options_scores_all_rows(
         (["--scorer", "gsm8k", "--option", "methd=flexible"], "--scorer gsm8k: .*'methd'"),
         (["--scorer", "gsm8k", "--custom", "reward.py"], "--custom and --scorer"),
         (["--scorer", "code", "--timeout", "2"], "--timeout 2"),
+        (["--limit", "0"], "--limit 0"),
+        (["--timeout", "0"], "--timeout 0"),
+        (["--workers", "0"], "--workers 0"),
     ],
 )
-def test_options_that_do_not_go_together_are_told_at_once(
-    score: Callable[..., Any], answers: Path, options: list[str], message: str
+def test_options_that_cannot_be_used_are_errors_before_scoring(
+    score: Callable[..., Any], tmp_path: Path, options: list[str], message: str
 ):
     with pytest.raises(ConfigError, match=message):
-        score(answers, *options)
+        score(write(tmp_path / "answers.jsonl", ROWS), *options)
 
 
+@pytest.mark.usefixtures("no_bubblewrap")
+@pytest.mark.parametrize("options", [[], ["--scorer", "code"]])
 def test_code_without_a_sandbox_is_one_error_and_not_one_for_each_row(
-    score: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    score: Callable[..., Any], tmp_path: Path, options: list[str]
 ):
     path = write(tmp_path / "a.jsonl", [{**ROWS[0], "data_source": "openai/openai_humaneval"}])
-    require_bubblewrap.cache_clear()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setenv("PATH", str(tmp_path))
-            for options in ([], ["--scorer", "code"]):
-                with pytest.raises(ConfigError, match="bubblewrap"):
-                    score(path, *options)
-    finally:
-        require_bubblewrap.cache_clear()
+    with pytest.raises(ConfigError, match="bubblewrap"):
+        score(path, *options)
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "message"),
+    ("name", "content", "options", "message"),
     [
-        ('{"a": 1}', [], "row 1: .*response .* a\\b.*--response"),
-        ('{"response": "7"}', [], "row 1: .*reward_model.ground_truth .*--ground-truth-column"),
-        ('{"response": "7", "ground_truth": 7}', [], r"row 1: .*'data_source'"),
-        ('{"response": 7, "ground_truth": 7}', [], "row 1: .*response .*7"),
-        ('{"response": "7"}', ["--response-column", "x.y"], "reward_model"),
+        ("a.jsonl", '{"a": 1}', [], "row 1: .*response .* a\\b.*--response"),
+        ("a.jsonl", '{"response": "7"}', [], "row 1: .*reward_model.ground_truth .*--ground-truth-column"),
+        ("a.jsonl", '{"response": "7", "ground_truth": 7}', [], r"row 1: .*'data_source'"),
+        ("a.jsonl", '{"response": 7, "ground_truth": 7}', [], "row 1: .*response .*7"),
+        ("a.jsonl", '{"response": "7"}', ["--response-column", "x.y"], "reward_model"),
         (
+            "a.jsonl",
             '{"response": "7"}',
             ["--response-column", "response.y", "--ground-truth-column", "response"],
             "row 1: .*'response.y'",
         ),
-        ("{\n", [], "line 1: .*JSON"),
-        ("[1]\n", [], "line 1: .*object"),
-        ("\n", [], "rows"),
+        ("a.jsonl", "{\n", [], "line 1: .*JSON"),
+        ("a.jsonl", "[1]\n", [], "line 1: .*object"),
+        ("a.jsonl", "\n", [], "rows"),
+        ("a.jsonl", None, [], "a.jsonl"),
+        ("a.csv", "a,b\n", [], "a.csv.* .parquet .* .jsonl"),
+        ("a.parquet", "a,b\n", [], "a.parquet"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_message(
-    score: Callable[..., Any], tmp_path: Path, content: str, options: list[str], message: str
+    score: Callable[..., Any],
+    tmp_path: Path,
+    name: str,
+    content: str | None,
+    options: list[str],
+    message: str,
 ):
-    path = tmp_path / "a.jsonl"
-    path.write_text(content)
+    if content is not None:
+        (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
-        score(path, *options)
-
-
-def test_a_missing_or_strange_file_is_named(score: Callable[..., Any], tmp_path: Path):
-    with pytest.raises(DataError, match=naming("nowhere.parquet")):
-        score(tmp_path / "nowhere.parquet")
-    for name, message in (("a.csv", "a.csv.* .parquet .* .jsonl"), ("a.parquet", "a.parquet")):
-        (tmp_path / name).write_text("a,b\n")
-        with pytest.raises(DataError, match=message):
-            score(tmp_path / name)
-
-
-@pytest.mark.parametrize("option", ["--limit", "--timeout", "--workers"])
-def test_limits_must_be_positive(score: Callable[..., Any], answers: Path, option: str):
-    with pytest.raises(ConfigError, match=f"{option} 0"):
-        score(answers, option, 0)
+        score(tmp_path / name, *options)
 
 
 def test_the_prepared_data_sets_score_1_on_their_own_answers(score: Callable[..., Any], tmp_path: Path):

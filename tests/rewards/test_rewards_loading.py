@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import re
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,29 +11,30 @@ from strop.config.load import load_config
 from strop.errors import ConfigError
 from strop.rewards.custom import CustomReward
 from strop.rewards.manager import RewardManager, load_reward_manager
+from strop.rewards.worker.pool import RewardPool, default_num_workers
 
 from messages import naming
 
 
 def test_the_default_is_the_naive_manager_with_the_limits_of_the_configuration(tokenizer: Any):
-    config = load_config(
-        [
-            "reward_model.timeout_s=3",
-            "reward_model.error_score=-1",
-            "reward_model.max_error_rate=0.25",
-            "data.reward_fn_key=origin",
-        ]
-    )
-    manager = load_reward_manager(config, tokenizer, 2)
+    keys = ["reward_model.timeout_s=3", "reward_model.error_score=-1", "reward_model.max_error_rate=0.25"]
+    manager = load_reward_manager(load_config([*keys, "data.reward_fn_key=origin"]), tokenizer, 2)
     assert type(manager) is RewardManager
     assert manager._process.timeout_s == 3.0
-    assert manager.error_score == -1.0
-    assert manager._budget.max_rate == 0.25
-    assert manager.reward_fn_key == "origin"
-    assert manager.num_examine == 2
+    assert (manager.error_score, manager._budget.max_rate) == (-1.0, 0.25)
+    assert (manager.reward_fn_key, manager.num_examine) == ("origin", 2)
 
 
-def test_reward_kwargs_reach_the_manager(tokenizer: Any):
+def test_prime_is_the_manager_of_several_processes(tokenizer: Any):
+    keys = ["reward_model.reward_manager=prime", "reward_model.num_workers=3", "reward_model.timeout_s=4"]
+    manager = load_reward_manager(load_config(keys), tokenizer, 0)
+    assert type(manager) is RewardManager
+    assert isinstance(manager._process, RewardPool)
+    assert [process.timeout_s for process in manager._process._processes] == [4.0] * 3
+    assert len(os.sched_getaffinity(0)) >= default_num_workers() >= 1
+
+
+def test_reward_kwargs_are_passed_to_the_manager(tokenizer: Any):
     config = load_config(
         ["+reward_model.reward_kwargs={scorer_kwargs: {openai/gsm8k: {method: flexible}}, timeout_s: 4}"]
     )
@@ -43,12 +44,9 @@ def test_reward_kwargs_reach_the_manager(tokenizer: Any):
         load_reward_manager(config, tokenizer, 0, scorer_kwargs={"openai/gsm8k": {"method": "loose"}})
 
 
-def test_an_unknown_manager_names_the_known(tokenizer: Any):
-    with pytest.raises(ConfigError, match=r"reward_model\.reward_manager='nave' .*'naive'"):
+def test_an_unknown_manager_or_argument_names_the_known_ones(tokenizer: Any):
+    with pytest.raises(ConfigError, match=naming("reward_model.reward_manager='nave'", "'naive'", "prime")):
         load_reward_manager(load_config(["reward_model.reward_manager=nave"]), tokenizer, 0)
-
-
-def test_an_unknown_argument_is_named_with_the_parameters(tokenizer: Any):
     with pytest.raises(ConfigError, match=naming("'temperature'", "timeout_s")):
         load_reward_manager(load_config(), tokenizer, 0, temperature=1.0)
 
@@ -75,25 +73,26 @@ class Large:
 
 
 @pytest.mark.parametrize("separator", [":", "."])
-def test_a_manager_of_ones_own_gets_the_limits_only_if_it_takes_them(
+def test_a_custom_manager_gets_the_limits_only_if_it_takes_them(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str
 ):
     (tmp_path / "own_manager_of_a_test.py").write_text(OWN)
     (tmp_path / "reward.py").write_text("def compute_score(**sample):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_manager_of_a_test", raising=False)
-    base = [f"custom_reward_function.path={tmp_path / 'reward.py'}"]
 
-    name = f"own_manager_of_a_test{separator}Small"
-    config = load_config([*base, f"reward_model.reward_manager={name}"])
-    small = load_reward_manager(config, tokenizer, 1, bonus=2)
+    def load(name: str, *keys: str, **options: Any) -> Any:
+        manager = f"reward_model.reward_manager=own_manager_of_a_test{separator}{name}"
+        function = f"custom_reward_function.path={tmp_path / 'reward.py'}"
+        return load_reward_manager(load_config([function, manager, *keys]), tokenizer, 1, **options)
+
+    small = load("Small", bonus=2)
     assert small.given[0] is tokenizer
-    assert small.given[1::2] == (1, "data_source")
     assert isinstance(small.given[2], CustomReward)
-    assert small.given[4] == 2
-    with pytest.raises(ConfigError, match=re.escape(name)):
-        load_reward_manager(config, tokenizer, 1, malus=2)
-
-    name = f"own_manager_of_a_test{separator}Large"
-    large = load_reward_manager(load_config([*base, f"reward_model.reward_manager={name}"]), tokenizer, 1)
-    assert {"timeout_s", "error_score", "max_error_rate", "tokenizer"} <= large.given.keys()
+    assert (*small.given[1::2], small.given[4]) == (1, "data_source", 2)
+    with pytest.raises(ConfigError, match=naming(f"own_manager_of_a_test{separator}Small", "malus")):
+        load("Small", malus=2)
+    with pytest.raises(ConfigError, match=naming("reward_model.non_stop_penalty")):
+        load("Small", "reward_model.non_stop_penalty=True")
+    given = load("Large").given
+    assert {"timeout_s", "error_score", "max_error_rate", "tokenizer"} <= given.keys()

@@ -13,17 +13,16 @@ from rewards_support import WIDTH
 
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
-from strop.rewards.batch import name_sample
 from strop.rewards.manager import RewardManager
 from strop.rewards.reward_output import at_last_token
-from strop.rewards.worker.records import Sample
 
 from messages import mentions, naming
 
 Make = Callable[..., RewardManager]
+Batch = Callable[..., DataProto]
 
 
-def test_the_score_stands_at_the_last_response_token(make: Make, batch_of: Callable[..., DataProto]):
+def test_the_score_stands_at_the_last_response_token(make: Make, batch_of: Batch):
     output = make()(batch_of(["3", "12", "345 "], ["3", "13", "345"]))
     expected = torch.zeros(3, WIDTH)
     expected[0, 1] = 1.0  # one character and the end token
@@ -50,55 +49,26 @@ def test_the_position_follows_the_mask_also_with_gaps_and_without_a_token():
     assert scores.tolist() == [[0, 0, 0, 0.5, 0], [2.0, 0, 0, 0, 0], [0, 0, 0, 0, -1.0], [3.0, 0, 0, 0, 0]]
 
 
-def test_only_sampled_tokens_are_read_and_no_special_ones(make: Make, batch_of: Callable[..., DataProto]):
-    batch = batch_of(["12345", "7"], ["14", "7"])
+def test_only_sampled_tokens_are_read_and_no_special_ones(make: Make, batch_of: Batch):
+    batch = batch_of(["12345", "7", "8"], ["14", "7", "8"])
     batch.batch["response_mask"][0, 1:3] = 0  # a tool wrote 23
     batch.batch["response_mask"][0, 4:] = 0
     batch.batch["responses"][1, 2:] = 9  # what stands after the end is not the response
+    batch.batch["response_mask"][2] = 0
     output = make()(batch)
-    assert output.responses == ["14", "7"]
+    assert output.responses == ["14", "7", ""]
     assert output.token_level_scores[0].nonzero().tolist() == [[3]]
-    assert output.parts["rule"].tolist() == [1.0, 1.0]
+    assert output.parts["rule"].tolist() == [1.0, 1.0, 0.0]
 
 
-def test_an_empty_response_is_scored_at_token_0(make: Make, batch_of: Callable[..., DataProto]):
-    batch = batch_of(["3"], ["3"])
-    batch.batch["response_mask"][:] = 0
-    output = make(lambda **sample: 0.5 if sample["solution_str"] == "" else 9.0)(batch)
-    assert output.token_level_scores[0].tolist() == [0.5] + [0.0] * (WIDTH - 1)
-
-
-def test_each_response_is_decoded_once(make: Make, batch_of: Callable[..., DataProto]):
-    manager = make(num_examine=0)
-    calls = []
-
-    class Counting:
-        def decode(self, ids: list[int], **options: Any) -> str:
-            calls.append((ids, options))
-            return "3"
-
-    manager.tokenizer = Counting()
-    manager(batch_of(["3", "4"], ["3", "3"]))
-    assert [options for _, options in calls] == [{"skip_special_tokens": True}] * 2
-
-
-def test_rows_go_to_the_scorer_of_their_data_source(make: Make, batch_of: Callable[..., DataProto]):
-    batch = batch_of(
-        ["#### 3", "3", "#### 3"], ["3", "3", "3"], ["openai/gsm8k", "openai/gsm8k", "strop/arithmetic"]
-    )
-    assert make()(batch).parts["rule"].tolist() == [1.0, 0.0, 0.0]
-
-
-def test_the_source_column_and_scorer_options_can_be_set(make: Make, batch_of: Callable[..., DataProto]):
+def test_the_source_column_and_scorer_options_can_be_set(make: Make, batch_of: Batch):
     batch = batch_of(["it is 3"], ["3"], "something else")
     batch.non_tensor_batch["origin"] = batch_of(["3"], ["3"], "openai/gsm8k").non_tensor_batch["data_source"]
     manager = make(reward_fn_key="origin", scorer_kwargs={"openai/gsm8k": {"method": "flexible"}})
     assert manager(batch).parts["rule"].tolist() == [1.0]
 
 
-def test_a_function_of_ones_own_gets_everything_for_every_source(
-    make: Make, batch_of: Callable[..., DataProto]
-):
+def test_a_custom_function_gets_everything_for_every_source(make: Make, batch_of: Batch):
     def score(data_source, solution_str, ground_truth, extra_info=None):
         return len(data_source) + 10 * len(solution_str) + ground_truth + extra_info["index"]
 
@@ -106,7 +76,7 @@ def test_a_function_of_ones_own_gets_everything_for_every_source(
     assert output.parts["rule"].tolist() == [1 + 20 + 1000 + 100, 2 + 30 + 2000 + 101]
 
 
-def test_parts_of_a_dict_are_kept_and_do_not_change_the_score(make: Make, batch_of: Callable[..., DataProto]):
+def test_parts_of_a_dict_are_kept_and_do_not_change_the_score(make: Make, batch_of: Batch):
     def score(solution_str, **rest):
         return {"score": 1.1, "accuracy": 1.0} if solution_str == "3" else {"score": 0.1, "length": 5}
 
@@ -122,32 +92,26 @@ def test_parts_of_a_dict_are_kept_and_do_not_change_the_score(make: Make, batch_
     assert output.metrics["reward/rule/mean"] == pytest.approx(0.6)
 
 
-def test_the_model_score_is_added_and_kept_apart(make: Make, batch_of: Callable[..., DataProto]):
-    output = make()(batch_of(["3", "4"], ["3", "3"], rm_scores=torch.tensor([0.25, -2.0])))
-    assert output.parts["rule"].tolist() == [1.0, 0.0]
-    assert output.parts["reward_model"].tolist() == [0.25, -2.0]
-    assert output.token_level_scores.sum(dim=1).tolist() == [1.25, -2.0]
-    assert output.metrics["reward/reward_model/mean"] == -0.875
-
-
-def test_the_model_score_stands_alone_where_there_is_no_rule(make: Make, batch_of: Callable[..., DataProto]):
+def test_the_model_score_is_added_and_stands_alone_where_there_is_no_rule(make: Make, batch_of: Batch):
     batch = batch_of(
         ["3", "3", "3"],
         ["3", None, "3"],
         ["strop/arithmetic", "full_hh_rlhf", "strop/arithmetic"],
         ["rule", "model", "model"],
-        rm_scores=torch.tensor([0.5, 0.25, 0.125]),
+        rm_scores=torch.tensor([0.5, 0.25, -1.5]),
     )
     output = make()(batch)
-    assert output.token_level_scores.sum(dim=1).tolist() == [1.5, 0.25, 0.125]
+    assert output.token_level_scores.sum(dim=1).tolist() == [1.5, 0.25, -1.5]
+    assert output.parts["reward_model"].tolist() == [0.5, 0.25, -1.5]
     assert output.parts["rule"][0] == 1.0
     assert output.parts["rule"][1:].isnan().all()
     assert output.metrics["reward/rule/mean"] == 1.0
+    assert output.metrics["reward/reward_model/mean"] == -0.25
     assert output.metrics["reward/error_rate"] == 0.0
 
 
 def test_a_batch_for_the_model_alone_starts_no_process(
-    make: Make, batch_of: Callable[..., DataProto], running: Callable[[], list[int]]
+    make: Make, batch_of: Batch, running: Callable[[], list[int]]
 ):
     output = make()(batch_of(["3"], [None], "full_hh_rlhf", "model", rm_scores=torch.tensor([0.5])))
     assert output.parts.keys() == {"reward_model"}
@@ -155,35 +119,30 @@ def test_a_batch_for_the_model_alone_starts_no_process(
     assert running() == []
 
 
-def test_without_a_model_score_rows_for_the_model_go_to_their_rule(
-    make: Make, batch_of: Callable[..., DataProto]
-):
+def test_without_a_model_score_rows_for_the_model_go_to_their_rule(make: Make, batch_of: Batch):
     assert make()(batch_of(["3"], ["3"], style="model")).parts["rule"].tolist() == [1.0]
 
 
-def test_an_unknown_source_stops_before_anything_is_scored(
-    make: Make, batch_of: Callable[..., DataProto], running: Callable[[], list[int]]
+def test_an_unknown_source_is_an_error_at_the_start_and_before_a_batch_is_scored(
+    make: Make, batch_of: Batch, running: Callable[[], list[int]]
 ):
-    with pytest.raises(RewardError, match=naming("'full_hh_rlhf'", "openai/gsm8k")):
-        make()(batch_of(["3", "3"], ["3", "3"], ["strop/arithmetic", "full_hh_rlhf"]))
-    assert running() == []
-
-
-def test_sources_can_be_checked_at_the_start(make: Make):
     manager = make()
     manager.validate_sources(["openai/gsm8k", "lighteval/MATH", "openai/gsm8k"])
     manager.validate_sources(["full_hh_rlhf"], has_reward_model=True)
     make(lambda **sample: 1.0).validate_sources(["anything"])
     with pytest.raises(RewardError, match=naming("'full_hh_rlhf'")):
         manager.validate_sources(["openai/gsm8k", "full_hh_rlhf"])
+    with pytest.raises(RewardError, match=naming("'full_hh_rlhf'", "openai/gsm8k")):
+        manager(batch_of(["3", "3"], ["3", "3"], ["strop/arithmetic", "full_hh_rlhf"]))
+    assert running() == []
 
 
-def test_a_missing_source_column_names_the_key(make: Make, batch_of: Callable[..., DataProto]):
+def test_a_missing_source_column_names_the_key(make: Make, batch_of: Batch):
     with pytest.raises(RewardError, match=naming("column 'origin'", "data.reward_fn_key", "data_source")):
         make(reward_fn_key="origin")(batch_of(["3"], ["3"]))
 
 
-def test_missing_optional_columns_are_none_for_the_scorer(make: Make, batch_of: Callable[..., DataProto]):
+def test_missing_optional_columns_are_none_for_the_scorer(make: Make, batch_of: Batch):
     batch = batch_of(["3"], ["3"])
     batch.pop("reward_model", "extra_info")
 
@@ -194,35 +153,32 @@ def test_missing_optional_columns_are_none_for_the_scorer(make: Make, batch_of: 
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [("nan", "score=nan"), ("inf", "score=inf"), ("-inf", "score=-inf")]
+    ("bad", "model_score", "shown"),
+    [
+        ("nan", 0.0, "score=nan"),
+        ("inf", 0.0, "score=inf"),
+        ("-inf", 0.0, "score=-inf"),
+        ({"score": 1.0, "format": "nan"}, 0.0, "format=nan"),
+        (1.0, float("nan"), "nan"),
+    ],
 )
-def test_a_score_that_is_not_a_number_names_the_sample(
-    make: Make, batch_of: Callable[..., DataProto], value: str, shown: str
+def test_a_number_that_is_not_finite_names_the_sample(
+    make: Make, batch_of: Batch, bad: Any, model_score: float, shown: str
 ):
     def score(solution_str, **rest):
-        return float(value) if solution_str == "bad" else 1.0
+        if solution_str == "good":
+            return 1.0
+        return {name: float(part) for name, part in bad.items()} if isinstance(bad, dict) else float(bad)
 
-    with pytest.raises(RewardError) as error:
-        make(score)(batch_of(["good", "bad"], ["3", "3"]))
-    message = str(error.value)
-    assert shown in message
-    assert "sample 1 (data_source='strop/arithmetic', extra_info.index=101, response='bad')" in message
-
-
-def test_a_part_that_is_not_a_number_is_named_too(make: Make, batch_of: Callable[..., DataProto]):
-    with pytest.raises(RewardError, match="format=nan"):
-        make(lambda **sample: {"score": 1.0, "format": float("nan")})(batch_of(["3"], ["3"]))
+    batch = batch_of(["good", "bad"], ["3", "3"], rm_scores=torch.tensor([0.5, model_score]))
+    sample = "sample 1 (data_source='strop/arithmetic', extra_info.index=101, response='bad')"
+    with pytest.raises(RewardError, match=naming(shown, sample)):
+        make(score)(batch)
 
 
-def test_a_model_score_that_is_not_a_number_names_the_sample(make: Make, batch_of: Callable[..., DataProto]):
-    batch = batch_of(["3", "4"], ["3", "3"], rm_scores=torch.tensor([0.5, torch.nan]))
-    with pytest.raises(RewardError, match=naming("nan", "sample 1", "response='4'")):
-        make()(batch)
-
-
-def test_failed_samples_are_counted_told_and_given_the_error_score(
+def test_failed_samples_are_counted_logged_and_given_the_error_score(
     make: Make,
-    batch_of: Callable[..., DataProto],
+    batch_of: Batch,
     caplog: pytest.LogCaptureFixture,
 ):
     def score(solution_str, **rest):
@@ -253,42 +209,24 @@ def test_failed_samples_are_counted_told_and_given_the_error_score(
     assert "ValueError: no verdict" in caplog.records[0].getMessage()
 
 
-def test_too_many_failed_samples_stop_with_the_first_traceback(
-    make: Make, batch_of: Callable[..., DataProto]
-):
+def test_too_many_failed_samples_stop_with_the_first_traceback(make: Make, batch_of: Batch):
     def score(solution_str, **rest):
         raise ValueError(f"no verdict on {solution_str}")
 
-    manager = make(score)
-    with pytest.raises(RewardError) as error:
-        manager(batch_of([str(number) for number in range(40)], ["3"] * 40))
-    message = str(error.value)
-    assert mentions(message, "5 of", "40", "reward_model.max_error_rate=0.1")
-    assert "sample 0" in message
-    assert "ValueError: no verdict on 0" in message
+    parts = ("5 of", "40", "reward_model.max_error_rate=0.1", "sample 0", "ValueError: no verdict on 0")
+    with pytest.raises(RewardError, match=naming(*parts)):
+        make(score)(batch_of([str(number) for number in range(40)], ["3"] * 40))
 
 
-def test_one_bad_sample_in_a_small_batch_does_not_stop_but_the_next_does(
-    make: Make, batch_of: Callable[..., DataProto]
-):
-    def score(solution_str, **rest):
-        return 1 / (solution_str != "bad")
-
-    manager = make(score)
+def test_failures_of_earlier_batches_count(make: Make, batch_of: Batch):
+    manager = make(lambda solution_str, **rest: 1 / (solution_str != "bad"))
     batch = batch_of(["good", "bad", "good"], ["3"] * 3)
     assert manager(batch).metrics["reward/error_rate"] == pytest.approx(1 / 3)
     with pytest.raises(RewardError, match=naming("reward_model.max_error_rate")):
         manager(batch)
 
 
-def test_a_bad_ground_truth_is_an_error_and_not_a_wrong_answer(
-    make: Make, batch_of: Callable[..., DataProto]
-):
-    with pytest.raises(RewardError, match=naming("'None'")):
-        make()(batch_of(["#### 3"] * 2, [None] * 2, "openai/gsm8k"))
-
-
-def test_examined_samples_are_printed_for_each_source(make: Make, batch_of: Callable[..., DataProto]):
+def test_examined_samples_are_printed_for_each_source(make: Make, batch_of: Batch):
     shown: list[str] = []
     sources = ["strop/arithmetic"] * 3 + ["openai/gsm8k"]
     manager = make(num_examine=2, printer=shown.append)
@@ -300,7 +238,7 @@ def test_examined_samples_are_printed_for_each_source(make: Make, batch_of: Call
     ]
 
 
-def test_examined_samples_show_parts_and_errors(make: Make, batch_of: Callable[..., DataProto]):
+def test_examined_samples_show_parts_and_errors(make: Make, batch_of: Batch):
     shown: list[str] = []
 
     def score(solution_str, **rest):
@@ -314,27 +252,8 @@ def test_examined_samples_show_parts_and_errors(make: Make, batch_of: Callable[.
     assert "[score] 0.25, rule 0, reward_model 0.25\n[error]\nTraceback" in shown[1]
 
 
-def test_samples_go_to_the_log_without_a_printer(
-    make: Make, batch_of: Callable[..., DataProto], caplog: pytest.LogCaptureFixture
-):
-    with caplog.at_level(logging.INFO, logger="strop.rewards.manager"):
-        make(num_examine=1)(batch_of(["100% sure"], ["3"]))
-    assert "[response] 100% sure" in caplog.text
-
-
-def test_the_process_can_be_started_early(make: Make, running: Callable[[], list[int]]):
-    manager = make()
-    assert running() == []
-    manager.start()
-    assert len(running()) == 1
-
-
-def test_options_of_built_in_scorers_do_not_go_with_a_function_of_ones_own(make: Make):
+def test_options_of_built_in_scorers_exclude_a_custom_function(make: Make):
     with pytest.raises(ConfigError, match=naming("scorer_kwargs")):
         make(lambda **sample: 1.0, scorer_kwargs={"openai/gsm8k": {}})
     with pytest.raises(ConfigError, match=naming("compute_score")):
         make(lambda text: 1.0)
-
-
-def test_long_responses_are_cut_in_error_texts():
-    assert name_sample(3, Sample("d", "x" * 201)) == f"sample 3 (data_source='d', response='{'x' * 200}...')"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
@@ -11,19 +12,17 @@ import pytest
 from strop.rewards.worker import wire
 
 
+def close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # the test has closed it
+            os.close(descriptor)
+
+
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
     ends = os.pipe()
     yield ends
-    for end in ends:
-        try:
-            os.close(end)
-        except OSError:  # the test has closed it
-            continue
-
-
-def soon() -> float:
-    return time.monotonic() + 0.15
+    close(*ends)
 
 
 def test_a_pipe_is_closed_when_its_last_writer_is(pipe: tuple[int, int]):
@@ -33,24 +32,23 @@ def test_a_pipe_is_closed_when_its_last_writer_is(pipe: tuple[int, int]):
     assert wire.is_closed(pipe[0])
 
 
+Ends = tuple[wire.Lane, int, int]
+
+
 @pytest.fixture
-def lane(pipe: tuple[int, int]) -> Iterator[tuple[wire.Lane, int, int]]:
+def lane(pipe: tuple[int, int]) -> Iterator[Ends]:
     """A lane, and the other side's ends: where requests arrive, and where answers are written."""
     requests, to_requests = os.pipe()
     os.set_blocking(to_requests, False)
     yield wire.Lane(to_requests, pipe[0]), requests, pipe[1]
-    for end in (requests, to_requests):
-        try:
-            os.close(end)
-        except OSError:  # the test has closed it
-            continue
+    close(requests, to_requests)
 
 
-def alive() -> bool:
-    return True
+def exchange(here: wire.Lane, seconds: float = 0.15, is_alive: bool = True) -> bytes | None:
+    return here.exchange(time.monotonic() + seconds, lambda: is_alive)
 
 
-def test_both_directions_flow_although_neither_pipe_holds_it_all(lane: tuple[wire.Lane, int, int]):
+def test_both_directions_flow_although_neither_pipe_holds_it_all(lane: Ends):
     here, requests, answers = lane
     os.set_blocking(answers, True)
     messages = [os.urandom(300_000).hex().encode() for _ in range(5)]
@@ -66,53 +64,51 @@ def test_both_directions_flow_although_neither_pipe_holds_it_all(lane: tuple[wir
         here.post(pickle.dumps(message))
     found = []
     while len(found) < len(messages):
-        if (answer := here.exchange(time.monotonic() + 20, alive)) is not None:
+        if (answer := exchange(here, 20)) is not None:
             found.append(answer)
     there.join()
     assert found == [message[::-1] for message in messages]
     assert here.is_idle
 
 
-def test_a_lane_tells_when_there_is_room_and_then_waits_for_answers(lane: tuple[wire.Lane, int, int]):
+def test_a_lane_returns_when_there_is_room_and_then_waits_for_answers(lane: Ends):
     here, requests, _ = lane
     here.post(b"one")
     assert not here.is_idle
-    assert here.exchange(soon(), alive) is None
+    assert exchange(here) is None
     assert here.is_idle
     assert os.read(requests, 10) == b"one"
     with pytest.raises(TimeoutError):
-        here.exchange(soon(), alive)
+        exchange(here)
 
 
-def test_an_answer_in_the_pipe_counts_although_its_reader_is_late(lane: tuple[wire.Lane, int, int]):
+def test_an_answer_in_the_pipe_counts_although_its_reader_is_late(lane: Ends):
     """A program that was busy all the time is no fault of the other side's."""
     here, _, answers = lane
     os.write(answers, b"in time\n")
-    assert here.exchange(time.monotonic() - 1, alive) == b"in time"
+    assert exchange(here, -1) == b"in time"
     with pytest.raises(TimeoutError):
-        here.exchange(time.monotonic() - 1, alive)
+        exchange(here, -1)
 
 
-def test_answers_come_before_the_news_that_the_other_side_is_gone(lane: tuple[wire.Lane, int, int]):
+def test_answers_come_before_the_error_that_the_other_side_is_gone(lane: Ends):
     here, requests, answers = lane
     os.write(answers, b"one\n")
     os.write(answers, b"two\n")
     os.close(requests)
     os.close(answers)
     here.post(b"to nobody")
-    assert here.exchange(soon(), alive) == b"one"
-    assert here.exchange(soon(), alive) == b"two"
+    assert exchange(here) == b"one"
+    assert exchange(here) == b"two"
     with pytest.raises(EOFError):
-        here.exchange(soon(), alive)
+        exchange(here)
 
 
-def test_a_lane_notices_a_dead_process_and_what_is_no_answer(
-    lane: tuple[wire.Lane, int, int], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_dead_process_and_bytes_that_are_no_answer_are_errors(lane: Ends, monkeypatch: pytest.MonkeyPatch):
     here, _, answers = lane
     with pytest.raises(EOFError, match="ended"):
-        here.exchange(time.monotonic() + 30, lambda: False)
+        exchange(here, 30, is_alive=False)
     monkeypatch.setattr(wire, "_LONGEST_LINE", 8)
     os.write(answers, b"print this")
     with pytest.raises(ValueError, match="8 bytes"):
-        here.exchange(soon(), alive)
+        exchange(here)

@@ -35,12 +35,11 @@ from strop.rewards.sandbox import (
     Limits,
     Verdict,
     bubblewrap,
-    require_bubblewrap,
     run_assert_tests,
     run_stdin_tests,
 )
 
-from messages import mentions, naming
+from messages import naming
 
 pytestmark = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt-get install bubblewrap"
@@ -72,12 +71,25 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch):
         time.sleep(0.05)
 
 
-def test_honest_programs_pass_and_wrong_ones_do_not():
-    assert passes("def f(x): return 1234567").passed
-    assert passes("def f(x): return 7").reason.startswith("AssertionError")
-    assert "ZeroDivisionError" in passes("def f(x): return 1 / 0").reason
-    assert mentions(passes("def f(x) return").reason, "SyntaxError")
-    assert not passes("g = 1").passed
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("def f(x): return 1234567", ""),
+        (
+            "import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(99)\ndef f(x): return 1234567",
+            "",
+        ),
+        ("def f(x): return 7", "AssertionError"),
+        ("def f(x): return 1 / 0", "ZeroDivisionError"),
+        ("def f(x) return", "SyntaxError"),
+        ("g = 1", "f"),
+    ],
+)
+def test_honest_programs_pass_and_wrong_ones_do_not(program: str, reason: str):
+    verdict = passes(program)
+    assert verdict.passed == (not reason)
+    assert reason in verdict.reason
 
 
 def test_tests_may_use_classes_exceptions_and_iterators_of_the_program():
@@ -115,7 +127,7 @@ def test_the_host_is_out_of_reach(name: str):
 
 
 @pytest.mark.parametrize("path", [__file__, bubblewrap.__file__])
-def test_neither_tests_nor_strop_are_there(path: str):
+def test_neither_tests_nor_strop_can_be_read(path: str):
     assert outcome_of(f"return open({str(Path(path).resolve())!r}).read()", "FileNotFoundError").passed
 
 
@@ -137,15 +149,9 @@ def test_a_server_of_the_host_cannot_be_reached():
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_what_does_not_end_is_ended(bomb: str):
+def test_programs_that_do_not_end_are_ended(bomb: str):
     verdict = passes(BOMBS[bomb], limits=QUICK)
     assert not verdict.passed
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_a_daemon_does_not_outlive_a_program_that_passes():
-    program = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(99)\ndef f(x): return 1234567"
-    assert passes(program).passed
 
 
 def test_processes_are_limited():
@@ -166,18 +172,25 @@ def test_many_children_together_have_the_memory_of_one():
     assert outcome_of("return 5", 5) == Verdict(True)
 
 
-def test_standard_input_and_output():
-    double = "import sys\nfor line in sys.stdin: print(int(line) * 2)"
-    assert run_stdin_tests(double, ["1\n2\n", "", "5"], ["2\n4", "", "10 \n\n"], limits=PATIENT) == Verdict(
-        True
-    )
-    assert mentions(run_stdin_tests(double, ["1", "2"], ["2", "5"], limits=PATIENT).reason, "test 2")
-    assert "status 1" in run_stdin_tests(double, ["x"], [""], limits=PATIENT).reason
-    assert run_stdin_tests("exit(0)", ["x"], [""], limits=PATIENT).passed
-    assert run_stdin_tests("if __name__ == '__main__': print('ö')", [""], ["ö"], limits=PATIENT).passed
-    assert "SyntaxError" in run_stdin_tests("print(", ["x"], [""], limits=PATIENT).reason
-    kept = "import sys\nn = globals().get('n', 0) + 1\nprint(n)"
-    assert run_stdin_tests(kept, ["", ""], ["1", "1"], limits=PATIENT).passed
+DOUBLE = "import sys\nfor line in sys.stdin: print(int(line) * 2)"
+
+
+@pytest.mark.parametrize(
+    ("program", "inputs", "outputs", "reason"),
+    [
+        (DOUBLE, ["1\n2\n", "", "5"], ["2\n4", "", "10 \n\n"], ""),
+        (DOUBLE, ["1", "2"], ["2", "5"], "test 2"),
+        (DOUBLE, ["x"], [""], "status 1"),
+        ("exit(0)", ["x"], [""], ""),
+        ("if __name__ == '__main__': print('ö')", [""], ["ö"], ""),
+        ("print(", ["x"], [""], "SyntaxError"),
+        ("n = globals().get('n', 0) + 1\nprint(n)", ["", ""], ["1", "1"], ""),  # nothing is kept
+    ],
+)
+def test_standard_input_and_output(program: str, inputs: list[str], outputs: list[str], reason: str):
+    verdict = run_stdin_tests(program, inputs, outputs, limits=PATIENT)
+    assert verdict.passed == (not reason)
+    assert reason in verdict.reason
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -217,30 +230,20 @@ def sandboxed(root: int) -> list[int]:
     return found if len(found) == 2 else []
 
 
-@pytest.fixture
-def own_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    require_bubblewrap.cache_clear()
-    for name in ("setpriv", "sh"):
-        (tmp_path / name).symlink_to(shutil.which(name) or "")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    yield tmp_path
-    require_bubblewrap.cache_clear()
-
-
-@pytest.mark.usefixtures("own_path")
-def test_without_bubblewrap_nothing_runs():
-    with pytest.raises(ConfigError, match=naming("bubblewrap")):
+def both_runners(error: type[Exception], part: str) -> None:
+    with pytest.raises(error, match=naming(part)):
         passes("def f(x): return 1234567")
-    with pytest.raises(ConfigError, match=naming("bubblewrap")):
+    with pytest.raises(error, match=naming(part)):
         run_stdin_tests("print(5)", [""], ["5"])
 
 
-def test_a_bubblewrap_that_does_not_work_is_an_error_with_its_words(own_path: Path):
-    (own_path / "bwrap").write_text(
-        "#!/bin/sh\necho bwrap: No permissions to create new namespace >&2\nexit 1\n"
-    )
-    (own_path / "bwrap").chmod(0o755)
-    with pytest.raises(RewardError, match=naming("No permissions to create new namespace")):
-        passes("def f(x): return 1234567")
-    with pytest.raises(RewardError, match=naming("No permissions to create new namespace")):
-        run_stdin_tests("print(5)", [""], ["5"])
+@pytest.mark.usefixtures("no_bubblewrap")
+def test_without_bubblewrap_no_program_runs():
+    both_runners(ConfigError, "bubblewrap")
+
+
+def test_a_bubblewrap_that_fails_is_an_error_with_its_message(no_bubblewrap: Path):
+    message = "No permissions to create new namespace"
+    (no_bubblewrap / "bwrap").write_text(f"#!/bin/sh\necho bwrap: {message} >&2\nexit 1\n")
+    (no_bubblewrap / "bwrap").chmod(0o755)
+    both_runners(RewardError, message)

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from strop.rewards.router import Router, default_compute_score
 from strop.rewards.score.choice import compute_score, extract_label
 
 from messages import naming
 
-STRICT = [
+MARKED = [
     ("Answer: C", "C"),
     ("C", "C"),
     (" (C).\n", "C"),
@@ -28,8 +27,10 @@ STRICT = [
     ("**Answer: C.** A man walks", "C"),
     ("Answer: A. A man walks", "A"),
 ]
-NO_STRICT = [
+UNMARKED = [
     "",
+    "C melts",
+    r"\boxed{C or D}",
     "Answer:",
     "melts.",
     "c",
@@ -56,33 +57,26 @@ NO_STRICT = [
 ]
 
 
-@pytest.mark.parametrize(("text", "label"), STRICT)
-def test_a_marked_label_is_found(text, label):
-    assert extract_label(text) == label
-    assert extract_label(text, method="flexible") == label
-
-
-@pytest.mark.parametrize("text", NO_STRICT)
-def test_what_marks_no_label_or_several_is_no_choice(text):
-    assert extract_label(text) is None
-    assert extract_label(text, method="flexible") is None
+FLEXIBLE = [
+    (r"so \boxed{B}, no: \boxed{C}", "C"),
+    ("I think so.\n\n(C)", "C"),
+    ("C. melts.", "C"),
+    ("(C) melts.\nThat is all.", "C"),
+    ("**C:** melts", "C"),
+]
 
 
 @pytest.mark.parametrize(
-    ("text", "label"),
+    ("text", "strict", "flexible"),
     [
-        (r"so \boxed{B}, no: \boxed{C}", "C"),
-        ("I think so.\n\n(C)", "C"),
-        ("C. melts.", "C"),
-        ("(C) melts.\nThat is all.", "C"),
-        ("**C:** melts", "C"),
-        ("C melts", None),
-        (r"\boxed{C or D}", None),
+        *((text, label, label) for text, label in MARKED),
+        *((text, None, None) for text in UNMARKED),
+        *((text, None, label) for text, label in FLEXIBLE),
     ],
 )
-def test_flexible_looks_further(text, label):
-    assert extract_label(text) is None
-    assert extract_label(text, method="flexible") == label
+def test_a_choice_is_one_label_that_is_marked(text, strict, flexible):
+    assert extract_label(text) == strict
+    assert extract_label(text, method="flexible") == flexible
 
 
 def test_the_ground_truth_is_a_label_or_counts_from_0():
@@ -91,20 +85,11 @@ def test_the_ground_truth_is_a_label_or_counts_from_0():
         assert compute_score("Answer: B", truth, score=2.0) == 0.0
     assert compute_score("Answer: 2", "2", labels="1234") == 1.0
     assert compute_score("Answer: 3", "2", labels="1234") == 0.0
-    assert default_compute_score("Rowan/hellaswag", "Answer: C", "C") == 1.0
-    router = Router({"Rowan/hellaswag": {"method": "flexible"}})
-    flexible = router(
-        data_source="Rowan/hellaswag", solution_str="C. melts", ground_truth="C", extra_info=None
-    )
-    assert flexible == 1.0
 
 
 @pytest.mark.parametrize("truth", ["E", "4", "", None, "-1", "CD", "c"])
 def test_a_ground_truth_that_is_no_choice_is_an_error(truth):
     with pytest.raises(ValueError, match=naming("A, B, C, D")):
         compute_score("Answer: C", truth)
-
-
-def test_a_method_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match=naming("'loose'")):
         compute_score("Answer: C", "C", method="loose")

@@ -1,26 +1,24 @@
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import select
 import shutil
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from rewards_support import SHARED_DATA, children, real_rows
+from rewards_support import SHARED_DATA, children
 
 from strop.errors import ConfigError
 from strop.prepare import prepare
 from strop.rewards.manager import RewardManager
 from strop.rewards.process_tree import descendants
 from strop.rewards.router import Router, default_compute_score
-from strop.rewards.sandbox import Limits, require_bubblewrap
+from strop.rewards.sandbox import Limits
 from strop.rewards.score.code import compute_score, extract_program, judge
 from strop.rewards.worker.process import RewardProcess
 from strop.rewards.worker.records import Sample
@@ -39,21 +37,23 @@ DOUBLE = {
 }
 
 
-def test_all_tests_must_pass():
-    assert compute_score("def double(x): return 2 * x", json.dumps(DOUBLE), timeout_s=30) == 1.0
-    assert compute_score("def double(x): return 2 * x", DOUBLE, score=0.5, timeout_s=30) == 0.5
-    assert compute_score("def double(x): return x + 2", DOUBLE, timeout_s=30) == 0.0
-    assert compute_score("I do not know.", DOUBLE, timeout_s=30) == 0.0
-    assert compute_score(" \n", DOUBLE) == 0.0
+STDIN = {"kind": "stdin", "tests": [{"input": "2\n", "output": "4\n"}, {"input": "3", "output": "6"}]}
 
 
-def test_programs_of_standard_input_and_output():
-    truth = {"kind": "stdin", "tests": [{"input": "2\n", "output": "4\n"}, {"input": "3", "output": "6"}]}
-    assert (
-        compute_score("Like so:\n```python\nprint(int(input()) * 2)\n```", json.dumps(truth), timeout_s=30)
-        == 1.0
-    )
-    assert compute_score("print(int(input()) + 2)", json.dumps(truth), timeout_s=30) == 0.0
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("def double(x): return 2 * x", DOUBLE, 1.0),
+        ("def double(x): return x + 2", DOUBLE, 0.0),
+        ("I do not know.", DOUBLE, 0.0),
+        (" \n", DOUBLE, 0.0),
+        ("Like so:\n```python\nprint(int(input()) * 2)\n```", STDIN, 1.0),
+        ("print(int(input()) + 2)", STDIN, 0.0),
+    ],
+)
+def test_all_tests_must_pass(response: str, truth: dict[str, Any], score: float):
+    assert compute_score(response, json.dumps(truth), timeout_s=30) == score
+    assert compute_score(response, truth, score=0.5, timeout_s=30) == score / 2
 
 
 @pytest.mark.parametrize(
@@ -137,15 +137,6 @@ def test_a_program_must_have_less_time_than_its_sample(tokenizer: Any):
         make(10.0, parts={"tests": tests}).validate_sources(["openai/gsm8k"])
 
 
-@pytest.fixture
-def no_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    require_bubblewrap.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", str(tmp_path))
-        yield
-    require_bubblewrap.cache_clear()
-
-
 @pytest.mark.usefixtures("no_bubblewrap")
 def test_without_bubblewrap_a_run_with_code_does_not_start(tokenizer: Any):
     manager = RewardManager(tokenizer, 0)
@@ -158,10 +149,15 @@ def test_a_scoring_process_that_is_cut_off_takes_its_sandboxes_along():
     sample = Sample("openai/openai_humaneval", "while True: pass", json.dumps(DOUBLE))
     handles: list[int] = []
     before = children()
-    with RewardProcess(Router({sample.data_source: {"timeout_s": 99.0}}), timeout_s=6.0) as process:
+    with RewardProcess(Router({sample.data_source: {"timeout_s": 99.0}}), timeout_s=4.0) as process:
         process.start()
         (scoring,) = children() - before
-        watching = threading.Thread(target=lambda: handles.extend(_handles_after(4.0, scoring)))
+
+        def watch() -> None:
+            time.sleep(2.0)
+            handles.extend(os.pidfd_open(identity) for identity in [scoring, *descendants(scoring)])
+
+        watching = threading.Thread(target=watch)
         watching.start()
         outcome = process.evaluate(sample)
         watching.join()
@@ -173,89 +169,63 @@ def test_a_scoring_process_that_is_cut_off_takes_its_sandboxes_along():
         assert process.evaluate(sample._replace(solution_str="def double(x): return 2 * x")).score == 1.0
 
 
-def _handles_after(seconds: float, scoring: int) -> list[int]:
-    """Of a scoring process and everything below it."""
-    time.sleep(seconds)
-    return [os.pidfd_open(identity) for identity in [scoring, *descendants(scoring)]]
+Case = tuple[str, str, str]
+"""Name, program and ground truth."""
 
 
-def humaneval() -> list[tuple[str, str, dict[str, Any]]]:
-    """Name, canonical solution and ground truth."""
-    path = SHARED_DATA / "humaneval" / "HumanEval.jsonl.gz"
-    if not path.is_file():
-        pytest.skip(f"the real data is not here: {path}")
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    return [
-        (
-            row["task_id"],
-            row["canonical_solution"],
-            {
-                "kind": "assert",
-                "prefix": row["prompt"],
-                "entry_point": row["entry_point"],
-                "tests": [row["test"]],
-            },
-        )
-        for row in rows
-    ]
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Case]]:
+    """Canonical solutions with the ground truths as prepared, by data set and task."""
+    found = {}
+    for name in ("humaneval", "mbpp"):
+        if not (SHARED_DATA / name).is_dir():
+            pytest.skip(f"the real data is not here: {SHARED_DATA / name}")
+        written = prepare(name, SHARED_DATA / name, tmp_path_factory.mktemp(name))
+        rows = [row for split in written.values() for row in pq.read_table(split.path).to_pylist()]
+        found[name] = {
+            row["extra_info"]["task_id"]: (
+                row["extra_info"]["task_id"],
+                row["extra_info"]["answer"],
+                row["reward_model"]["ground_truth"],
+            )
+            for row in rows
+        }
+    assert (len(found["humaneval"]), len(found["mbpp"])) == (164, 974)
+    return found
 
 
-def mbpp() -> list[tuple[str, str, dict[str, Any]]]:
-    rows = real_rows("mbpp", "mbpp.jsonl")
-    return [(str(row["task_id"]), row["code"], _mbpp_truth(row)) for row in rows]
-
-
-def _mbpp_truth(row: dict[str, Any]) -> dict[str, Any]:
-    setup = [row["test_setup_code"]] if row["test_setup_code"] else []
-    entry_point = "sum" if row["code"].startswith("def sum(") else ""  # hides Python's own
-    return {"kind": "assert", "tests": setup + row["test_list"], "entry_point": entry_point}
-
-
-def failures(cases: list[tuple[str, str, dict[str, Any]]]) -> dict[str, str]:
-    verdicts = {name: judge(program, truth, limits=PATIENT) for name, program, truth in cases}
+def failures(cases: Iterable[Case], limits: Limits = PATIENT) -> dict[str, str]:
+    verdicts = {name: judge(program, truth, limits=limits) for name, program, truth in cases}
     return {name: verdict.reason for name, verdict in verdicts.items() if not verdict.passed}
 
 
-def test_a_sample_of_the_canonical_solutions_passes():
-    by_name = {name: (name, program, truth) for name, program, truth in humaneval()}
-    special = [f"HumanEval/{number}" for number in (32, 38, 50)]  # their tests use helpers of the prompt
-    assert failures([by_name[name] for name in [*special, *list(by_name)[::20]]]) == {}
-    by_name = {name: (name, program, truth) for name, program, truth in mbpp()}
-    special = ["126", "367", "533", "601", "927"]  # a function called sum; classes; a type as an argument
-    assert failures([by_name[name] for name in [*special, *list(by_name)[::100]]]) == {}
+@pytest.mark.parametrize(
+    ("name", "special", "every"),
+    [
+        ("humaneval", (32, 38, 50), 20),  # their tests use helpers of the prompt
+        ("mbpp", (126, 367, 533, 601, 927), 100),  # a function called sum; classes; a type as an argument
+    ],
+)
+def test_a_sample_of_the_canonical_solutions_passes(cases, name: str, special: tuple[int, ...], every: int):
+    found = cases[name]
+    wanted = [task for task in found if task.rpartition("/")[2] in map(str, special)]
+    assert len(wanted) == len(special)
+    assert failures(found[task] for task in [*wanted, *list(found)[::every]]) == {}
 
 
-def test_a_solution_of_another_task_fails():
-    cases = humaneval()[:6]
-    programs = [program for _, program, _ in cases]
+def test_a_solution_of_another_task_fails(cases):
+    first = list(cases["humaneval"].values())[:6]
+    programs = [program for _, program, _ in first]
     shifted = [
         (name, program, truth)
-        for (name, _, truth), program in zip(cases, [*programs[1:], programs[0]], strict=True)
+        for (name, _, truth), program in zip(first, [*programs[1:], programs[0]], strict=True)
     ]
-    assert len(failures(shifted)) == len(cases)
+    assert len(failures(shifted)) == len(first)
 
 
 @pytest.mark.slow
-def test_every_canonical_solution_passes():
-    cases = humaneval()
-    assert len(cases) == 164
-    assert failures(cases) == {}
-    cases = mbpp()
-    assert len(cases) == 974
-    assert failures(cases) == {}
-
-
-@pytest.mark.slow
-def test_mbpp_as_it_is_prepared_accepts_its_own_answers_with_the_default_limits(tmp_path: Path):
-    assert len(real_rows("mbpp", "mbpp.jsonl")) == 974  # or the test is skipped
-    written = prepare("mbpp", SHARED_DATA / "mbpp" / "mbpp.jsonl", tmp_path)
-    rows = [row for split in written.values() for row in pq.read_table(split.path).to_pylist()]
-    assert len(rows) == 974
-    refused = [
-        row["extra_info"]["task_id"]
-        for row in rows
-        if not compute_score(row["extra_info"]["answer"], row["reward_model"]["ground_truth"])
-    ]
-    # A limit of the clock: a busy machine may refuse the few that compute for long.
-    assert len(refused) <= 14, refused
+def test_every_canonical_solution_passes(cases):
+    assert failures(cases["humaneval"].values()) == {}
+    assert failures(cases["mbpp"].values()) == {}
+    # With the default limits a busy machine may refuse the few that compute for long.
+    assert len(failures(cases["mbpp"].values(), Limits())) <= 14

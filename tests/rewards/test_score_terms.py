@@ -30,7 +30,7 @@ def test_the_form_is_the_whole_response_with_each_tag_once(text, score):
     assert exact.compute_format_score(text, score=0.5) == score / 2
 
 
-def test_a_form_may_be_a_pattern_of_ones_own():
+def test_a_form_may_be_a_custom_pattern():
     assert exact.compute_format_score("so\nit is\n#### 5", pattern=r".*#### \d+") == 1.0
     assert exact.compute_format_score("#### 5 or 6", pattern=r".*#### \d+") == 0.0
     with pytest.raises(ValueError, match="regular expression"):
@@ -43,17 +43,22 @@ def test_a_long_response_does_not_take_long():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "penalty"),
-    # DAPO's own numbers: 16,384 expected tokens and 4,096 of buffer.
-    [(0, 0.0), (16_384, 0.0), (17_408, -0.25), (18_432, -0.5), (20_480, -1.0), (90_000, -1.0)],
+    ("tokens", "max_length", "buffer", "penalty"),
+    [
+        # DAPO's own numbers: 16,384 expected tokens and 4,096 of buffer.
+        (0, 20_480, 4_096, 0.0),
+        (16_384, 20_480, 4_096, 0.0),
+        (17_408, 20_480, 4_096, -0.25),
+        (18_432, 20_480, 4_096, -0.5),
+        (20_480, 20_480, 4_096, -1.0),
+        (90_000, 20_480, 4_096, -1.0),
+        # Without a buffer it is a step.
+        (10, 10, 0, 0.0),
+        (11, 10, 0, -1.0),
+    ],
 )
-def test_the_penalty_falls_in_a_line_over_the_buffer(tokens, penalty):
-    assert exact.overlong_penalty(tokens, max_length=20_480, buffer=4_096) == penalty
-
-
-def test_without_a_buffer_it_is_a_step():
-    assert exact.overlong_penalty(10, max_length=10, buffer=0) == 0.0
-    assert exact.overlong_penalty(11, max_length=10, buffer=0) == -1.0
+def test_the_penalty_falls_in_a_line_over_the_buffer(tokens, max_length, buffer, penalty):
+    assert exact.overlong_penalty(tokens, max_length=max_length, buffer=buffer) == penalty
 
 
 def test_words_or_characters_are_counted():
