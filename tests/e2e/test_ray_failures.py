@@ -42,15 +42,9 @@ def undisturbed(inputs):
     return trained_weights(inputs / "undisturbed", STEPS), metrics(inputs / "undisturbed")
 
 
-def sabotage(tmp_path, method: str, call: int, deed: str = "kill", **more):
-    return {
-        "method": method,
-        "call": call,
-        "rank": 1,
-        "deed": deed,
-        "marker": str(tmp_path / "marker"),
-        **more,
-    }
+def sabotage(tmp_path, method: str, call: int, deed: str = "kill"):
+    """Let rank 1 do ``deed`` once in this call of ``method``; see ``saboteur.py``."""
+    return {"method": method, "call": call, "rank": 1, "deed": deed, "marker": str(tmp_path / "marker")}
 
 
 PHASES = [("generate_sequences", 3), ("compute_log_prob", 3), ("update_actor", 5), ("state.save", 5)]
