@@ -176,8 +176,9 @@ def test_a_full_disk_costs_a_run_its_picture_and_a_resume_nothing(
 ):
     run_dir = tmp_path / "run"
     options = overrides(inputs, run_dir, "trainer.save_freq=1", "trainer.total_training_steps=1")
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", no_room)
-    assert main(["train", *options]) == 0
+    with monkeypatch.context() as full:
+        full.setattr("matplotlib.figure.Figure.savefig", no_room)
+        assert main(["train", *options]) == 0
     assert (run_dir / "global_step_1").is_dir()
     assert not (run_dir / "curves.png").exists()
     assert "curves.png" in caplog.text
@@ -190,6 +191,7 @@ def test_a_full_disk_costs_a_run_its_picture_and_a_resume_nothing(
     assert "Traceback" not in printed
     assert (run_dir / "metrics.jsonl").read_bytes() == record
     assert main(["train", *options, "trainer.total_training_steps=2"]) == 0  # the folder's lock was released
+    assert (run_dir / "curves.png").is_file()
 
 
 def test_debug_shows_the_traceback(inputs, tmp_path):
