@@ -53,12 +53,17 @@ def overrides(inputs: Path, run: Path, *extra: str) -> list[str]:
     ]
 
 
-def train(options: Sequence[str]) -> Any:
-    """Train without drawing curves, which takes longer than these runs; return the trainer."""
+def fit(trainer: Any) -> None:
+    """Train without drawing curves, which takes longer than these runs."""
     with mock.patch("strop.trainer.loop.draw_curves"):
-        trainer = build_trainer(load_config(options))
-        trainer.init_workers()
         trainer.fit()
+
+
+def train(options: Sequence[str]) -> Any:
+    """Train and return the trainer."""
+    trainer = build_trainer(load_config(options))
+    trainer.init_workers()
+    fit(trainer)
     return trainer
 
 

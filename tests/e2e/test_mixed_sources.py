@@ -20,7 +20,7 @@ from strop.rollout.base import Samples, answer
 from strop.trainer.build import build_trainer
 
 import tiny_model
-from runs import metrics, overrides
+from runs import fit, metrics, overrides
 
 DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
 SOURCES = {
@@ -143,7 +143,7 @@ def test_contributions_of_sources_and_parts_add_up_to_the_mean_score(
     worker = trainer.actor.worker
     answers = json.loads((inputs / "answers.json").read_text())
     worker.rollout = KnowsHalf(worker.rollout, trainer.tokenizer, answers)
-    trainer.fit()
+    fit(trainer)
 
     lines = metrics(run)
     assert len(lines) == STEPS

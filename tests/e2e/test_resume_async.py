@@ -28,6 +28,7 @@ SETTINGS = (
     "trainer.async_save=true",
 )
 KEEP_TWO = "trainer.max_ckpt_to_keep=2"
+LATEST = "latest_checkpointed_iteration.txt"
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +67,17 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def train_until(stage: str, options: list[str]) -> None:
-    """Train and end in ``stage`` of the background save of iteration 3; the other stages are crash points."""
-    die = partial(send, signal.SIGKILL)
+def train_until(stage: str, options: list[str], *awaited: Path) -> None:
+    """Train and end in ``stage`` of the background save of iteration 3, with the files ``awaited``.
+
+    Stages without a line here are crash points.
+    """
+
+    def die() -> None:
+        while not all(path.exists() for path in awaited):
+            time.sleep(0.01)
+        send(signal.SIGKILL)
+
     if stage == "write":
         before(FileSystemWriter, "write_data", writes_critic_of_3, die)
     elif stage == "metadata":
@@ -82,15 +91,15 @@ def train_until(stage: str, options: list[str]) -> None:
     train(options)
 
 
-def disturbed(stage: str, options: list[str]) -> int:
+def disturbed(stage: str, options: list[str], *awaited: Path) -> int:
     """Exit status of a run that ends in ``stage``."""
-    done = forked.run(train_until, stage, options, env={"STROP_CRASH_AT": f"{stage}:3"})
+    done = forked.run(train_until, stage, options, *awaited, env={"STROP_CRASH_AT": f"{stage}:3"})
     assert done.returncode in (-signal.SIGKILL, -signal.SIGINT), done.stderr[-2000:]
     return done.returncode
 
 
 def latest(run: Path) -> str:
-    return (run / "latest_checkpointed_iteration.txt").read_text()
+    return (run / LATEST).read_text()
 
 
 def test_checkpoints_written_in_the_background_are_the_synchronous_ones(inputs, synchronous, tmp_path):
@@ -146,7 +155,7 @@ def test_a_run_goes_on_from_remote_copies_when_its_own_disk_is_gone(inputs, sync
     options = overrides(
         inputs, tmp_path / "run", *SETTINGS, f"trainer.default_hdfs_dir=file://{remote}", KEEP_TWO
     )
-    assert disturbed("training", options) == -signal.SIGKILL
+    assert disturbed("training", options, remote / LATEST) == -signal.SIGKILL
     shutil.rmtree(tmp_path / "run")
     assert int(latest(remote)) <= 2  # uploads may lag behind
     assert hashes(train(options)) == expected

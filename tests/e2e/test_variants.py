@@ -17,7 +17,7 @@ from strop.trainer.weight_sync import WeightSync
 
 import tiny_model
 from messages import naming
-from runs import hashes, make_inputs, metrics, overrides, train
+from runs import fit, hashes, make_inputs, metrics, overrides, train
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_actor_rollout_and_reference_can_be_one_role(inputs, plain, tmp_path):
         reward_fn=RewardManager(tokenizer=load_tokenizer(inputs / "model"), num_examine=0),
     )
     trainer.init_workers()
-    trainer.fit()
+    fit(trainer)
     assert set(apart.groups) == {"actor", "ref", "critic"}
     assert set(trainer.groups) == {"actor", "critic"}
     assert hashes(trainer) == hashes(apart)

@@ -19,13 +19,6 @@ import tiny_model
 from builders import random_samples
 from messages import naming
 
-MICRO_BATCHINGS = [
-    MicroBatching(rows=1),
-    MicroBatching(rows=3),
-    MicroBatching(rows=8),
-    MicroBatching(max_tokens=23),
-]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -39,24 +32,21 @@ def _update(engine: TorchEngine) -> None:
     engine.forward_backward(samples, loss, MicroBatching(rows=4), temperature=1.0)
 
 
-def _gradient(engine: TorchEngine) -> torch.Tensor:
-    return torch.cat([weight.grad.flatten() for weight in engine.module.parameters()])
-
-
 @pytest.mark.parametrize(
     "mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
 def test_the_gradient_and_the_metrics_do_not_depend_on_the_split_into_micro_batches(folder, mode):
-    samples = jobs.samples()
+    samples, splits = jobs.samples(), [MicroBatching(rows=rows) for rows in (16, 1, 3, 8)]
     for role, options in (("actor", {"temperature": 0.9}), ("critic", {})):
         found = []
-        for micro in [MicroBatching(rows=16), *MICRO_BATCHINGS]:
+        for micro in [*splits, MicroBatching(max_tokens=23)]:
             engine = jobs.engine(folder, role)
             metrics = engine.forward_backward(samples, jobs.objective(role, samples, mode), micro, **options)
-            found.append((_gradient(engine), metrics))
-        whole, whole_metrics = found[0]
+            gradient = torch.cat([weight.grad.flatten() for weight in engine.module.parameters()])
+            found.append((gradient, metrics))
+        (whole, whole_metrics), *parts = found
         assert whole.norm() > 1e-3
-        for gradient, metrics in found[1:]:
+        for gradient, metrics in parts:
             assert (gradient - whole).norm() / whole.norm() < 1e-6
             assert metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-6)
 

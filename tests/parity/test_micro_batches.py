@@ -8,7 +8,7 @@ import torch
 from strop.config.load import load_config
 from strop.trainer.build import build_trainer
 
-from runs import make_inputs, overrides, train
+from runs import fit, make_inputs, overrides, train
 
 # 4 prompts x 2 samples a mini-batch, 16 samples an iteration.
 SETTINGS = (
@@ -59,7 +59,7 @@ def whole(inputs):
     trainer = build_trainer(load_config(overrides(inputs, inputs / "whole", *SETTINGS, *_cut(16))))
     trainer.init_workers()
     start = _weights(trainer).clone()
-    trainer.fit()
+    fit(trainer)
     found = _weights(trainer)
     assert (found - start).norm() > 0.01 * start.norm()  # else any two runs would agree
     return found
