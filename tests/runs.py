@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -52,11 +53,17 @@ def overrides(inputs: Path, run: Path, *extra: str) -> list[str]:
     ]
 
 
+def fit(trainer: Any) -> None:
+    """Train without drawing curves, which takes longer than these runs."""
+    with mock.patch("strop.trainer.loop.draw_curves"):
+        trainer.fit()
+
+
 def train(options: Sequence[str]) -> Any:
     """Train and return the trainer."""
     trainer = build_trainer(load_config(options))
     trainer.init_workers()
-    trainer.fit()
+    fit(trainer)
     return trainer
 
 

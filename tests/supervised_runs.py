@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -69,11 +70,12 @@ def overrides(inputs: Path, run: Path, *extra: str) -> list[str]:
 
 
 def train(kind: str, options: list[str]) -> Any:
-    """Train as ``strop sft`` or ``strop train-rm``; return the trainer."""
+    """Train as ``strop sft`` or ``strop train-rm``, without drawing curves; return the trainer."""
     tree, trainer_cls = KINDS[kind]
-    trainer = build(trainer_cls, load_tree(tree, options))
-    trainer.init_workers()
-    trainer.fit()
+    with mock.patch("strop.trainer.loop.draw_curves"):
+        trainer = build(trainer_cls, load_tree(tree, options))
+        trainer.init_workers()
+        trainer.fit()
     return trainer
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import forked
 from runs import train
 
+ROWS = 16  # two iterations per epoch
 # Everything that a resume has to restore: adaptive KL, shuffled mini-batches, several epochs of updates.
 SETTINGS = (
     "algorithm.kl_ctrl.type=adaptive",
@@ -16,7 +17,7 @@ SETTINGS = (
     "algorithm.kl_ctrl.horizon=200",
     "actor_rollout_ref.actor.ppo_epochs=2",
     "actor_rollout_ref.actor.shuffle=true",
-    "trainer.total_training_steps=6",
+    "trainer.total_training_steps=4",
     "trainer.save_freq=1",
     "trainer.test_freq=2",
 )

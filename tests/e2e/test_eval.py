@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
+import shutil
+from statistics import fmean as mean
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,11 +18,13 @@ from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.models.loader import load_scorer
+from strop.rewards.score.answers import answer_extractor
 from strop.tracking.jsonl import read_metrics
-from strop.trainer.build import build_trainer
+from strop.trainer.validation import make_report
 
 import tiny_model
 from builders import write_prompts
+from messages import mentions
 from runs import make_inputs, overrides, train
 
 SAMPLED = [
@@ -76,66 +79,16 @@ def evaluate(inputs, out, *arguments):
     return json.loads((out / "results.json").read_text()), pq.read_table(out / "samples.parquet").to_pylist()
 
 
-def prompts_of(rows):
-    by_prompt = {}
-    for row in rows:
-        by_prompt.setdefault((row["data_source"], row["prompt"], row["uid"]), []).append(row)
-    return list(by_prompt.values())
-
-
-def mean(values):
-    values = list(values)
-    return sum(values) / len(values)
-
-
-def test_the_figures_are_those_of_the_samples(inputs, tmp_path, capsys):
-    # The model never hits the right sum; so the right answers are what it says often.
-    rows = pq.read_table(inputs / "val.parquet").to_pylist()
-    _, probe = evaluate(
-        inputs, tmp_path / "probe", "--data", inputs / "val.parquet", "--n", "8", "--temperature", "0.4"
-    )
-    for row, samples in zip(rows, prompts_of(probe), strict=True):
-        common = Counter(sample["response"].strip() for sample in samples if sample["response"].strip())
-        row["reward_model"]["ground_truth"] = common.most_common()[0][0]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "val.parquet")
-    capsys.readouterr()
-
-    found, samples = evaluate(
-        inputs, tmp_path / "out", "--data", tmp_path / "val.parquet", "--n", "8", "--temperature", "0.4"
-    )
-    printed = capsys.readouterr().out
-    source = found["sources"]["strop/arithmetic"]
-    assert (source["prompts"], source["samples"], len(samples)) == (6, 48, 48)
-    right = [
-        [row["response"].strip() == row["ground_truth"] for row in group] for group in prompts_of(samples)
-    ]
-    scores = {name: score["value"] for name, score in source["scores"].items()}
-    assert 0 < scores["mean@8"] == pytest.approx(mean(mean(flags) for flags in right))
-    assert scores["best@8"] == pytest.approx(mean(max(flags) for flags in right))
-    assert scores["worst@8"] == pytest.approx(mean(min(flags) for flags in right))
-    votes = [
-        Counter(row["response"].strip() for row in group if row["response"].strip())
-        for group in prompts_of(samples)
-    ]
-    leaders = [[answer for answer, n in vote.items() if n == max(vote.values())] for vote in votes]
-    majority = mean(
-        mean(answer == group[0]["ground_truth"] for answer in tied)
-        for tied, group in zip(leaders, prompts_of(samples), strict=True)
-    )
-    assert 0 < scores["maj@8"] == pytest.approx(majority)
-    assert all(score["low"] <= score["value"] <= score["high"] for score in source["scores"].values())
-    assert source["mean_length"] == pytest.approx(mean(len(row["response_ids"]) for row in samples))
-    assert source["truncated"] == pytest.approx(mean(row["truncated"] for row in samples))
-    assert source["error_rate"] == 0
-    for text in (
-        "strop/arithmetic",
-        "mean@8",
-        "best@8",
-        "maj@8",
-        f"{scores['mean@8']:.3f}",
-        str(tmp_path),
-    ):
-        assert text in printed, printed
+def test_the_majority_counts_answers_as_the_scorer_reads_them():
+    columns = {
+        "data_source": ["strop/arithmetic"] * 8,
+        "response": ["7", " 7 ", "3", "7", "3", "7", " 3", ""],
+        "score": [1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0],
+        "response_ids": [[1]] * 8,
+        "truncated": [False] * 8,
+    }
+    report = make_report(pa.table(columns), n=4, extractor_of=answer_extractor, seed=0)
+    assert report.sources["strop/arithmetic"].scores["maj@4"].value == 0.5
 
 
 def test_greedy_answers_are_those_of_transformers(inputs, tmp_path):
@@ -153,41 +106,50 @@ def test_greedy_answers_are_those_of_transformers(inputs, tmp_path):
     assert list(found["sources"]["strop/arithmetic"]["scores"]) == ["mean@1"]
 
 
-def test_several_files_a_limit_and_a_reward_of_ones_own(inputs, tmp_path):
-    files = ("--data", inputs / "val.parquet", "--data", inputs / "other.parquet")
-    reward = ("--custom-reward", f"{inputs / 'length.py'}:compute_score")
-    found, samples = evaluate(
-        inputs, tmp_path, *files, *reward, "--limit", "3", "--n", "2", "--batch-size", "4"
+def test_figures_are_those_of_the_samples_of_several_files(inputs, tmp_path, capsys):
+    """Scores are lengths, except that one prompt of the second file cannot be scored."""
+    (tmp_path / "reward.py").write_text(
+        f"{LENGTH}\n"
+        "def length_or_failure(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if (data_source, ground_truth) == ('someone/elses', '2'):\n"
+        "        raise ArithmeticError\n"
+        "    return compute_score(data_source, solution_str, ground_truth)\n"
     )
-    assert [row["data_source"] for row in samples] == ["strop/arithmetic"] * 6 + ["someone/elses"] * 6
+    found, samples = evaluate(
+        inputs, tmp_path / "out", "--data", inputs / "val.parquet", "--data", inputs / "other.parquet",
+        "--custom-reward", f"{tmp_path / 'reward.py'}:length_or_failure", "reward_model.max_error_rate=0.5",
+        "--limit", "3", "--n", "4", "--batch-size", "4",
+    )  # fmt: skip
+    assert [row["data_source"] for row in samples] == ["strop/arithmetic"] * 12 + ["someone/elses"] * 12
+    printed = capsys.readouterr().out
     for source, figures in found["sources"].items():
-        lengths = [len(row["response"]) for row in samples if row["data_source"] == source]
-        assert figures["scores"]["mean@2"]["value"] == pytest.approx(mean(lengths))
-        assert "best@2" in figures["scores"]
-        assert "maj@2" not in figures["scores"]
+        rows = [row for row in samples if row["data_source"] == source]
+        failed = [(source, row["ground_truth"]) == ("someone/elses", "2") for row in rows]
+        assert [row["reward_failed"] for row in rows] == failed
+        assert figures["error_rate"] == pytest.approx(mean(failed))
+        lengths = [0 if fails else len(row["response"]) for row, fails in zip(rows, failed, strict=True)]
+        groups = [lengths[start : start + 4] for start in range(0, 12, 4)]
+        scores = {name: score["value"] for name, score in figures["scores"].items()}
+        assert scores["mean@4"] == pytest.approx(mean(lengths))
+        assert scores["best@4"] == pytest.approx(mean(map(max, groups)))
+        assert scores["worst@4"] == pytest.approx(mean(map(min, groups)))
+        assert "maj@4" not in scores
+        assert all(score["low"] <= score["value"] <= score["high"] for score in figures["scores"].values())
+        assert (figures["prompts"], figures["samples"]) == (3, 12)
+        assert figures["mean_length"] == pytest.approx(mean(len(row["response_ids"]) for row in rows))
+        assert figures["truncated"] == pytest.approx(mean(row["truncated"] for row in rows))
+        assert mentions(printed, source, "mean@4", f"{scores['mean@4']:.3f}", "best@4", tmp_path)
 
 
-def test_a_reward_model_scores_what_no_rule_can(inputs, tmp_path):
+def test_a_reward_model_scores_only_sources_without_a_rule(inputs, tmp_path):
     files = ("--data", inputs / "val.parquet", "--data", inputs / "other.parquet")
     model = ("--reward-model", inputs / "reward_model")
     _, samples = evaluate(inputs, tmp_path, *files, *model, "reward_model.model.input_tokenizer=null")
-    scored = [row for row in samples if row["data_source"] == "someone/elses"]
-    assert len(scored) == 4
-    assert all(row["score"] == pytest.approx(row["reward/reward_model"]) != 0 for row in scored)
-    assert all(row["reward/reward_model"] is None for row in samples if row not in scored)
-
-
-def test_samples_that_cannot_be_scored_are_counted(inputs, tmp_path):
-    (tmp_path / "picky.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return 1 / (extra_info['index'] - 2)\n"
-    )
-    found, samples = evaluate(
-        inputs, tmp_path / "out", "--data", inputs / "val.parquet", "--custom-reward", tmp_path / "picky.py",
-        "reward_model.max_error_rate=0.5",
-    )  # fmt: skip
-    assert [row["reward_failed"] for row in samples] == [False, False, True, False, False, False]
-    assert found["sources"]["strop/arithmetic"]["error_rate"] == pytest.approx(1 / 6)
+    for row in samples:
+        part = "reward/reward_model" if row["data_source"] == "someone/elses" else "reward/rule"
+        assert row["score"] == pytest.approx(row[part])
+        assert [name for name in ("reward/rule", "reward/reward_model") if row[name] is not None] == [part]
+    assert len({row["reward/reward_model"] for row in samples}) > 2
 
 
 VAL = ("--data", "{}/val.parquet")
@@ -203,14 +165,12 @@ VAL = ("--data", "{}/val.parquet")
         (("{}/model", "--data", "{}/other.parquet"), ["someone/elses", "--custom-reward"]),
         (("{}/rewards", *VAL), ["strop export --role reward_model {}/rewards/global_step_7 --out"]),
         (("{}/rewards/global_step_7", *VAL), ["{}/rewards/global_step_7 --out", "--reward-model"]),
-        (("{}/model", *VAL, "--max-prompt-length", "2"), ["val.parquet, row 0", "max_prompt_length"]),
         (("{}/model", *VAL, "--n", "0"), ["val_kwargs.n", "0"]),
         (("{}/model", *VAL, "--custom-reward", "{}/length.py:no"), ["length.py", "no"]),
-        (("{}/model", *VAL, "trainer.vall_only=1"), ["vall_only", "trainer.val_only"]),
         (("{}/model", *VAL, "--out", "{}/done"), ["done", "results.json"]),
     ],
 )
-def test_mistakes_are_told_before_a_model_is_loaded(
+def test_mistakes_are_errors_before_a_model_is_loaded(
     inputs, trained, capsys, monkeypatch, arguments, messages, tmp_path
 ):
     def load(*_, **__):
@@ -222,40 +182,45 @@ def test_mistakes_are_told_before_a_model_is_loaded(
     (inputs / "done").mkdir(exist_ok=True)
     (inputs / "done" / "results.json").touch()
     assert main(["eval", *(text.format(inputs) for text in arguments), "trainer.device=cpu"]) == 2
-    told = capsys.readouterr().err
-    assert all(message.format(inputs) in told for message in messages), told
+    assert mentions(capsys.readouterr().err, *(message.format(inputs) for message in messages))
 
 
-def test_val_only_needs_neither_training_files_nor_a_critic(inputs, tmp_path, capsys):
-    options = overrides(
-        inputs,
-        tmp_path,
-        "trainer.val_only=True",
-        "data.train_files=/nowhere/train.parquet",
-        "critic.model.path=/nowhere/critic",
-        "algorithm.kl_ctrl.kl_coef=0.1",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=7",  # does not divide: nothing to divide
-        *SAMPLED,
+def test_val_only_loads_the_actor_alone_and_finds_what_eval_finds(inputs, tmp_path, capsys):
+    run = tmp_path / "run"
+    trainer = train(
+        overrides(
+            inputs,
+            run,
+            "trainer.val_only=True",
+            "data.train_files=/nowhere/train.parquet",
+            "critic.model.path=/nowhere/critic",
+            "reward_model.enable=True",  # rules score every source
+            f"reward_model.model.path={inputs / 'reward_model'}",
+            "reward_model.model.input_tokenizer=null",
+            "algorithm.kl_ctrl.kl_coef=0.1",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=7",  # does not divide: nothing to divide
+            *SAMPLED,
+        )
     )
-    trainer = build_trainer(load_config(options))
-    trainer.init_workers()
-    trainer.fit()
-    assert list(trainer.groups) == ["actor"]
-    assert trainer.ref is None
+    assert (list(trainer.groups), trainer.ref, trainer.global_step) == (["actor"], None, 0)
     engine = trainer.actor.worker.engine
     assert engine._optimizer is None
     assert not any(weight.requires_grad for weight in engine.module.parameters())
-    (line,) = read_metrics(tmp_path / "metrics.jsonl")
-    report = json.loads((tmp_path / "validation" / "step_000000.json").read_text())
-    assert len(pq.read_table(tmp_path / "validation" / "step_000000.parquet")) == 24
+    assert "mean@4" in capsys.readouterr().out
+    assert not (run / "final_model").exists()
+
+    (line,) = read_metrics(run / "metrics.jsonl")
+    report = json.loads((run / "validation" / "step_000000.json").read_text())
     scores = report["sources"]["strop/arithmetic"]["scores"]
     assert list(scores) == ["mean@4", "best@2", "worst@2", "best@4", "worst@4", "maj@2", "maj@4"]
     for name, score in scores.items():
         assert line[f"val/strop/arithmetic/{name}"] == score["value"]
     assert line["val/test_score/strop/arithmetic"] == scores["mean@4"]["value"]
-    printed = capsys.readouterr().out
-    assert "mean@4" in printed
-    assert not (tmp_path / "final_model").exists()
+
+    found, samples = evaluate(inputs, tmp_path / "out", "--data", inputs / "val.parquet", "--n", "4")
+    assert found["sources"] == report["sources"]
+    assert samples == pq.read_table(run / "validation" / "step_000000.parquet").to_pylist()
+    assert len(samples) == 24
 
 
 def test_val_only_takes_the_placement_of_a_training_run_as_it_is(inputs, tmp_path):
@@ -268,50 +233,33 @@ def test_val_only_takes_the_placement_of_a_training_run_as_it_is(inputs, tmp_pat
     assert not any("placement" in line for line in result.warnings)
 
 
-def test_val_only_loads_a_reward_model_only_where_no_rule_can_score(inputs, tmp_path):
-    model = ("reward_model.enable=True", f"reward_model.model.path={inputs / 'reward_model'}")
-    options = overrides(
-        inputs, tmp_path, *model, "reward_model.model.input_tokenizer=null", "trainer.val_only=True"
+def require_same_validation(run, trained, step):
+    """Compare the samples and the figures of the validation after ``step``."""
+    name = f"validation/step_{step:06}.parquet"
+    assert without_log_probs(run / name) == without_log_probs(trained / name)
+    found, expected = (
+        next(line for line in read_metrics(folder / "metrics.jsonl") if line["step"] == step)
+        for folder in (run, trained)
     )
-    assert list(train(options).groups) == ["actor"]
-    other = (f"data.val_files={inputs / 'other.parquet'}", f"trainer.default_local_dir={tmp_path / 'other'}")
-    assert list(train([*options, *other]).groups) == ["actor", "reward_model"]
+    for figure in ("val/test_score/strop/arithmetic", "val/strop/arithmetic/best@2"):
+        assert found[figure] == expected[figure] > 0
 
 
-def test_val_only_finds_what_the_run_found_and_leaves_its_record(inputs, trained):
-    record = {path: path.read_bytes() for path in sorted(trained.rglob("*")) if path.is_file()}
-    before = read_metrics(trained / "metrics.jsonl")
-    samples = without_log_probs(trained / "validation" / "step_000002.parquet")
-    look_at(inputs, trained)
-    after = read_metrics(trained / "metrics.jsonl")
-    assert [line["step"] for line in after] == [line["step"] for line in before] == [0, 1, 2]
-    for name in ("val/test_score/strop/arithmetic", "val/strop/arithmetic/best@2"):
-        assert after[-1][name] == before[-1][name] > 0
-    assert without_log_probs(trained / "validation" / "step_000002.parquet") == samples
+def test_val_only_finds_what_the_run_found_and_leaves_its_record(inputs, trained, tmp_path):
+    run = shutil.copytree(trained, tmp_path / "run")
+    record = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    look_at(inputs, run)
+    require_same_validation(run, trained, 2)
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     changed = {path.name for path, content in record.items() if path.read_bytes() != content}
     assert changed <= {"metrics.jsonl", "step_000002.parquet"}
-    assert not list(trained.glob("previous_*"))
+    assert not list(run.glob("previous_*"))
 
 
-def test_val_only_of_an_earlier_checkpoint_in_a_folder_of_its_own(inputs, trained, tmp_path):
+def test_val_only_of_an_earlier_checkpoint_in_a_separate_folder(inputs, trained, tmp_path):
     look_at(inputs, tmp_path, f"trainer.resume_mode={trained / 'global_step_1'}")
-    (line,) = read_metrics(tmp_path / "metrics.jsonl")
-    (expected,) = [step for step in read_metrics(trained / "metrics.jsonl") if step["step"] == line["step"]]
-    assert line["step"] == 1
-    name = "step_000001.parquet"
-    assert without_log_probs(tmp_path / "validation" / name) == without_log_probs(
-        trained / "validation" / name
-    )
-    assert line["val/test_score/strop/arithmetic"] == expected["val/test_score/strop/arithmetic"]
-
-
-def test_eval_finds_what_val_only_finds(inputs, tmp_path):
-    train(overrides(inputs, tmp_path / "run", "trainer.val_only=True", *SAMPLED))
-    found, samples = evaluate(inputs, tmp_path / "out", "--data", inputs / "val.parquet", "--n", "4")
-    report = json.loads((tmp_path / "run" / "validation" / "step_000000.json").read_text())
-    assert found["sources"] == report["sources"]
-    same = pq.read_table(tmp_path / "run" / "validation" / "step_000000.parquet").to_pylist()
-    assert samples == same
+    require_same_validation(tmp_path, trained, 1)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
 @pytest.mark.slow
@@ -334,12 +282,6 @@ def test_samples_are_kept_when_the_report_fails(inputs, tmp_path, monkeypatch):
         evaluate(inputs, tmp_path, "--data", inputs / "val.parquet")
     assert len(pq.read_table(tmp_path / "samples.parquet")) == 6
     assert not (tmp_path / "results.json").exists()
-
-
-def test_answers_do_not_vote_where_a_registered_scorer_judges_them(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("strop.rewards.router._registered", {"strop/arithmetic": lambda **sample: 0.5})
-    found, _ = evaluate(inputs, tmp_path, "--data", inputs / "val.parquet", "--n", "2")
-    assert set(found["sources"]["strop/arithmetic"]["scores"]) == {"mean@2", "best@2", "worst@2"}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from strop.rollout.base import Samples, answer
 from strop.trainer.build import build_trainer
 
 import tiny_model
-from runs import metrics
+from runs import fit, metrics, overrides
 
 DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
 SOURCES = {
@@ -29,7 +29,7 @@ SOURCES = {
     "mbpp": ("mbpp/mbpp.jsonl", {}),
     "full_hh_rlhf": ("hh_rlhf/harmless-base.test.jsonl.gz", {"split_kind": "rl"}),
 }
-STEPS, LONGEST = 5, 400
+STEPS, LONGEST = 2, 400
 PARTS = (
     "{rule: {weight: {lighteval/MATH: 2, google-research-datasets/mbpp: 3, *: 1}}, "
     "reward_model: {weight: {Dahoas/full-hh-rlhf: 1, *: 0.125}}, "
@@ -115,41 +115,35 @@ class KnowsHalf:
 
 
 @pytest.mark.parametrize("manager", ["naive", "prime"])
-def test_what_sources_and_parts_add_is_the_mean_score_in_every_iteration(
+def test_contributions_of_sources_and_parts_add_up_to_the_mean_score(
     inputs: Path, tmp_path: Path, manager: str
 ):
     run = tmp_path / "run"
-    options = {
-        "actor_rollout_ref.model.path": inputs / "model",
-        "data.train_files": inputs / "prompts.parquet",
-        "data.val_files": inputs / "prompts.parquet",
-        "data.cache_dir": inputs / "cache",
-        "data.train_batch_size": 12,
-        "data.max_prompt_length": LONGEST,
-        "data.max_response_length": 64,
-        "actor_rollout_ref.rollout.name": "hf",
-        "actor_rollout_ref.rollout.n": 2,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 12,
-        "reward_model.enable": True,
-        "reward_model.model.path": inputs / "reward_model",
-        "reward_model.model.input_tokenizer": "null",
-        "reward_model.reward_manager": manager,
-        "reward_model.timeout_s": 60,
-        "reward_model.parts": PARTS,
-        "trainer.logger": "[console]",
-        "trainer.n_gpus_per_node": 1,
-        "trainer.device": "cpu",
-        "trainer.total_training_steps": STEPS,
-        "trainer.test_freq": -1,
-        "trainer.val_before_train": False,
-        "trainer.default_local_dir": run,
-    }
-    trainer = build_trainer(load_config([f"{key}={value}" for key, value in options.items()]))
+    options = overrides(
+        inputs,
+        run,
+        f"data.train_files={inputs / 'prompts.parquet'}",
+        f"data.val_files={inputs / 'prompts.parquet'}",
+        "data.train_batch_size=12",
+        f"data.max_prompt_length={LONGEST}",
+        "data.max_response_length=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=12",
+        "reward_model.enable=true",
+        f"reward_model.model.path={inputs / 'reward_model'}",
+        "reward_model.model.input_tokenizer=null",
+        f"reward_model.reward_manager={manager}",
+        "reward_model.timeout_s=60",
+        f"reward_model.parts={PARTS}",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+    )
+    trainer = build_trainer(load_config(options))
     trainer.init_workers()
     worker = trainer.actor.worker
     answers = json.loads((inputs / "answers.json").read_text())
     worker.rollout = KnowsHalf(worker.rollout, trainer.tokenizer, answers)
-    trainer.fit()
+    fit(trainer)
 
     lines = metrics(run)
     assert len(lines) == STEPS

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -13,10 +10,14 @@ from strop import ActorRolloutRefWorker, CriticWorker, RayPPOTrainer, RewardMana
 from strop.config.load import load_config
 from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role
+from strop.errors import ModelError
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
+from strop.tracking.jsonl import read_metrics
+from strop.trainer.weight_sync import WeightSync
 
 import tiny_model
-from runs import hashes, make_inputs, metrics, overrides, train
+from messages import naming
+from runs import fit, hashes, make_inputs, metrics, overrides, train
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +35,25 @@ def _run(inputs, run, *options):
     return trainer, metrics(run)
 
 
-@pytest.mark.parametrize(("estimator", "with_critic"), [("gae", True), ("grpo", False), ("remax", False)])
-def test_an_estimator_trains_the_actor_and_adds_a_critic_only_if_it_needs_values(
-    inputs, tmp_path, estimator, with_critic
-):
-    """One of values, one of groups, one of greedy answers: tests/algorithms has all estimators by hand."""
+@pytest.fixture(scope="module")
+def plain(inputs):
+    """The trainer and the folder of two epochs of two iterations."""
+    run = inputs / "plain"
+    epochs = ("data.train_batch_size=12", "trainer.total_training_steps=null", "trainer.total_epochs=2")
+    return _run(inputs, run, *epochs, "trainer.log_rollouts=false")[0], run
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "remax"])
+def test_an_estimator_without_values_trains_the_actor_without_a_critic(inputs, tmp_path, estimator):
+    """Groups and greedy baselines; ``gae`` is the default of all other runs, and tests/algorithms has all."""
     trainer, lines = _run(
         inputs,
         tmp_path,
         f"algorithm.adv_estimator={estimator}",
-        "custom_reward_function.path=" + str(_noisy_reward(tmp_path)),
+        f"custom_reward_function.path={_noisy_reward(tmp_path)}",
         "algorithm.kl_ctrl.kl_coef=0",
     )
-    assert ("critic" in trainer.groups) == with_critic
-    assert ("critic/vf_loss" in lines[-1]) == with_critic
-    assert "ref" not in trainer.groups
+    assert list(trainer.groups) == ["actor"]
     assert all(line["actor/grad_norm"] > 0 for line in lines)
     start = load_causal_lm(inputs / "model").model.embed_tokens.weight
     trained = load_causal_lm(tmp_path / "final_model").model.embed_tokens.weight
@@ -66,8 +71,7 @@ def _noisy_reward(folder):
     return path
 
 
-@pytest.mark.parametrize("kind", ["kl", "full"])
-@pytest.mark.parametrize("place", ["reward", "loss"])
+@pytest.mark.parametrize(("kind", "place"), [("kl", "reward"), ("full", "reward"), ("full", "loss")])
 def test_the_kl_starts_at_zero_and_grows_with_the_policys_distance(inputs, tmp_path, kind, place):
     """From sampled tokens or whole distributions: tests/workers/test_losses.py has every estimate."""
     options = [f"algorithm.kl_penalty={kind}", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3"]
@@ -120,106 +124,70 @@ def test_critic_warm_up_leaves_the_actor_as_it_was(inputs, tmp_path):
     assert not all(torch.equal(start[name], after_two[name]) for name in start)
 
 
-def test_a_reward_model_adds_to_the_rule_and_reads_the_same_text_through_its_own_tokenizer(inputs, tmp_path):
-    """Here both tokenizers are one, so decoding and tokenizing again gives the ids that the policy used."""
-    scores = []
-    for tokenizer in (str(inputs / "model"), "null"):
-        run = tmp_path / ("own" if tokenizer != "null" else "shared")
-        _run(
-            inputs,
-            run,
-            "reward_model.enable=true",
-            f"reward_model.model.path={inputs / 'reward_model'}",
-            f"reward_model.model.input_tokenizer={tokenizer}",
-            "actor_rollout_ref.rollout.n=1",
-            "trainer.total_training_steps=1",
-            "data.max_response_length=12",
-        )
-        rows = pq.read_table(run / "rollouts" / "step_000001.parquet").to_pylist()
-        assert len({row["reward/reward_model"] for row in rows}) > 1
-        for row in rows:
-            assert row["score"] == pytest.approx(row["reward/rule"] + row["reward/reward_model"], abs=1e-5)
-        # A special token sampled in the middle is lost in decoding: such a response is another text.
-        scores.append(
-            {
-                row["uid"]: row["reward/reward_model"]
-                for row in rows
-                if row["response_ids"][-1] == 1 and all(token >= 4 for token in row["response_ids"][:-1])
-            }
-        )
-    assert scores[0]
-    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+def test_the_score_of_a_reward_model_is_added_to_the_rules(inputs, tmp_path):
+    model = ("reward_model.enable=true", f"reward_model.model.path={inputs / 'reward_model'}")
+    _run(
+        inputs,
+        tmp_path,
+        *model,
+        f"reward_model.model.input_tokenizer={inputs / 'model'}",
+        "trainer.total_training_steps=1",
+    )
+    rows = pq.read_table(tmp_path / "rollouts" / "step_000001.parquet").to_pylist()
+    assert len({row["reward/reward_model"] for row in rows}) > 1
+    for row in rows:
+        assert row["score"] == pytest.approx(row["reward/rule"] + row["reward/reward_model"], abs=1e-5)
 
 
-def test_prompts_alone_are_enough_for_a_reward_of_ones_own(inputs, tmp_path):
+def test_a_custom_reward_needs_prompts_alone_and_draws_the_same_numbers_in_every_run(inputs, tmp_path):
     rows = pq.read_table(inputs / "train.parquet").select(["prompt"])
     pq.write_table(rows, tmp_path / "prompts.parquet")
-    train(
-        overrides(
-            inputs,
-            tmp_path / "run",
-            f"data.train_files={tmp_path / 'prompts.parquet'}",
-            f"data.val_files={tmp_path / 'prompts.parquet'}",
-            f"custom_reward_function.path={_noisy_reward(tmp_path)}",
-        )
-    )
-    assert 0 <= metrics(tmp_path / "run")[0]["val/test_score/unnamed"] <= 1
-
-
-def test_validation_is_by_rules_where_there_are_any_even_beside_a_reward_model(inputs, tmp_path):
-    rows = pq.read_table(inputs / "val.parquet").to_pylist()
-    for row in rows[:2]:
-        row["data_source"] = "no/rule"
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "val.parquet")
-    train(
-        overrides(
-            inputs,
-            tmp_path / "run",
-            f"data.val_files={tmp_path / 'val.parquet'}",
-            "reward_model.enable=true",
-            f"reward_model.model.path={inputs / 'reward_model'}",
-            "reward_model.model.input_tokenizer=null",
-            "trainer.val_only=true",
-        )
-    )
-    for row in pq.read_table(tmp_path / "run" / "validation" / "step_000000.parquet").to_pylist():
-        part = "reward/reward_model" if row["data_source"] == "no/rule" else "reward/rule"
-        assert row["score"] == pytest.approx(row[part], abs=1e-6)
-
-
-def test_a_reward_that_draws_random_numbers_draws_the_same_in_every_run(inputs, tmp_path):
     (tmp_path / "dice.py").write_text(
         "import random\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return random.random()\n"
     )
-    for name in ("one", "two"):
-        _run(inputs, tmp_path / name, f"custom_reward_function.path={tmp_path / 'dice.py'}")
-    assert metrics(tmp_path / "one") == metrics(tmp_path / "two")
+    one, two = tmp_path / "one", tmp_path / "two"
+    for run in (one, two):
+        train(
+            overrides(
+                inputs,
+                run,
+                f"data.train_files={tmp_path / 'prompts.parquet'}",
+                f"data.val_files={tmp_path / 'prompts.parquet'}",
+                f"custom_reward_function.path={tmp_path / 'dice.py'}",
+                "trainer.total_training_steps=1",
+            )
+        )
+    assert 0 < metrics(one)[0]["val/test_score/unnamed"] < 1
+    assert metrics(one) == metrics(two)
 
 
-def test_val_only_trains_nothing(inputs, tmp_path):
-    trainer = train(overrides(inputs, tmp_path, "trainer.val_only=true"))
-    assert [line["step"] for line in metrics(tmp_path)] == [0]
-    assert trainer.global_step == 0
-
-
-def test_exactly_the_planned_iterations_run(inputs, tmp_path):
-    """24 prompts by 8 are 3 iterations an epoch; two epochs are 6."""
-    options = ["trainer.total_training_steps=null", "trainer.total_epochs=2", "trainer.log_rollouts=false"]
-    trainer, lines = _run(inputs, tmp_path, *options)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+def test_exactly_the_planned_iterations_run(plain):
+    trainer, run = plain
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[-1]["epoch"] == 2.0
     assert lines[-1]["episode"] == 48
     assert trainer.actor.world_size == 1
+    assert not (run / "rollouts").exists()
+
+
+def test_an_update_without_a_transfer_fails_at_the_next_generation(inputs, tmp_path, monkeypatch):
+    to_rollout = WeightSync.to_rollout
+
+    def forget_the_second(weights, *arguments):
+        return to_rollout(weights, *arguments) if weights.version != 1 else weights.version
+
+    monkeypatch.setattr(WeightSync, "to_rollout", forget_the_second)
+    with pytest.raises(ModelError, match=naming("version 0", "version 1")):
+        _run(inputs, tmp_path)
 
 
 def test_every_metric_of_the_reference_documents_is_there(inputs, tmp_path):
-    trainer = train(overrides(inputs, tmp_path, "trainer.test_freq=1", "trainer.log_rollouts=false"))
-    assert trainer.global_step == 2
-    assert not (tmp_path / "rollouts").exists()
+    train(overrides(inputs, tmp_path, "trainer.test_freq=1"))
     assert len(pq.read_table(tmp_path / "validation" / "step_000002.parquet")) == 6
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all("val/test_score/strop/arithmetic" in line for line in lines)
     line = lines[-1]
@@ -246,31 +214,30 @@ def test_every_metric_of_the_reference_documents_is_there(inputs, tmp_path):
     assert expected <= line.keys(), sorted(expected - line.keys())
 
 
-def test_an_exported_model_generates_like_the_trained_one(inputs, tmp_path):
-    trainer, _ = _run(inputs, tmp_path)
+def test_an_exported_model_generates_like_the_trained_one(plain):
+    trainer, run = plain
     trained = trainer.actor.worker.engine.module.hugging_face_model
-    exported, tokenizer = load_causal_lm(tmp_path / "final_model"), load_tokenizer(tmp_path / "final_model")
+    exported, tokenizer = load_causal_lm(run / "final_model"), load_tokenizer(run / "final_model")
     ids = torch.tensor([tokenizer.apply_chat_template(
         [{"role": "user", "content": "1+2="}], add_generation_prompt=True, return_dict=False)])  # fmt: skip
     with torch.no_grad():
         assert torch.equal(exported(ids).logits, trained.eval()(ids).logits)
 
 
-def test_actor_rollout_and_reference_can_be_one_role(inputs, tmp_path):
-    quiet = ("trainer.test_freq=-1", "trainer.val_before_train=false", "algorithm.kl_ctrl.kl_coef=0.1")
-    config = load_config(overrides(inputs, tmp_path / "one", *quiet))
+def test_actor_rollout_and_reference_can_be_one_role(inputs, plain, tmp_path):
+    apart, run = plain
+    config = load_config([f"trainer.default_local_dir={tmp_path}"], config_path=run / "config.yaml")
     workers = {Role.ActorRolloutRef: ActorRolloutRefWorker, Role.Critic: CriticWorker}
-    rewards = RewardManager(tokenizer=load_tokenizer(inputs / "model"), num_examine=0)
     trainer = RayPPOTrainer(
         config=config,
         tokenizer=load_tokenizer(inputs / "model"),
         role_worker_mapping=workers,
         resource_pool_manager=ResourcePoolManager({"all": [1]}, dict.fromkeys(workers, "all")),
         ray_worker_group_cls=LocalWorkerGroup,
-        reward_fn=rewards,
+        reward_fn=RewardManager(tokenizer=load_tokenizer(inputs / "model"), num_examine=0),
     )
     trainer.init_workers()
-    trainer.fit()
+    fit(trainer)
+    assert set(apart.groups) == {"actor", "ref", "critic"}
     assert set(trainer.groups) == {"actor", "critic"}
-    apart, _ = _run(inputs, tmp_path / "apart", "algorithm.kl_ctrl.kl_coef=0.1")
     assert hashes(trainer) == hashes(apart)

@@ -14,17 +14,17 @@ def _factors(style: str, *, total: int = 10, warmup_ratio: float = 0.0, min_rati
     ]
 
 
-def test_warm_up_begins_above_zero_and_reaches_one_after_the_given_share():
-    assert _factors("constant", warmup_ratio=0.4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
-
-
-def test_a_share_below_one_iteration_warms_up_not_at_all():
-    assert _factors("constant", warmup_ratio=0.09) == [1.0] * 10
-
-
-def test_linear_falls_in_equal_steps_from_one():
-    assert _factors("linear", total=4) == [1, 0.75, 0.5, 0.25]
-    assert _factors("linear", total=4, min_ratio=0.2) == pytest.approx([1, 0.8, 0.6, 0.4])
+@pytest.mark.parametrize(
+    ("style", "options", "expected"),
+    [
+        ("constant", {"warmup_ratio": 0.4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
+        ("constant", {"warmup_ratio": 0.09}, [1.0] * 10),  # less than one iteration
+        ("linear", {"total": 4}, [1, 0.75, 0.5, 0.25]),
+        ("linear", {"total": 4, "min_ratio": 0.2}, [1, 0.8, 0.6, 0.4]),
+    ],
+)
+def test_warm_up_and_linear_decay_by_hand(style, options, expected):
+    assert _factors(style, **options) == pytest.approx(expected)
 
 
 def test_cosine_follows_half_a_period_after_the_warm_up():

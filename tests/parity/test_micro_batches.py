@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import torch
 
-from strop.models.loader import load_causal_lm
+from strop.config.load import load_config
+from strop.trainer.build import build_trainer
 
-from runs import make_inputs, overrides, train
+from runs import fit, make_inputs, overrides, train
 
 # 4 prompts x 2 samples a mini-batch, 16 samples an iteration.
 SETTINGS = (
@@ -57,22 +56,16 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(inputs):
-    trainer = train(overrides(inputs, inputs / "whole", *SETTINGS, *_cut(16)))
-    for group in (trainer.actor, trainer.critic):  # else any two runs would agree
-        moved = dict(group.worker.engine.module.named_parameters())
-        start = load_causal_lm(inputs / "model").state_dict()
-        body = [name for name in start if name.endswith("proj.weight")]
-        change = sum((moved[_name_in(moved, name)] - start[name]).norm() ** 2 for name in body) ** 0.5
-        assert change > 0.01 * sum(start[name].norm() ** 2 for name in body) ** 0.5
-    return _weights(trainer)
+    trainer = build_trainer(load_config(overrides(inputs, inputs / "whole", *SETTINGS, *_cut(16))))
+    trainer.init_workers()
+    start = _weights(trainer).clone()
+    fit(trainer)
+    found = _weights(trainer)
+    assert (found - start).norm() > 0.01 * start.norm()  # else any two runs would agree
+    return found
 
 
-def _name_in(names: Iterable[str], name: str) -> str:
-    """The parameter of a role's module that was ``name`` in the model's folder."""
-    return next(own for own in names if own.endswith(name))
-
-
-@pytest.mark.parametrize("cut", [_cut(1), _cut(3), _cut(8), DYNAMIC], ids=["1", "3", "8", "dynamic"])
+@pytest.mark.parametrize("cut", [_cut(3), DYNAMIC], ids=["3", "dynamic"])
 def test_the_weights_do_not_depend_on_the_micro_batches(inputs, whole, tmp_path, cut):
     found = _weights(train(overrides(inputs, tmp_path, *SETTINGS, *cut)))
     assert (found - whole).norm() / whole.norm() < 1e-5

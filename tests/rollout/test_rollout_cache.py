@@ -1,4 +1,4 @@
-"""The in-place cache against plain concatenation, and packed linear layers against the layers themselves."""
+"""Packed linear layers against the layers themselves, and models whose cache cannot be used."""
 
 from __future__ import annotations
 
@@ -9,53 +9,17 @@ from transformers import DynamicCache
 
 from strop.errors import ModelError
 from strop.rollout.base import SamplingParams
-from strop.rollout.hf import kv_cache
 from strop.rollout.hf.engine import HFRollout
-from strop.rollout.hf.kv_cache import DecodeCache, keys_and_values
+from strop.rollout.hf.kv_cache import keys_and_values
 from strop.rollout.hf.packed_linear import packed_linears
 
 from messages import naming
 from tiny_lms import prompts_of, tiny_lm
 
 
-def random_states(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(rows, 2, columns, 4, generator=generator) for _ in range(2))
-
-
-@pytest.mark.parametrize("growth", [1, 3, 128])
-def test_cache_equals_concatenation_while_it_grows_and_drops_rows(monkeypatch, growth):
-    monkeypatch.setattr(kv_cache, "_GROWTH", growth)
-    windows = [None, 3]
-    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1]]).bool()
-    prompts = [random_states(2, 4, seed) for seed in (1, 2)]  # two prompts, of which each has two samples
-    cache = DecodeCache(prompts, windows, prompt_mask=mask, limit=4 + 7, dtype=torch.float32)
-    of_row = torch.tensor([0, 0, 1, 1])
-    cache.write_prompts(prompts, torch.arange(4), of_row)
-    expected = [[states[of_row] for states in layer] for layer in prompts]
-    kept = torch.arange(4)
-    for step in range(7):
-        keep = {2: torch.tensor([0, 2, 3]), 5: torch.tensor([1])}.get(step)
-        if keep is not None:
-            kept = kept[keep]
-            expected = [[states[keep] for states in layer] for layer in expected]
-        masks = cache.next_column(keep)
-        length = 5 + step
-        visible = torch.cat([mask[kept], torch.ones(len(kept), step + 1, dtype=torch.bool)], 1)
-        assert torch.equal(masks["full_attention"][:, 0, 0] == 0, visible)
-        assert torch.equal(masks["sliding_attention"][:, 0, 0] == 0, visible[:, -3:])
-        for index, window in enumerate(windows):
-            new = random_states(len(kept), 1, 100 * step + index)
-            expected[index] = [torch.cat(pair, 2) for pair in zip(expected[index], new, strict=True)]
-            found = cache.update(*new, index)
-            for states, wanted in zip(found, expected[index], strict=True):
-                assert torch.equal(states, wanted if window is None else wanted[:, :, -window:])
-        assert cache.get_seq_length() == length
-
-
 def test_a_model_that_fills_fewer_caches_than_it_has_layers_is_refused():
     filled = DynamicCache()
-    filled.update(*random_states(1, 3, 0), layer_idx=0)
+    filled.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), layer_idx=0)
     assert len(keys_and_values(filled, 1)) == 1
     with pytest.raises(ModelError, match=naming("1 of 2")):
         keys_and_values(filled, 2)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from strop.config.backends import ROLLOUTS, RolloutKind
 from strop.errors import ConfigError
 from strop.rollout.base import RolloutSpec, SamplingParams, build_rollout
 
@@ -35,37 +35,14 @@ def test_training_and_validation_read_their_own_keys():
     )
 
 
-def test_temperature_zero_or_do_sample_false_is_greedy():
-    assert SamplingParams(max_tokens=1, temperature=0).greedy
-    assert SamplingParams(max_tokens=1, do_sample=False).greedy
-    assert not SamplingParams(max_tokens=1).greedy
-
-
-def test_top_k_zero_and_minus_one_are_off():
-    assert not SamplingParams(max_tokens=1, top_k=0).filtered
-    assert not SamplingParams(max_tokens=1, top_k=-1).filtered
-    assert SamplingParams(max_tokens=1, top_k=1).filtered
-    assert SamplingParams(max_tokens=1, top_p=0.99).filtered
+def test_greedy_and_filtered_follow_from_the_fields():
+    params = partial(SamplingParams, max_tokens=1)
+    assert all(params(**fields).greedy for fields in ({"temperature": 0}, {"do_sample": False}))
+    assert all(params(**fields).filtered for fields in ({"top_k": 1}, {"top_p": 0.99}))
+    plain = [params(**fields) for fields in ({}, {"top_k": 0}, {"top_k": -1})]
+    assert not any(found.greedy or found.filtered for found in plain)
 
 
 def test_an_unknown_back_end_names_the_known_ones():
     with pytest.raises(ConfigError, match=naming("rollout.name='sglang'", "hf")):
         build_rollout("sglang", cast(RolloutSpec, None))
-
-
-def test_a_back_end_is_imported_when_it_is_built_and_shares_weights_where_it_can(monkeypatch):
-    kind = RolloutKind(replica="test_rollout_params:Replica", shared="test_rollout_params:Shared")
-    monkeypatch.setitem(ROLLOUTS, "mine", kind)
-    for model, expected in ((None, Replica), (object(), Shared)):
-        spec = cast(RolloutSpec, SimpleNamespace(shared_model=model))
-        assert type(build_rollout("mine", spec)).__name__ == expected.__name__
-
-
-class Replica:
-    @classmethod
-    def build(cls, spec):
-        return cls()
-
-
-class Shared(Replica):
-    pass

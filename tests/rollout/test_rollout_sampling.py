@@ -68,22 +68,11 @@ def test_logits_that_are_not_numbers_give_a_token_id_and_a_log_prob_that_shows_i
         assert log_probs.isnan().all()
 
 
-def test_plain_sampling_by_hand():
-    tokens, log_probs = draw(LOGITS, [0.0, 0.149, 0.151, 0.649, 0.651, 0.749, 0.751, ALMOST_ONE])
-    assert tokens == [0, 0, 1, 1, 2, 2, 3, 3]
-    torch.testing.assert_close(log_probs, LOGITS[tokens])
-
-
-def test_temperature_divides_the_logits():
-    tokens, log_probs = draw(LOGITS, [0.0, 0.4, 0.9], temperature=0.5)  # probabilities go with their squares
-    assert tokens == [0, 1, 3]
-    squares = torch.tensor([0.15, 0.5, 0.1, 0.25]) ** 2
-    torch.testing.assert_close(log_probs, (squares / squares.sum()).log()[tokens])
-
-
 @pytest.mark.parametrize(
     ("fields", "kept"),
     [
+        ({}, {0: 0.15, 1: 0.5, 2: 0.1, 3: 0.25}),
+        ({"temperature": 0.5}, {0: 0.15**2, 1: 0.5**2, 2: 0.1**2, 3: 0.25**2}),
         ({"top_k": 2}, {1: 0.5, 3: 0.25}),
         ({"top_k": 1}, {1: 1.0}),
         ({"top_k": 99}, {1: 0.5, 3: 0.25, 0: 0.15, 2: 0.1}),
@@ -94,10 +83,10 @@ def test_temperature_divides_the_logits():
         ({"top_p": 1e-9}, {1: 0.5}),
     ],
 )
-def test_filters_keep_the_right_tokens_and_renormalise(fields, kept):
+def test_temperature_and_filters_by_hand(fields, kept):
     total = sum(kept.values())
     edges, drawn = 0.0, []
-    for probability in kept.values():  # candidates stand in descending order
+    for probability in kept.values():  # filtered candidates stand in descending order
         drawn += [edges + 1e-6, edges + probability / total - 1e-6]
         edges += probability / total
     tokens, log_probs = draw(LOGITS, drawn, **fields)
@@ -146,18 +135,3 @@ def test_working_in_chunks_changes_nothing(monkeypatch, fields):
     monkeypatch.setattr(sampling, "_CHUNK", 700 * 4)
     pieces = next_tokens(logits, uniforms, params)
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
-
-
-def test_drawn_frequencies_follow_the_distribution_in_both_levels():
-    draws = 40_000
-    logits = torch.randn(1, 2000, generator=torch.Generator().manual_seed(3)) * 3
-    uniforms = torch.rand(draws, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    tokens, _ = next_tokens(logits.expand(draws, -1), uniforms, SamplingParams(max_tokens=1))
-    expected = logits[0].double().softmax(-1) * draws
-    counts = torch.bincount(tokens, minlength=2000).double()
-    common = expected >= 5
-    observed = torch.cat([counts[common], counts[~common].sum()[None]])
-    expected = torch.cat([expected[common], expected[~common].sum()[None]])
-    freedom = len(observed) - 1
-    assert freedom > 100
-    assert float(((observed - expected) ** 2 / expected).sum()) < freedom + 4 * (2 * freedom) ** 0.5

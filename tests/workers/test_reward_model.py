@@ -1,9 +1,8 @@
-"""The reward model's worker against plain transformers: its own words, cuts, ranks, the critic it starts."""
+"""The reward model's worker against transformers: tokenizers, micro-batches, ranks, the critic it starts."""
 
 from __future__ import annotations
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -20,7 +19,7 @@ from strop.workers.reward_model import RewardModelWorker
 import tiny_model
 from builders import random_samples
 from messages import mentions, naming
-from runs import make_inputs, overrides, train
+from runs import make_inputs, overrides
 
 OWN_CHARACTERS = "=+0123456789 QA."
 OWN_TEMPLATE = (
@@ -101,16 +100,12 @@ def samples():
 
 
 def _scores_of_texts(folder, texts):
-    """What transformers' own class says of each text, one at a time."""
+    """Scores by transformers' own class, one text at a time."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = load_tokenizer(folder)
+    ids = [torch.tensor([tokenizer.encode(text, add_special_tokens=False)]) for text in texts]
     with torch.no_grad():
-        return torch.stack(
-            [
-                model(input_ids=torch.tensor([tokenizer.encode(text, add_special_tokens=False)])).logits[0, 0]
-                for text in texts
-            ]
-        )
+        return torch.stack([model(input_ids=row).logits[0, 0] for row in ids])
 
 
 def _scores(worker, batch):
@@ -122,53 +117,43 @@ def _close(found, expected):
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
-def test_with_a_tokenizer_of_its_own_it_scores_the_conversation_in_its_own_words(inputs, samples):
-    texts = ["Q1+2=.A3<end>.", "Q12+30=.A421<end>.", "Q7.A1234", "Q4+4=.A<end>."]
-    expected = _scores_of_texts(inputs / "own", texts).repeat_interleave(2)
-    _close(_scores(_worker(inputs, "own"), samples), expected)
-
-
-def test_of_a_conversation_above_max_length_it_scores_the_end(inputs, samples):
-    texts = ["2=.A3<end>.", "=.A421<end>.", "7.A1234", "+4=.A<end>."]
-    cut = [text.replace("<end>", "E")[-7:].replace("E", "<end>") for text in texts]
-    expected = _scores_of_texts(inputs / "own", cut).repeat_interleave(2)
-    _close(_scores(_worker(inputs, "own", "reward_model.max_length=7"), samples), expected)
-
-
-def test_with_the_policys_tokenizer_it_scores_the_policys_tokens(inputs, samples):
-    texts = [
+TEXTS = {
+    "shared": [
         "<user>1+2=<assistant>3<end>",
         "<user>12+30=<assistant>421<end>",
         "<user>7<assistant>1234",
         "<user>4+4=<assistant><end>",
-    ]
-    expected = _scores_of_texts(inputs / "shared", texts).repeat_interleave(2)
-    _close(_scores(_worker(inputs, "shared"), samples), expected)
-
-
-PACKED = "actor_rollout_ref.model.use_remove_padding=true"
-CUTS = {
-    "one at a time": ("reward_model.micro_batch_size_per_gpu=1",),
-    "three at a time": ("reward_model.micro_batch_size_per_gpu=3",),
-    "by tokens": ("reward_model.use_dynamic_bsz=true", "reward_model.forward_max_token_len_per_gpu=20"),
-    "packed": ("reward_model.micro_batch_size_per_gpu=3", PACKED),
-    "packed by tokens": (
-        "reward_model.use_dynamic_bsz=true",
-        "reward_model.forward_max_token_len_per_gpu=20",
-        PACKED,
-    ),
+    ],
+    "own": ["Q1+2=.A3<end>.", "Q12+30=.A421<end>.", "Q7.A1234", "Q4+4=.A<end>."],
 }
+CUT_TO_7 = ["2=.A3<end>.", ".A421<end>.", "7.A1234", "+4=.A<end>."]
+BY_TOKENS = ("reward_model.use_dynamic_bsz=true", "reward_model.forward_max_token_len_per_gpu=20")
+THREE = ("reward_model.micro_batch_size_per_gpu=3",)
+PACKED = ("actor_rollout_ref.model.use_remove_padding=true",)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("model", ["own", "shared"])
-def test_how_micro_batches_are_cut_changes_no_score(inputs, samples, model, cut):
-    expected = _scores(_worker(inputs, model, "reward_model.micro_batch_size_per_gpu=8"), samples)
-    worker = _worker(inputs, model, *CUTS[cut])
-    passes = []
-    worker.engine.module.register_forward_hook(lambda *_: passes.append(1))
+@pytest.mark.parametrize(
+    ("model", "texts", "options", "passes"),
+    [
+        ("shared", TEXTS["shared"], ("reward_model.micro_batch_size_per_gpu=8",), 1),
+        ("shared", TEXTS["shared"], THREE, 3),
+        ("shared", TEXTS["shared"], (*BY_TOKENS, *PACKED), None),
+        ("own", TEXTS["own"], ("reward_model.micro_batch_size_per_gpu=1",), 8),
+        ("own", TEXTS["own"], BY_TOKENS, None),
+        ("own", TEXTS["own"], (*THREE, *PACKED), 3),
+        ("own", CUT_TO_7, ("reward_model.max_length=7",), 1),
+    ],
+)
+def test_scores_are_those_of_transformers_in_any_micro_batches(
+    inputs, samples, model, texts, options, passes
+):
+    """The policy's tokens, or the conversation in the reward model's own tokens and template."""
+    expected = _scores_of_texts(inputs / model, texts).repeat_interleave(2)
+    worker = _worker(inputs, model, *options)
+    counted = []
+    worker.engine.module.register_forward_hook(lambda *_: counted.append(1))
     _close(_scores(worker, samples), expected)
-    assert len(passes) == {"one at a time": 8, "three at a time": 3, "packed": 3}.get(cut, len(passes)) > 1
+    assert len(counted) == passes if passes else len(counted) > 1
 
 
 def test_a_critic_that_starts_from_it_gives_every_state_the_score_of_the_text_so_far(inputs, samples):
@@ -192,29 +177,25 @@ def test_a_critic_that_starts_from_it_gives_every_state_the_score_of_the_text_so
     assert compared == int(columns["response_mask"].sum()) == 2 * (2 + 4 + 4 + 1)
 
 
-def test_sharded_beside_the_critic_and_in_a_pool_of_its_own_it_scores_as_in_one_process(
+def test_sharded_beside_the_critic_and_in_a_separate_pool_it_scores_as_in_one_process(
     ray_session, inputs, samples
 ):
     from strop.controller.ray.group import RayWorkerGroup
 
-    manager = ResourcePoolManager(
-        {"both": [2], "apart": [1]}, {Role.Critic: "both", Role.RewardModel: "apart"}
-    )
-    both, apart = manager.pools.values()
+    pools = {"both": [2], "apart": [1]}
+    manager = ResourcePoolManager(pools, {Role.Critic: "both", Role.RewardModel: "apart"})
     batch = samples[torch.arange(7)]  # not as many on each rank
     calls, groups = {}, {}
-    for name, pool, role, worker_cls, method in (
-        ("critic", both, Role.Critic, CriticWorker, "compute_values"),
-        ("beside it", both, Role.RewardModel, RewardModelWorker, "compute_rm_score"),
-        ("apart", apart, Role.RewardModel, RewardModelWorker, "compute_rm_score"),
+    for name, pool, role, model, worker_cls, method in (
+        ("critic", "both", Role.Critic, "shared", CriticWorker, "compute_values"),
+        ("beside it", "both", Role.RewardModel, "own", RewardModelWorker, "compute_rm_score"),
+        ("apart", "apart", Role.RewardModel, "own", RewardModelWorker, "compute_rm_score"),
     ):
-        config = _config(
-            inputs, "shared" if name == "critic" else "own", "reward_model.micro_batch_size_per_gpu=2"
-        )
+        config = _config(inputs, model, "reward_model.micro_batch_size_per_gpu=2")
         groups[name] = RayWorkerGroup(
             worker_cls=worker_cls,
             init_kwargs={"config": config, "role": role},
-            resource_pool=pool,
+            resource_pool=manager.pools[pool],
             name=name,
             settings=config.trainer,
         )
@@ -247,7 +228,7 @@ def test_another_vocabulary_is_refused_before_a_model_loads(inputs, tmp_path):
     assert mentions(refusal(swapped), "19 tokens", "2 ids", "4", "'0'", "'1'")
 
 
-def test_a_tokenizer_that_is_shared_and_ends_conversations_otherwise_is_warned_of(inputs, tmp_path, caplog):
+def test_a_shared_tokenizer_that_ends_conversations_differently_is_a_warning(inputs, tmp_path, caplog):
     """As ChatML does, with a line end after the end token."""
 
     def warnings(template, *extra):
@@ -274,29 +255,3 @@ def test_a_tokenizer_that_is_shared_and_ends_conversations_otherwise_is_warned_o
 def test_random_samples_without_messages_are_scored_when_tokens_are_shared(inputs):
     batch = random_samples(5)
     assert len(set(_scores(_worker(inputs, "shared"), batch).tolist())) == 5
-
-
-@pytest.mark.slow
-def test_a_run_with_it_on_two_ranks_of_its_own_has_the_scores_of_a_local_run(ray_session, inputs, tmp_path):
-    """Its score is added to the rule's; everything else is the local run's."""
-    model = (
-        "reward_model.enable=true",
-        f"reward_model.model.path={inputs / 'own'}",
-        f"reward_model.model.input_tokenizer={inputs / 'model'}",
-        "trainer.test_freq=-1",
-        "trainer.val_before_train=false",
-    )
-    places = (
-        "trainer.resource_pools={policy: [1], scorer: [2]}",
-        "trainer.placement={RewardModel: scorer}",
-    )
-    scores = []
-    for name, extra in (("local", ()), ("ray", places)):
-        trainer = train(overrides(inputs, tmp_path / name, *model, *extra))
-        trainer.shutdown()
-        rows = pq.read_table(tmp_path / name / "rollouts" / "step_000002.parquet").to_pylist()
-        scores.append({(row["uid"], row["response"]): row["reward/reward_model"] for row in rows})
-        for row in rows:
-            assert row["score"] == pytest.approx(row["reward/rule"] + row["reward/reward_model"], abs=1e-6)
-    assert len(set(scores[0].values())) > 4
-    assert scores[1] == pytest.approx(scores[0], abs=1e-5)

@@ -1,14 +1,14 @@
-"""Workers on several ranks: updates, generation, weights in buckets, checkpoints."""
+"""Workers on several ranks: updates, generation, weights in buckets."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import worker_jobs as jobs
+from sharded_jobs import failure
 from transformers import AutoModelForCausalLM
 
 from strop.controller.pools import Role
-from strop.engines.torch.export import export_from_shards
 
 import tiny_model
 from messages import mentions
@@ -33,6 +33,13 @@ def together(parts):
     return {name: torch.stack([part[name] for part in parts], dim=1).flatten(0, 1) for name in parts[0]}
 
 
+def require_equal_samples(found, expected):
+    assert torch.equal(found["responses"], expected["responses"])
+    torch.testing.assert_close(
+        found["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=1e-5
+    )
+
+
 @pytest.mark.parametrize("role", [Role.Actor, Role.Critic])
 def test_updates_are_those_of_one_process_with_other_micro_batches(folder, ranks, role):
     rows = (
@@ -49,8 +56,7 @@ def test_updates_are_those_of_one_process_with_other_micro_batches(folder, ranks
         assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("cap", [11, 40])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "cap"), [(1, 40), (2, 11), (2, 40)])
 def test_an_on_policy_step_finds_the_log_probs_of_a_pass_before_it(folder, ranks, world_size, cap):
     """The ranks cut other numbers of micro-batches (a small cap), and one of them has a padded row."""
     keys = ("use_dynamic_bsz=true", f"ppo_max_token_len_per_gpu={cap}")
@@ -63,18 +69,14 @@ def test_an_on_policy_step_finds_the_log_probs_of_a_pass_before_it(folder, ranks
         assert all(torch.equal(ours[2][name], theirs[2][name]) for name in ours[2])
 
 
-@pytest.mark.parametrize("mode", ["train", "greedy"])
-def test_two_ranks_generate_what_one_process_generates(folder, ranks, mode):
-    [expected] = ranks.run(1, jobs.generate, folder, Role.ActorRollout, mode)
-    found = together(ranks.run(2, jobs.generate, folder, Role.ActorRollout, mode))
-    assert torch.equal(found["responses"], expected["responses"])
-    torch.testing.assert_close(
-        found["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=1e-5
-    )
+def test_two_ranks_generate_what_one_process_generates(folder, ranks):
+    [expected] = ranks.run(1, jobs.generate, folder, Role.ActorRollout, "greedy")
+    found = together(ranks.run(2, jobs.generate, folder, Role.ActorRollout, "greedy"))
+    require_equal_samples(found, expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_in_buckets_make_a_rollout_of_its_own_generate_like_the_actors(folder, ranks, world_size):
+def test_weights_in_buckets_make_a_separate_rollout_generate_like_the_actors(folder, ranks, world_size):
     [(handed, digest), *others] = ranks.run(world_size, jobs.buckets, folder, 10_000)
     assert handed[-1] is None
     assert len(handed) > 4
@@ -85,50 +87,22 @@ def test_weights_in_buckets_make_a_rollout_of_its_own_generate_like_the_actors(f
     assert names == [name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()]
     expected = together(ranks.run(world_size, jobs.generate, folder, Role.ActorRollout, "train"))
     found = together(ranks.run(2, jobs.generate_with, folder, handed))
-    assert torch.equal(found["responses"], expected["responses"])
-    torch.testing.assert_close(
-        found["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=1e-5
-    )
+    require_equal_samples(found, expected)
 
 
-def test_weights_that_do_not_fit_a_rollout_are_refused_by_name(folder, ranks):
+def test_weights_that_do_not_fit_a_rollout_are_errors_by_name(folder, ranks):
     name = "model.norm.weight"
     fits = AutoModelForCausalLM.from_pretrained(folder)
     whole = [(key, weight.detach()) for key, weight in fits.named_parameters()]
     without = [pair for pair in whole if pair[0] != name]
-    [messages] = ranks.run(
-        1,
-        jobs.refusals,
-        folder,
-        [
-            [whole[:3], whole[3:], None],
-            [without, None],
-            [[*without, ("model.norm.bias", torch.zeros(32))], None],
-            [[*without, (name, torch.zeros(31))], None],
-            [whole, whole[:1], None],
-            [None],
-        ],
-    )
-    assert messages[0] == "taken"
-    assert mentions(messages[1], name)
-    assert mentions(messages[2], "model.norm.bias")
-    assert mentions(messages[3], name, "[31]", "[32]")
-    assert "model.embed_tokens.weight came twice" in messages[4]
-    assert "and 23 more" in messages[5]
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_checkpoint_of_two_ranks_loads_in_one_process(folder, ranks, tmp_path, background):
-    state = tmp_path / "state"
-    digests = ranks.run(2, jobs.checkpoint, folder, state, background)
-    assert ranks.run(1, jobs.restore, folder, state) == digests[:1]
-    assert ranks.run(2, jobs.restore, folder, state) == digests
-    if background:
-        assert not list((state / "huggingface").glob("*.safetensors"))
-        export_from_shards(state, state / "huggingface", tmp_path / "whole")
-    exported, other = (
-        dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
-        for path in (tmp_path / "exported", tmp_path / "whole" if background else state / "huggingface")
-    )
-    assert exported.keys() == other.keys()
-    assert all(torch.equal(exported[name], other[name]) for name in exported)
+    cases = {
+        (): [whole[:3], whole[3:]],
+        (name,): [without],
+        ("model.norm.bias",): [[*without, ("model.norm.bias", torch.zeros(32))]],
+        (name, "[31]", "[32]"): [[*without, (name, torch.zeros(31))]],
+        ("model.embed_tokens.weight came twice",): [whole, whole[:1]],
+        ("and 23 more",): [],
+    }
+    for parts, handed in cases.items():
+        [message] = ranks.run(1, failure, jobs.loaded, folder, [*handed, None])
+        assert mentions(message, "ModelError", *parts) if parts else not message

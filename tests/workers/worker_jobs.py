@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of workers: functions that a spawned process can import."""
+"""Functions that ranks run in the tests of workers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import sharded_jobs
 import torch
 import torch.distributed as dist
+from huggingface_hub import constants
 from sharded_jobs import mine, rank, world_size
 
 from strop.config.load import load_config
 from strop.controller.pools import Role
-from strop.errors import ModelError
+from strop.models import deferred
 from strop.protocol import DataProto
 from strop.workers.critic import CriticWorker
 from strop.workers.policy import ActorRolloutRefWorker
@@ -108,50 +109,23 @@ def buckets(folder: Path, max_bytes: int) -> tuple[list[Sequence[tuple[str, torc
         handed.append(built.weight_bucket(False, max_bytes))
 
 
-def generate_with(folder: Path, handed: list[Any]) -> dict[str, torch.Tensor]:
-    """Samples of a rollout in a pool of its own that took over these buckets."""
+def loaded(folder: Path, handed: list[Any]) -> Any:
+    """A rollout in a separate pool that took over these buckets."""
     built = worker(folder, Role.Rollout)
     for bucket in handed:
         built.load_weights(bucket)
-    found = built.generate_sequences(prompts())
+    return built
+
+
+def generate_with(folder: Path, handed: list[Any]) -> dict[str, torch.Tensor]:
+    found = loaded(folder, handed).generate_sequences(prompts())
     return {name: column.view(len(prompts()), -1, *column.shape[1:]) for name, column in found.batch.items()}
-
-
-def refusals(folder: Path, broken: list[list[Any]]) -> list[str]:
-    """What a rollout says to each sequence of buckets."""
-    messages = []
-    for handed in broken:
-        built = worker(folder, Role.Rollout)
-        try:
-            for bucket in handed:
-                built.load_weights(bucket)
-            messages.append("taken")
-        except ModelError as error:
-            messages.append(str(error))
-    return messages
 
 
 def update_and_hash(folder: Path, role: Role, *extra: str) -> tuple[dict[str, float], Weights]:
     built = worker(folder, role, *extra)
     metrics = update(built)
     return metrics, {name: weight.clone() for name, weight in built.engine.named_weights()}
-
-
-def checkpoint(folder: Path, out: Path, background: bool) -> str:
-    built = worker(folder, Role.Actor)
-    update(built)
-    built.save_checkpoint(out, background=background)
-    built.finish_save()
-    assert built.save_is_done()
-    built.export(out.with_name("exported"))
-    built.export(out.with_name("exported"))  # replaces the first
-    return built.weights_hash()
-
-
-def restore(folder: Path, state: Path) -> str:
-    built = worker(folder, Role.Actor)
-    built.load_checkpoint(state)
-    return built.weights_hash()
 
 
 def on_policy(folder: Path, apart: bool, *extra: str) -> tuple[dict[str, torch.Tensor], Any, Weights]:
@@ -169,3 +143,24 @@ def on_policy(folder: Path, apart: bool, *extra: str) -> tuple[dict[str, torch.T
         updated = built.update_actor_on_policy(rows)
         columns, metrics = updated.batch, updated.meta_info["metrics"]
     return columns, metrics, {name: weight.clone() for name, weight in built.engine.named_weights()}
+
+
+def load_from_hub(cache: Path, name: str, out: Path) -> dict[str, Any]:
+    """A worker of a model in ``cache``: the ids that end its answers; ``out`` gets its export."""
+
+    def read_whole(*_: Any, **__: Any) -> None:
+        raise AssertionError("a sharded model is read tensor by tensor")
+
+    constants.HF_HUB_CACHE = str(cache)
+    deferred.load_causal_lm = read_whole
+    built = worker(name, Role.ActorRollout, f"data.cache_dir={out / 'strop'}")
+    weights = built.weights_hash()
+    built.export(out / "exported")
+    rollout = built.rollout._rollout if built.world_size > 1 else built.rollout
+    return {"ends": rollout.eos_token_ids, "weights": weights}
+
+
+def load_from_caches(caches: list[Path], name: str, out: Path) -> None:
+    """Build a worker on a rank whose cache is ``caches[rank]``."""
+    constants.HF_HUB_CACHE = str(caches[rank()])
+    worker(name, Role.ActorRollout, f"data.cache_dir={out / 'strop'}")
