@@ -104,7 +104,7 @@ def _one_or_many(value: Any) -> Any:
 
 Integer = Annotated[int, BeforeValidator(_not_a_bool)]
 
-Number = Annotated[float, BeforeValidator(_not_a_bool)]
+Number = Annotated[float, BeforeValidator(_not_a_bool), Field(allow_inf_nan=False)]
 
 
 PositiveInt = Annotated[Integer, Field(gt=0)]
