@@ -69,11 +69,6 @@ def test_rows_with_other_fields_are_refused():
         collate([row(1, index=0), row(2, ability="math")], pad_token_id=0, max_prompt_length=2)
 
 
-def test_an_empty_batch_is_refused():
-    with pytest.raises(DataError, match="at least one row"):
-        collate([], pad_token_id=0, max_prompt_length=2)
-
-
 def test_the_training_loader_goes_on_for_ever_and_resumes():
     def build() -> PromptLoader:
         return PromptLoader(Numbers(5), EpochSampler(5, 2, seed=4), padded_to(5))
