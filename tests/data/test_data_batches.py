@@ -59,7 +59,6 @@ def test_other_fields_become_object_columns_even_when_they_look_like_a_matrix():
     [
         ([row(1), row(1, 2, 3)], ["row 1", "3", "limit is 2"]),
         ([row(1, index=0), row(2, ability="math")], ["row 1", "'ability'", "'index'"]),
-        ([], ["at least one row"]),
     ],
 )
 def test_rows_that_make_no_batch_are_an_error(rows, parts):

@@ -213,9 +213,7 @@ class Checkpoints:
                 crash_point(f"save {name}", step)
                 if self.background:
                     started.append(groups[name])
-                    groups[name].save_checkpoint(building / name, background=True)
-                else:
-                    groups[name].save_checkpoint(building / name)
+                groups[name].save_checkpoint(building / name, background=self.background)
             torch.save({**trainer_state, "random": random_state()}, building / _TRAINER)
         self._in_flight = step, started
         if not self.background:

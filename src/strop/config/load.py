@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -170,8 +172,6 @@ def _readable(error: ValidationError, plain: dict[Any, Any], schema: type[RootCo
 
 
 def _shown(plain: dict[Any, Any], words: list[str]) -> str:
-    value: Any = plain
-    for word in words:
-        value = value[word]
+    value = functools.reduce(operator.getitem, words, plain)
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -25,8 +25,6 @@ def collate(rows: Sequence[dict[str, Any]], *, pad_token_id: int, max_prompt_len
 
     Raises :class:`DataError` when a prompt is longer than P, or when the rows have different fields.
     """
-    if not rows:
-        raise DataError("collate: a batch needs at least one row")
     input_ids_BP = torch.full((len(rows), max_prompt_length), pad_token_id, dtype=torch.int64)
     attention_mask_BP = torch.zeros_like(input_ids_BP)
     names = rows[0].keys()

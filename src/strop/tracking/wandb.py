@@ -28,9 +28,7 @@ class WandbTracker:
     def __init__(self, run: RunInfo) -> None:
         """Start or continue the wandb run; ConfigError if that fails (no login, no network)."""
         id_file = run.run_dir / RUN_ID_FILE
-        known_id = (
-            id_file.read_text(encoding="utf-8").strip() if run.start_step and id_file.exists() else None
-        )
+        known_id = id_file.read_text().strip() if run.start_step and id_file.exists() else None
         try:
             self._run = wandb.init(
                 project=run.project_name,

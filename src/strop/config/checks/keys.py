@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import Key, all_keys, value_at
@@ -35,17 +35,14 @@ def check_keys(config: RootConfig) -> Iterator[Finding]:
         refused = [limit for limit in applying if limit.level == "error"]
         for limit in refused:
             yield error(f"{key.path}={value}: {limit.reason}")
-        if applying and not refused and _holds(config.meant, key.path):
+        # A mapping counts as written if any key in it was.
+        is_meant = any(f"{path}.".startswith(f"{key.path}.") for path in config.meant)
+        if applying and not refused and is_meant:
             first = applying[0]
             reason = f" ({first.reason})" if first.reason else ""
             idle.setdefault(f"{first.when}{reason}", []).append(f"{key.path}={value}")
     for why, keys in idle.items():
         yield warning(f"no effect {why}: {', '.join(keys)}")
-
-
-def _holds(written: Collection[str], path: str) -> bool:
-    """Return True if a key, or one in the mapping that it holds, is among those that were written."""
-    return path in written or any(other.startswith(f"{path}.") for other in written)
 
 
 def status_in_words(key: Key, *, inherited: int = 0) -> str:

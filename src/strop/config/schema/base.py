@@ -220,6 +220,7 @@ class PpoUpdateConfig(Section):
 
     strategy: Strategy
     """Training back-end; the same for actor and critic."""
+    optim: OptimConfig
     ppo_mini_batch_size: PositiveInt
     """Prompts in one optimizer step, over all ranks: ppo_mini_batch_size x rollout.n samples."""
     ppo_micro_batch_size: PositiveInt | None
@@ -240,7 +241,6 @@ class PpoUpdateConfig(Section):
     """Largest global norm of the gradient; above it, the gradient is scaled down."""
     loss_agg_mode: LossAggregation
     """Aggregation of token losses; denominators count the whole mini-batch over all ranks."""
-    optim: OptimConfig
 
 
 _UNSHARDED = no_effect(
