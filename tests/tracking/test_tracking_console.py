@@ -13,7 +13,7 @@ import pytest
 
 from strop.tracking.base import RunInfo
 from strop.tracking.console import PlainLines
-from strop.tracking.text import format_duration, format_number, sparkline
+from strop.tracking.text import format_number, sparkline
 
 METRICS = {
     "critic/score/mean": 0.53,
@@ -70,14 +70,6 @@ def test_the_time_left_leaves_out_a_validation_before_training(capsys):
 )
 def test_numbers_are_written_with_three_or_four_figures(value, text):
     assert format_number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.2, "0s"), (59.4, "59s"), (80, "1m20s"), (7500, "2h05m"), (273600, "3d04h"), (None, "?")],
-)
-def test_durations_are_written_short(seconds, text):
-    assert format_duration(seconds) == text
 
 
 def test_a_sparkline_shows_the_course_in_means():
