@@ -78,7 +78,7 @@ def test_a_key_that_is_not_honoured_is_named(report, path, value):
     assert ("error" in status(path)) == bool(after.errors)
 
 
-def test_neither_a_default_nor_a_key_that_says_what_happens_anyway_is_named(report):
+def test_a_default_and_a_key_without_consequence_are_not_named(report):
     assert report().warnings == []
     quiet = report(
         f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.dtype=float32",

@@ -13,9 +13,8 @@ from messages import mentions
 
 
 @pytest.fixture
-def report(tmp_path):
+def report(valid, tmp_path):
     """Findings about a policy of 100 tokens, made for 2048, and a reward model of that shape."""
-    (tmp_path / "train.parquet").touch()
 
     def model(name, vocabulary, context):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -27,20 +26,9 @@ def report(tmp_path):
         return tmp_path / name
 
     def run(*overrides, vocabulary=100, context=2048):
-        result = check(
-            load_config(
-                [
-                    f"data.train_files={tmp_path}/train.parquet",
-                    f"data.val_files={tmp_path}/train.parquet",
-                    f"actor_rollout_ref.model.path={model('policy', 100, 2048)}",
-                    "actor_rollout_ref.rollout.name=hf",
-                    "trainer.logger=[console]",
-                    "reward_model.enable=true",
-                    f"reward_model.model.path={model('reward_model', vocabulary, context)}",
-                    *overrides,
-                ]
-            )
-        )
+        policy = f"actor_rollout_ref.model.path={model('policy', 100, 2048)}"
+        rewards = f"reward_model.model.path={model('reward_model', vocabulary, context)}"
+        result = check(load_config([*valid, policy, rewards, "reward_model.enable=true", *overrides]))
         return result.errors, [line for line in result.warnings if not line.startswith("no effect")]
 
     return run

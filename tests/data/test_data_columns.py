@@ -16,42 +16,35 @@ def row(source: str, ground_truth: str | None, style: str = "rule"):
     }
 
 
-@pytest.fixture
-def require(write):
-    """require(rows, sources) on one file data.parquet."""
+RULE, ANOTHER, MODEL = row("a", None), row("b", None), row("a", None, "model")
 
-    def check(rows, sources, *, by_model=False, **read):
-        table = read_prompt_table(write("data.parquet", rows), **read)
+
+@pytest.mark.parametrize(
+    ("rows", "sources", "by_model", "parts"),
+    [
+        ([row("a", "1"), ANOTHER, RULE, RULE], {"a"}, False, ["row 2", "reward_model.ground_truth", "null"]),
+        ([row("a", "1"), ANOTHER, RULE, RULE], {"c"}, False, None),
+        ([RULE], set(), False, None),
+        ([MODEL, row("a", "1")], {"a"}, True, None),  # the reward model needs no answer
+        ([MODEL, row("a", "1")], {"a"}, False, ["row 0"]),
+        ([MODEL, RULE], {"a"}, True, ["row 1"]),
+        ([{"prompt": "w1", "data_source": "a"}], {"a"}, False, ["column 'reward_model'", "'a'"]),
+        (
+            [{"prompt": "w1", "data_source": "a", "reward_model": {"style": "rule"}}],
+            {"a"},
+            False,
+            ["row 0", "ground_truth", "'style'"],
+        ),
+        ([{"prompt": "w1"}], {"a"}, False, None),
+    ],
+)
+def test_the_first_row_without_an_answer_that_a_rule_needs_is_named(write, rows, sources, by_model, parts):
+    table = read_prompt_table(write("data.parquet", rows))
+    if parts is None:
         require_ground_truths(table, "data_source", sources, by_model=by_model)
-
-    return check
-
-
-def test_the_first_row_without_an_answer_is_named(require):
-    rows = [row("a", "1"), row("b", None), row("a", None), row("a", None)]
-    with pytest.raises(
-        DataError, match=naming("data.parquet", "row 2", "field reward_model.ground_truth", "null")
-    ):
-        require(rows, {"a"})
-    require(rows, {"c"})
-    require(rows, set())
-
-
-def test_rows_that_ask_for_the_reward_model_need_no_answer(require):
-    rows = [row("a", None, "model"), row("a", "1")]
-    require(rows, {"a"}, by_model=True)
-    with pytest.raises(DataError, match=naming("row 0")):
-        require(rows, {"a"})
-    with pytest.raises(DataError, match=naming("row 1")):
-        require([*rows[:1], row("a", None)], {"a"}, by_model=True)
-
-
-def test_a_missing_column_or_field_is_named(require):
-    with pytest.raises(DataError, match=naming("data.parquet", "column 'reward_model'", "'a'")):
-        require([{"prompt": "w1", "data_source": "a"}], {"a"})
-    with pytest.raises(DataError, match=naming("row 0", "ground_truth", "'style'")):
-        require([{"prompt": "w1", "data_source": "a", "reward_model": {"style": "rule"}}], {"a"})
-    require([{"prompt": "w1"}], {"a"})
+    else:
+        with pytest.raises(DataError, match=naming("data.parquet", *parts)):
+            require_ground_truths(table, "data_source", sources, by_model=by_model)
 
 
 def test_rows_are_found_in_the_file_that_they_came_from(write):

@@ -293,7 +293,7 @@ def start_script(tmp_path: Path, ending: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("ending", ["", "sys.exit(1)", "1 / 0"])
-def test_a_script_with_its_own_function_ends_without_a_trace(tmp_path: Path, running: Running, ending: str):
+def test_a_script_that_defines_its_scorer_ends_without_a_trace(tmp_path: Path, running: Running, ending: str):
     with start_script(tmp_path, ending) as script:
         assert script.stdout is not None
         assert script.stdout.read() == "4.0\n"

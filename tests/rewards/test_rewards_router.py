@@ -21,7 +21,7 @@ from messages import naming
         ("strop/arithmetic", " 7\n", "7"),
     ],
 )
-def test_each_data_source_has_its_own_scorer(data_source: str, response: str, truth: str):
+def test_each_data_source_has_a_scorer(data_source: str, response: str, truth: str):
     assert default_compute_score(data_source, response, truth) == 1.0
     assert default_compute_score(data_source, "7 and a half", truth, {"index": 1}) == 0.0
 

@@ -313,7 +313,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_a_run_learns_the_same_from_many_processes_as_from_one(tmp_path: Path):
+def test_a_run_is_equal_with_many_processes_and_with_one(tmp_path: Path):
     inputs = make_inputs(tmp_path / "inputs", rows=8)
     (tmp_path / "reward.py").write_text(AT_TIMES_CRASHES)
     keys = [

@@ -9,7 +9,6 @@ import torch
 from test_tracking_samples import Letters, two_samples
 
 from strop.cli.main import main
-from strop.tracking import Tracking
 from strop.tracking.samples import write_samples
 from strop.tracking.text import printable
 
@@ -20,11 +19,9 @@ def _wide_terminal(monkeypatch):
 
 
 @pytest.fixture
-def run_dir(tmp_path):
+def run_dir(track, tmp_path):
     folder = tmp_path / "run"
-    with Tracking(
-        [], run_dir=folder, project_name="p", experiment_name="e", config={}, total_steps=4
-    ) as tracking:
+    with track(folder) as tracking:
         tracking.log(0, {"val/test_score/gsm8k": 0.1})
         for step, (reward, score) in enumerate(
             [(0.25, None), (0.75, 0.6), (0.5, None), (0.625, 0.4)], start=1
@@ -63,7 +60,7 @@ def test_the_summary_shows_first_best_and_last_step(run_dir, capsys):
     assert re.search(r"gsm8k +0\.100 +0\.600 +2 +0\.400 +▁█▅", text)
 
 
-def test_the_samples_of_the_last_step_are_shown_unless_another_is_asked_for(run_dir, capsys):
+def test_the_samples_of_the_last_step_are_shown_unless_another_is_chosen(run_dir, capsys):
     text = view(capsys, run_dir)
     assert "Samples of step 3: 2 of 2" in text
     assert "1-0  score 9  (3 tokens, rule 1)" in text
@@ -74,21 +71,20 @@ def test_the_samples_of_the_last_step_are_shown_unless_another_is_asked_for(run_
     assert "Samples" not in view(capsys, run_dir, "--samples", 0)
 
 
-def test_samples_are_sorted_as_asked(run_dir, capsys):
+def test_samples_are_sorted_and_metrics_chosen_by_options(run_dir, capsys):
     assert "1-0" in view(capsys, run_dir, "--samples", 1)
     for order in ("score", "length"):
         text = view(capsys, run_dir, "--samples", 1, "--sort", order)
         assert "1-1" in text
         assert "1-0" not in text
-
-
-def test_metrics_are_chosen_by_pattern(run_dir, capsys):
     text = view(capsys, run_dir, "--metrics", "timing_s/*", "actor/lr", "--samples", 0)
     assert re.search(r"timing_s/gen +1\.500 +3 +6", text)
     assert "critic/score/mean" not in text
 
 
-def test_a_run_without_samples_is_still_shown(run_dir, capsys):
+def test_a_broken_file_of_samples_is_an_error_and_none_is_not(run_dir, capsys):
+    (run_dir / "rollouts" / "step_000003.parquet").write_bytes(b"PAR1")
+    assert "step_000003.parquet: not a file of samples" in view(capsys, run_dir, status=2).replace("\n", "")
     for path in (run_dir / "rollouts").iterdir():
         path.unlink()
     assert "Samples" not in view(capsys, run_dir)
@@ -109,19 +105,12 @@ def test_mistakes_end_with_status_2_and_one_message(run_dir, capsys, arguments, 
     assert "Traceback" not in text
 
 
-def test_a_broken_file_of_samples_is_named(run_dir, capsys):
-    (run_dir / "rollouts" / "step_000003.parquet").write_bytes(b"PAR1")
-    assert "step_000003.parquet: not a file of samples" in view(capsys, run_dir, status=2).replace("\n", "")
-
-
-def test_an_answer_cannot_steer_the_terminal_or_the_markup(tmp_path, capsys):
+def test_an_answer_cannot_steer_the_terminal_or_the_markup(track, tmp_path, capsys):
     class Hostile(Letters):
         def batch_decode(self, sequences, *, skip_special_tokens):
             return ["\x1b[2J[bold]\x07 [/] ü\nend" for _ in sequences]
 
-    with Tracking(
-        [], run_dir=tmp_path, project_name="p", experiment_name="e", config={}, total_steps=1
-    ) as tracking:
+    with track(tmp_path) as tracking:
         tracking.log(1, {"critic/score/mean": 1.0, "val/test_score/[red]x": 1.0})
     write_samples(tmp_path / "rollouts" / "step_000001.parquet", two_samples(), Hostile())
     text = view(capsys, tmp_path)

@@ -1,0 +1,39 @@
+"""Commands and packages that start without heavy packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CHECK = (
+    "strop.config.checks.check.check(strop.config.load.load_config(['actor_rollout_ref.rollout.name=hf']))"
+)
+
+
+@pytest.mark.parametrize(
+    ("modules", "then", "heavy"),
+    [
+        (
+            "strop.config.load strop.config.checks.check strop.cli.check",
+            CHECK,
+            "torch transformers pyarrow numpy ray",
+        ),
+        ("strop.cli.score", "", "torch transformers ray"),
+        (
+            "strop.cli.prepare strop.data.parquet strop.prepare.arithmetic strop.prepare.maths",
+            "",
+            "torch transformers",
+        ),
+        (
+            "strop.tracking.jsonl strop.tracking.console strop.tracking.curves strop.tracking.samples",
+            "",
+            "torch matplotlib wandb tensorboard",
+        ),
+    ],
+)
+def test_heavy_packages_are_not_imported(modules: str, then: str, heavy: str):
+    code = f"import sys, {', '.join(modules.split())}\n{then}\nprint(set({heavy.split()}) & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("set()", "")
