@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from strop.data.fetch import DEFAULT_CACHE_DIR, cache_folder, content_digest, local_path
+from strop.data.fetch import content_digest, local_path
 from strop.errors import DataError
 from strop.files import atomic_path
 
@@ -33,13 +31,9 @@ def below(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if not path.name.endswith(".lock"))
 
 
-def test_a_local_path_passes_through_with_the_home_expanded(tmp_path):
+def test_a_local_path_is_used_where_it_is(tmp_path):
     assert local_path("~/x.parquet") == Path.home() / "x.parquet"
     assert local_path("some-org/some-model") == Path("some-org/some-model")
-    assert local_path(tmp_path / "y") == tmp_path / "y"
-
-
-def test_a_file_url_is_used_where_it_is(tmp_path):
     (tmp_path / "a.txt").write_text("here")
     assert local_path(f"file://{tmp_path}/a.txt", tmp_path / "cache") == tmp_path / "a.txt"
     assert not (tmp_path / "cache").exists()
@@ -90,45 +84,16 @@ def test_a_download_that_fails_midway_leaves_nothing_and_can_be_repeated(memory_
     assert below(local_path("memory://models/m", tmp_path)) == ["a.bin", "b.bin"]
 
 
-def test_the_rest_of_a_killed_download_is_removed(memory_fs, tmp_path):
-    memory_fs.pipe("/d/a.bin", b"whole")
-    path = local_path("memory://d/a.bin", tmp_path)
-    partial = path.parent.with_name(f"{path.parent.name}.partial")
-    path.parent.rename(partial)
-    (partial / "stale").write_text("left by a process that was killed")
-    assert local_path("memory://d/a.bin", tmp_path) == path
-    assert below(tmp_path) == sorted(["downloads", path.parent.name, "a.bin"])
-
-
-def test_concurrent_callers_share_one_download(memory_fs, tmp_path, monkeypatch, downloads):
-    memory_fs.pipe("/d/big.bin", b"x" * 1000)
-    slow = threading.Event()
-    original = MemoryFileSystem.get_file
-
-    def slowly(self, rpath, lpath, **kwargs):
-        slow.wait(0.2)
-        return original(self, rpath, lpath, **kwargs)
-
-    monkeypatch.setattr(MemoryFileSystem, "get_file", slowly)
-    with ThreadPoolExecutor(4) as pool:
-        paths = set(pool.map(lambda _: local_path("memory://d/big.bin", tmp_path), range(4)))
-    assert len(paths) == 1
-    assert downloads == ["/d/big.bin"]
-
-
-def test_what_is_missing_is_named(memory_fs, tmp_path):
-    with pytest.raises(DataError, match=naming("memory://nowhere/train.parquet")):
-        local_path("memory://nowhere/train.parquet", tmp_path)
-    with pytest.raises(DataError, match="no such file or folder"):
-        local_path(f"file://{tmp_path}/absent", tmp_path)
+def test_what_cannot_be_found_is_named(memory_fs, tmp_path):
     memory_fs.mkdir("/empty")
-    with pytest.raises(DataError, match=naming("memory://empty")):
-        local_path("memory://empty", tmp_path)
-
-
-def test_a_file_system_without_a_back_end_is_one_short_error(tmp_path):
-    with pytest.raises(DataError, match=naming("nosuch://a/b", "Protocol not known")):
-        local_path("nosuch://a/b", tmp_path)
+    for url, *parts in (
+        ("memory://nowhere/train.parquet",),
+        ("memory://empty",),
+        (f"file://{tmp_path}/absent", "no such file or folder"),
+        ("nosuch://a/b", "Protocol not known"),
+    ):
+        with pytest.raises(DataError, match=naming(url.removeprefix("file://"), *parts)):
+            local_path(url, tmp_path)
 
 
 def test_a_back_end_that_cannot_start_is_one_short_error(tmp_path, monkeypatch):
@@ -158,11 +123,6 @@ def test_an_atomic_write_replaces_the_whole_file_or_leaves_it(tmp_path):
         write_half(target)
     assert target.read_text() == "old"
     assert below(tmp_path) == ["file.txt", "new"]
-
-
-def test_the_default_cache_is_in_the_home_folder():
-    assert cache_folder(None) == Path(DEFAULT_CACHE_DIR).expanduser()
-    assert cache_folder("~/elsewhere") == Path.home() / "elsewhere"
 
 
 def test_the_digest_is_sha256(tmp_path):

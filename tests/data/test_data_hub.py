@@ -117,7 +117,7 @@ def test_a_gguf_file_is_its_own_tokenizer(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["tiny-q8.gguf"]
 
 
-def test_a_name_that_the_hub_does_not_know_and_a_hub_that_does_not_answer_are_told(tmp_path):
+def test_an_unknown_name_and_a_hub_without_an_answer_are_errors(tmp_path):
     with serving(Hub(NAME, FILES)) as server:
         machine = Machine(tmp_path, server.url)
         text = answer(machine.find("local_model", "org/tinny"))
@@ -161,34 +161,29 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "weights",
+    ("files", "parts"),
     [
-        ["model.safetensors"],
-        ["model.safetensors.index.json", *SHARDS],
-        ["pytorch_model.bin"],
-        ["tiny-q8.gguf"],
+        (["config.json", "model.safetensors"], None),
+        (["config.json", "model.safetensors.index.json", *SHARDS], None),
+        (["config.json", "pytorch_model.bin"], None),
+        (["config.json", "tiny-q8.gguf"], None),
+        (["config.json", "tokenizer.json"], ["config.json", "tokenizer.json", "model.safetensors"]),
+        (["config.json", "model.safetensors.index.json", SHARDS[0]], [SHARDS[1], "HF_HUB_OFFLINE"]),
     ],
 )
-def test_a_cached_model_is_found_in_each_format(cache, tmp_path, weights):
-    snapshot = cache("config.json", *weights)
-    assert local_model(NAME, tmp_path / "strop") == snapshot
+def test_a_cached_model_has_its_weights_in_one_format_and_a_tokenizer_needs_none(
+    cache, tmp_path, files, parts
+):
+    snapshot = cache(*files)
     assert local_tokenizer(NAME, tmp_path / "strop") == snapshot
+    if parts is None:
+        assert local_model(NAME, tmp_path / "strop") == snapshot
+    else:
+        with pytest.raises(ModelError, match=naming(*parts)):
+            local_model(NAME, tmp_path / "strop")
 
 
-def test_a_tokenizer_needs_no_weights_and_a_model_does(cache, tmp_path):
-    snapshot = cache("config.json", "tokenizer.json")
-    assert local_tokenizer(NAME, tmp_path / "strop") == snapshot
-    with pytest.raises(ModelError, match=naming("config.json", "tokenizer.json", "model.safetensors")):
-        local_model(NAME, tmp_path / "strop")
-
-
-def test_a_model_that_lacks_a_shard_is_told(cache, tmp_path):
-    cache("config.json", "model.safetensors.index.json", SHARDS[0])
-    with pytest.raises(ModelError, match=naming(SHARDS[1], "HF_HUB_OFFLINE")):
-        local_model(NAME, tmp_path / "strop")
-
-
-def test_what_is_on_this_disk_is_no_name_on_the_hub(cache, tmp_path, monkeypatch):
+def test_a_local_path_is_no_name_on_the_hub(cache, tmp_path, monkeypatch):
     cache("config.json", "model.safetensors")
     monkeypatch.chdir(tmp_path)
     assert is_hub_name(NAME)

@@ -1,4 +1,4 @@
-"""Samples written anew for a reward model, against text and token ids written by hand."""
+"""Samples re-tokenized for a reward model, against text and token ids written by hand."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ BATCH = samples(
 )
 
 
-def test_the_conversation_is_told_by_the_other_template_and_an_unfinished_response_stays_open():
+def test_conversations_follow_the_other_template_and_unfinished_responses_stay_open():
     assert texts(Rewriter(READER, writer()), BATCH) == [
         "Q1+1=.A2<end>.Q1+2=.A3<end>.",
         "Q7.A1234",
@@ -84,21 +84,21 @@ def test_of_a_conversation_that_is_too_long_the_end_is_kept():
     assert texts(Rewriter(READER, writer(), max_length=8), BATCH)[1] == "Q7.A1234"
 
 
-@pytest.mark.parametrize("truncated", [False, True])
-def test_a_template_that_leaves_out_what_comes_before_an_answer_is_followed(truncated):
-    """As templates of reasoning models do, with all up to the end of the thoughts."""
-    template = "{% for m in messages %}{{ m.content.split('=')[-1] }}<end>{% endfor %}"
+@pytest.mark.parametrize(
+    ("kept", "truncated", "text"),
+    [
+        (-1, False, "7<end>2<end>"),  # as templates of reasoning models leave out the thoughts
+        (-1, True, "7<end>2"),
+        (0, True, "7<end>1+1<end>"),  # without the end of the response, the template's end stays
+    ],
+)
+def test_a_template_that_leaves_out_part_of_an_answer_is_followed(kept, truncated, text):
+    template = f"{{% for m in messages %}}{{{{ m.content.split('=')[{kept}] }}}}<end>{{% endfor %}}"
     batch = samples(prompts=["7"], responses=["1+1=2"], truncated=[truncated])
-    assert texts(Rewriter(READER, writer(template)), batch) == ["7<end>2" + "<end>" * (not truncated)]
+    assert texts(Rewriter(READER, writer(template)), batch) == [text]
 
 
-def test_a_template_that_drops_the_end_of_a_response_is_followed_to_its_own_end():
-    template = "{% for m in messages %}{{ m.content.split('=')[0] }}<end>{% endfor %}"
-    batch = samples(prompts=["7"], responses=["1+1=2"], truncated=[True])
-    assert texts(Rewriter(READER, writer(template)), batch) == ["7<end>1+1<end>"]
-
-
-def test_what_is_missing_is_told_with_its_remedy():
+def test_a_missing_template_or_column_is_an_error_with_its_remedy():
     with pytest.raises(ModelError, match=naming("reward_model.model.input_tokenizer=null")):
         Rewriter(READER, writer(template=None))
     batch = DataProto(BATCH.batch)

@@ -22,20 +22,6 @@ def as_lists(tokens) -> list[list[int]]:
     return [tokens[row].tolist() for row in range(len(tokens))]
 
 
-@pytest.fixture
-def no_encoding(monkeypatch):
-    """From here on, tokenizing anything fails the test."""
-
-    def forbid():
-        monkeypatch.setattr(
-            tokenize_module,
-            "encode_prompts",
-            lambda *_: pytest.fail("tokenized instead of read from the cache"),
-        )
-
-    return forbid
-
-
 def test_messages_are_rendered_with_the_template_and_a_generation_prompt(tokenizer):
     prompt = [{"role": "system", "content": "w1"}, {"role": "user", "content": "w2 w3"}]
     # [system] w1 [user] w2 w3 [assistant], and no <s>: the template is the whole truth about special tokens.
@@ -46,9 +32,7 @@ def test_a_plain_string_is_tokenized_as_it_stands(tokenizer, make_tokenizer):
     # <s> is what this tokenizer adds to any text by itself.
     assert encode_prompts(["w1 w2", "w3"], tokenizer) == [[1, 11, 12], [1, 13]]
     assert encode_prompts(["w1"], make_tokenizer(chat_template=None)) == [[1, 11]]
-
-
-def test_messages_need_a_chat_template(make_tokenizer):
+    assert as_messages("hello") == as_messages([{"role": "user", "content": "hello", "name": None}])
     with pytest.raises(ModelError, match=naming("chat template")):
         encode_prompts([chat("w1")], make_tokenizer(chat_template=None))
 
@@ -56,11 +40,6 @@ def test_messages_need_a_chat_template(make_tokenizer):
 def test_raw_ids_are_the_text_alone(tokenizer):
     assert encode_raw("w1 w2", tokenizer) == [11, 12]
     assert encode_raw([*chat("w1", "system"), *chat("w2")], tokenizer) == [11, 12]
-
-
-def test_a_string_as_messages_is_one_user_message():
-    assert as_messages("hello") == chat("hello")
-    assert as_messages([{"role": "user", "content": "x", "name": None}]) == chat("x")
 
 
 @pytest.mark.parametrize(
@@ -83,38 +62,26 @@ def test_what_is_not_a_prompt_is_described(prompt, parts, tokenizer):
     assert prompt_problem(chat("fine")) is None
 
 
-def test_a_prompt_that_the_template_refuses_is_found_among_many(tokenizer):
+def test_a_prompt_that_the_template_refuses_or_leaves_empty_is_found_among_many(tokenizer, make_tokenizer):
     with pytest.raises(PromptError, match=naming("no tools here")) as caught:
         encode_prompts([chat("w1"), chat("w2"), chat("w3", "tool")], tokenizer)
     assert caught.value.offset == 2
-
-
-def test_a_prompt_without_tokens_is_refused(make_tokenizer):
     silent = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(PromptError, match=naming("no tokens")) as caught:
         encode_prompts([chat("w1"), chat(" ")], silent)
     assert caught.value.offset == 1
 
 
-def test_a_wrong_row_names_file_row_and_field(write, tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenize_module, "CHUNK_ROWS", 2)
-    good = write("a.parquet", [{"prompt": chat("w1")}] * 3)
-    bad = write("b.parquet", [{"prompt": chat("w1")}, {"prompt": None}, {"prompt": chat("w1")}])
-    with pytest.raises(DataError) as caught:
-        tokenize_table(read_prompt_table([good, bad]), tokenizer)
-    assert mentions(str(caught.value), bad, "row 1", "field prompt", "{role, content}", "null")
-
-
-def test_the_cache_spares_the_second_tokenization(write, tokenizer, tmp_path, no_encoding):
+def test_the_cache_spares_the_second_tokenization(write, tokenizer, tmp_path, monkeypatch):
     table = read_prompt_table(write("a.parquet", [{"prompt": "w1 w2"}, {"prompt": "w3"}]))
     first = tokenize_table(table, tokenizer, cache_dir=tmp_path / "cache")
-    no_encoding()
+    monkeypatch.setattr(tokenize_module, "encode_prompts", lambda *_: pytest.fail("tokenized again"))
     again = tokenize_table(table, tokenizer, cache_dir=tmp_path / "cache")
     assert as_lists(first) == as_lists(again) == [[1, 11, 12], [1, 13]]
     assert again.lengths.tolist() == [3, 2]
 
 
-def test_the_cache_knows_content_column_and_tokenizer(write, make_tokenizer, tmp_path):
+def test_the_cache_distinguishes_content_column_and_tokenizer(write, make_tokenizer, tmp_path):
     cache = tmp_path / "cache"
 
     def ids(rows, tokenizer=None, prompt_key="prompt"):
@@ -155,7 +122,7 @@ def test_a_template_that_writes_the_date_is_not_served_from_yesterday(make_token
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "text", "rows"])
-def test_a_damaged_cache_is_made_anew(damage, write, tokenizer, tmp_path, caplog):
+def test_a_damaged_cache_is_replaced(damage, write, tokenizer, tmp_path, caplog):
     table = read_prompt_table(write("a.parquet", prompt=[f"w{i}" for i in range(30)]))
     cache = tmp_path / "cache"
     whole = as_lists(tokenize_table(table, tokenizer, cache_dir=cache))
@@ -195,7 +162,7 @@ def test_worker_processes_give_the_same_ids_and_the_same_errors(write, tokenizer
     assert as_lists(in_workers)[8] == [3, 18, 11, 5]
 
     broken = read_prompt_table(write("b.parquet", [*rows[:20], {"prompt": chat("w1", "tool")}, *rows]))
-    with pytest.raises(DataError, match=naming("b.parquet", "row 20")):
+    with pytest.raises(DataError, match=naming("b.parquet", "row 20", "field prompt")):
         tokenize_table(broken, tokenizer, num_workers=2)
     assert not caplog.records
 

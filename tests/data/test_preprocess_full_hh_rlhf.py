@@ -12,7 +12,7 @@ import pytest
 
 from strop.errors import DataError
 from strop.prepare import prepare
-from strop.prepare.full_hh_rlhf import dialogue, read_pair
+from strop.prepare.full_hh_rlhf import read_pair
 
 from messages import mentions, naming
 
@@ -33,28 +33,26 @@ MESSAGES = [
 ]
 
 
-def rows_for(kind, records, tmp_path):
+COLUMNS = {
+    "sft": {"response": "Fine."},
+    "rm": {"chosen": "Fine.", "rejected": "Bad."},
+    "rl": {"ability": "alignment", "reward_model": {"style": "model", "ground_truth": "Fine."}},
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_each_kind_has_its_columns(kind, tmp_path):
     source = tmp_path / "harmless-base.test.jsonl.gz"
-    source.write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode()))
-    written = prepare("full_hh_rlhf", source, tmp_path / kind, split_kind=kind)
-    return pq.read_table(written["test"].path).to_pylist()
-
-
-def test_each_kind_has_its_columns(tmp_path):
+    source.write_bytes(gzip.compress(json.dumps(transcripts()).encode()))
+    written = prepare("full_hh_rlhf", source, tmp_path / "out", split_kind=kind)
     base = {"data_source": "Dahoas/full-hh-rlhf", "prompt": MESSAGES}
-    place = {"split": "test", "index": 0}
-    assert rows_for("sft", [transcripts()], tmp_path) == [base | {"extra_info": place, "response": "Fine."}]
-    assert rows_for("rm", [transcripts()], tmp_path) == [
-        base | {"extra_info": place, "chosen": "Fine.", "rejected": "Bad."}
-    ]
-    assert rows_for("rl", [transcripts()], tmp_path) == [
-        base
-        | {
-            "extra_info": place,
-            "ability": "alignment",
-            "reward_model": {"style": "model", "ground_truth": "Fine."},
-        }
-    ]
+    row = {**base, "extra_info": {"split": "test", "index": 0}, **COLUMNS[kind]}
+    assert pq.read_table(written["test"].path).to_pylist() == [row]
+
+
+def test_an_unknown_kind_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=naming("split_kind='dpo'", "sft", "rm", "rl")):
+        prepare("full_hh_rlhf", tmp_path, tmp_path / "out", split_kind="dpo")
 
 
 def test_a_file_of_another_kind_is_not_overwritten(tmp_path):
@@ -68,9 +66,11 @@ def test_a_file_of_another_kind_is_not_overwritten(tmp_path):
     assert (tmp_path / "out" / "test.parquet").read_bytes() == before
 
 
-def test_a_record_with_a_prompt_of_its_own_gives_the_same_pair():
+def test_a_record_with_a_separate_prompt_gives_the_same_pair():
     own = {"prompt": f"{PROMPT}\n\nAssistant:", "response": " Fine.", "chosen": " Fine.", "rejected": " Bad."}
     assert read_pair(own) == read_pair(transcripts()) == (MESSAGES, "Fine.", "Bad.")
+    one_turn = [{"role": "user", "content": "Hi"}]
+    assert read_pair(transcripts(prompt="\n\nHuman: Hi")) == (one_turn, "Fine.", "Bad.")
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,6 @@ def test_what_is_no_pair_is_refused_without_quoting_it(record, reason):
     with pytest.raises(DataError, match=reason) as error:
         read_pair(record)
     assert "secret" not in str(error.value)
-
-
-def test_a_dialogue_may_be_one_turn():
-    assert dialogue("\n\nHuman: Hi") == [{"role": "user", "content": "Hi"}]
-
-
-def test_another_kind_is_refused(tmp_path):
-    with pytest.raises(DataError, match=naming("split_kind='dpo'", "sft", "rm", "rl")):
-        prepare("full_hh_rlhf", tmp_path, tmp_path / "out", split_kind="dpo")
 
 
 @pytest.fixture
@@ -130,11 +121,11 @@ def test_every_real_pair_is_used_or_counted_out(kind, real_data, raw_pairs, tmp_
     assert (
         sorted(used + [entry["row"] for entry in listed]) == list(range(len(raw_pairs))) == list(range(2312))
     )
-    damaged = [row["extra_info"]["index"] for row in rows if not tells_the_same(row, raw_pairs)]
+    damaged = [row["extra_info"]["index"] for row in rows if not has_the_same_text(row, raw_pairs)]
     assert damaged == []
 
 
-def tells_the_same(row, raw_pairs) -> bool:
+def has_the_same_text(row, raw_pairs) -> bool:
     """Whether turns and answers, put together again, are the transcripts (white space aside)."""
     speakers = {"user": "Human", "assistant": "Assistant"}
     turns = [f"{speakers[turn['role']]}: {turn['content']}" for turn in row["prompt"]]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 
@@ -28,18 +29,20 @@ def write(path, records):
         ("Train.jsonl", "train"),
         ("test-00000-of-00002.jsonl", "test"),
         ("gsm8k.dev.jsonl", "validation"),
+        ("train_socratic.jsonl", None),
+        ("latest.jsonl", None),
+        ("mbpp.jsonl", None),
+        ("train.rejected.jsonl", None),
+        ("test.txt", None),
     ],
 )
-def test_a_split_is_told_by_the_name_or_a_part_of_it_between_dots(name, split, tmp_path):
-    assert set(read_source(write(tmp_path / name, [{}]), unnamed_split="other")) == {split}
-
-
-@pytest.mark.parametrize(
-    "name", ["train_socratic.jsonl", "latest.jsonl", "mbpp.jsonl", "train.rejected.jsonl", "test.txt"]
-)
-def test_other_names_tell_none(name, tmp_path):
-    with pytest.raises(DataError, match=naming("train", "test", "validation")):
-        read_source(write(tmp_path / name, [{}]))
+def test_a_split_is_the_name_of_its_file_or_a_part_of_it_between_dots(name, split, tmp_path):
+    path = write(tmp_path / name, [{}])
+    if split is None:
+        with pytest.raises(DataError, match=naming("train", "test", "validation")):
+            read_source(path)
+    else:
+        assert set(read_source(path, unnamed_split="other")) == {split}
 
 
 def test_files_without_a_split_are_one_only_if_no_file_has_one(tmp_path):
@@ -62,30 +65,42 @@ def test_a_warning_counts_by_reason_and_names_the_first_row(tmp_path, caplog):
     assert mentions(caplog.text, "1 other")
 
 
-def test_all_data_sets_stand_in_one_list_of_files(real_data, tmp_path):
-    folders = {"gsm8k": "gsm8k", "math": "math_test", "hellaswag": "hellaswag", "humaneval": "humaneval"}
-    folders |= {"mbpp": "mbpp", "full_hh_rlhf": "hh_rlhf"}
-    files, rows = [], 0
-    for name, folder in folders.items():
-        written = prepare(name, real_data / folder, tmp_path / name)
+WHOLE = {
+    "gsm8k": ("gsm8k", {"train": 7473, "test": 1319}),
+    "math": ("math_test", {"test": 5000}),
+    "hellaswag": ("hellaswag", {"validation": 5000}),
+    "humaneval": ("humaneval", {"test": 164}),
+    "mbpp": ("mbpp", {"prompt": 10, "test": 500, "validation": 90, "train": 374}),
+    "full_hh_rlhf": ("hh_rlhf", {"test": 2299}),
+    "arithmetic": (None, {"train": 80, "test": 20}),
+}
+"""Folder, and rows by split, of the real data sets."""
+
+
+def test_whole_data_sets_are_prepared_and_read_as_one_list_of_files(real_data, tmp_path):
+    files = []
+    for name, (folder, rows) in WHOLE.items():
+        written = prepare(name, folder and real_data / folder, tmp_path / name)
+        assert {split: made.rows for split, made in written.items()} == rows
+        assert bool([*(tmp_path / name).glob("*rejected*")]) == (name == "full_hh_rlhf")
         files += [made.path for made in written.values()]
-        rows += sum(made.rows for made in written.values())
-    made = prepare("arithmetic", None, tmp_path / "arithmetic")
-    files += [one.path for one in made.values()]
     table = read_prompt_table(files)
-    assert len(table) == rows + 100
+    assert len(table) == sum(sum(rows.values()) for _, rows in WHOLE.values())
     schemas = [pq.read_schema(path) for path in files]
     for name in ("data_source", "prompt", "ability", "reward_model"):
         assert {str(schema.field(name).type) for schema in schemas} == {str(schemas[0].field(name).type)}
-    sources = set(table.table.column("data_source").unique().to_pylist())
-    assert len(sources) == 7
-    for number in range(0, len(table), 1000):
-        assert isinstance(table.row(number)["reward_model"]["ground_truth"], str)
+    assert len(table.table.column("data_source").unique()) == len(WHOLE)
+    truths = {table.row(number)["reward_model"]["ground_truth"] for number in range(0, len(table), 1000)}
+    assert {type(truth) for truth in truths} == {str}
+    gsm8k, math = table.row(0), table.row(7473 + 1319)
+    assert gsm8k["reward_model"]["ground_truth"] == "18"  # of the test split
+    assert gsm8k["prompt"][0]["content"].endswith('after "####".')
+    assert math["reward_model"]["ground_truth"] == "2"
+    assert math["prompt"][0]["content"].endswith(r"in \boxed{}.")
+    assert (math["data_source"], math["extra_info"]["level"]) == ("lighteval/MATH", "Level 3")
 
 
 def test_the_command_line_passes_the_kind_on(tmp_path):
-    import argparse
-
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     pair = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}
