@@ -176,8 +176,7 @@ def test_ignore_eos_goes_on_to_the_limit_unless_a_stop_id_comes(shared):
     ("family", "tied", "dtype"),
     [
         ("qwen3", False, torch.float32),
-        ("llama", True, torch.float32),
-        ("llama", False, torch.bfloat16),
+        ("llama", True, torch.bfloat16),
         ("phi3", False, torch.float32),  # its weights are fused as vLLM fuses those of others
     ],
 )
