@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-_CODE = """
-import os, sys, time
-from pathlib import Path
 from strop.trainer.run_folder import run_lock
-with run_lock(Path(sys.argv[1])):
-    print("held", flush=True)
-    exec(sys.argv[2])
-    time.sleep(600)
-"""
+
+import forked
+
+
+def _hold(folder: Path, then: str) -> None:
+    with run_lock(folder):
+        print("held", flush=True)
+        exec(then)
+        time.sleep(600)
 
 
 @contextmanager
-def holding(folder: Path, then: str = "") -> Generator[subprocess.Popen[str]]:
+def holding(folder: Path, then: str = "") -> Generator[forked.Child]:
     """Start a process that takes the lock and runs the code ``then``; kill it when the block ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _CODE, str(folder), then], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    with forked.start(_hold, folder, then) as holder:
+        while "held" not in holder.stdout:
+            assert holder.poll() is None, holder.stderr
+            time.sleep(0.02)
+        yield holder

@@ -50,18 +50,6 @@ def test_a_full_disk_names_the_file_that_was_to_be_written(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_created_is_reported_by_its_own_name(tmp_path, capsys):
-    def write() -> int:
-        with atomic_path(tmp_path / "results.json"):
-            pass  # the temporary file that is then forced to disk is not there
-        return 0
-
-    _, line = status_and_line(write, capsys)
-    assert "No such file" in line
-    assert f"{tmp_path / 'results.json'}" in line
-    assert ".tmp" not in line
-
-
 @pytest.mark.parametrize(
     "error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError("no number, no file")]
 )

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,8 +14,6 @@ from strop.config.checks.check import check
 from strop.config.load import load_config
 
 from messages import mentions
-
-SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "generate_config_reference.py"
 
 
 def shown(config, **sizes):
@@ -100,35 +96,6 @@ def test_strop_check_counts_the_rows_and_returns_the_status(overrides, tmp_path,
     assert row(capsys.readouterr().out, "training prompts") == "2,048"
     assert main(["check", *overrides, "data.train_files=/no/such.parquet"]) == 2
     assert mentions(capsys.readouterr().out, "data.train_files", "/no/such.parquet")
-
-
-# ------------------------------------------------------------------------------------------- docs/config.md
-
-
-@pytest.fixture(scope="module")
-def generator():
-    spec = importlib.util.spec_from_file_location("generate_config_reference", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_reference_page_is_that_of_the_schema(generator):
-    assert generator.main(["--check"]) == 0, "run: python docs/generate_config_reference.py"
-
-
-def test_a_stale_page_is_an_error_and_can_be_regenerated(generator, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(generator, "PAGE", tmp_path / "config.md")
-    assert generator.main(["--check"]) == 1
-    assert "is stale" in capsys.readouterr().err
-    assert generator.main([]) == 0
-    assert generator.main(["--check"]) == 0
-    text = (tmp_path / "config.md").read_text()
-    assert (
-        "| `trainer.total_epochs` | int > 0 | `30` | Passes over the training prompts. | honoured |" in text
-    )
-    (tmp_path / "config.md").write_text(text.replace("`30`", "`31`"))
-    assert generator.main(["--check"]) == 1
 
 
 def test_the_report_shows_the_source_of_the_old_log_probs(overrides):

@@ -55,7 +55,7 @@ def inputs(tmp_path_factory):
             "data.train_files={}/unnamed.parquet",
             ["unnamed.parquet", "'data_source' (data.reward_fn_key)", "custom_reward_function"],
         ),
-        ("data.train_files=[{}/train.parquet,{}/unnamed.parquet]", ["unnamed.parquet", "'data_source'"]),
+        ("data.train_files=[{}/train.parquet,{}/unnamed.parquet]", ["unnamed.parquet", "field data_source"]),
         (
             "data.val_files={}/no_answer.parquet data.val_max_samples=2",
             ["no_answer.parquet, row 5, field reward_model.ground_truth", "null", "strop/arithmetic"],

@@ -1,10 +1,8 @@
-"""The pictures: they decode, show what was logged, and leave pyplot alone."""
+"""The pictures: they decode and show what was logged."""
 
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,13 +92,3 @@ def test_mistakes_are_named(drawn, tmp_path):
 def test_a_running_mean_is_centred_and_shorter_at_the_ends():
     assert running_mean([1, 2, 3, 4, 8], window=3) == [1.5, 2, 3, 5, 6]
     assert running_mean([1, 5], window=1) == [1, 5]
-
-
-def test_drawing_leaves_pyplot_alone(drawn, tmp_path):
-    drawn("run", 3, {"critic/score/mean": rising})
-    code = "import sys; from strop.tracking.curves import draw_curves; draw_curves(sys.argv[1]); "
-    code += "print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "False False"

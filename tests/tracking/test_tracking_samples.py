@@ -11,18 +11,11 @@ import torch
 from strop.protocol import DataProto
 from strop.tracking.samples import write_samples
 
-import tiny_model
-from builders import random_samples
-
 
 class Letters:
     """Token 4 is "a", 5 is "b", ...; 1 is the stop token."""
 
-    def __init__(self):
-        self.decoded = []
-
     def batch_decode(self, sequences, *, skip_special_tokens):
-        self.decoded += sequences
         special = "" if skip_special_tokens else "."
         return ["".join(special if i == 1 else chr(ord("a") + i - 4) for i in ids) for ids in sequences]
 
@@ -90,13 +83,6 @@ def test_missing_columns_are_left_out(tmp_path):
     assert table["prompt"].to_pylist() == [".a", "abc"]
 
 
-def test_equal_prompts_are_decoded_once(tmp_path):
-    tokenizer = Letters()
-    write_samples(tmp_path / "s.parquet", two_samples().repeat(3), tokenizer)
-    assert sorted(tokenizer.decoded) == sorted([[1, 4], [4, 5, 6], [7, 9, 1], [4, 4, 5, 5]])
-    assert pq.read_table(tmp_path / "s.parquet")["prompt"].to_pylist() == [".a"] * 3 + ["abc"] * 3
-
-
 @pytest.mark.parametrize("failure", ["a text that UTF-8 lacks", "a full disk"])
 def test_a_failed_write_leaves_the_earlier_file_and_no_other(tmp_path, monkeypatch, failure):
     path, batch = tmp_path / "s.parquet", two_samples()
@@ -122,15 +108,3 @@ def test_no_samples_are_an_empty_file_with_its_columns(tmp_path):
     table = pq.read_table(tmp_path / "s.parquet")
     assert table.num_rows == 0
     assert "old_log_probs" in table.column_names
-
-
-def test_lists_equal_those_of_a_loop_over_rows(tmp_path):
-    batch = random_samples(40, seed=3)
-    batch.batch["advantages"] = torch.randn(40, 5)
-    write_samples(tmp_path / "s.parquet", batch, tiny_model.build_tokenizer())
-    rows = pq.read_table(tmp_path / "s.parquet").to_pylist()
-    for row, read in enumerate(rows):
-        real = batch.batch["attention_mask"][row, 6:].bool()
-        assert read["advantages"] == batch.batch["advantages"][row][real].tolist()
-        assert read["response_ids"] == batch.batch["responses"][row][real].tolist()
-        assert read["prompt_ids"] == [i for i in batch.batch["prompts"][row].tolist() if i != 0]

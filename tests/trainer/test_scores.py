@@ -27,7 +27,7 @@ from strop.trainer.scores import PendingScores, Samples
 
 import tiny_model
 from messages import naming
-from runs import make_inputs, metrics, overrides
+from runs import fit, make_inputs, metrics, overrides
 
 # A scorer that waits until the program has done something else: without that, its deadline passes.
 WAITS = """
@@ -102,7 +102,7 @@ def test_samples_are_scored_during_the_next_calls_of_workers(
         return plain(*arguments, **options)
 
     monkeypatch.setattr(worker, method, counted)
-    trainer.fit()
+    fit(trainer)
     (line,) = metrics(tmp_path / "run")
     assert line.get("reward/errors", 0) == 0
     assert line[metric] > 0
@@ -129,7 +129,7 @@ def test_samples_are_scored_while_others_are_generated(make, tmp_path, monkeypat
         early.append(len(list(notes.iterdir())))
 
     monkeypatch.setattr(decoding, "_report", report)
-    trainer.fit()
+    fit(trainer)
     assert 0 < early[0] < 16
     assert len(list(notes.iterdir())) == 16  # each once
     (line,) = metrics(tmp_path / "run")
@@ -148,7 +148,7 @@ def test_a_failure_elsewhere_does_not_wait_for_scores(make, tmp_path, monkeypatc
     monkeypatch.setattr(trainer.critic.worker, "compute_values", compute_values)
     started = time.monotonic()
     with pytest.raises(ModelError, match="no values today"):
-        trainer.fit()
+        fit(trainer)
     trainer.reward_fn.close()  # waits for the thread that feeds the scorer
     assert time.monotonic() - started < 30
 
@@ -178,7 +178,7 @@ def test_a_failure_of_the_scorer_stops_the_step(make, tmp_path):
     (tmp_path / "reward.py").write_text("def compute_score(**sample):\n    raise ValueError('no verdict')\n")
     trainer = make(f"custom_reward_function.path={tmp_path / 'reward.py'}")
     with pytest.raises(RewardError, match=naming("no verdict", "ValueError")):
-        trainer.fit()
+        fit(trainer)
 
 
 class Deferred(LocalWorkerGroup):
@@ -210,7 +210,7 @@ def test_reward_model_reference_actor_and_critic_work_at_the_same_time(inputs, t
     trainer.worker_group_cls = Deferred
     trainer.init_workers()
     Deferred.notes.clear()
-    trainer.fit()
+    fit(trainer)
     names = ("compute_rm_score", "compute_ref_log_prob", "compute_log_prob", "compute_values")
     found = [note for note in Deferred.notes if note.split()[1] in names]
     assert found[:4] == [f"start {name}" for name in names]
