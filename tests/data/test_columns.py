@@ -64,7 +64,7 @@ def seen(tmp_path_factory) -> tuple[dict[str, set[tuple[int, str]]], dict[str, s
                     files.setdefault(field.name, set()).add(_type(field.type))
         row: dict[str, Any] = {
             "data_source": "x",
-            **dict.fromkeys(("input_ids", "chosen", "rejected"), torch.ones(2)),
+            **dict.fromkeys(("input_ids", "chosen", "rejected"), torch.tensor([4, 5])),
         }
         pair_batch([row], pad_token_id=0, max_prompt_length=3, max_response_length=3)
     return batches, files

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from strop.checkpoint.folder import verify
 
+import forked
 from messages import mentions
 from ray_runs import RayRun, abandoned_shared_memory, trained_weights
 from runs import make_inputs, metrics, overrides, train
@@ -50,7 +49,14 @@ def _sabotage(tmp_path, method, call, deed):
 ENDS = {"Ctrl-C": 130, "SIGTERM": 143, "SIGKILL": -9}
 
 
-@pytest.mark.parametrize(("how", "background"), [("Ctrl-C", False), ("SIGTERM", True), ("SIGKILL", False)])
+@pytest.mark.parametrize(
+    ("how", "background"),
+    [
+        pytest.param("Ctrl-C", False, marks=pytest.mark.slow),
+        ("SIGTERM", True),
+        ("SIGKILL", False),
+    ],
+)
 def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, background):
     """With ``background`` the save of iteration 1 is in flight, and a call of the same worker hangs."""
     abandoned = abandoned_shared_memory()
@@ -129,6 +135,7 @@ def test_a_run_restarts_after_a_killed_worker(inputs, undisturbed, tmp_path):
     assert _results(tmp_path / "run") == undisturbed
 
 
+@pytest.mark.slow
 def test_an_error_that_would_come_again_is_not_tried_again(inputs, tmp_path):
     options = overrides(inputs, tmp_path / "run", *SETTINGS, "trainer.max_restarts=3")
     run = RayRun(options, sabotage=_sabotage(tmp_path, "compute_log_prob", 1, "give up"))
@@ -143,8 +150,8 @@ def test_a_cluster_that_is_not_there_is_an_error_at_once(inputs, tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"  # nobody listens
-        command = [sys.executable, "-m", "strop.trainer.main_ppo", *overrides(inputs, tmp_path, *SETTINGS)]
-        environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(Path(__file__).parent)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        command = ["-m", "strop.trainer.main_ppo", *overrides(inputs, tmp_path, *SETTINGS)]
+        environment = {"RAY_ADDRESS": address, "PYTHONPATH": str(Path(__file__).parent)}
+        done = forked.run(command, env=environment)
     assert done.returncode == 2
     assert mentions(done.stderr, "ConfigError", "Ray", address)
