@@ -10,9 +10,10 @@ Shapes: B samples (prompts x n, a prompt's samples adjacent), P prompt tokens (`
 response tokens (``data.max_response_length``), L = P + T, H hidden size, n samples per prompt. Micro-batches
 drop token positions that are padding in all of their rows.
 
-A worked example: one sample of two turns, P = 3, T = 8. The policy of version 7 writes a tool call ("c1 c2")
-and its turn ends; the environment inserts the tool's answer ("a1 a2"); meanwhile the policy was updated, so
-version 8 samples the final turn ("r1 r2" and the stop token "."). "_" is padding::
+A worked example of the general layout (no rollout inserts tool answers or mixes versions yet): P = 3, T = 8.
+The policy of version 7 writes a tool call ("c1 c2") and its turn ends; the environment inserts the tool's
+answer ("a1 a2"); meanwhile the policy was updated, so version 8 samples the final turn ("r1 r2" and the stop
+token "."). "_" is padding::
 
     position            0   1   2 | 3   4   5   6   7   8   9   10
     input_ids           _   p1  p2| c1  c2  a1  a2  r1  r2  .   _

@@ -76,14 +76,14 @@ class FixedKLController:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Update beta, given the mean sequence KL of ``n_samples`` samples that it was used for."""
+        """Do nothing: beta is constant."""
 
     def state_dict(self) -> dict[str, float]:
         """Return the state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint."""
+        """Do nothing: there is no state."""
 
 
 class AdaptiveKLController(FixedKLController):
@@ -105,7 +105,7 @@ class AdaptiveKLController(FixedKLController):
             TrainingError: the KL is NaN or infinite.
         """
         if not math.isfinite(current_kl):
-            raise TrainingError(f"the KL to the reference model is {current_kl}; the log-probs are broken")
+            raise TrainingError(f"KL to the reference model: found {current_kl}, expected a finite number")
         if n_samples >= 5 * self.horizon:
             raise ConfigError(
                 f"algorithm.kl_ctrl.horizon={self.horizon} is too short for {n_samples} samples an "

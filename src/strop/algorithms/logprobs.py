@@ -57,6 +57,8 @@ def token_log_probs(
         ref: hidden states [N, H'] and the projection of the reference model; adds the full KL to it, with the
             gradient to the policy only.
     """
+    if len(hidden_NH) != len(ids_N):
+        raise ValueError(f"{len(hidden_NH)} hidden states for {len(ids_N)} tokens")
     if isinstance(project, OutputLayer) and ref is None:
         log_probs_N, entropy_N = log_probs_and_entropy(hidden_NH, project, ids_N, temperature=temperature)
         return TokenLogProbs(log_probs_N, entropy_N if with_entropy else None, None)

@@ -56,7 +56,7 @@ def resolve(name: str, known: Mapping[str, Any], key: str) -> Function:
             f"{key}={name!r}: the module {module_name!r} cannot be imported ({error}); "
             f"is its folder on PYTHONPATH? (built in: {', '.join(sorted(known))})"
         ) from error
-    function = vars(module).get(attribute)
+    function = getattr(module, attribute, None)
     if not callable(function):
         raise ConfigError(f"{key}={name!r}: the module {module_name!r} has no function {attribute!r}")
     return function

@@ -157,7 +157,7 @@ class Checkpoints:
         return failures
 
     def _end_after_interrupt(self) -> None:
-        """Like a normal exit, but with time limits; failures are logged as warnings."""
+        """Finish as in a normal exit, but with time limits; log failures as warnings."""
         if self._in_flight is not None:
             logger.info(
                 "finishing the checkpoint of iteration %d, for at most %.0f s (Ctrl-C cancels it)",
@@ -174,7 +174,7 @@ class Checkpoints:
                 self._uploader.cancel()
 
     def _finish_in_time(self) -> None:
-        """Like ``finish``; ``CheckpointError`` when groups still write after ``AFTER_AN_INTERRUPT_S``."""
+        """Finish the save; ``CheckpointError`` when groups still write after ``AFTER_AN_INTERRUPT_S``."""
         deadline = time.monotonic() + AFTER_AN_INTERRUPT_S
         while self._in_flight is not None:
             self.poll()
@@ -302,7 +302,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _removed_on_failure(self, step: int, groups: list[Any]) -> Generator[None]:
-        """If the body fails, wait until no group writes and remove the unfinished save.
+        """Wait until no group writes and remove the unfinished save, if the body fails.
 
         An interrupt skips this: the exit of the run removes the folder without waiting for a group that
         hangs.

@@ -60,7 +60,7 @@ def run_train_rm(arguments: argparse.Namespace) -> int:
 
 
 def run(config: RootConfig) -> int:
-    """Train as the kind of configuration says; return 0."""
+    """Train the kind of run that the configuration describes; return 0."""
     log_to_console()
     require_valid(config)
     if isinstance(config, Config):

@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     if any(name.startswith(VALIDATION_PREFIX) for name in names_in_order(steps)):
         shown.append(_validation_table(steps))
     folder = run_dir / ("validation" if args.validation else "rollouts")
-    files = {int(path.stem.removeprefix("step_")): path for path in folder.glob("step_*.parquet")}
+    names = {path.stem.removeprefix("step_"): path for path in folder.glob("step_*.parquet")}
+    files = {int(name): path for name, path in names.items() if name.isdecimal()}
     if args.samples > 0 and (files or args.step is not None):
         step, path = _choose_step(folder, files, args.step)
         shown.append(_samples_view(step, path, count=args.samples, sort=args.sort))

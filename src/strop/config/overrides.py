@@ -26,7 +26,7 @@ def split_overrides(
 ) -> tuple[list[str], list[Override], list[str]]:
     """Parse `overrides` into config-group choices, settings, and a line for each that cannot be read.
 
-    A group is a subfolder of `folder`, where the user's file lies; its choice stays text, for Hydra.
+    A group is a subfolder of `folder`, beside the user's file; its choice stays text, for Hydra.
     """
     groups: list[str] = []
     settings: list[Override] = []
@@ -158,7 +158,7 @@ def compose_file(file: Path, group_overrides: Sequence[str], default_name: str) 
 def _own_hydra(folder: Path, default_name: str) -> Generator[None, None, None]:
     """Own Hydra's global state for one composition, then restore it: the caller may be a Hydra application.
 
-    The shipped defaults lie under every file anyway. A `defaults:` list that names them therefore gets an
+    The shipped defaults are always underneath. A `defaults:` list that names them therefore gets an
     empty layer, so the composition is exactly what the user wrote. A file of that name in `folder` is the
     user's own.
     """

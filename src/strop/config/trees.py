@@ -92,7 +92,7 @@ class Tree(Generic[Root]):
 
     @property
     def defaults_file(self) -> Path:
-        """The only place where defaults stand."""
+        """File with all defaults."""
         return Path(__file__).with_name(f"{self.name}.yaml")
 
     @cache  # noqa: B019 - there are as many trees as kinds of runs

@@ -34,12 +34,12 @@ _VERSION_FACTS = (
 
 
 Advance = Callable[[int], None]
-"""Counts so many more units as done."""
+"""Callback that advances the bar by this many units."""
 
 
 @contextmanager
 def progress_bar(description: str, total: int, *, show: bool = True) -> Generator[Advance]:
-    """Show a bar until the body ends, and yield what moves it; nothing is shown without a terminal."""
+    """Show a bar until the body ends, and yield its callback; nothing is shown without a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     hidden = not (show and console.is_terminal)

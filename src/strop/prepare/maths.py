@@ -92,7 +92,7 @@ def boxed_answer(solution: str) -> str:
         raise DataError(r"field solution: there is no \boxed{...}")
     rest = solution[start + len(command) :].lstrip()
     if not rest.startswith("{"):
-        # TeX takes the next token alone; the data set means all that stands before the formula's end.
+        # TeX takes the next token only; the data set means everything up to the formula's end.
         answer = rest.split("$", 1)[0].strip()
     else:
         end = closing_brace(rest)

@@ -1,14 +1,16 @@
 """Rewards: from a finished response to a number.
 
-``base``           the protocol of a reward, and the adapter for plain callables ``manager``
-``RewardManager``, the built-in reward; ``load_reward_manager`` makes the configured one ``batch``
-the rewards of one batch: a scoring thread, a budget of failures, and their sum ``parts``          weights:
-from the parts of a score to the score ``router``         the scorer of each data source ``custom``         a
-user's function, from ``custom_reward_function.path`` and ``.name`` ``reward_output``  the result as tensors,
-metrics and text ``score``          the built-in scorers: pure functions of text ``sandbox``        runs
-untrusted programs ``worker``         scoring processes, killed at a deadline: ``process`` starts ``child``
-and talks to it over a
-                   ``wire`` in ``records``; ``pool`` has several of them share a ``feed``
+``base``           the protocol of a reward, and the adapter for plain callables
+``manager``        ``RewardManager``, the built-in reward; ``load_reward_manager`` makes the configured one
+``batch``          the rewards of one batch: a scoring thread and a budget of failures
+``parts``          weights: from the parts of a score to the score
+``router``         the scorer of each data source
+``custom``         a user's function, from ``custom_reward_function.path`` and ``.name``
+``reward_output``  the result as tensors, metrics and text
+``score``          the built-in scorers: pure functions of text
+``sandbox``        runs untrusted programs
+``worker``         scoring processes, killed at a deadline: ``process`` starts ``child`` and sends it samples
+                   over a ``wire``; the processes of a ``pool`` share a ``feed``
 ``process_tree``   kills a process with everything that it started
 
 Only ``base``, ``manager``, ``batch``, ``parts`` and ``reward_output`` import torch: a scoring process starts

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from strop.errors import ConfigError
 from strop.protocol import DataProto
 from strop.rewards.reward_output import RewardOutput
 
@@ -107,4 +108,6 @@ class _PendingBatch(PendingReward):
 
 def as_reward(function: Reward | Callable[[DataProto], Any]) -> Reward:
     """Return ``function`` itself if it is a ``Reward``, else adapt it."""
+    if not isinstance(function, Reward) and hasattr(function, "expect"):
+        raise ConfigError(f"{type(function).__name__}.expect: derive the class from rewards.base.Reward")
     return function if isinstance(function, Reward) else BatchReward(function)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 from strop.algorithms.registry import resolve
 from strop.config.backends import load_backend
 from strop.config.names import OPTIONAL_PACKAGES, TRACKERS
-from strop.errors import MissingExtraError, TrainingError
+from strop.errors import ConfigError, MissingExtraError, TrainingError
 from strop.tracking.base import RunInfo, Tracker, ValidationTracker
 from strop.tracking.jsonl import JsonlTracker
 from strop.tracking.report import ValidationReport
@@ -114,12 +115,19 @@ def resolve_tracker(name: str) -> Callable[[RunInfo], Any]:
     """
     if name in OPTIONAL_PACKAGES and importlib.util.find_spec(name) is None:
         raise MissingExtraError(name, name, f"trainer.logger {name!r}")
-    return load_backend(TRACKERS[name]) if name in TRACKERS else resolve(name, TRACKERS, "trainer.logger")
+    try:
+        return load_backend(TRACKERS[name]) if name in TRACKERS else resolve(name, TRACKERS, "trainer.logger")
+    except ImportError as error:  # an installed package that does not work
+        raise ConfigError(f"trainer.logger={name!r} cannot be imported: {error}") from error
 
 
 def _as_number(name: str, value: Any) -> int | float:
     """Return a plain int or float. Counts stay ints, so that ``episode`` is 64 and not 64.0."""
-    number = value.item() if hasattr(value, "item") else value  # 0-d tensors and numpy scalars
-    if not isinstance(number, int | float):
-        raise TypeError(f"metric {name!r} is a {type(value).__name__}, expected a number")
-    return number
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        pass
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metric {name!r} is a {type(value).__name__}, expected a number") from error

@@ -1,4 +1,4 @@
-"""``python -m strop.trainer.main_ppo key=value ...``: the reference documents' name for ``strop train``."""
+"""``python -m strop.trainer.main_ppo key=value ...``: verl's name for ``strop train``."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 ``PPO`` sees models only through worker groups, so the same code drives models in this process and on a
 cluster. It reads no state of the loop: the iteration is an argument, so a loop may collect the next batch
-while it learns from this one. Its only state is the KL controller, which ``learn`` updates.
+while it learns from this one, if the rollout has a separate pool and weights are sent between updates. Its
+only state is the KL controller, which ``learn`` updates.
 ``strop.trainer.ray_trainer`` runs the loop.
 
 Shapes: B samples (prompts x rollout.n), P prompt tokens, T response tokens.
@@ -62,8 +63,13 @@ class Groups(NamedTuple):
 def loss_inputs(config: Config) -> list[str]:
     """Return the further columns that the policy loss takes; ``ConfigError`` if this run lacks one."""
     has_critic = "values" in needs(get_estimator(config.algorithm.adv_estimator))
-    computed = {"values": has_critic, "ref_log_prob": uses_reference(config)}
-    actor, absent = config.actor_rollout_ref.actor, [name for name, found in computed.items() if not found]
+    actor = config.actor_rollout_ref.actor
+    computed = {
+        "values": has_critic,
+        "ref_log_prob": uses_reference(config),
+        "rollout_is_weights": actor.rollout_is is not None,
+    }
+    absent = [name for name, found in computed.items() if not found]
     return extra_inputs(get_policy_loss(actor.policy_loss, actor.policy_loss_kwargs, absent=absent))
 
 

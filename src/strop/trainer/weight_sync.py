@@ -1,4 +1,4 @@
-"""Which policy version the rollout holds, and the transfer of weights from the actor."""
+"""Track the rollout's policy version, and transfer weights from the actor."""
 
 from __future__ import annotations
 

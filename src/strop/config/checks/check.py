@@ -46,13 +46,14 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
     iterations.
     """
     rules = [*COMMON_RULES, *(RULES if isinstance(config, Config) else SUPERVISED_RULES)]
-    if isinstance(config, Config) and Attempts()(lambda: Placement.from_config(config)) is not None:
-        rules += PLACEMENT_RULES  # a wrong placement is reported with the plan
+    attempt = Attempts()
+    if isinstance(config, Config) and attempt(lambda: Placement.from_config(config)) is not None:
+        rules += PLACEMENT_RULES
     findings = [finding for rule in rules for finding in rule(config)]
     errors = [text for level, text in findings if level == "error"]
     warnings = [text for level, text in findings if level == "warning"]
     if not isinstance(config, Config) or config.trainer.val_only:
-        return CheckResult(errors, warnings, None)
+        return CheckResult(errors + attempt.lines, warnings, None)
     try:
         plan = BatchPlan.from_config(config, train_rows=train_rows)
     except ConfigError as problem:
@@ -83,7 +84,7 @@ def deprecated(config: Config) -> Iterator[Finding]:
 
 
 Rule = Callable[[Any], Iterator[Finding]]
-"""Yields the findings about one matter between keys; what a single field knows stands on the field."""
+"""Rule across keys, which yields findings; rules of one key are markers on its field."""
 
 COMMON_RULES: tuple[Rule, ...] = (
     check_keys,

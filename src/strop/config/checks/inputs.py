@@ -65,7 +65,7 @@ def context_of_model(path: str, longest: int, keys: str) -> Iterator[Finding]:
     """Warn if `longest` tokens, which `keys` give, exceed the context window of the model at `path`."""
     facts = read_model_facts(path)
     if facts is not None and facts.context is not None and facts.context < longest:
-        yield warning(f"{keys} = {longest} tokens, more than the context window of {path} ({facts.context})")
+        yield warning(f"{keys}: {longest} tokens exceed the context window of {path} ({facts.context})")
 
 
 def resume(config: RootConfig) -> Iterator[Finding]:

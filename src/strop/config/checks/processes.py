@@ -123,7 +123,7 @@ def batches(config: Config) -> Iterator[Finding]:
 
 
 def precision(config: Config) -> Iterator[Finding]:
-    """Warn if vLLM computes in another precision than the trainer: the sampler is then another policy."""
+    """Warn if vLLM's precision differs from the trainer's: the sampler is then another policy."""
     section = config.actor_rollout_ref
     sampler, trainer = rollout_dtype(config), section.model.compute_dtype
     computed = {"auto": "bfloat16" if visible_gpus() and config.trainer.device != "cpu" else "float32"}

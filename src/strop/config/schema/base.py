@@ -37,7 +37,7 @@ class At:
     one_rank: bool
     """Every role has one process, so nothing is sharded."""
     on_ray: bool
-    """Workers run in processes of their own."""
+    """Workers run in separate processes."""
     on_cpu: bool
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil  # comes with Ray
+import psutil
 import ray
 from ray._private import services
 from ray._private.state import available_resources_per_node

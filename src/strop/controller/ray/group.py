@@ -193,4 +193,4 @@ class RayWorkerGroup:
 
 
 NVMegatronRayWorkerGroup = RayWorkerGroup
-"""The reference documents' name for Megatron workers; a worker class says itself which ranks share rows."""
+"""verl's name for Megatron workers; a worker class says itself which ranks share rows."""

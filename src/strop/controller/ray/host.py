@@ -248,7 +248,7 @@ class WorkerHost:
     def call_beside(
         self, name: str, method: str, packed: Packed, read: Set[str], *objects: Any
     ) -> tuple[Any, Any]:
-        """Like ``call``, concurrently with a call in flight, for methods marked with ``beside_calls``."""
+        """Run a method marked with ``beside_calls`` concurrently with a call in flight; see ``call``."""
         host: Any = self  # Ray's decorator changes the type of methods
         return host.call(name, method, packed, read, *objects)
 

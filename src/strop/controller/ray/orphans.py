@@ -13,7 +13,7 @@ import sys
 
 import psutil
 
-_INTERVAL_S = 1.0
+_INTERVAL_S = 2.0
 
 
 def watch() -> subprocess.Popen[bytes]:
@@ -24,15 +24,15 @@ def watch() -> subprocess.Popen[bytes]:
 
 
 def _main() -> None:
-    driver = psutil.Process(int(sys.argv[1]))
+    pid = int(sys.argv[1])
     found: set[psutil.Process] = set()
     while not select.select([sys.stdin], [], [], _INTERVAL_S)[0]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in driver.children():
-                if child.name() in ("raylet", "gcs_server"):
-                    found |= {child, *child.children(recursive=True)}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.ppid() == pid and process.name() in ("raylet", "gcs_server"):
+                    found |= {process, *process.children(recursive=True)}
     for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             process.kill()
 
 

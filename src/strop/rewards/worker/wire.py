@@ -71,7 +71,7 @@ class Lane:
             raise EOFError("the pipe is closed")
         self._received += piece
         if len(self._received) > _LONGEST_LINE:
-            raise ValueError(f"a line of more than {_LONGEST_LINE} bytes is no answer")
+            raise ValueError(f"a line exceeds {_LONGEST_LINE} bytes")
 
     def _write(self) -> None:
         try:

@@ -35,7 +35,7 @@ class Channel:
         """Send a message. Raises ``Closed``, or ``ValueError`` if it is too long."""
         content = json.dumps(message).encode()
         if len(content) > self._limit:
-            raise ValueError(f"a value of {len(content)} bytes as text; at most {self._limit} may cross")
+            raise ValueError(f"a value of {len(content)} bytes exceeds the limit of {self._limit}")
         rest = memoryview(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
         try:
             while rest:
