@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network, or wait for it
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 torch.set_num_threads(1)
 # A shell that starts tests in the background has SIGINT ignored, which the runs they start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,18 +73,24 @@ def two_nodes(ray_session: None) -> Iterator[None]:
 # Tests that mostly wait: for deadlines, or for processes that start and end.
 _WAITING = ("tests/controller/", "tests/rewards/", "tests/e2e/test_ray")
 _RAY_CONTROLLER = tuple(f"tests/controller/test_{name}.py" for name in ("failures", "nodes", "groups"))
-_LONGEST = (
+_RAY_RUNS = (
     "tests/parity/test_ranks.py",
     "tests/parity/test_vllm_ranks.py",
+    "tests/e2e/test_async_ranks.py",
+    "tests/e2e/test_reference_documents.py",
+    "tests/e2e/test_eval.py",
+    "tests/workers/test_reward_model.py",
+)
+_VLLM = ("tests/rollout/test_vllm_rollout.py", "tests/e2e/test_vllm_run.py")
+_LONGEST = (
+    *_RAY_RUNS,
     "tests/e2e/test_ray.py",
-    "tests/rollout/test_vllm_rollout.py",
+    *_VLLM,
     "tests/e2e/test_resume.py",
+    "tests/engines/test_sharded_engine.py",
+    "tests/models/test_layouts.py",
     "tests/e2e/test_resume_async.py",
     "tests/models/test_ulysses.py",
-    "tests/e2e/test_vllm_run.py",
-    "tests/engines/test_sharded_engine.py",
-    "tests/e2e/test_variants.py",
-    "tests/models/test_layouts.py",
     *_RAY_CONTROLLER,
 )
 
@@ -98,7 +105,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file in one process, as they share its runs, and those of the Ray controller too.
+    """Keep the tests of a file in one process, as they share its runs, and those of one Ray session
+    or one import of vLLM.
 
     ``--no-loadscope-reorder`` hands files out in the order of their first tests. (``--dist loadgroup`` groups
     nothing with pytest 9.2: pytest-xdist 3.8 writes a group into an attribute that pytest no longer reads.)
@@ -107,7 +115,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "Ray controller" if nodeid.startswith(_RAY_CONTROLLER) else nodeid.split("::")[0]
+            for group in (_RAY_CONTROLLER, _RAY_RUNS, _VLLM):  # one Ray session each, one import of vLLM
+                if nodeid.startswith(group):
+                    return group[0]
+            return nodeid.split("::")[0]
 
     return ByFile(config, log)
 

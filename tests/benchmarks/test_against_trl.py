@@ -28,6 +28,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     return setting
 
 
+@pytest.mark.slow
 def test_strop_ends_its_responses_where_the_setting_plans_it(uneven: Setting, tmp_path: Path) -> None:
     found = against_trl.run(against_trl.STROP, uneven, 1, tmp_path)  # fails by itself where lengths differ
     for row in found["iterations"]:
@@ -43,6 +44,7 @@ def test_strop_ends_its_responses_where_the_setting_plans_it(uneven: Setting, tm
         against_trl.check_lengths(against_trl.STROP, uneven, other[:1])
 
 
+@pytest.mark.slow
 def test_a_run_at_the_limit_has_responses_of_the_limit(uneven: Setting, tmp_path: Path) -> None:
     setting = dataclasses.replace(uneven, lengths="limit", algorithm="ppo", limit=4, kl_coef=0.1)
     write_inputs([setting])

@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import driver
@@ -16,6 +18,7 @@ MODEL_INPUTS = 3 * 2 * INTS + INTS + FLOATS  # ids, mask and positions of the wh
 REQUEST = 3 * INTS + 8  # ids, mask and positions of the prompt, a seed
 
 
+@pytest.mark.slow
 def test_the_traffic_of_a_step_is_what_its_columns_hold(ray_session: None, tmp_path: Path) -> None:
     rows, nbytes = driver.measure(2, prompts=PROMPTS, tokens=TOKENS, steps=1)
     on, off = sorted(rows, key=lambda row: not row.handles)

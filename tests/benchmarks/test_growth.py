@@ -16,6 +16,7 @@ from side_by_side.inputs import characters, write_inputs
 from side_by_side.setting import Setting
 
 
+@pytest.mark.slow
 def test_a_point_changes_one_thing_and_is_measured(tmp_path: Path):
     base = Setting("140k", "grpo", "limit", 4, "float32", str(tmp_path), iterations=1, samples=8, n=4)
     assert growth.point("samples", 16, base, 1).setting == dataclasses.replace(base, samples=16)
