@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-
 import pytest
 from small_disk import no_room
 
@@ -48,14 +46,3 @@ def test_a_full_disk_names_the_file_that_was_to_be_written(tmp_path, capsys):
     assert line.startswith("OSError: ")
     assert f"No space left on device: '{tmp_path / 'table.parquet'}'" in line
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError("no number, no file")]
-)
-def test_an_error_about_no_file_keeps_its_traceback(error):
-    def action() -> int:
-        raise error
-
-    with pytest.raises(type(error)):
-        run_command(action, debug=False)

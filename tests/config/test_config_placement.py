@@ -142,7 +142,7 @@ def test_copies_have_to_share_the_ranks_evenly():
 
 @pytest.fixture
 def eight_ranks(tmp_path):
-    """What is found about sharing sequences among eight ranks, with a model of six heads."""
+    """Return the findings for sequences shared among eight ranks, with a model of six heads."""
     facts = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 1, "vocab_size": 10}
     (tmp_path / "config.json").write_text(json.dumps({**facts, "intermediate_size": 8}))
     common = ("trainer.n_gpus_per_node=8", f"actor_rollout_ref.model.path={tmp_path}")

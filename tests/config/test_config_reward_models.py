@@ -1,4 +1,4 @@
-"""What `strop check` says of a reward model that cannot read what the policy writes."""
+"""Checks of reward models that cannot read the policy's tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHARED = "reward_model.model.input_tokenizer=null"
 
 def test_a_reward_model_that_fits_is_passed(report):
     assert report() == report(SHARED) == ([], [])
-    assert report(vocabulary=99) == ([], [])  # samples are written anew
+    assert report(vocabulary=99) == ([], [])  # samples are tokenized again
 
 
 def test_the_default_path_is_no_reward_model(report):

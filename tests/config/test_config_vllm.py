@@ -1,4 +1,4 @@
-"""What the rollout's keys come to with vLLM, and what `check` says of them."""
+"""The rollout's keys with vLLM: resolved values and checks."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_rank_zero_alone_is_called(group):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 12])
-def test_data_parallel_results_stand_in_the_order_of_the_rows(group, rows):
+def test_data_parallel_results_are_in_the_order_of_the_rows(group, rows):
     batch = random_samples(rows)
     result = group.double(batch, factor=3)
     assert len(result) == rows

@@ -208,7 +208,7 @@ def test_a_plain_tensor_may_be_written_with_a_remote_one(store):
 
 
 def test_a_worker_gets_the_same_rows_without_their_passing_through_the_driver(store):
-    """What ``pack`` sends for a remote column are the places of its rows; ``unpack`` runs at the worker."""
+    """``pack`` sends the places of a remote column's rows; ``unpack`` runs at the worker."""
     order = torch.tensor([7, 0, 3, 3, 1, 6])
     for rows in (slice(None), slice(1, 4), slice(5, None), order, torch.tensor([3]), torch.arange(8).flip(0)):
         packed, references = pack(((store.batch[rows],), {"scale": store.batch.batch["scores"]}))

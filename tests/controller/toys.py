@@ -123,7 +123,7 @@ class ToyWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path, background: bool) -> None:
-        """Its thread, like that of a real save, talks to the threads of the other ranks."""
+        """The thread communicates with those of the other ranks, as in a real save."""
         apart = dist.new_group() if self.world_size > 1 else None
 
         def write() -> None:

@@ -61,7 +61,7 @@ def test_other_fields_become_object_columns_even_when_they_look_like_a_matrix():
         ([row(1, index=0), row(2, ability="math")], ["row 1", "'ability'", "'index'"]),
     ],
 )
-def test_rows_that_make_no_batch_are_an_error(rows, parts):
+def test_rows_that_cannot_form_a_batch_are_an_error(rows, parts):
     with pytest.raises(DataError, match=naming(*parts)):
         collate(rows, pad_token_id=0, max_prompt_length=2)
 

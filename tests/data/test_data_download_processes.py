@@ -108,7 +108,7 @@ def test_a_process_killed_in_a_download_leaves_no_half_file_and_no_lock(server, 
         waiting.wait(timeout=2)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait(WAIT_S) == -signal.SIGKILL
-    # Nothing that looks whole; the one that waited gets the lock and begins anew.
+    # Nothing that looks whole; the one that waited gets the lock and starts again.
     assert [path.name for path in tmp_path.rglob("model.bin") if ".partial" not in str(path.parent)] == []
     server.go_on.set()
     path = finished(waiting)

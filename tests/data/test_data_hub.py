@@ -183,7 +183,7 @@ def test_a_cached_model_has_its_weights_in_one_format_and_a_tokenizer_needs_none
             local_model(NAME, tmp_path / "strop")
 
 
-def test_a_local_path_is_no_name_on_the_hub(cache, tmp_path, monkeypatch):
+def test_a_local_path_is_not_a_hub_name(cache, tmp_path, monkeypatch):
     cache("config.json", "model.safetensors")
     monkeypatch.chdir(tmp_path)
     assert is_hub_name(NAME)

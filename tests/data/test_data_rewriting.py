@@ -28,7 +28,7 @@ def writer(template=TEMPLATE):
 
 
 def samples(*, prompts, responses, truncated):
-    """As a rollout returns them; the prompt's own ids are of no interest here."""
+    """Return samples as a rollout does; the prompt's own ids do not matter here."""
     rows = [READER.encode(text, add_special_tokens=False) for text in responses]
     rows = [row if cut else [*row, READER.eos_token_id] for row, cut in zip(rows, truncated, strict=True)]
     width = max(map(len, rows)) + 1
@@ -43,7 +43,7 @@ def samples(*, prompts, responses, truncated):
 
 
 def texts(rewriter, batch):
-    """What the reward model reads, row by row, decoded with its own tokenizer."""
+    """Return the reward model's input, row by row, decoded with its tokenizer."""
     columns = rewriter(batch).batch
     return [
         rewriter.writer.decode(ids[mask.bool()])

@@ -58,7 +58,7 @@ def test_an_unknown_kind_is_an_error(tmp_path):
 def test_a_file_of_another_kind_is_not_overwritten(tmp_path):
     source = tmp_path / "harmless-base.test.jsonl"
     source.write_text(json.dumps(transcripts()))
-    for _ in range(2):  # the same kind may be prepared anew
+    for _ in range(2):  # the same kind may be prepared again
         prepare("full_hh_rlhf", source, tmp_path / "out", split_kind="rl")
     before = (tmp_path / "out" / "test.parquet").read_bytes()
     with pytest.raises(DataError, match=naming("test.parquet", "ability", "chosen", "rejected")):
@@ -90,7 +90,7 @@ def test_a_record_with_a_separate_prompt_gives_the_same_pair():
         ({"chosen": ["secret"], "rejected": ""}, "chosen.* list"),
     ],
 )
-def test_what_is_no_pair_is_refused_without_quoting_it(record, reason):
+def test_a_record_that_is_not_a_pair_is_refused_without_its_text(record, reason):
     with pytest.raises(DataError, match=reason) as error:
         read_pair(record)
     assert "secret" not in str(error.value)
@@ -126,7 +126,7 @@ def test_every_real_pair_is_used_or_counted_out(kind, real_data, raw_pairs, tmp_
 
 
 def has_the_same_text(row, raw_pairs) -> bool:
-    """Whether turns and answers, put together again, are the transcripts (white space aside)."""
+    """Return True if turns and answers, joined, are the transcripts (white space aside)."""
     speakers = {"user": "Human", "assistant": "Assistant"}
     turns = [f"{speakers[turn['role']]}: {turn['content']}" for turn in row["prompt"]]
     answers = {"chosen": row.get("chosen") or row.get("response"), "rejected": row.get("rejected")}

@@ -78,7 +78,7 @@ class RayRun:
             self._reader.join(5)
 
     def wait_until_struck(self, seconds: float = 120) -> float:
-        """When the saboteur struck."""
+        """Wait for the sabotage and return its time."""
         assert self.marker is not None
         deadline = time.time() + seconds
         while time.time() < deadline:

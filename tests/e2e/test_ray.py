@@ -58,7 +58,7 @@ ENDS = {"Ctrl-C": 130, "SIGTERM": 143, "SIGKILL": -9}
     ],
 )
 def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, background):
-    """With ``background`` the save of iteration 1 is in flight, and a call of the same worker hangs."""
+    """``background``: the save of iteration 1 is in flight, and a call of the same worker hangs."""
     abandoned = abandoned_shared_memory()
     run = RayRun(
         overrides(inputs, tmp_path / "run", *SETTINGS, f"trainer.async_save={background}"),

@@ -43,7 +43,7 @@ def test_whitening_uses_the_unbiased_variance_of_real_tokens_only():
     torch.testing.assert_close(ppo.whiten(x, mask), torch.tensor([[-1.0, 0.0], [1.0, 0.0]]))
 
 
-def test_policy_loss_is_clipped_only_where_the_advantage_asks_for_more():
+def test_policy_loss_is_clipped_only_in_the_direction_of_the_advantage():
     ratios = torch.tensor([[1.5, 0.5, 1.5, 0.5]])
     advantages = torch.tensor([[2.0, 2.0, -2.0, -2.0]])
     loss = ppo.policy_loss(ratios.log(), torch.zeros(1, 4), advantages, 0.2)

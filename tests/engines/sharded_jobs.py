@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of sharded engines: functions that a spawned process can import."""
+"""Functions that ranks run in the tests of sharded engines."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ class _LiveMemory(TorchDispatchMode):
             if type(tensor) is torch.Tensor and tensor.device.type == "cpu":  # a DTensor has no memory itself
                 storage = tensor.untyped_storage()
                 self._alive[storage._cdata] = storage
-        # FSDP frees what it gathered by resizing the storage to nothing: ask for the sizes of now
+        # FSDP frees what it gathered by resizing the storage to nothing: read the current sizes
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self._alive.values()))
         return result
 

@@ -77,7 +77,7 @@ def test_a_thread_that_builds_on_meta_leaves_another_thread_alone():
 
 
 def test_models_are_built_by_two_threads_at_once(tmp_path):
-    """As the pools of an asynchronous local run do."""
+    """Pools of an asynchronous local run do the same."""
     folder = tiny_model.save(tmp_path, hidden=16)
     expected = dict(load_causal_lm(folder).named_parameters())
     barrier = threading.Barrier(2)

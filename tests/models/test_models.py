@@ -130,7 +130,7 @@ def test_a_folder_without_a_vocabulary_is_an_error_that_names_it(folder, tmp_pat
         load_tokenizer(tmp_path)
 
 
-def test_a_tokenizer_of_ones_own_is_read_as_it_was_written(tmp_path):
+def test_a_custom_tokenizer_is_loaded_unchanged(tmp_path):
     own = tiny_model.build_tokenizer("ab ")  # AutoTokenizer reads it as a Qwen2Tokenizer, which loses spaces
     own.save_pretrained(tmp_path)  # without a model, too
     assert load_tokenizer(tmp_path).decode(own.encode("a b")) == "a b"

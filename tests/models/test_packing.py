@@ -131,7 +131,7 @@ def test_nothing_grows_with_the_square_of_the_packed_length(family):
 
 
 def test_flash_attention_receives_the_ends_of_sequences(monkeypatch):
-    """Its kernel needs a GPU; what reaches it in each layer is what it takes."""
+    """The kernel needs a GPU, so the test compares the arguments that each layer passes to it."""
     calls = []
 
     def varlen(module, query, key, value, attention_mask, **options):

@@ -157,7 +157,7 @@ def test_another_place_for_the_same_ranks_gives_the_same_bits(results, one, othe
 
 
 def test_training_moved_the_parameters_much_further(results):
-    """Else the tolerance above would hold for runs that do nothing."""
+    """The tolerance above would also hold for runs that do nothing."""
     before = load_file(results.inputs / "model" / "model.safetensors")
     start = torch.cat([w.double().flatten() for _, w in sorted(before.items())])
     moved = ((results.weights("local", "actor") - start).norm() / start.norm()).item()

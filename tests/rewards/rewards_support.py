@@ -1,4 +1,4 @@
-"""What the tests of the rewards share: the real data, and waiting for processes to be gone."""
+"""Helpers of the tests of rewards: real data, and waiting for processes to end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
 
 
 def none_within(look: Callable[[], list[int]], seconds: float) -> bool:
-    """Whether nothing is left of what ``look`` lists, at the latest after so many seconds."""
+    """Return True if ``look`` lists nothing within this many seconds."""
     deadline = time.monotonic() + seconds
     while look():
         if time.monotonic() > deadline:

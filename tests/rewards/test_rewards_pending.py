@@ -49,7 +49,7 @@ def tokens(batch: DataProto, row: int) -> list[int]:
     return batch.batch["responses"][row][batch.batch["response_mask"][row].bool()].tolist()
 
 
-def test_samples_are_scored_as_they_come_and_stand_in_the_order_of_the_batch(
+def test_samples_are_scored_on_arrival_and_returned_in_batch_order(
     manager: RewardManager, batch: DataProto, tmp_path: Path
 ):
     pending = manager.expect(prompts(), n=2)

@@ -232,7 +232,7 @@ def test_a_closed_process_runs_exit_handlers_and_starts_again_when_needed(
     assert run(process, "result = 3.0").score == 3.0
 
 
-def test_a_dropped_object_takes_its_process_along(run_response: Callable[..., Any], running: Running):
+def test_garbage_collection_ends_the_process(run_response: Callable[..., Any], running: Running):
     process = RewardProcess(run_response)
     run(process, "pass")
     assert len(running()) == 1
@@ -293,7 +293,7 @@ def start_script(tmp_path: Path, ending: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("ending", ["", "sys.exit(1)", "1 / 0"])
-def test_a_script_that_defines_its_scorer_ends_without_a_trace(tmp_path: Path, running: Running, ending: str):
+def test_a_script_that_defines_its_scorer_leaves_no_process(tmp_path: Path, running: Running, ending: str):
     with start_script(tmp_path, ending) as script:
         assert script.stdout is not None
         assert script.stdout.read() == "4.0\n"
@@ -324,7 +324,7 @@ def test_a_fork_of_the_program_does_not_end_the_process(process: RewardProcess):
 
 
 def test_imports_of_a_scorer_happen_before_the_deadline_of_the_first_sample(running: Running):
-    """Else many processes that load at once on few cores would all be cut off, and load again."""
+    """Many processes that load at once on few cores would otherwise all time out, and load again."""
     pytest.importorskip("math_verify")
     scorer = BuiltInScorer("math", {"method": "math-verify"})
 

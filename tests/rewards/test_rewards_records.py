@@ -77,7 +77,7 @@ def first_excess(budget: ErrorBudget, batches: list[str]) -> tuple[int, int] | N
         (1.0, ["x"], None),
     ],
 )
-def test_the_budget_bears_its_rate_and_always_one_failure(
+def test_the_budget_allows_its_rate_and_at_least_one_failure(
     max_rate: float, batches: list[str], expected: tuple[int, int] | None
 ):
     assert first_excess(ErrorBudget(max_rate), batches) == expected

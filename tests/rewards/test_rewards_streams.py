@@ -227,7 +227,7 @@ def test_answers_written_before_a_crash_count(make: Make, tmp_path: Path):
 
 
 def test_a_slow_first_sample_stops_none_of_the_others(make: Make, tmp_path: Path):
-    """It waits until all others are scored, 30 of them to each of the other processes."""
+    """The first sample waits until all others are scored, 30 by each of the other processes."""
     others = 30 * (WORKERS - 1)
     waits = (
         f"import os, time\nwhile len(os.listdir({str(tmp_path)!r})) < {others}: time.sleep(0.01)\nresult = -1"

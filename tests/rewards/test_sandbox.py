@@ -50,7 +50,7 @@ PATIENT = Limits(wall_s=20.0)
 
 
 def outcome_of(attack: str, expected: object, *, limits: Limits = PATIENT) -> Verdict:
-    """Whether ``f()``, whose body is ``attack``, gives ``expected``, or the name of what is raised in it."""
+    """Return True if ``f()`` with the body ``attack`` returns ``expected``, or the name of its exception."""
     return run_assert_tests(reporting(attack), [f"got = f()\nassert got == {expected!r}, got"], limits=limits)
 
 

@@ -97,7 +97,7 @@ print("after the run")
 
 
 def run_on_terminal(folder: Path, **environment: str) -> str:
-    """What LIVE_RUN writes to a terminal of 100 columns."""
+    """Return the output of LIVE_RUN on a terminal of 100 columns."""
     reader, writer = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "50", **environment}
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What trackers show of a validation."""
+"""Trackers' output for a validation."""
 
 from __future__ import annotations
 

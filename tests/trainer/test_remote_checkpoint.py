@@ -84,7 +84,7 @@ def test_whole_checkpoints_are_copied_and_only_the_newest_are_kept(url, tmp_path
         assert read(url, f"global_step_3/{path.relative_to(local)}") == path.read_bytes()
 
 
-def test_auto_takes_the_remote_one_where_there_is_no_local_one(url, tmp_path):
+def test_auto_falls_back_to_the_remote_checkpoint(url, tmp_path):
     run_of(1, 2, folder=tmp_path / "run", url=url)
     checkpoints = Checkpoints(tmp_path / "elsewhere", remote=url)
     found = checkpoints.find("auto")
@@ -254,7 +254,7 @@ def test_a_resumed_run_uploads_the_checkpoint_that_a_killed_one_could_not(memory
 def test_uploads_are_waited_for_also_when_the_save_in_flight_fails(
     memory_fs, tmp_path, monkeypatch, caplog, uploads_fail, dead_before_the_end
 ):
-    """Else a restart begins to upload while this run still does."""
+    """Otherwise a restart would upload while this run still does."""
     breaking(monkeypatch, times=int(uploads_fail))
     checkpoints = Checkpoints(tmp_path, background=True, remote=REMOTE)
     checkpoints._uploader._retry_after_s = ()

@@ -84,7 +84,7 @@ def test_real_preferences_go_from_raw_files_to_a_reward_model(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_a_reward_model_serves_reinforcement_learning_as_it_is_exported(inputs, tmp_path):
-    """As reward model, whose scores are then centred, and as the start of the critic."""
+    """The model serves as reward model, whose scores are then centred, and as the start of the critic."""
     reward_model = tmp_path / "rm" / "final_model"
     train("train-rm", overrides(inputs, tmp_path / "rm"))
     options = runs.overrides(

@@ -1,4 +1,4 @@
-"""When the rollout gets weights, when they are checked, and when its memory is the update's."""
+"""Transfer, verification and release of the rollout's weights."""
 
 from __future__ import annotations
 

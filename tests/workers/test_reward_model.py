@@ -229,7 +229,7 @@ def test_another_vocabulary_is_refused_before_a_model_loads(inputs, tmp_path):
 
 
 def test_a_shared_tokenizer_that_ends_conversations_differently_is_a_warning(inputs, tmp_path, caplog):
-    """As ChatML does, with a line end after the end token."""
+    """Template like ChatML's, with a line end after the end token."""
 
     def warnings(template, *extra):
         for name in ("policy", "reward_model"):

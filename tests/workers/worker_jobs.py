@@ -88,7 +88,7 @@ def generate(folder: Path, role: Role, mode: str, *extra: str) -> dict[str, torc
     built.release_rollout()
     assert all(torch.equal(found.batch[name], again.batch[name]) for name in found.batch)
     moved = (found.batch["rollout_log_probs"] - first.batch["rollout_log_probs"]).abs().max()
-    assert moved > 1e-4  # the weights of now are used, not those of the start
+    assert moved > 1e-4  # the current weights are used, not those of the start
     assert built.world_size == 1 or next(built.rollout._model.parameters()).is_meta  # memory given back
     return {name: column.view(len(prompts()), -1, *column.shape[1:]) for name, column in found.batch.items()}
 
@@ -97,7 +97,7 @@ def buckets(folder: Path, max_bytes: int) -> tuple[list[Sequence[tuple[str, torc
     """Everything that ``weight_bucket`` hands out on this rank until rank zero has None; the actor's hash."""
     built = worker(folder, Role.Actor)
     update(built)
-    handed = [built.weight_bucket(True, max_bytes)]  # given up, to begin anew
+    handed = [built.weight_bucket(True, max_bytes)]  # abandoned, to start again
     handed = [built.weight_bucket(True, max_bytes)]
     more = torch.tensor(1)
     while True:
