@@ -169,7 +169,7 @@ class RolloutConfig(VLLMSamplingConfig):
             applies=lambda at: _unused(at) and at.value != at.config.actor_rollout_ref.model.compute_dtype,
         ),
     ]
-    """Precision of vLLM's copy of the weights. Unwritten and auto: actor_rollout_ref.model.compute_dtype."""
+    """Precision of vLLM's copy of the weights. If not set, or auto: actor_rollout_ref.model.compute_dtype."""
     gpu_memory_utilization: Annotated[Probability, _UNUSED_BY_HF]
     """Share of the GPU's memory for vLLM's weights and KV cache; on a CPU the KV cache's limit."""
     ignore_eos: bool
@@ -189,7 +189,7 @@ class RolloutConfig(VLLMSamplingConfig):
     load_format: Annotated[LoadFormat, _UNUSED_BY_HF]
     """Weights that vLLM starts with. dummy_*: none, the trainer sends all; others: the model folder's."""
     tensor_model_parallel_size: Annotated[PositiveInt, _UNUSED_BY_HF]
-    """Ranks over which vLLM spreads one copy of the model. Unwritten: 1 unless there are GPUs to divide."""
+    """Ranks over which vLLM spreads one copy of the model. If not set: 1 unless there are GPUs to divide."""
     max_num_batched_tokens: Annotated[PositiveInt, _UNUSED_BY_HF]
     """Most tokens in one step of vLLM."""
     max_num_seqs: Annotated[PositiveInt, _UNUSED_BY_HF]

@@ -54,7 +54,7 @@ class RunConfig(Section):
     nnodes: Annotated[PositiveInt, _OTHER_POOLS]
     """Machines; more than one needs a Ray cluster that runs on them."""
     n_gpus_per_node: Annotated[PositiveInt, _OTHER_POOLS]
-    """Processes (GPUs) on each machine. Unwritten: at most the GPUs of this machine, and 1 without any."""
+    """Processes (GPUs) on each machine. If not set: at most the GPUs of this machine, and 1 without any."""
     worker_group: Literal["auto", "local", "ray"]
     """Workers run in this process (local) or each in its own (ray); auto: ray if there is more than one."""
     handles: Annotated[bool, no_effect("with one process", lambda at: not at.value and not at.on_ray)]
