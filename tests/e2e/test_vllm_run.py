@@ -54,7 +54,8 @@ def test_sampler_and_trainer_agree_after_every_update(undisturbed):
     assert [line["step"] for line in lines if "timing_s/verify_weights" in line] == [0, 4]
 
 
-@pytest.mark.parametrize("point", ["update", pytest.param("rename", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["update", "rename"])
 def test_a_killed_run_continues_to_the_same_numbers(inputs, undisturbed, tmp_path, point):
     run, expected = undisturbed
     copy_until(run, 2, tmp_path / "run")

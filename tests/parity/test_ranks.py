@@ -148,7 +148,7 @@ def test_another_number_of_ranks_gives_the_same_parameters(results, one, other):
     [
         ("local", "ray with 1 rank"),
         ("local", "ray with 1 rank, without handles"),
-        ("2 ranks", "2 ranks, critic and reference on 2 others"),
+        pytest.param("2 ranks", "2 ranks, critic and reference on 2 others", marks=pytest.mark.slow),
     ],
 )
 def test_another_place_for_the_same_ranks_gives_the_same_bits(results, one, other):

@@ -60,14 +60,8 @@ def results(tmp_path_factory, ray_session):
     return run
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param("2 ranks, an engine each", marks=pytest.mark.slow),
-        pytest.param("2 ranks, one engine", marks=pytest.mark.slow),
-        "actor on 2 ranks, rollout on 1 other",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "1 rank"])
 def test_every_layout_trains_the_same_policy(results, layout):
     expected, found = actor_of(results("1 rank")), actor_of(results(layout))
     assert (found - expected).norm() / expected.norm() < 1e-5
