@@ -158,23 +158,23 @@ class RewardManager(Reward):
 
     def _expect(self, prompts: DataProto, *, n: int, with_model: bool) -> PendingSamples:
         fields = [fields for fields in self._fields(prompts) for _ in range(n)]
-        asked = [parts for parts in self._asked(prompts, has_model=with_model) for _ in range(n)]
+        required = [parts for parts in self._required(prompts, has_model=with_model) for _ in range(n)]
         self._last_job = ScoringJob(
             self._process,
             self._budget,
             n_rows=len(fields),
-            n_scored=sum(map(bool, asked)),
+            n_scored=sum(map(bool, required)),
             after=self._last_job,
         )
 
         def sample(row: int, token_ids: list[int]) -> Sample:
             response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
             source, ground_truth, extra = fields[row]
-            parts = asked[row] if self._part_scorers else None
+            parts = required[row] if self._part_scorers else None
             return Sample(source, response, ground_truth, extra, parts)
 
-        compose = functools.partial(self._compose, [RULE in parts for parts in asked])
-        return PendingSamples(self._last_job, [bool(parts) for parts in asked], sample, compose)
+        compose = functools.partial(self._compose, [RULE in parts for parts in required])
+        return PendingSamples(self._last_job, [bool(parts) for parts in required], sample, compose)
 
     def _compose(
         self,
@@ -248,7 +248,7 @@ class RewardManager(Reward):
         """Raise the errors of ``validate_sources``, without its warnings."""
         for source in sorted(set(sources)):
             has_rule = self._has_scorer(source)
-            for name in self.composition.asked(source, has_rule=has_rule):
+            for name in self.composition.required(source, has_rule=has_rule):
                 scorer = self._part_scorers.get(name)
                 if name == RULE and self._router is not None:
                     self._router.require_ready(source, self._timeout_s)
@@ -296,14 +296,14 @@ class RewardManager(Reward):
             )
         ]
 
-    def _asked(self, prompts: DataProto, *, has_model: bool) -> list[tuple[str, ...]]:
+    def _required(self, prompts: DataProto, *, has_model: bool) -> list[tuple[str, ...]]:
         """Return the parts that functions compute for each row; check all rows before scoring the first."""
         sources = [source for source, *_ in self._fields(prompts)]
         self.require_scored(sources, has_reward_model=has_model)
         targets = prompts.non_tensor_batch.get("reward_model", [None] * len(sources))
         by_model = [has_model and (target or {}).get("style") == "model" for target in targets]
         return [
-            self.composition.asked(source, has_rule=not model_alone and self._has_scorer(source))
+            self.composition.required(source, has_rule=not model_alone and self._has_scorer(source))
             for source, model_alone in zip(sources, by_model, strict=True)
         ]
 

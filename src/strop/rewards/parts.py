@@ -49,7 +49,7 @@ class Composition:
     penalty_reward_value: float = -10.0
     min_response_length: int = 0
 
-    def asked(self, data_source: str, *, has_rule: bool) -> tuple[str, ...]:
+    def required(self, data_source: str, *, has_rule: bool) -> tuple[str, ...]:
         """Return the parts that functions compute for a sample."""
         rule = (RULE,) if has_rule and self.parts[RULE].weight(data_source) != 0 else ()
         others = (
@@ -65,7 +65,7 @@ class Composition:
             return
         if self.parts[RULE].weight(source) != 0 and not has_rule:
             raise UnknownSourceError(source, known)
-        if not self.asked(source, has_rule=has_rule):
+        if not self.required(source, has_rule=has_rule):
             raise RewardError(
                 f"data_source {source!r}: nothing scores it; every part of {KEY} has weight 0 for it"
             )
