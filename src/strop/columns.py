@@ -85,8 +85,8 @@ baseline_scores     | B   | float32 | score  | rewards | advantages | of the gre
 old_log_probs       | BT  | float32 | nats   | actor   | policy loss, KL | log-prob before the update
 entropys            | BT  | float32 | nats   | actor   | metrics | entropy before the update
 ref_log_prob        | BT  | float32 | nats   | ref     | KL | log-prob | a KL is used
-ref_hidden          | BTH | float32 |        | ref     | actor | hidden states | kl_penalty=full
-full_kl             | BT  | float32 | nats   | actor   | driver | KL over the vocabulary | kl_penalty=full
+ref_hidden          | BTH | float32 |        | ref     | actor | hidden states | a full KL is used
+full_kl             | BT  | float32 | nats   | actor   | driver | KL over the vocabulary | a full KL is used
 values              | BT  | float32 | score  | critic  | advantages, value loss | before the update | gae
 kl                  | BT  | float32 | nats   | driver  | driver, metrics | estimate of the KL | a KL is used
 token_level_rewards | BT  | float32 | score  | driver  | advantages | scores - beta kl

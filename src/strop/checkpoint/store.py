@@ -1,12 +1,17 @@
 """Checkpoints of a run: save, load, prune, upload; each is complete or absent.
 
-A checkpoint holds the weights and optimizer moments of each trained role, the state of the loop
-(``Run.state_dict`` and its subclasses: iteration, position in the data, adaptive KL coefficient, best score)
-and the driver's global random generators, for users' code. Learning rates are functions of the iteration and
-need no state. It is written into ``global_step_N.tmp``, listed in its manifest, made durable, renamed to
-``global_step_N``, and only then named in ``latest_checkpointed_iteration.txt``: whenever the process dies,
-that file names a checkpoint that loads. Ranks write into the temporary folder; only the driver seals and
-renames it, after all ranks have finished.
+::
+
+    global_step_N/actor, critic   torch.distributed.checkpoint: weights, moments (``engines/torch/state.py``)
+        huggingface/              configuration, tokenizer, and weights (not after a background save)
+    global_step_N/trainer.pt      the loop (``Run.state_dict``, extended by ``ReinforcementRun``): iteration,
+                                  position in the data, KL coefficient, best score, seconds; and the driver's
+                                  global random generators, for users' code
+    global_step_N/manifest.json   size of every file
+
+Ranks write into ``global_step_N.tmp``; then the driver writes the manifest, makes all durable, renames the
+folder, and only then names it in ``latest_checkpointed_iteration.txt``: whenever the process dies, that file
+names a checkpoint that loads.
 """
 
 from __future__ import annotations
@@ -316,7 +321,7 @@ class Checkpoints:
                 with contextlib.suppress(Exception):
                     group.finish_save()
             shutil.rmtree(building_folder(self.folder, step), ignore_errors=True)
-            if not _is_about_files(error):
+            if not _is_final_failure(error):
                 raise
             raise CheckpointError(
                 f"the checkpoint of iteration {step} could not be written to {self.folder} ({error}); "
@@ -338,8 +343,8 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_about_files(error: BaseException) -> bool:
-    """Return True if retrying a failed save cannot help; torch raises RuntimeError for a full disk."""
+def _is_final_failure(error: BaseException) -> bool:
+    """Return True if a restart would fail the same way; torch raises RuntimeError for a full disk."""
     if isinstance(error, WorkerError):
         return error.is_final  # a rank raised; after the loss of a rank a restart may help
     has_own_message = isinstance(error, StropError) and not isinstance(error, CheckpointError)

@@ -96,9 +96,9 @@ def train_once(config: RootConfig) -> None:
 def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
     """Call ``train(config)``; after a worker's failure retry from the last checkpoint.
 
-    ``trainer.max_restarts`` limits the retries. An error that would recur (a wrong model, a bad row) is not
-    retried. A restart rebuilds models, data loaders and reward processes: only the run folder carries over,
-    which makes a restart equal to a resume. The run folder is locked from the first attempt to the end;
+    ``trainer.max_restarts`` limits the retries. An error that strop itself raises (``WorkerError.is_final``)
+    is not retried. A restart rebuilds models, data loaders and reward processes: only the run folder carries
+    over, which makes a restart equal to a resume. The run folder is locked from the first attempt to the end;
     ``ConfigError`` if another process holds the lock.
     """
     from strop.trainer.run_folder import RunFolder, run_lock

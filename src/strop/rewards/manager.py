@@ -69,7 +69,7 @@ class RewardManager(Reward):
     (:func:`strop.config.reward_parts.read_parts`); :class:`strop.rewards.parts.Composition` has the rules,
     also for ``non_stop_penalty``, ``penalty_reward_value`` and ``min_response_length``.
 
-    A sample whose scorer raises, exceeds ``timeout_s`` seconds or ends its process scores ``error_score``.
+    A sample whose scorer raises, takes over ``timeout_s`` or ends its process gets ``error_score`` as rule.
     Above a rate of ``max_error_rate`` (:class:`strop.rewards.batch.ErrorBudget`) scoring raises.
 
     ``num_examine`` samples of each data source in every batch go to ``printer`` (default: the log) as text.

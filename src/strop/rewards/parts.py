@@ -37,8 +37,8 @@ def _scorer(name: str, part: RewardPart) -> ScoreFunction:
 class Composition:
     """Rules that make a score of parts.
 
-    The score is the weighted sum; with ``non_stop_penalty``, a response without a stop token, or of fewer
-    than ``min_response_length`` tokens, scores ``penalty_reward_value`` instead.
+    The score is the weighted sum; with ``non_stop_penalty``, in training, a response cut at the limit, or of
+    fewer than ``min_response_length`` tokens, scores ``penalty_reward_value`` instead.
 
     In validation the score is the rule alone, else the reward model alone, else the weighted sum of the
     others, so that runs with different weights are comparable.

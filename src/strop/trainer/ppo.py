@@ -204,7 +204,7 @@ class PPO:
     def estimate_advantages(self, batch: DataProto, beta: float) -> DataProto:
         """Compute rewards with the KL penalty, advantages and returns, on the driver.
 
-        r_t = score_t - ``beta`` kl_t, unless the KL is a term of the loss. Raises ``TrainingError`` for
+        r_t = score_t - ``beta`` kl_t; no KL without ``has_kl_in_reward``. Raises ``TrainingError`` for
         advantages that are not finite.
         """
         columns, algorithm, mask_BT = dict(batch.batch), self.config.algorithm, batch.batch["response_mask"]

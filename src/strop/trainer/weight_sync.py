@@ -10,8 +10,8 @@ from strop.trainer.metrics import PhaseTimer
 class WeightSync:
     """Brings the rollout to the current policy before it generates.
 
-    A rollout on the actor's own weights has nothing to copy; its worker returns at once. A co-located
-    copy takes every weight from the actor by reference. A rollout in a separate pool gets buckets of weights
+    A rollout on the actor's own weights has nothing to copy; its worker returns at once. A co-located copy is
+    loaded from the actor's tensors in the process. A rollout in a separate pool gets buckets of weights
     through Ray's object store; with ``trainer.handles`` the driver passes on references only.
     """
 
@@ -22,7 +22,7 @@ class WeightSync:
         self._together = rollout is actor
         self._transfers = 0
         self.version = 0
-        """Current version of the policy: the last iteration that updated the actor."""
+        """Current version of the policy: the last iteration that updated the actor, set by the trainer."""
         self.rollout_version: int | None = None
         """Version of the rollout's weights; None if it holds none."""
 
@@ -47,6 +47,7 @@ class WeightSync:
         return self.version
 
     def _send_buckets(self) -> None:
+        """Send buckets in order; a last call without one names the version."""
         bucket = self._actor.weight_bucket(restart=True)
         while bucket is not None:
             self._rollout.load_weights(bucket)

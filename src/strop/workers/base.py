@@ -188,7 +188,7 @@ class Worker(Generic[Root]):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: Path, background: bool = False) -> None:
-        """Write the training state into ``folder`` and the model into ``folder/huggingface``.
+        """Write weights, buffers and moments into ``folder`` and the model into ``folder/huggingface``.
 
         With ``background`` the state is written while training goes on, until ``finish_save``, and
         ``huggingface`` has no weights: ``export_from_shards`` makes them from the state.

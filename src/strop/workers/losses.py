@@ -22,7 +22,7 @@ _ROW = "row"
 
 
 def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_length: int) -> Loss:
-    """Return the loss agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(kl).
+    """Return the loss agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL to ref).
 
     Formulas: docs/algorithms.md. ``actor`` is the section ``actor_rollout_ref.actor``; ``n_tokens`` and
     ``n_seqs`` count the whole mini-batch over all ranks and micro-batches. Without a column ``old_log_probs``

@@ -139,7 +139,7 @@ class ActorRolloutRefWorker(RoleWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def release_rollout(self) -> None:
-        """Free the memory of the rollout's copy of the weights for the update, where it can."""
+        """Free the rollout's weights and KV cache for the update, where it can sleep."""
         self.rollout.release()
 
     @register(Dispatch.ONE_TO_ALL)

@@ -100,9 +100,9 @@ class RewardModelConfig(Section):
     timeout_s: PositiveFloat
     """Seconds that a reward function may take for one sample before it is cut off."""
     error_score: Number
-    """Score of a sample whose reward function failed or was cut off."""
+    """Score from rules of a sample whose reward function failed or was cut off."""
     max_error_rate: Fraction
-    """Share of such samples in a batch above which the run stops."""
+    """Share of such samples, among the last 256 or a larger batch, above which the run stops."""
     parts: dict[str, Any]
     """Terms of a score: name of a part -> weight, or {weight, scorer, kwargs}; see docs/rewards.md."""
     non_stop_penalty: bool

@@ -87,7 +87,7 @@ class AlgorithmConfig(Section):
         KlKind,
         no_effect("without a KL term", lambda at: not has_kl_term(at.config), "no reference model is loaded"),
     ]
-    """Estimator of the KL between policy and reference in the reward."""
+    """Estimator of the KL between policy and reference in the reward and in metrics."""
     kl_ctrl: KlControlConfig
 
 

@@ -1,7 +1,7 @@
 """The processes of one pool, and the outcome of calls to them: results, a death, an exception, a hang.
 
-Death is noticed by the failure of a pending call. A rank's peers would wait in a collective for minutes, so
-the first failure ends all pools of the run.
+A death fails the process's lifetime call, which the driver polls while it waits for any result. Peers of a
+lost rank would wait in a collective for minutes, so the first failure ends all pools of the run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``VLLMRollout``: token ids in, token ids and log-probs out, on weights that the trainer sends.
 
-The engine runs in the worker's process: next to the actor, weights are handed over by reference. The price is
-vLLM's scheduler in the worker's Python. Every rank runs an engine. With tensor parallelism the ranks of a
-group run one engine together, in lockstep on the same requests.
+The engine runs in the worker's process: next to the actor, it copies weights from the actor's tensors. The
+price is vLLM's scheduler in the worker's Python. Every rank runs an engine. With tensor parallelism the ranks
+of a group run one engine together, in lockstep on the same requests.
 """
 
 from __future__ import annotations
