@@ -79,7 +79,7 @@ def _described(config: Config) -> dict[str, Any]:
 
 
 class _Progress:
-    """Moves a progress bar; without a terminal, logs a line every few seconds."""
+    """Move a progress bar; without a terminal, log a line every few seconds."""
 
     def __init__(self, advance: Advance, total: int) -> None:
         self._advance, self._total, self._done = advance, total, 0

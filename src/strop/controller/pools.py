@@ -36,7 +36,7 @@ class ResourcePool:
 
 
 class ResourcePoolManager:
-    """Maps each role to its pool; roles with the same pool share its processes (co-located placement).
+    """Map each role to its pool; roles with the same pool share its processes (co-located placement).
 
     Raises ``ConfigError`` when a role names a pool that the specification lacks.
     """

@@ -90,7 +90,7 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """Runs forward and backward passes over a batch and keeps the optimizer.
+    """Run forward and backward passes over a batch, and keep the optimizer.
 
     A new back-end is one class with these methods and an entry in ``ENGINES``.
     """

@@ -23,7 +23,7 @@ from strop.models.ulysses import SequenceGroup, check_shareable
 
 
 class RoleModel(nn.Module):
-    """Wraps a Hugging Face model; subclasses define ``forward(batch, **options) -> dict[str, Tensor]``."""
+    """Hugging Face model of a role; subclasses define ``forward(batch, **options) -> dict[str, Tensor]``."""
 
     packing_key: str = "actor_rollout_ref.model.use_remove_padding"
     """Configuration key of ``packed``, for errors."""

@@ -26,7 +26,7 @@ _CHUNK = 256  # tokens whose logits are in memory at once if the head is more th
 
 
 class LogitProjection:
-    """Maps hidden states [..., H] to logits [..., V], with the model family's scaling or soft cap."""
+    """Map hidden states [..., H] to logits [..., V], with the model family's scaling or soft cap."""
 
     def __init__(self, config: PretrainedConfig, head: Projection) -> None:
         self._head = head

@@ -75,7 +75,7 @@ class SequenceScorer(RoleModel):
 
 
 class PairScorer(SequenceScorer):
-    """Scores the chosen and the rejected answer of each row; a packed pass computes their prompt once."""
+    """Score the chosen and the rejected answer of each row; a packed pass computes their prompt once."""
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``chosen_scores`` and ``rejected_scores``, [B] float32 each, uncentred."""

@@ -34,7 +34,7 @@ _LOG_EVERY_S = 10.0
 
 
 class ErrorBudget:
-    """Counts failed samples over a window: the current batch and earlier ones, 256 samples in total.
+    """Count failed samples over a window: the current batch and earlier ones, 256 samples in total.
 
     A larger batch is judged alone. Without the window, one failure in a batch of four would exceed any rate;
     for the same reason one failure is always allowed, unless ``max_rate`` is 0.
@@ -64,7 +64,7 @@ class ErrorBudget:
 
 
 class ScoringJob:
-    """Scores the samples of one batch of B rows in a thread, in the order in which they are added.
+    """Score the samples of one batch of B rows in a thread, in the order in which they are added.
 
     Jobs use the process or pool in sequence; ``after`` is the preceding one.
     """
@@ -186,7 +186,7 @@ def name_sample(row: int, sample: Sample) -> str:
 
 
 class PendingSamples(PendingReward):
-    """Takes the samples of a batch as they are finished, then the whole batch, and returns its rewards."""
+    """Rewards of a batch whose samples are added as they are finished, and then completed."""
 
     takes_samples = True
 

@@ -53,7 +53,7 @@ _OFF_UNLESS_SET = ("parts", "non_stop_penalty", "min_response_length")
 
 
 class RewardManager(Reward):
-    """Scores samples in killable processes, each sample under a deadline.
+    """Score samples in killable processes, each sample under a deadline.
 
     One process scores one sample after another; ``num_workers`` processes score as many in parallel.
 

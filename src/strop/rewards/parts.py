@@ -93,7 +93,7 @@ class Composition:
 
 
 class UnusedParts:
-    """Finds weights that never take effect, usually because of a misspelt name; reports each once."""
+    """Find weights that never take effect, usually because of a misspelt name; report each once."""
 
     def __init__(self, parts: Mapping[str, RewardPart]) -> None:
         self._parts = parts

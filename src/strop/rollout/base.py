@@ -80,7 +80,7 @@ samples, token ids including the stop token."""
 
 
 class RolloutEngine(Protocol):
-    """Generates responses. A new back-end is one class with these methods and an entry in ``ROLLOUTS``."""
+    """Generate responses. A new back-end is one class with these methods and an entry in ``ROLLOUTS``."""
 
     @classmethod
     def build(cls, spec: RolloutSpec) -> RolloutEngine:

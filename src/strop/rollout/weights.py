@@ -75,7 +75,7 @@ def require_equal_checksums(expected: Mapping[str, int], held: Mapping[str, int]
 
 
 class WeightLedger:
-    """Checks an update: ``ModelError`` names a weight that is unknown, misshapen, duplicated or missing."""
+    """Check an update: ``ModelError`` names a weight that is unknown, misshapen, duplicated or missing."""
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         """Expect these ``shapes``: every parameter by Hugging Face name, tied ones once."""

@@ -1,4 +1,4 @@
-"""Builds a trainer from a configuration: worker classes, placement, rewards and start-up checks.
+"""Build a trainer from a configuration: worker classes, placement, rewards and start-up checks.
 
 Copy ``build_trainer`` for a run with another worker, reward or placement: its parts are public.
 """

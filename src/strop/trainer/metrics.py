@@ -21,7 +21,7 @@ from strop.protocol import DataProto
 
 
 class PhaseTimer:
-    """Sums wall-clock seconds by phase; ``take`` returns them as ``timing_s/<name>`` and resets."""
+    """Sum wall-clock seconds by phase; ``take`` returns them as ``timing_s/<name>`` and resets."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)

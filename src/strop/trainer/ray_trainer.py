@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayPPOTrainer:
-    """Drives actor, rollout, reference, critic and reward model through one PPO iteration after another.
+    """Drive actor, rollout, reference, critic and reward model through one PPO iteration after another.
 
     Takes the arguments of verl's trainer of this name. Call ``init_workers()``, then ``fit()``.
 

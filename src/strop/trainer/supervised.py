@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class SupervisedTrainer(ABC, Generic[Supervised]):
-    """Trains one model on prompts with given answers.
+    """Train one model on prompts with given answers.
 
     Subclasses define the worker that holds the model, the batches and the metrics.
     """

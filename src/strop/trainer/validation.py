@@ -91,7 +91,7 @@ Progress = Callable[[int], None]
 
 
 class Validator:
-    """Answers and scores every validation prompt as ``rollout.val_kwargs`` says."""
+    """Answer and score every validation prompt, sampled as set in ``rollout.val_kwargs``."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from strop.trainer.metrics import PhaseTimer
 
 
 class WeightSync:
-    """Brings the rollout to the current policy before it generates.
+    """Bring the rollout to the current policy before it generates.
 
     A rollout on the actor's own weights has nothing to copy; its worker returns at once. A co-located copy is
     loaded from the actor's tensors in the process. A rollout in a separate pool gets buckets of weights

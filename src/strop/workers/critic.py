@@ -12,7 +12,7 @@ from strop.workers.losses import critic_objective
 
 
 class CriticWorker(RoleWorker):
-    """Holds the value model, which may start from a language model or from a reward model."""
+    """Hold the value model, which may start from a language model or from a reward model."""
 
     shared_passes: ClassVar = {"compute_values": "values", "update_critic": "critic"}
 

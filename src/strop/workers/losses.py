@@ -92,7 +92,7 @@ def _kl(kind: str, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor])
 
 
 class Recorder:
-    """Records per-token outputs of an update's forward passes, for all rows of a mini-batch."""
+    """Record per-token outputs of an update's forward passes, for all rows of a mini-batch."""
 
     def __init__(self, mini_batch: DataProto, names: Mapping[str, str]) -> None:
         """Record the outputs in ``names``: output -> name of its column [B, T]."""

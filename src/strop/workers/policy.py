@@ -27,7 +27,7 @@ from strop.workers.losses import Recorder, actor_objective
 
 
 class ActorRolloutRefWorker(RoleWorker):
-    """Holds the trained policy and a rollout, or a frozen reference, or both."""
+    """Hold the trained policy and a rollout, or a frozen reference, or both."""
 
     shared_passes: ClassVar = {
         "compute_log_prob": "log_prob",

@@ -12,7 +12,7 @@ from strop.workers.base import RoleWorker
 
 
 class RewardModelWorker(RoleWorker):
-    """Scores with an ``AutoModelForSequenceClassification``.
+    """Score with an ``AutoModelForSequenceClassification``.
 
     With ``reward_model.model.input_tokenizer`` samples are decoded with that tokenizer and re-tokenized with
     the reward model's tokenizer and chat template (``data/rewriting.py``). Without it the policy's token ids

@@ -45,7 +45,7 @@ def answers(address: str) -> bool:
 
 
 class HeadWatch:
-    """Detects the loss of the cluster's head, if polled about once a second."""
+    """Detect the loss of the cluster's head, if polled about once a second."""
 
     def __init__(self) -> None:
         self.address = ray.get_runtime_context().gcs_address

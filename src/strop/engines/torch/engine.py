@@ -73,7 +73,7 @@ def build_module(spec: ModelSpec, *, sharded: bool) -> tuple[RoleModel, WeightSo
 
 
 class TorchEngine:
-    """Holds one model, or this rank's part of it; without an optimizer it only infers."""
+    """Hold one model, or this rank's part of it; without an optimizer, only infer."""
 
     def __init__(
         self,

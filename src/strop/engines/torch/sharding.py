@@ -262,7 +262,7 @@ def _from_first_rank(
 
 
 class Offload:
-    """Moves a module and its optimizer's moments between the device and the CPU.
+    """Move a module and its optimizer's moments between the device and the CPU.
 
     Gradients are not offloaded: between phases there are none.
     """

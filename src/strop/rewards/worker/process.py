@@ -34,7 +34,7 @@ _GOODBYE_S = 2.0
 
 
 class OutputReader:
-    """Copies a scoring process's output to ``sys.stderr`` in a thread, and keeps its end for error texts.
+    """Copy a scoring process's output to ``sys.stderr`` in a thread, and keep its end for error texts.
 
     Each sample may print 16,000 characters; the rest is dropped with a note, so that endless output neither
     blocks the scorer nor floods the terminal. ``sys.stderr`` keeps a live display intact.

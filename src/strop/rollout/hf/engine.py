@@ -44,7 +44,7 @@ _CHECK_LENGTHS = (5, 3)
 
 
 class HFRollout:
-    """Generates with a transformers causal LM in place: on the trainer's weights, with a cache per call.
+    """Generate with a transformers causal LM in place: on the trainer's weights, with a cache per call.
 
     Not compiled: ``torch.compile`` of a decoding step took 300 s on a CPU and gave 1.08x; packing linear
     layers takes milliseconds and gives more. On a CPU long generations pack a copy of the large linear layers
@@ -219,7 +219,7 @@ def check_decoding(
 
 
 class HFReplica:
-    """Generates on an unsharded copy of the weights, allocated at an update and freed by ``release``."""
+    """Generate on an unsharded copy of the weights, allocated at an update and freed by ``release``."""
 
     def __init__(
         self,

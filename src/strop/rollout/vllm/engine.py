@@ -47,7 +47,7 @@ _Request = tuple[list[int], int | None]
 
 
 class VLLMRollout:
-    """Generates on a copy of the policy in vLLM's layout; sleeps between ``release`` and an update."""
+    """Generate on a copy of the policy in vLLM's layout; sleep between ``release`` and an update."""
 
     def __init__(
         self,

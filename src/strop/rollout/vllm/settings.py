@@ -150,7 +150,7 @@ class InProcessUpdate(WeightTransferUpdateInfo):
 
 
 class InProcessWeightTransfer(WeightTransferEngine[WeightTransferInitInfo, InProcessUpdate]):
-    """Loads tensors of this process; ``receive_weights`` may be called repeatedly, in any order."""
+    """Load tensors of this process; ``receive_weights`` may be called repeatedly, in any order."""
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = InProcessUpdate
