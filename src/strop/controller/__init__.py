@@ -1,1 +1,1 @@
-"""Where workers run: in this process, or elsewhere. The trainer sees only a worker group."""
+"""Worker groups, in this process or on Ray: the trainer sees workers only through them."""

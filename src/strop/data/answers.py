@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from strop.data.loader import collate
 from strop.data.parquet import UNNAMED_SOURCE, Files, read_prompt_table
@@ -145,7 +144,9 @@ def _prompts(rows: Rows, pad_token_id: int, max_prompt_length: int) -> DataProto
 
 def _padded(answers: Sequence[Tensor], pad_token_id: int, width: int) -> tuple[Tensor, Tensor]:
     """Return ids int64 [B, width], padded on the right, and the mask float32 [B, width] of real tokens."""
-    ids = torch.stack([pad(answer, (0, width - len(answer)), value=pad_token_id) for answer in answers])
+    ids = torch.full((len(answers), width), pad_token_id, dtype=torch.int64)
+    for row, answer in zip(ids, answers, strict=True):
+        row[: len(answer)] = answer  # raises for an answer of more than width tokens
     lengths = torch.tensor([len(answer) for answer in answers])
     return ids, (torch.arange(width) < lengths[:, None]).float()
 

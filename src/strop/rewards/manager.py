@@ -197,7 +197,7 @@ class RewardManager(Reward):
         failed = [outcome is not None and bool(outcome.error) for outcome in outcomes]
         scored = zip(sources, outcomes, has_rule, failed, strict=True)
         self._unused_parts.require_returned(
-            parts, [source for source, outcome, rule, wrong in scored if rule and outcome and not wrong]
+            parts, [source for source, outcome, rule, error in scored if rule and outcome and not error]
         )
         added = self.composition.contributions(
             parts, sources, failed_B=torch.tensor(failed), validating=validating

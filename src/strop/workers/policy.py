@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from strop.config.backends import ROLLOUTS
 from strop.config.placement import rollout_dtype
-from strop.config.roles import uses_reference
+from strop.config.roles import uses_full_kl
 from strop.config.schema import Config
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role
@@ -46,7 +46,7 @@ class ActorRolloutRefWorker(RoleWorker):
         self.temperature = self.section.rollout.temperature
         actor = self.section.actor
         self.full_kl_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
-        self.full_kl = self.full_kl_loss or (uses_reference(config) and config.algorithm.kl_penalty == "full")
+        self.full_kl = uses_full_kl(config)
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
