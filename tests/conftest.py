@@ -78,6 +78,7 @@ _RAY_RUNS = (
     "tests/e2e/test_async_ranks.py",
     "tests/e2e/test_reference_documents.py",
     "tests/e2e/test_eval.py",
+    "tests/e2e/test_external_lib.py",
     "tests/workers/test_reward_model.py",
 )
 _VLLM = ("tests/rollout/test_vllm_rollout.py", "tests/e2e/test_vllm_run.py")

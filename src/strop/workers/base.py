@@ -266,9 +266,13 @@ class RoleWorker(Worker[Config]):
         return engine_section(self.strategy, *holders.get(self.role, (policy.actor,)))
 
     def load_tokenizer(self, path: str) -> Any:
-        """Load the tokenizer of a local path, a URL or a name on the hub."""
-        trust = self.config.actor_rollout_ref.model.trust_remote_code
-        return self.load_tokenizer_from(path, trust_remote_code=trust)
+        """Load the tokenizer of a local path, a URL or a name on the hub.
+
+        The policy's ``external_lib`` is imported first: it may register the tokenizer's class.
+        """
+        policy = self.config.actor_rollout_ref.model
+        import_external_lib(policy.external_lib)
+        return self.load_tokenizer_from(path, trust_remote_code=policy.trust_remote_code)
 
     def data_parallel_place(self, method: str) -> tuple[int, int]:
         """Return this rank's part of the rows of a data-parallel ``method``, and the number of parts."""

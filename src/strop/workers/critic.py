@@ -20,10 +20,11 @@ class CriticWorker(RoleWorker):
     def init_model(self) -> None:
         """Load the value model; a language model gets a new value head, drawn from ``trainer.seed``."""
         critic = self.config.critic
+        options = self.model_options(critic.model)  # imports what may register the tokenizer's class
         self.tokenizer = self.load_tokenizer(critic_tokenizer(self.config))
         self.engine = self.build_engine(
             "value",
-            self.model_options(critic.model),
+            options,
             name="critic",
             head_seed=self.config.trainer.seed,
             compute_dtype=critic.model.compute_dtype,
