@@ -126,9 +126,8 @@ def test_a_run_without_such_settings_has_no_warnings(warnings, overrides):
     assert warnings(*overrides) == []
 
 
-@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
-def test_attention_by_mask_matrices_cannot_be_packed(warnings, attention):
-    packed = ("model.use_remove_padding=True", f"model.attn_implementation={attention}")
+def test_attention_by_mask_matrices_cannot_be_packed(warnings):
+    packed = ("model.use_remove_padding=True", "model.attn_implementation=flex_attention")
     with pytest.raises(ConfigError, match=naming("model.use_remove_padding=True")):
         warnings(*packed)
     assert warnings(packed[0]) == warnings(packed[1]) == []

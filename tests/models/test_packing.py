@@ -200,10 +200,10 @@ def test_a_family_whose_windows_are_in_its_mask_alone_is_refused(family):
     PolicyModel(families.model(family, **without), packed=True)
 
 
-def test_eager_attention_is_refused_by_the_name_of_the_critics_key():
+def test_attention_by_masks_is_refused_by_the_name_of_the_critics_key():
     model = families.model("Llama", "ForSequenceClassification")
-    model.config._attn_implementation = "eager"
-    with pytest.raises(ModelError, match=naming("critic.model.use_remove_padding=True", "eager", "sdpa")):
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ModelError, match=naming("critic.model.use_remove_padding=True", "flex_attention")):
         ValueModel(model, packed=True)
 
 

@@ -194,8 +194,8 @@ def test_a_row_that_is_padding_is_scored_alike_packed_and_padded(inputs, impleme
     columns["response_mask"][1] = 0
     found = {}
     for packed in (False, True):
-        kernel = "sdpa" if packed else implementation
-        model = load_scorer(inputs / "model", fresh_head_seed=1, attn_implementation=kernel).train()
+        options = {"fresh_head_seed": 1, "attn_implementation": implementation}
+        model = load_scorer(inputs / "model", **options).train()
         outputs = PairScorer(model, packed=packed)(columns)
         loss, _ = pair_objective(n_pairs=1, center_coefficient=0.1)(outputs, columns)
         loss.backward()

@@ -1,9 +1,9 @@
 """Attention of packed rows, in which each sequence attends to itself alone.
 
-``packed_attention`` replaces a model's ``sdpa`` by one call per run of equally long sequences;
+``packed_attention`` replaces a model's ``sdpa`` or ``eager`` by one call per run of equally long sequences;
 flash-attention takes the lengths itself. ``WholeSequences`` is the layout of rows with shared prompts: each
 prompt attends to itself once, each response to prompt and itself. ``portable_attention`` is for checks on a
-CPU.
+CPU. ``attention_for`` selects the back-end with which a model is loaded.
 
 Shapes: N tokens of the packed row, S sequences of one length K (a run) with T queries each, M queries or keys
 of all runs, Q query heads, G key-value heads, A of either, D head size; B padded rows of L columns.
@@ -12,16 +12,18 @@ of all runs, Q query heads, G key-value heads, A of either, D head size; B padde
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from strop.errors import ModelError
+from strop.errors import ConfigError, ModelError
 from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup
 
 Runs = tuple[tuple[int, int], ...]
@@ -32,7 +34,49 @@ _FLOAT32_UP_TO = 512
 with casts: forward and backward 3.0x with 96 tokens, 1.8-2.3x with 128, 1.2x with 256, 1.0x with 512."""
 _ALIKE = 0.8
 """Pieces of sequences of at least this share of the longest are padded to it and attend in one call."""
-_PACKED = "strop_packed"  # no mask function is registered for it, so transformers makes no mask
+# No mask functions are registered for these two, so transformers makes no mask.
+_PACKED = "strop_packed"
+_PACKED_EAGER = "strop_packed_eager"
+
+AttendOnce = Callable[..., Tensor]
+"""Attention of sequences of one length, with the arguments and result of ``attend``."""
+
+
+def config_parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """Yield a configuration and the configurations inside it, such as ``text_config``."""
+    yield config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PretrainedConfig):
+            yield from config_parts(part)
+
+
+def score_cap(config: PretrainedConfig) -> float | None:
+    """Return the soft cap of attention scores (Gemma 2, VaultGemma), or None."""
+    caps = (getattr(part, "attn_logit_softcapping", None) for part in config_parts(config))
+    return next((cap for cap in caps if cap), None)
+
+
+def attention_for(
+    config: PretrainedConfig, requested: str | None, *, key: str = "model.attn_implementation"
+) -> str | None:
+    """Return the attention back-end to load a model with; None: transformers' choice.
+
+    transformers prefers ``sdpa`` and ignores that it has no soft cap; a model with one gets ``eager``.
+    Families with attention sinks support no ``sdpa``, so transformers' choice is right for them.
+
+    Raises ``ConfigError``, which names ``key``, if ``sdpa`` is requested for a model with a soft cap.
+    """
+    cap = score_cap(config)
+    if cap is None:
+        return requested
+    if requested == "sdpa":
+        raise ConfigError(
+            f"{key}=sdpa: this {config.model_type} model caps its attention scores "
+            f"(attn_logit_softcapping={cap}), and sdpa does not; set {key} to null or eager, or on a GPU to "
+            "flash_attention_2"
+        )
+    return requested or "eager"
 
 
 def _packed_attention(
@@ -46,15 +90,17 @@ def _packed_attention(
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
     whole_sequences: WholeSequences | None = None,
+    attend_once: AttendOnce,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each sequence: query [1, Q, N, D], key and value [1, G, N, D] -> [1, N, Q, D].
 
-    Calls transformers' ``sdpa`` once per run, so that grouped heads, scaling and a family's other ``options``
-    mean the same as in its padded pass.
+    Calls transformers' ``sdpa`` or the family's ``eager`` once per run, so that grouped heads, scaling and a
+    family's other ``options`` mean the same as in its padded pass.
     """
     if whole_sequences is not None and position_bias is None:
-        return whole_sequences.attend(module, query, key, value, sliding_window, **options), None
+        attended = whole_sequences.attend(attend_once, module, query, key, value, sliding_window, **options)
+        return attended, None
     if sequence_runs is None or position_bias is not None:
         raise ModelError(
             f"{type(module).__name__} does not pass the lengths of packed sequences to attention"
@@ -66,11 +112,8 @@ def _packed_attention(
     for (sequences, length), tokens in zip(sequence_runs, parts, strict=True):
         heads = [part.unflatten(0, (sequences, length)).transpose(1, 2) for part in tokens]
         mask_KK = _causal_mask(0, length, sliding_window, query.device)
-        outputs.append(attend(module, *heads, mask_KK, **options).flatten(0, 1))
+        outputs.append(attend_once(module, *heads, mask_KK, **options).flatten(0, 1))
     return torch.cat(outputs)[None], None
-
-
-AttentionInterface.register(_PACKED, _packed_attention)
 
 
 def attend(
@@ -85,6 +128,36 @@ def attend(
     with torch.autocast("cpu", enabled=False) if in_float32 else nullcontext():
         output, _ = sdpa_attention_forward(module, *heads, attention_mask=mask, **options)
     return output.to(value.dtype)
+
+
+def attend_eagerly(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> Tensor:
+    """Call the family's own eager attention, with its caps and sinks; shapes and mask as in ``attend``."""
+    if mask is None:
+        length = key.shape[2]
+        mask = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()[None, None]
+    added = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+    added = added.masked_fill(~mask, torch.finfo(query.dtype).min)
+    output, _ = _eager_function(module)(module, query, key, value, added, **options)
+    return output.to(value.dtype)
+
+
+def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
+    """Return the function ``eager_attention_forward`` of the file that defines the attention's class.
+
+    transformers passes it to the attention interface as a default only, so a replacement does not see it.
+    """
+    kind = type(getattr(module, "overlaid", module))  # a shared row passes a proxy
+    for base in kind.__mro__:  # FSDP2 and users subclass
+        function = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise ModelError(f"the file of {kind.__name__} has no function eager_attention_forward")
+
+
+AttentionInterface.register(_PACKED, partial(_packed_attention, attend_once=attend))
+AttentionInterface.register(_PACKED_EAGER, partial(_packed_attention, attend_once=attend_eagerly))
 
 
 def _causal_mask(first: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -103,19 +176,19 @@ def _causal_mask(first: int, end: int, window: int | None, device: torch.device)
 @contextmanager
 def attention_set_to(model: PreTrainedModel, implementation: str) -> Generator[None]:
     """Attend with the back-end ``implementation`` in the body."""
-    config = model.config
-    before = config._attn_implementation
-    config._attn_implementation = implementation
+    before = [(part, part._attn_implementation) for part in config_parts(model.config)]
+    model.config._attn_implementation = implementation  # its setter reaches the other parts
     try:
         yield
     finally:
-        config._attn_implementation = before
+        for part, own in before:  # outer parts first
+            part._attn_implementation = own
 
 
 def packed_attention(
     model: PreTrainedModel, group: SequenceGroup | None = None
 ) -> AbstractContextManager[None]:
-    """Replace ``sdpa`` by attention per sequence in the body; flash-attention takes the lengths itself.
+    """Replace ``sdpa`` or ``eager`` by attention per sequence; flash-attention takes the lengths itself.
 
     With a ``group`` either is called on whole rows, of which the model has a piece. Temporary, because a
     rollout generates with the same model, from padded prompts and with a cache.
@@ -125,8 +198,13 @@ def packed_attention(
 
 
 def row_attention(implementation: str) -> str:
-    """Return the back-end for packed rows of a model that was loaded with ``implementation``."""
-    return implementation if is_flash(implementation) else _PACKED
+    """Return the back-end for packed rows of a model that was loaded with ``implementation``.
+
+    Checkpointing selects it inside a packed pass, so a back-end for packed rows is returned as it is.
+    """
+    if is_flash(implementation):
+        return implementation
+    return _PACKED_EAGER if implementation in ("eager", _PACKED_EAGER) else _PACKED
 
 
 def portable_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -181,6 +259,7 @@ class WholeSequences:
 
     def attend(
         self,
+        attend_once: AttendOnce,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -201,7 +280,7 @@ class WholeSequences:
         outputs = []
         for run, mask, *tokens in zip(self._runs, self._masks[window], queries, keys, values, strict=True):
             heads = [part.unflatten(0, (len(run.rows), -1)).transpose(1, 2) for part in tokens]
-            outputs.append(attend(module, *heads, mask, **options).flatten(0, 1))
+            outputs.append(attend_once(module, *heads, mask, **options).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self._laid_N)[None]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strop.errors import ModelError
-from strop.models.attention import packed_attention
+from strop.models.attention import is_flash, packed_attention
 from strop.models.packing import Packing, check_packable, check_packed_pass, packed_hidden_states
 from strop.models.prompts_once import PromptsOnce
 from strop.models.ulysses import SequenceGroup, check_shareable
@@ -96,7 +96,7 @@ class RoleModel(nn.Module):
         """
         if not self.packed:
             return None
-        by_sequence = self.hugging_face_model.config._attn_implementation == "sdpa"
+        by_sequence = not is_flash(self.hugging_face_model.config._attn_implementation)
         if by_sequence and self.sequence_group is None and "response_mask" in batch:
             return PromptsOnce(batch, with_last=with_last)
         return Packing(batch["attention_mask"], self.sequence_group)

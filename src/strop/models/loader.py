@@ -160,7 +160,8 @@ def model_arguments(
     config = load_model_config(path, override_config=override_config, trust_remote_code=trust_remote_code)
     if num_labels is not None:
         config.num_labels = num_labels
-    attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    implementation = attention_for(config, attn_implementation)
+    attention = {} if implementation is None else {"attn_implementation": implementation}
     return {"config": config, "dtype": torch.float32, "trust_remote_code": trust_remote_code, **attention}
 
 

@@ -1,9 +1,9 @@
 """Forward passes without padding: the real tokens of a micro-batch in one row.
 
 Every layer but attention treats tokens independently and runs on the packed row unchanged. Attention is
-variable-length (``strop.models.attention``): flash-attention's kernel, or scaled dot-product attention per
-sequence, so that nothing grows with the square of the packed length. ``check_packable`` (by configuration)
-and ``check_packed_pass`` (by a comparison with a padded pass) refuse model families for which this is wrong.
+variable-length (``strop.models.attention``): flash-attention's kernel, or ``sdpa`` or ``eager`` per sequence,
+so that nothing grows with the square of the packed length. ``check_packable`` (by configuration) and
+``check_packed_pass`` (by a comparison with a padded pass) refuse model families for which this is wrong.
 
 Shapes: B padded rows of L columns, N real tokens, n tokens of this rank's piece, H hidden.
 """
@@ -113,8 +113,10 @@ def check_packable(model: PreTrainedModel, key: str) -> None:
         reason = "has an encoder"
     elif not (model._supports_attention_backend and model._can_set_attn_implementation()):
         reason = "does not let its attention be replaced (transformers' AttentionInterface)"
-    elif implementation != "sdpa" and not is_flash(implementation):
-        reason = f"attends with attn_implementation={implementation}, expected sdpa or flash_attention_2"
+    elif implementation not in ("sdpa", "eager") and not is_flash(implementation):
+        reason = (
+            f"attends with attn_implementation={implementation}, expected sdpa, eager or flash_attention_2"
+        )
     else:
         return
     raise ModelError(f"{key}=True: {type(model).__name__} {reason}; set {key}=False")

@@ -128,11 +128,11 @@ class _Overlay:
     """Proxy of an object with other values for some attributes."""
 
     def __init__(self, target: Any, **attributes: Any) -> None:
-        self._target = target
+        self.overlaid = target
         self.__dict__.update(attributes)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
+        return getattr(self.overlaid, name)
 
 
 def _shared_attention(

@@ -306,16 +306,16 @@ class ModelConfig(Section):
     use_remove_padding: Annotated[
         bool,
         refused(
-            "if True with attn_implementation eager or flex_attention",
-            lambda at: at.value and at.section.attn_implementation in ("eager", "flex_attention"),
+            "if True with attn_implementation flex_attention",
+            lambda at: at.value and at.section.attn_implementation == "flex_attention",
             "packed rows need attention by lengths, and this attn_implementation takes a mask matrix; set it "
-            "to null, sdpa or flash_attention_2",
+            "to null, sdpa, eager or flash_attention_2",
         ),
     ]
     """Pack sequences without padding: the same numbers in less time."""
     trust_remote_code: bool
     """Run Python code that comes with the model."""
     attn_implementation: AttentionName | None
-    """Attention kernel of transformers; null: its own choice."""
+    """Attention kernel of transformers; null: its choice, or eager with attn_logit_softcapping."""
     compute_dtype: ComputeDtype
     """Precision of the passes; auto: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
