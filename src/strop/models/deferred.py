@@ -29,7 +29,14 @@ from transformers import (
 )
 
 from strop.errors import ModelError
-from strop.models.loader import fresh_head, load_causal_lm, load_scorer, model_arguments, persistent_buffers
+from strop.models.loader import (
+    fresh_head,
+    load_causal_lm,
+    load_scorer,
+    model_arguments,
+    persistent_buffers,
+    without_jitter,
+)
 
 
 class WeightSource:
@@ -114,7 +121,7 @@ def _without_weights(auto_class: Any, path: str | Path, **options: Any) -> PreTr
         raise ModelError(f"cannot build the model of {path}: {error}") from error
     if (Path(path) / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(path)
-    return model
+    return without_jitter(model, options.get("override_config")).eval()  # as from_pretrained does
 
 
 _building = threading.local()

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from transformers import (
 from transformers.utils import logging
 
 from strop.errors import MissingExtraError, ModelError
+from strop.models.attention import attention_for, config_parts
 
 
 @contextlib.contextmanager
@@ -133,16 +135,20 @@ def _is_only_its_file(folder: Path) -> bool:
 def load_model_config(
     path: str | Path, *, override_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """Load the model's configuration with every dropout at 0, then apply ``override_config``."""
+    """Load the model's configuration with every dropout at 0, then apply ``override_config``.
+
+    Configurations inside it, such as ``text_config``, have their dropouts at 0 as well.
+    """
     try:
         config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"model {path}: its configuration cannot be read: {error}") from error
-    for key, value in list(config.to_dict().items()):
-        if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_drop"))):
-            setattr(config, key, 0.0)
+    for part in config_parts(config):
+        for key, value in list(part.to_dict().items()):
+            if isinstance(value, float) and ("dropout" in key or key.endswith("drop")):
+                setattr(part, key, 0.0)
     for key, value in (override_config or {}).items():
         setattr(config, key, value)
     return config
@@ -165,6 +171,28 @@ def model_arguments(
     return {"config": config, "dtype": torch.float32, "trust_remote_code": trust_remote_code, **attention}
 
 
+def without_jitter(model: PreTrainedModel, override_config: Mapping[str, Any] | None) -> PreTrainedModel:
+    """Keep routers that draw random numbers in training (``jitter``) in eval mode for good; return the model.
+
+    The configuration is left alone: Phi-3.5-MoE's ``router_jitter_noise`` also has a meaning in evaluation
+    (experts within that distance of the best share the token), and in training it samples experts. A jitter
+    in ``override_config`` is wanted.
+    """
+    if not any("jitter" in key and value for key, value in (override_config or {}).items()):
+        for module in model.modules():
+            if any(
+                "jitter" in name and isinstance(x, int | float) and x > 0 for name, x in vars(module).items()
+            ):
+                module.train = MethodType(_stay_in_eval, module)
+                module.train()
+    return model
+
+
+def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
+    del mode
+    return nn.Module.train(module, False)
+
+
 def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[str]]:
     """Load a model; return it with the names of weights that the files lack."""
     arguments = model_arguments(path, **options)
@@ -182,11 +210,11 @@ def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[s
                 f"model {path}: its weights are quantized, and quantized weights cannot be trained"
             )
         quantizer.remove_quantization_config(model)  # an unpacked GGUF file is an ordinary model
-    return model, set(loading["missing_keys"])
+    return without_jitter(model, options.get("override_config")), set(loading["missing_keys"])
 
 
 def load_causal_lm(path: str | Path, **options: Any) -> PreTrainedModel:
-    """Load a causal language model with float32 weights and no dropout.
+    """Load a causal language model with float32 weights, no dropout and no router jitter.
 
     ``options``: override_config, trust_remote_code, attn_implementation.
     """
