@@ -94,15 +94,15 @@ def why_old_log_probs_are_computed_apart(config: Config) -> str | None:
         return "the full KL is computed with them"
     if has_kl_in_reward(config):
         return "the KL in the reward needs them"
-    if _sets_dropout(config.actor_rollout_ref.model.override_config):
+    if sets_noise(config.actor_rollout_ref.model.override_config):
         return "the update runs with dropout"
     return None
 
 
-def _sets_dropout(override: Mapping[str, Any]) -> bool:
+def sets_noise(override: Mapping[str, Any]) -> bool:
     """Return True if the values turn on noise that only training passes have, such as dropout."""
     return any(
-        _sets_dropout(value)
+        sets_noise(value)
         if isinstance(value, Mapping)
         else ("drop" in key or "jitter" in key) and isinstance(value, int | float) and value > 0
         for key, value in override.items()

@@ -37,6 +37,8 @@ add up over micro-batches and ranks to the figures of the mini-batch.
 class ModelSpec:
     """Description of a role's model, which the engine builds."""
 
+    role: str = "model"
+    """Name for errors."""
     kind: Literal["policy", "value", "score", "pairs"]
     """Forward pass: log-probs, values, scores of sequences, or scores of pairs of answers."""
     path: Path

@@ -101,6 +101,14 @@ class RoleModel(nn.Module):
             return PromptsOnce(batch, with_last=with_last)
         return Packing(batch["attention_mask"], self.sequence_group)
 
+    def figures(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return what a pass computes, as it runs: [B, T] or [B] float32; see ``strop.models.comparison``."""
+        raise NotImplementedError
+
+    def own_figures(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the same from the Hugging Face model's forward pass, on rows without padding in front."""
+        raise NotImplementedError
+
     def hidden_states_at(
         self, batch: Mapping[str, Tensor], chosen_BL: Tensor, packing: Packing | None
     ) -> Tensor:
@@ -145,6 +153,24 @@ class ResponseTokens:
         zeros = values.new_zeros(*self._mask_BT.shape, *values.shape[1:])
         spread = zeros.masked_scatter(kept, values)
         return spread if self.kept_BT is self._mask_BT else spread * mask
+
+
+class Unpadded:
+    """Rows with their padding behind the tokens, where no token of a causal model attends to it.
+
+    So the model needs neither a mask nor positions: a reference for passes that pass both.
+    """
+
+    def __init__(self, batch: Mapping[str, Tensor]) -> None:
+        mask_BL = batch["attention_mask"].bool()
+        tokens_first_BL = (~mask_BL).byte().argsort(dim=1, stable=True)
+        self.ids_BL = batch["input_ids"].gather(1, tokens_first_BL)
+        width = mask_BL.shape[1] - batch["response_mask"].shape[1]
+        steps_T = torch.arange(batch["response_mask"].shape[1], device=mask_BL.device)
+        self.before_BT = mask_BL[:, :width].sum(dim=1, keepdim=True) - 1 + steps_T
+        """Place of the token before each response token."""
+        self.last_B = mask_BL.sum(dim=1) - 1
+        """Place of the last token."""
 
 
 def hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:

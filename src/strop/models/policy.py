@@ -19,7 +19,7 @@ from strop.algorithms.logprobs import token_log_probs
 from strop.algorithms.output_layer import OutputLayer
 from strop.errors import ModelError
 from strop.models.attention import portable_attention
-from strop.models.base import ResponseTokens, RoleModel
+from strop.models.base import ResponseTokens, RoleModel, Unpadded
 
 Projection = Callable[[Tensor], Tensor]
 _CHUNK = 256  # tokens whose logits are in memory at once if the head is more than a matrix
@@ -90,6 +90,18 @@ class PolicyModel(RoleModel):
         """Raise ``ModelError`` if the log-probs would not be those of the model's logits."""
         super().check()
         check_projection(self.hugging_face_model, self._project)
+
+    def figures(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probs [B, T] of the response tokens."""
+        return self.forward(batch, with_entropy=False)["log_prob"]
+
+    def own_figures(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probs [B, T] by the model's logits."""
+        rows = Unpadded(batch)
+        logits_BLV = self.hugging_face_model(input_ids=rows.ids_BL, use_cache=False).logits
+        log_probs_BTV = logits_BLV.take_along_dim(rows.before_BT[..., None], 1).float().log_softmax(-1)
+        log_prob_BT = log_probs_BTV.gather(2, batch["responses"][..., None])[..., 0]
+        return log_prob_BT * batch["response_mask"]
 
     def keep_reference_head(self) -> None:
         """Copy the current output layer: the full KL needs the reference's logits."""

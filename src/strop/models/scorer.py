@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from strop.models.base import ResponseTokens, RoleModel
+from strop.models.base import ResponseTokens, RoleModel, Unpadded
 from strop.models.prompts_once import prompt_width
 
 REWARD_MEAN, REWARD_STD = "strop_reward_mean", "strop_reward_std"
@@ -47,6 +47,17 @@ class ValueModel(RoleModel):
         values_N = self.hugging_face_model.get_submodule("score")(hidden_NH).squeeze(-1).float()
         return self.whole({"values": tokens.spread(values_N)})
 
+    def figures(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the values [B, T]."""
+        return self.forward(batch)["values"]
+
+    def own_figures(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the values [B, T] by the model's hidden states."""
+        rows = Unpadded(batch)
+        return (
+            scores_by_token(self.hugging_face_model, rows).gather(1, rows.before_BT) * batch["response_mask"]
+        )
+
 
 class SequenceScorer(RoleModel):
     """A reward model: one score for a whole sequence, read at its last real token.
@@ -72,6 +83,21 @@ class SequenceScorer(RoleModel):
         scores_n = self.hugging_face_model.get_submodule("score")(hidden_nH).squeeze(-1).float()
         scores_B = scores_n.new_zeros(len(mask_BL)).masked_scatter(is_last_BL.any(dim=1), scores_n)
         return self.whole({"scores": scores_B})["scores"]
+
+    def figures(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the scores [B]."""
+        return self.uncentred_scores(batch)
+
+    def own_figures(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the scores [B] by the model's hidden states."""
+        rows = Unpadded(batch)
+        return scores_by_token(self.hugging_face_model, rows).gather(1, rows.last_B[:, None])[:, 0]
+
+
+def scores_by_token(model: PreTrainedModel, rows: Unpadded) -> Tensor:
+    """Return the head's score [B, L] float32 at every token of the rows."""
+    hidden_BLH = model.base_model(input_ids=rows.ids_BL, use_cache=False).last_hidden_state
+    return model.get_submodule("score")(hidden_BLH).squeeze(-1).float()
 
 
 class PairScorer(SequenceScorer):

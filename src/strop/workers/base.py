@@ -120,12 +120,14 @@ class Worker(Generic[Root]):
         trained: Any | None,
         checkpointing: bool = False,
         sequence_parallel_size: int = 1,
+        role: str | None = None,
         **spec: Any,
     ) -> Engine:
         """Build the engine of a ``kind`` of model (``ModelSpec.kind``).
 
         ``model`` are loader arguments, ``section`` is the strategy's section, ``trained`` the section with
-        ``optim`` (None: inference only), ``spec`` are further fields of ``ModelSpec``.
+        ``optim`` (None: inference only), ``role`` a name for errors if the worker has several models,
+        ``spec`` are further fields of ``ModelSpec``.
         """
         settings = None
         if trained is not None:
@@ -139,6 +141,7 @@ class Worker(Generic[Root]):
         options = dict(model)
         return engine_class(strategy).build(
             ModelSpec(
+                role=role or self.role.name,
                 kind=kind,
                 path=options.pop("path"),
                 options=options,

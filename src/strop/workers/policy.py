@@ -71,6 +71,7 @@ class ActorRolloutRefWorker(RoleWorker):
             "policy",
             self.model_options(model),
             name="actor" if trains else "ref",
+            role="actor" if name == "actor" else "reference",
             section=engine_section(self.strategy, getattr(policy, name)),
             compute_dtype=model.compute_dtype,
             packed=model.use_remove_padding,

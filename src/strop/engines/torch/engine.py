@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from strop.config.roles import sets_noise
 from strop.engines import ranks
 from strop.engines.base import EngineSpec, Loss, ModelSpec, OptimizerSettings, Outputs, StepResult
 from strop.engines.micro_batches import MicroBatching, restore, trim
@@ -38,7 +39,9 @@ from strop.engines.torch.sharding import (
     whole,
 )
 from strop.errors import CheckpointError
+from strop.models.attention import is_flash
 from strop.models.base import RoleModel
+from strop.models.comparison import require_eager_figures
 from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import (
     dtype_named,
@@ -152,10 +155,29 @@ class TorchEngine:
             # absent for a frozen model
             offload_moments=spec.section.model_dump().get("optimizer_offload", False),
         )
-        if model.keeps_reference_head and isinstance(module, PolicyModel):
-            with engine.on_device():
+        with engine.on_device():
+            engine._require_eager_figures(model)
+            if model.keeps_reference_head and isinstance(module, PolicyModel):
                 module.keep_reference_head()
         return engine
+
+    def _require_eager_figures(self, spec: ModelSpec) -> None:
+        """Compare passes with the family's eager one at start-up (``strop.models.comparison``).
+
+        An unsharded model has float32 weights, so without autocast a bound is not widened by rounding;
+        flash-attention needs 16 bits. With noise that the user set, updates cannot be compared.
+        """
+        exact = not (self._sharded or is_flash(self.module.hugging_face_model.config._attn_implementation))
+        attention_key = f"{spec.packing_key.removesuffix('use_remove_padding')}attn_implementation"
+        require_eager_figures(
+            self.module,
+            name=spec.role,
+            updates=self._settings is not None and not sets_noise(spec.options.get("override_config") or {}),
+            dtype=(None if exact else self.autocast_dtype) or torch.float32,
+            precision=None if exact else self._autocast(),
+            remedy=attention_key if "attn_implementation" in spec.options else "",
+        )
+        reshard(self.module)
 
     @staticmethod
     def data_parallel_place(

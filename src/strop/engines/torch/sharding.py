@@ -80,7 +80,8 @@ def shard(
     for unit in _units(module, settings):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=root_policy)
-    register_fsdp_forward_method(module, "check")
+    for method in ("check", "figures", "own_figures"):
+        register_fsdp_forward_method(module, method)
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
