@@ -14,9 +14,10 @@ from typing import Any
 from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
 from strop.config.placement import Placement, runs_on_ray
-from strop.config.roles import model_paths, roles_of, tokenizer_paths
+from strop.config.roles import model_paths, roles_of, tokenizer_paths, uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import ModelConfig
+from strop.config.schema.reward import RewardModelModelConfig
 from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.hub import local_tokenizer, require_from_hub
@@ -26,6 +27,7 @@ from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows
 from strop.data.tokenize import tokenizer_fingerprint
 from strop.errors import Attempts, ModelError
+from strop.models.attention import attention_for, score_cap
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
 from strop.rewards.base import Reward
 from strop.rewards.manager import load_reward_manager
@@ -38,41 +40,109 @@ from strop.workers.reward_model import RewardModelWorker
 
 logger = logging.getLogger("strop")
 
-_REMEDY = (
+_REWRITE = (
     "Set reward_model.model.input_tokenizer to the policy's tokenizer, so that samples are decoded and "
     "tokenized again for the reward model"
 )
 
 
-def require_same_vocabulary(
-    policy: str | Path, reward_model: str | Path, tokenizer: Any, *, trusted: tuple[bool, bool]
-) -> None:
-    """Raise ``ModelError`` if two models' vocabularies differ in size or in the meaning of a token id.
+def check_models(config: Config, tokenizer: Any) -> None:
+    """Check every model of a run by its configuration and tokenizer; see ``check_model``.
 
-    ``tokenizer`` is the policy's; ``trusted``: permission for each model to run its code. Tokens that one of
-    them lacks and added tokens may differ. Of a reward model without a tokenizer, only the size is compared.
+    Warn if samples are tokenized again although reward model and policy share a tokenizer whose chat template
+    changes them.
     """
-    sizes = [
-        load_model_config(path, override_config={}, trust_remote_code=trust).get_text_config().vocab_size
-        for path, trust in zip((policy, reward_model), trusted, strict=True)
-    ]
-    if sizes[0] != sizes[1]:
-        raise ModelError(
-            f"the vocabularies differ: the policy {policy} has {sizes[0]} tokens, the reward model "
-            f"{reward_model} has {sizes[1]} tokens. {_REMEDY}"
+    cache_dir, rewards = config.data.cache_dir, config.reward_model
+    policy = config.actor_rollout_ref.model
+    attempt = Attempts()
+    size = attempt(lambda: check_model("actor_rollout_ref.model", policy, tokenizer, cache_dir))
+    if uses_critic(config):
+        critic = config.critic.model
+        remedy = (
+            f"Set critic.model.path to the policy or to another model with the tokenizer of {policy.path}"
         )
+        ids = None if critic.path == policy.path else tokenizer  # else the policy's error would be repeated
+        attempt(lambda: check_model("critic.model", critic, ids, cache_dir, size=size, remedy=remedy))
+    if rewards.enable:
+        shared = rewards.model.input_tokenizer is None
+        attempt(
+            lambda: check_model(
+                "reward_model.model",
+                rewards.model,
+                tokenizer if shared else None,
+                cache_dir,
+                size=size,
+                remedy=_REWRITE,
+            )
+        )
+        if not shared:
+            attempt(lambda: _compare_templates(rewards.model, tokenizer, cache_dir))
+    attempt.raise_errors()
+
+
+def check_model(
+    key: str, model: Any, tokenizer: Any, cache_dir: Any, *, size: int | None = None, remedy: str = ""
+) -> int:
+    """Check the model of a section against the ids that it will read; return the size of its vocabulary.
+
+    ``key`` is the section's; ``tokenizer`` makes the ids (None: the model's own does), ``size`` is that of
+    the policy's vocabulary. Tokens that one tokenizer lacks and added tokens may differ. Of a model without a
+    tokenizer, only the size is compared.
+
+    Raises:
+        ModelError: ids are out of range, or mean other tokens to the model.
+        ConfigError: an attention back-end that leaves out a part of the model; see ``attention_for``.
+    """
+    import_external_lib(model.external_lib)
+    folder = local_tokenizer(model.path, cache_dir)
+    options = model.model_dump()
+    trust = model.trust_remote_code
+    own_config = load_model_config(
+        folder, override_config=options.get("override_config"), trust_remote_code=trust
+    )
+    requested = options.get("attn_implementation")  # reward models have no such key
+    chosen = attention_for(own_config, requested, key=f"{key}.attn_implementation")
+    if chosen != requested:
+        logger.warning(
+            "%s.path=%s: eager attention is used, because the model caps its attention scores "
+            "(attn_logit_softcapping=%s), and sdpa does not",
+            key,
+            model.path,
+            score_cap(own_config),
+        )
+    own_size = own_config.get_text_config().vocab_size
+    if tokenizer is not None:
+        if size is not None and own_size != size:
+            raise ModelError(
+                f"{key}.path={model.path}: the vocabularies differ: the policy has {size} tokens, this model "
+                f"has {own_size} tokens. {remedy}"
+            )
+        _require_same_tokens(f"{key}.path={model.path}", folder, own_size, tokenizer, remedy, trust=trust)
+    return own_size
+
+
+def _require_same_tokens(
+    found: str, folder: Path, size: int, tokenizer: Any, remedy: str, *, trust: bool
+) -> None:
+    remedy = remedy or "Set data.tokenizer to null, or to a tokenizer of this model"
+    ours = _ordinary_tokens(tokenizer)
+    if (largest := max(ours, default=0)) >= size:
+        raise ModelError(
+            f"{found}: its vocabulary has {size} tokens, and the tokenizer makes ids up to {largest}. "
+            f"{remedy}"
+        )
+    if tokenizer.name_or_path == str(folder):
+        return
     try:
-        other = load_tokenizer(reward_model, trust_remote_code=trusted[1])
+        theirs = _ordinary_tokens(load_tokenizer(folder, trust_remote_code=trust))
     except ModelError:
         return
-    ours, theirs = _ordinary_tokens(tokenizer), _ordinary_tokens(other)
     differing = sorted(token_id for token_id in ours.keys() & theirs if ours[token_id] != theirs[token_id])
     if differing:
         first = differing[0]
         raise ModelError(
-            f"the vocabularies have {sizes[0]} tokens each, but {len(differing)} ids mean other tokens: the "
-            f"first, {first}, is {ours[first]!r} to the policy and {theirs[first]!r} to the reward model. "
-            f"{_REMEDY}"
+            f"{found}: {len(differing)} ids mean other tokens to the model than to the tokenizer: the first, "
+            f"{first}, is {ours[first]!r} to the tokenizer and {theirs[first]!r} to the model. {remedy}"
         )
 
 
@@ -81,30 +151,16 @@ def _ordinary_tokens(tokenizer: Any) -> dict[int, str]:
     return {token_id: token for token, token_id in tokenizer.get_vocab().items() if token not in added}
 
 
-def check_reward_model_tokens(config: Config, tokenizer: Any) -> None:
-    """Raise ``ModelError`` if the reward model would score token ids that mean other tokens to it.
-
-    Warn if samples are tokenized again although both models share a tokenizer whose chat template changes
-    them.
-    """
-    rewards = config.reward_model
-    if not rewards.enable:
-        return
-    import_external_lib(rewards.model.external_lib)
-    models = config.actor_rollout_ref.model, rewards.model
-    policy, reward_model = (local_tokenizer(model.path, config.data.cache_dir) for model in models)
-    if rewards.model.input_tokenizer is None:
-        trusted = models[0].trust_remote_code, models[1].trust_remote_code
-        require_same_vocabulary(policy, reward_model, tokenizer, trusted=trusted)
-        return
-    own = load_tokenizer(reward_model, trust_remote_code=rewards.model.trust_remote_code)
+def _compare_templates(model: RewardModelModelConfig, tokenizer: Any, cache_dir: Any) -> None:
+    folder = local_tokenizer(model.path, cache_dir)
+    own = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     is_shared = tokenizer_fingerprint(own) == tokenizer_fingerprint(tokenizer)
     if is_shared and own.chat_template is not None and _template_differs(own):
         logger.warning(
             "reward_model.model.input_tokenizer=%s: policy and reward model have one tokenizer, and its chat "
             "template ends a conversation otherwise than a policy does. A reward model of `strop train-rm` "
             "has learned from what a policy generates: set the key to null for it",
-            rewards.model.input_tokenizer,
+            model.input_tokenizer,
         )
 
 
@@ -147,7 +203,7 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
         weights=with_weights,
     )
     attempt = Attempts()
-    attempt(lambda: check_reward_model_tokens(config, tokenizer))
+    attempt(lambda: check_models(config, tokenizer))
     attempt(lambda: require_checkpoint(Checkpoints.of(config), config.trainer.resume_mode))
 
     role_worker_mapping = {

@@ -30,7 +30,7 @@ from strop.data.answers import AnsweredDataset, pair_batch, response_batch
 from strop.data.loader import EpochSampler, PromptLoader, one_pass
 from strop.data.rl_dataset import Subset
 from strop.protocol import DataProto
-from strop.trainer.build import fetch_tokenizer, require_checkpoint, worker_group_class
+from strop.trainer.build import check_model, fetch_tokenizer, require_checkpoint, worker_group_class
 from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer
 from strop.trainer.run_folder import require_shared_folder
@@ -200,6 +200,7 @@ def build(trainer_cls: type[SupervisedTrainer[Any]], config: SupervisedConfig) -
     tokenizer = fetch_tokenizer(
         config, config.model, models=[config.model.path], tokenizers=own, weights=True
     )
+    check_model("model", config.model, tokenizer, config.data.cache_dir)
     checkpoints = Checkpoints.of(config, trained=(trainer_cls.group_name,))
     require_checkpoint(checkpoints, config.trainer.resume_mode)
     return trainer_cls(

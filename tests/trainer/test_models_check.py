@@ -1,0 +1,97 @@
+"""Models whose tokens or attention are not what a run needs are refused before any of them is loaded."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from strop.config.load import load_config, load_tree
+from strop.config.trees import SFT
+from strop.errors import StropError
+from strop.trainer.build import build_trainer
+from strop.trainer.supervised import SftTrainer, build
+
+import tiny_model
+from messages import mentions
+from runs import make_inputs, overrides
+
+ATTENTION = "actor_rollout_ref.model.attn_implementation"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A policy, the same with other characters, and one with a cap of attention scores."""
+    inputs = make_inputs(tmp_path_factory.mktemp("inputs"))
+    ours = tiny_model.CHARACTERS
+    for name, characters in {"larger": f"{ours}X", "swapped": f"1{ours[0]}{ours[2:]}"}.items():
+        tokenizer = tiny_model.build_tokenizer(characters)
+        tiny_model.build_model(tokenizer, hidden=32).save_pretrained(inputs / name)
+        tokenizer.save_pretrained(inputs / name)
+    size = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    capped = Gemma2Config(**size, **heads, attn_logit_softcapping=5.0)
+    Gemma2ForCausalLM(capped).save_pretrained(inputs / "capped")
+    tiny_model.build_tokenizer().save_pretrained(inputs / "capped")
+    return inputs
+
+
+@pytest.fixture
+def refusal(inputs, tmp_path):
+    """The error of a run with these settings; empty without one."""
+
+    def refusal(*options):
+        try:
+            trainer = build_trainer(load_config(overrides(inputs, tmp_path, *options)))
+        except StropError as error:
+            return f"{type(error).__name__}: {error}"
+        trainer.reward_fn.close()
+        trainer.val_reward_fn.close()
+        return ""
+
+    return refusal
+
+
+def test_a_critic_with_another_vocabulary(inputs, refusal):
+    key = "critic.model.path"
+    assert mentions(refusal(f"{key}={inputs / 'larger'}"), key, "19 tokens", "20 tokens")
+    assert mentions(refusal(f"{key}={inputs / 'swapped'}"), key, "2 ids", "4", "'0'", "'1'")
+    (inputs / "swapped" / "tokenizer.json").rename(inputs / "away")
+    (inputs / "swapped" / "tokenizer_config.json").rename(inputs / "away too")
+    assert refusal(f"{key}={inputs / 'swapped'}", f"critic.model.tokenizer_path={inputs / 'model'}") == ""
+    (inputs / "away").rename(inputs / "swapped" / "tokenizer.json")
+    (inputs / "away too").rename(inputs / "swapped" / "tokenizer_config.json")
+    assert refusal(f"{key}={inputs / 'larger'}", "algorithm.adv_estimator=grpo") == ""  # no critic
+
+
+def test_a_tokenizer_of_another_policy(inputs, refusal):
+    swapped = refusal(f"data.tokenizer={inputs / 'swapped'}")
+    assert mentions(swapped, "actor_rollout_ref.model.path", "2 ids", "'0'", "data.tokenizer")
+    larger = refusal(f"data.tokenizer={inputs / 'larger'}")
+    assert mentions(larger, "actor_rollout_ref.model.path", "19 tokens", "19", "data.tokenizer")
+    assert "critic" not in larger
+
+
+def test_a_tokenizer_of_another_model_in_supervised_training(inputs, tmp_path):
+    options = [
+        f"model.path={inputs / 'model'}",
+        f"data.tokenizer={inputs / 'swapped'}",
+        f"data.train_files={inputs / 'train.parquet'}",
+        f"trainer.default_local_dir={tmp_path}",
+    ]
+    with pytest.raises(StropError) as caught:
+        build(SftTrainer, load_tree(SFT, options))
+    assert mentions(caught.value, "model.path", "2 ids", "data.tokenizer")
+
+
+def test_attention_that_would_drop_a_cap(inputs, refusal, caplog):
+    capped = f"actor_rollout_ref.model.path={inputs / 'capped'}"
+    named = refusal(capped, f"{ATTENTION}=sdpa", "critic.model.attn_implementation=null")
+    assert mentions(named, "ConfigError", f"{ATTENTION}=sdpa", "attn_logit_softcapping=5.0", "eager")
+    assert "critic" not in named
+    critic = refusal(capped, "critic.model.attn_implementation=sdpa")
+    assert mentions(critic, "ConfigError", "critic.model.attn_implementation=sdpa")
+    assert f"{ATTENTION}=sdpa" not in critic
+    caplog.clear()
+    assert refusal(capped, "algorithm.adv_estimator=grpo") == ""
+    (line,) = [record.getMessage() for record in caplog.records if "eager" in record.getMessage()]
+    assert mentions(line, "actor_rollout_ref.model", "attn_logit_softcapping=5.0", "sdpa")
