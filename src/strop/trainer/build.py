@@ -141,8 +141,9 @@ def _require_same_tokens(
     if differing:
         first = differing[0]
         raise ModelError(
-            f"{found}: {len(differing)} ids mean other tokens to the model than to the tokenizer: the first, "
-            f"{first}, is {ours[first]!r} to the tokenizer and {theirs[first]!r} to the model. {remedy}"
+            f"{found}: its vocabulary has {size} tokens, but {len(differing)} ids mean other tokens to it "
+            f"than to the tokenizer: the first, {first}, is {ours[first]!r} to the tokenizer and "
+            f"{theirs[first]!r} to the model. {remedy}"
         )
 
 
