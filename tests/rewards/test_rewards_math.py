@@ -111,6 +111,8 @@ SAME = [
     ("-1 1/2", r"-\frac32"),
     (r"9\cdot\pi", r"9\pi"),
     (r"2 \times\sqrt3", r"2\sqrt{3}"),
+    (r"6\cdot x^2 \cdot y", "6x^2y"),
+    (r"(x+1) \cdot (x-1)", "(x+1)(x-1)"),
     (r"\pi/2", r"\frac{\pi}{2}"),
     (r"(1+\sqrt5)/2", r"\frac{1+\sqrt{5}}{2}"),
     (r"\frac{-\sqrt2}{2}", r"-\frac{\sqrt{2}}{2}"),

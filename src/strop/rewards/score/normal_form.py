@@ -104,6 +104,7 @@ _OPEN, _CLOSE = frozenset(["(", "[", "{", r"\{"]), frozenset([")", "]", "}", r"\
 _SIGNS = frozenset(["+", "-", r"\pm"])
 _EDGES = _OPENING | _CLOSE | _SIGNS | {r"\cup", r"\end{pmatrix}", r"\begin{pmatrix}"}
 _TIMES = "*"
+_FACTOR = re.compile(r"[a-zA-Z(]|\\(?!pm)[a-zA-Z]")
 
 # "x =", "AB =", "\theta =", "x_1 =", "f(x) =", "(x,y) =", "x \in"
 _NAME = re.compile(
@@ -200,7 +201,7 @@ def _append(parts: list[Part], part: Part, *, is_fraction: bool) -> None:
     if is_fraction and isinstance(part, Fraction) and 0 < part < 1 and type(last) is int and last > 0:
         parts[-1] = last + part
         return
-    if last == _TIMES and _is_number(parts[-2:-1]) and not _is_number([part]) and part not in _SIGNS:
+    if last == _TIMES and len(parts) > 1 and isinstance(part, str) and _FACTOR.match(part):
         parts.pop()  # 9*\pi is 9\pi, but 2*3 is not 23
     parts.append(part)
 
