@@ -41,3 +41,21 @@ def children() -> set[int]:
         with contextlib.suppress(OSError):  # the thread ended meanwhile
             found |= set(map(int, (task / "children").read_text().split()))
     return found
+
+
+def last_box_by_walking(text: str) -> str:
+    """An oracle that knows nothing of the code under test: walks through the text, keeping every box."""
+    boxes, stack, position = [], [], 0
+    while position < len(text):
+        if text.startswith("\\boxed{", position):
+            stack.append(position + len("\\boxed{"))
+            position += len("\\boxed{")
+        elif text.startswith(("\\{", "\\}"), position):
+            position += 2
+        else:
+            if text[position] == "{":
+                stack.append(None)
+            elif text[position] == "}" and stack and (start := stack.pop()) is not None:
+                boxes.append(text[start:position])
+            position += 1
+    return boxes[-1]

@@ -18,14 +18,38 @@ from messages import naming
         ("#### $18", 1.0),
         ("#### +18", 1.0),
         ("#### 18 apples", 1.0),
-        ("so #### 18 is it.", 1.0),
+        ("#### 18 square feet", 1.0),
+        ("#### 18%", 1.0),
+        ("#### 18.0", 1.0),
+        ("#### $18.00", 1.0),
+        ("#### 18\r\nThat is it.", 1.0),
         ("#### 17\nno, wait\n#### 18", 1.0),  # the last one counts
         ("#### 18\nno, wait\n#### 17", 0.0),
-        ("#### 18\nthat is #### all", 1.0),  # the last that is followed by a number
-        ("#### 18.0", 0.0),  # strings of digits
+        ("#### 18\nthat is #### all", 0.0),  # also without a number
+        ("#### 18\n####", 0.0),
+        ("so #### 18 is it.", 0.0),  # only a unit may follow
+        ("#### 18 or 19", 0.0),
+        ("#### 18 or nineteen", 0.0),
+        ("#### 18-19", 0.0),
+        ("#### 18 19", 0.0),
+        ("#### 18/1", 0.0),
+        ("#### 18 + 0", 0.0),
+        ("#### 18 thousand", 0.0),
+        ("#### 18k", 0.0),
+        ("#### 18e3", 0.0),
+        ("#### 18:30", 0.0),
+        ("#### 18?", 0.0),
+        ("#### 18 at most", 0.0),
+        ("#### 18\nor 19", 0.0),
+        ("#### 18\n19", 0.0),
+        ("#### 18" + "\n" * 50_000 + "or 19", 0.0),
         ("#### -18", 0.0),
+        ("#### −18", 0.0),
+        ("#### - 18", 0.0),
         ("#### 180", 0.0),
-        ("#### 1,8", 1.0),
+        ("#### 018", 0.0),
+        ("#### 1,8", 0.0),
+        ("#### 18,00", 0.0),
         ("####18", 0.0),  # strict: the format asks for a space
         ("####\n18", 0.0),
         ("### 18", 0.0),
@@ -45,12 +69,15 @@ def test_strict_takes_the_last_marked_number(response: str, score: float):
         ("#### -$5", "-5"),
         ("#### $-5", "-5"),
         ("#### $1,234,567.89.", "1234567.89"),
-        ("#### .5", ".5"),
+        ("#### .50", "0.5"),
+        ("#### - 5", "-5"),
+        ("#### −5", "-5"),
+        ("#### -0", "0"),
         ("#### 12,", "12"),
         ("#### none", None),
     ],
 )
-def test_numbers_lose_separators_dollars_and_the_full_stop(response: str, number: str | None):
+def test_numbers_have_one_notation(response: str, number: str | None):
     assert extract_number(response) == number
 
 
@@ -61,6 +88,11 @@ def test_numbers_lose_separators_dollars_and_the_full_stop(response: str, number
         ("it costs $1,200.", "1200"),
         ("10-5", "5"),  # a difference, not minus five
         ("it is -5", "-5"),
+        ("it is - 5", "-5"),
+        ("it is −5", "-5"),
+        ("8 - 5", "5"),
+        ("1,0", "0"),
+        ("5.00", "5"),
         ("#### 7 or rather 8", "8"),
         ("none", None),
     ],

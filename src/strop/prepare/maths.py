@@ -13,7 +13,7 @@ from typing import Any
 
 from strop.errors import DataError
 from strop.prepare.source import Split, make_row, read_splits, text_field
-from strop.rewards.score.math import closing_brace
+from strop.rewards.score.normal_form import closing_brace
 
 GSM8K = "openai/gsm8k"
 MATH = "lighteval/MATH"

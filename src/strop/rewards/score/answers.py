@@ -8,7 +8,8 @@ from typing import Any
 
 from strop.rewards.score.choice import extract_label
 from strop.rewards.score.gsm8k import extract_number
-from strop.rewards.score.math import last_boxed, normalize_answer
+from strop.rewards.score.math import last_boxed
+from strop.rewards.score.normal_form import normalize_answer
 
 Extractor = Callable[[str], str | None]
 """Returns the normalized answer of a response, or None."""

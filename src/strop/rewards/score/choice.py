@@ -5,16 +5,22 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from strop.rewards.score.phrases import JOINING
+
 Method = Literal["strict", "flexible"]
 
 _OPEN = r"(?:\\boxed\{|\\text\{|[\s(\[{*_\"'$])*"
 _CLOSE = r"[)\]}*_\"'$.,:;!\s]*"
 # Valid after a label; "Answer: A man" starts with a word.
 _END = r"(?=\s*(?:$|\n|[)\]}*_\"'$.,:;!]))"
-# "B. A person would": an "A" after a closed label begins a sentence, unless it joins another label.
-_ARTICLE = rf"{_CLOSE}[.):]{_CLOSE}(?<=\s)A (?!(?:or|and)\b)[a-z]"
+# "B. A person would": an "A" at the start of a sentence, unless it joins another label.
+_ARTICLE = r"(?<=[.):!?*\"”]\s)A (?!(?:or|and)\b)[a-z]"
 # "answer: ", "The answer is ", "**Answer**: "
 _MARK = r"(?i:\banswer\b)[*_]*\s*(?:is\b\s*:?|:)"
+# A mark that decides even when no label follows; "that answer is certain" is prose.
+_ANNOUNCED = re.compile(r"(?i:\banswer\b[*_]*\s*(?:is\s*)?:|\bthe\s+(?:\w+\s+)?answer\s+is\b)")
+# "C, possibly D", "C\nor D"; "C. and he leaves" is the ending itself.
+_JOINED = re.compile(rf"[)\]}}*_\"'$]*(?:[ \t]*[,;(–—-]|[.:;!]?[ \t]*\n)\s*(?i:{JOINING})")
 
 
 def compute_score(
@@ -45,31 +51,38 @@ def extract_label(text: str, *, labels: str = "ABCD", method: Method = "strict")
     ``strict``: the label after the last "answer:" or "answer is", or the whole response if it is a label;
     ignores brackets, quotes and asterisks around it. ``flexible`` also accepts, in this order, the last
     ``\boxed{}``, a label alone in the last line, and one at the start as in "C. ending". Labels are
-    case-sensitive. Two labels ("C or D", "Answer: C, D") are no choice.
+    case-sensitive. Two labels ("C or D", "Answer: C, possibly D") are no choice.
     """
     label = rf"{_OPEN}([{re.escape(labels)}])(?!\w)"
-    if marked := _last(_MARK + label, text):
-        return _only_label(marked, text, label)
+    marked, announced = _last(_MARK + label, text), _last(_ANNOUNCED, text)
+    if announced and not (marked and marked.end() > announced.end()):
+        return None
+    if marked:
+        return _only_label(marked, text, labels)
     if alone := _alone(label, text):
         return alone
     if method == "strict":
         return None
-    if boxed := _last(r"(?=\\boxed\{)" + label, text):
-        return _only_label(boxed, text, label)
+    if r"\boxed" in text:
+        boxed = re.compile(label).match(text, text.rfind(r"\boxed"))
+        return _only_label(boxed, text, labels) if boxed else None
     lines = text.strip().splitlines()
-    return (_alone(label, lines[-1]) or _leading(label, text)) if lines else None
+    return (_alone(label, lines[-1]) or _leading(label, text, labels)) if lines else None
 
 
-def _last(pattern: str, text: str) -> re.Match[str] | None:
+def _last(pattern: str | re.Pattern[str], text: str) -> re.Match[str] | None:
     return max(re.finditer(pattern, text), key=lambda found: found.start(), default=None)
 
 
-def _only_label(found: re.Match[str], text: str, label: str) -> str | None:
-    """Return the label found, unless it is part of a word or joined to another label."""
+def _only_label(found: re.Match[str], text: str, labels: str) -> str | None:
+    """Return the label found, unless it is part of a word or its sentence goes on to another label."""
     rest = text[found.end() :]
-    line = rest.partition("\n")[0]
-    another = re.match(rf"{_CLOSE}(?:(?:or|and)\b|[/&|])?{label}", line) and not re.match(_ARTICLE, line)
-    return found[1] if re.match(_END, rest) and not another else None
+    if not re.match(_END, rest) or _JOINED.match(rest):
+        return None
+    another = rf"(?<![\w'’-])(?!{_ARTICLE})[{re.escape(labels)}](?![\w'’-])"
+    line, _, further = rest.partition("\n")
+    goes_on = re.search(another, line) or re.match(rf"{_OPEN}{another}{_CLOSE}(?:$|\n)", further)
+    return None if goes_on else found[1]
 
 
 def _alone(label: str, text: str) -> str | None:
@@ -77,10 +90,10 @@ def _alone(label: str, text: str) -> str | None:
     return found[1] if found else None
 
 
-def _leading(label: str, text: str) -> str | None:
+def _leading(label: str, text: str, labels: str) -> str | None:
     """Match ``C. ending``, ``(C) ending``, ``C: ending``; not "A man", which starts with a word."""
-    found = re.match(label + r"[*_]*[).:\]]", text)
-    return found[1] if found else None
+    found = re.match(label + r"(?=[*_]*[).:\]])", text)
+    return found and _only_label(found, text, labels)
 
 
 def _expected_label(ground_truth: str | int, labels: str) -> str:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from typing import Literal
+
+from strop.rewards.score.phrases import JOINING, is_unit
 
 Method = Literal["strict", "flexible"]
 
-# A number as people write it: sign, dollars, separators. The minus of "10-5" is not a sign; text after the
-# number ("18 apples") is ignored.
-_NUMBER = r"(?:(?<![0-9a-zA-Z)])[-+])?(?:\$[-+]?)?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
-_MARKED = re.compile(rf"####[ \t]+({_NUMBER})")
-_ANYWHERE = re.compile(_NUMBER)
+_MINUS = "-\N{MINUS SIGN}"
+_CURRENCY = "$€£¥₹"
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+# The minus of "10-5" and "8 - 3" is not a sign.
+_SIGN = rf"(?<![0-9a-zA-Z)])[{_MINUS}+](?:(?<![0-9)%][ ].)[ ])?"
+_NUMBER = re.compile(
+    rf"(?P<sign>{_SIGN})?(?:\\?[{_CURRENCY}][ ]?(?P<inner>[{_MINUS}+])?)?(?P<digits>{_DIGITS})"
+)
+_AROUND_UNIT = f" \t\r.,;:!%°()[]{{}}\"'*_\\{_CURRENCY}"
+_CONTINUED = re.compile(rf"(?i:{JOINING})|(?:to |[{_MINUS}+*/,;&|=])? ?[{_CURRENCY}]?[0-9]")
 
 
 def compute_score(
@@ -22,11 +30,10 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """Return ``score`` for the right number, ``format_score`` for another one, 0 for none.
+    """Return ``score`` for the number of the ground truth, ``format_score`` for another one, 0 for none.
 
-    ``strict`` takes the last ``#### number``, ``flexible`` the last number anywhere in the response.
-    Numbers are compared as strings of digits, after ``,``, ``$``, ``+`` and a trailing ``.`` are removed (18
-    and 18.0 differ). The ground truth may be a number or a whole worked answer that ends in ``#### number``.
+    Values are compared: 18, 18.0 and $18.00 are equal. The ground truth may be a number or a whole worked
+    answer that ends in ``#### number``. For ``method`` see :func:`extract_number`.
 
     Raises:
         ValueError: an unknown ``method``, or a ground truth without a number.
@@ -41,19 +48,39 @@ def compute_score(
 
 
 def extract_number(text: str, *, method: Method = "strict") -> str | None:
-    """Return the response's answer as a cleaned string of digits, or None."""
-    numbers = (_MARKED if method == "strict" else _ANYWHERE).findall(text)
-    return _clean(numbers[-1]) if numbers else None
+    """Return the response's number in its shortest notation (1,200.50 as ``1200.5``), or None.
+
+    ``strict``: the number after the last ``####`` and a space; only a unit and punctuation may follow in its
+    line. ``flexible``: the last number anywhere in the response.
+    """
+    if method == "flexible":
+        last = deque(_NUMBER.finditer(text), maxlen=1)
+        return _shortest(last[0]) if last else None
+    _, marker, answer = text.rpartition("####")
+    stripped = answer.lstrip(" \t")
+    if not marker or stripped == answer:
+        return None
+    found = _NUMBER.match(stripped)
+    if not found:
+        return None
+    line, _, further = stripped[found.end() :].partition("\n")
+    unit = line.replace(r"\text", "").strip(_AROUND_UNIT)
+    if (unit and not is_unit(unit)) or _CONTINUED.match(further.lstrip()):
+        return None
+    return _shortest(found)
 
 
 def _expected_number(ground_truth: str | int | float) -> str:
-    text = str(ground_truth)
-    if "####" in text:
-        text = text.rpartition("####")[2]
-    if not re.fullmatch(_NUMBER, text.strip()):
-        raise ValueError(f"the ground truth {text.strip()[:80]!r} is not a number")
-    return _clean(text.strip())
+    text = str(ground_truth).rpartition("####")[2].strip()
+    found = _NUMBER.fullmatch(text.removesuffix("."))
+    if not found:
+        raise ValueError(f"the ground truth {text[:80]!r} is not a number")
+    return _shortest(found)
 
 
-def _clean(number: str) -> str:
-    return number.replace(",", "").replace("$", "").replace("+", "").removesuffix(".")
+def _shortest(number: re.Match[str]) -> str:
+    whole, _, decimals = number["digits"].replace(",", "").partition(".")
+    decimals = decimals.rstrip("0")
+    value = (whole or "0") + (decimals and f".{decimals}")
+    negative = (number["sign"] or number["inner"] or "+")[0] in _MINUS
+    return f"-{value}" if negative and value != "0" else value
