@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from strop.engines import ranks
+from strop.engines.torch.shard_files import IndexReader
 from strop.errors import CheckpointError
 from strop.models.loader import persistent_buffers
 
@@ -81,12 +82,12 @@ def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Pat
     with failing_as(message):
         if misfits := _misfits(collected, stored_shapes(folder)):
             raise CheckpointError(f"{message}: {'; '.join(misfits[:5])}")
-        dcp.load(collected, checkpoint_id=str(folder), **_process_group(folder))
+        dcp.load(collected, storage_reader=IndexReader(str(folder)), **_process_group(folder))
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of every tensor stored in ``folder``, by name; needs no process group."""
-    entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    entries = IndexReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name: (tuple(entry.size), entry.properties.dtype)
         for name, entry in entries.items()
@@ -142,8 +143,7 @@ def _as_checkpoint_error(message: str) -> Generator[None]:
 
 def _cause(error: BaseException) -> str:
     """Return the first line of the underlying failure; torch wraps it in one entry per rank."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0]}"
