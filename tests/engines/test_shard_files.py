@@ -9,6 +9,7 @@ import subprocess
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from strop.engines.torch import state
@@ -39,6 +40,16 @@ def test_the_index_is_read_as_torch_reads_it(saved):
     assert len(found.state_dict_metadata) == 16
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.storage_data == expected.storage_data
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_digests_are_left_beside_the_files_that_were_written(saved, tmp_path, background):
+    saving = state.save(saved[1], saved[2], tmp_path, background=background)
+    if saving is not None:
+        state.finish(saving, tmp_path)
+    (shard,) = tmp_path.glob("*.distcp")
+    digest = (tmp_path / f"{shard.name}.xxh3_128").read_text()
+    assert digest == xxhash.xxh3_128_hexdigest(shard.read_bytes())
 
 
 class Runs:

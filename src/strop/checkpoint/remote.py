@@ -18,10 +18,11 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from strop.checkpoint.folder import LATEST, MANIFEST, PREFIX, parse_manifest, require_sizes
+from strop.checkpoint.folder import LATEST, PREFIX, parse_manifest
 from strop.config.paths import expand
 from strop.data.fetch import copy_files, open_filesystem
 from strop.errors import CheckpointError
+from strop.manifest import MANIFEST, Manifest, require_sizes, require_unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +71,13 @@ class RemoteCheckpoints:
         if not resume:
             self._remove(checkpoint.name)  # left by an earlier run, or by an upload that was cut off
         manifest = (checkpoint / MANIFEST).read_bytes()
-        sizes = parse_manifest(manifest) or {}
+        files = parse_manifest(manifest, str(checkpoint)) or {}
         there = _sizes(self._fs, remote) if resume else {}
-        names = [name for name, size in sizes.items() if there.get(name) != size]
+        names = [name for name, entry in files.items() if there.get(name) != entry.size]
         for folder in sorted({f"{remote}/{name}".rpartition("/")[0] for name in names}):
             self._fs.makedirs(folder, exist_ok=True)
         self._fs.put([str(checkpoint / name) for name in names], [f"{remote}/{name}" for name in names])
-        require_sizes(self.url, sizes, _sizes(self._fs, remote))
+        require_sizes(self.url, files, _sizes(self._fs, remote))
         self._fs.pipe_file(f"{remote}/{MANIFEST}", manifest)
         self._fs.pipe_file(f"{self._root}/{LATEST}", f"{checkpoint.name.removeprefix(PREFIX)}\n".encode())
 
@@ -124,40 +125,43 @@ class RemoteCheckpoints:
                 self._fs.rm(path, recursive=path.endswith(name))
 
 
-def download(url: str, target: Path, *, wanted: Callable[[str], bool] = lambda name: True) -> None:
+def download(url: str, target: Path, *, wanted: Callable[[str], bool] = lambda name: True) -> Manifest:
     """Copy the files of the remote checkpoint ``url`` for which ``wanted(relative path)``, without manifest.
 
-    Raises ``CheckpointError`` when the checkpoint is not whole or cannot be read, or a file arrives with
-    another size.
+    Returns the manifest's entries of these files. Raises ``CheckpointError`` when the checkpoint is not whole
+    or cannot be read, or a file arrives with another size or content.
     """
     fs, remote = open_filesystem(url)
     remote = remote.rstrip("/")
-    sizes = {name: size for name, size in read_manifest(url).items() if wanted(name)}
+    files = {name: entry for name, entry in read_manifest(url).items() if wanted(name)}
     try:
-        copy_files(fs, {f"{remote}/{name}": target / name for name in sizes})
+        copy_files(fs, {f"{remote}/{name}": target / name for name in files})
     except Exception as error:  # back-ends raise their own types: botocore's, pyarrow's, OSError
         raise CheckpointError(f"{url} cannot be downloaded: {type(error).__name__}: {error}") from error
-    require_sizes(url, sizes, {name: (target / name).stat().st_size for name in sizes})
+    require_unchanged(url, target, files, remedy="; copy the checkpoint again, or use another one")
+    return files
 
 
-def read_manifest(url: str) -> dict[str, int]:
+def read_manifest(url: str) -> Manifest:
     """Return the manifest of a remote checkpoint; ``CheckpointError`` when it is not whole."""
     fs, remote = open_filesystem(url)
     try:
-        sizes = _manifest(fs, remote.rstrip("/"))
+        found = _manifest(fs, remote.rstrip("/"))
+    except CheckpointError:
+        raise
     except Exception as error:  # as in `download`
         raise CheckpointError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
-    if sizes is None:
+    if found is None:
         raise CheckpointError(
             f"{url} is not a whole checkpoint: it has no {MANIFEST} (an upload was cut off, or it is another "
             "kind of folder); give the URL of a global_step_N folder"
         )
-    return sizes
+    return found
 
 
-def _manifest(fs: Any, folder: str) -> dict[str, int] | None:
+def _manifest(fs: Any, folder: str) -> Manifest | None:
     try:
-        return parse_manifest(fs.cat_file(f"{folder}/{MANIFEST}"))
+        return parse_manifest(fs.cat_file(f"{folder}/{MANIFEST}"), folder)
     except FileNotFoundError:
         return None
 

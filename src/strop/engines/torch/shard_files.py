@@ -1,4 +1,4 @@
-"""The files of ``torch.distributed.checkpoint``, read without running code in them.
+"""The files of ``torch.distributed.checkpoint``: written with digests, read without running code in them.
 
 The index of a state, ``.metadata``, is a pickle, and unpickling a file from elsewhere runs what it names.
 ``IndexReader`` reads it as data: every object becomes a ``_Record`` of a class's name, arguments and state,
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     ChunkStorageMetadata,
@@ -26,7 +28,48 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from strop.manifest import leave_digest, new_digest
+
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class DigestingWriter(dcp.FileSystemWriter):
+    """Leave the digest of every file beside it, taken from the bytes as they are written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.fs = _DigestingFiles()
+
+
+class _DigestingFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[Any]:
+        with super().create_stream(path, mode) as stream:
+            digested = _Digested(stream)
+            yield digested
+        if mode == "wb" and Path(path).suffix == ".distcp":  # the index is renamed, and small
+            leave_digest(Path(path), digested.digest.hexdigest())
+
+
+class _Digested(io.IOBase):
+    """Stream that only appends."""
+
+    def __init__(self, stream: Any) -> None:
+        self.digest = new_digest()
+        self._stream = stream
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._stream.write(data)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 class IndexReader(dcp.FileSystemReader):

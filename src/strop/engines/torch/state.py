@@ -19,9 +19,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from strop.engines import ranks
-from strop.engines.torch.shard_files import IndexReader
+from strop.engines.torch.shard_files import DigestingWriter, IndexReader
 from strop.errors import CheckpointError
 from strop.models.loader import persistent_buffers
 
@@ -60,10 +61,18 @@ def save(
     ``finish``. Raises ``CheckpointError`` if writing fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write: Any = dcp.async_save if background else dcp.save
+    collected, options = _collect(module, optimizer), _process_group(folder)
     with failing_as(f"cannot write the checkpoint {folder}"):
-        found = write(_collect(module, optimizer), checkpoint_id=str(folder), **_process_group(folder))
-    return found if background else None
+        if not background:
+            dcp.save(collected, storage_writer=DigestingWriter(folder), **options)
+            return None
+        # The stager that torch takes if it is not given a writer; a file system's writer stages more slowly.
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        saving: Any = dcp.async_save(
+            collected, storage_writer=DigestingWriter(folder), async_stager=stager, **options
+        )
+        saving.add_done_callback(lambda _: stager.close())
+        return saving
 
 
 def finish(saving: Future, folder: Path) -> None:
