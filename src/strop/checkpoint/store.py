@@ -46,7 +46,7 @@ from strop.checkpoint.folder import (
 from strop.checkpoint.remote import RemoteCheckpoints, Uploader
 from strop.checkpoint.resume import find_checkpoint
 from strop.config.schema import RootConfig
-from strop.errors import CheckpointError, ConfigError, StropError, WorkerError
+from strop.errors import CheckpointError, ConfigError, StropError, WorkerError, is_interrupt
 from strop.files import crash_point
 from strop.manifest import require_unchanged
 
@@ -330,6 +330,8 @@ class Checkpoints:
                 with contextlib.suppress(Exception):
                     group.finish_save()
             shutil.rmtree(building_folder(self.folder, step), ignore_errors=True)
+            if is_interrupt(error):
+                raise KeyboardInterrupt from error
             if not _is_final_failure(error):
                 raise
             raise CheckpointError(

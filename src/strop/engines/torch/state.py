@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from strop.engines import ranks
 from strop.engines.torch.shard_files import DigestingWriter, IndexReader
-from strop.errors import CheckpointError
+from strop.errors import CheckpointError, is_interrupt
 from strop.models.loader import persistent_buffers
 
 _FAILURES = (
@@ -147,6 +147,8 @@ def _as_checkpoint_error(message: str) -> Generator[None]:
     except CheckpointError:
         raise
     except _FAILURES as error:
+        if is_interrupt(error):  # torch wraps it like any failure of a rank
+            raise KeyboardInterrupt from error
         raise CheckpointError(f"{message}: {_cause(error)}") from error
 
 
