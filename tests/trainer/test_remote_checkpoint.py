@@ -145,6 +145,15 @@ def test_a_flipped_bit_of_a_remote_checkpoint_is_named(memory_fs, tmp_path):
             Checkpoints(tmp_path / folder, remote=REMOTE).find(mode)
 
 
+def test_an_upload_that_is_made_up_for_does_not_name_an_older_checkpoint(memory_fs, tmp_path):
+    run_of(1, 2, 3, folder=tmp_path / "run", url=REMOTE)
+    memory_fs.rm("/bucket/run/global_step_1", recursive=True)
+    with Checkpoints(tmp_path / "run", remote=REMOTE) as checkpoints:
+        checkpoints.load(checkpoints.find("auto"), {"actor": Group(0)})
+    assert RemoteCheckpoints(REMOTE).is_whole(1)
+    assert latest(REMOTE) == "3\n"
+
+
 def test_an_empty_or_absent_remote_folder_is_a_fresh_start(url, tmp_path):
     assert Checkpoints(tmp_path / "run", remote=url).find("auto") is None
 

@@ -61,11 +61,12 @@ class RemoteCheckpoints:
             candidates.insert(0, int(named))
         return next(filter(self.is_whole, candidates), None)
 
-    def upload(self, checkpoint: Path, *, resume: bool = False) -> None:
+    def upload(self, checkpoint: Path, *, resume: bool = False, is_latest: bool = True) -> None:
         """Copy a whole local checkpoint, the manifest last.
 
-        ``resume`` keeps files that an earlier attempt copied in full. Raises whatever the file system raises,
-        and ``CheckpointError`` when a file did not arrive with its size.
+        ``resume`` keeps files that an earlier attempt copied in full; ``is_latest`` names the checkpoint as
+        the one to resume from. Raises whatever the file system raises, and ``CheckpointError`` when a file
+        did not arrive with its size.
         """
         remote = f"{self._root}/{checkpoint.name}"
         if not resume:
@@ -79,7 +80,9 @@ class RemoteCheckpoints:
         self._fs.put([str(checkpoint / name) for name in names], [f"{remote}/{name}" for name in names])
         require_sizes(self.url, files, _sizes(self._fs, remote))
         self._fs.pipe_file(f"{remote}/{MANIFEST}", manifest)
-        self._fs.pipe_file(f"{self._root}/{LATEST}", f"{checkpoint.name.removeprefix(PREFIX)}\n".encode())
+        if is_latest:
+            step = checkpoint.name.removeprefix(PREFIX)
+            self._fs.pipe_file(f"{self._root}/{LATEST}", f"{step}\n".encode())
 
     def prune(self, max_to_keep: int, *, newest: int) -> None:
         """Keep the last ``max_to_keep`` whole checkpoints up to iteration ``newest`` and remove all others.
@@ -179,6 +182,7 @@ class _Upload:
     step: int
     checkpoint: Path
     only_if_missing: bool
+    is_latest: bool
 
 
 class Uploader:
@@ -205,10 +209,12 @@ class Uploader:
         self._failures: dict[Path, str] = {}
         self._thread: threading.Thread | None = None
 
-    def submit(self, step: int, checkpoint: Path, *, only_if_missing: bool = False) -> None:
+    def submit(
+        self, step: int, checkpoint: Path, *, only_if_missing: bool = False, is_latest: bool = True
+    ) -> None:
         """Enqueue a whole checkpoint; ``only_if_missing`` skips it if the remote one is whole."""
         with self._changed:
-            self._waiting.append(_Upload(step, checkpoint, only_if_missing))
+            self._waiting.append(_Upload(step, checkpoint, only_if_missing, is_latest))
             self._changed.notify_all()
         if self._thread is None:
             # A daemon, and no executor: the interpreter must be able to exit while a file system hangs.
@@ -277,7 +283,7 @@ class Uploader:
             try:
                 if upload.only_if_missing and self.remote.is_whole(upload.step):
                     return
-                self.remote.upload(upload.checkpoint, resume=attempt > 0)
+                self.remote.upload(upload.checkpoint, resume=attempt > 0, is_latest=upload.is_latest)
                 # A checkpoint that a resume found missing is not new, so it makes no older one superfluous.
                 if self._max_to_keep is not None and not upload.only_if_missing:
                     self.remote.prune(self._max_to_keep, newest=upload.step)

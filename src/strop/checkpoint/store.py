@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from strop.checkpoint.folder import (
+    PREFIX,
     TRAINER,
     building_folder,
     is_renamed,
@@ -287,8 +288,11 @@ class Checkpoints:
             raise CheckpointError(f"{checkpoint / TRAINER} cannot be read: {error}") from error
         restore_random_state(state.pop("random"))
         if self._uploader is not None and checkpoint.parent == self.folder:
-            # The run may have been killed before the upload.
-            self._uploader.submit(state["global_step"], checkpoint, only_if_missing=True)
+            # The run may have been killed before these were uploaded.
+            for step in saved_steps(self.folder):
+                if step <= state["global_step"]:
+                    path, is_latest = self.folder / f"{PREFIX}{step}", step == state["global_step"]
+                    self._uploader.submit(step, path, only_if_missing=True, is_latest=is_latest)
         return state
 
     def go_on_from(self, step: int) -> None:
