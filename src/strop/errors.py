@@ -105,6 +105,18 @@ def problems_of(error: StropError) -> list[str]:
     return error.problems if isinstance(error, ConfigError) else [str(error)]
 
 
+def is_interrupt(error: BaseException | None) -> bool:
+    """Return True if an interrupt (Ctrl-C, SIGTERM) is behind ``error``.
+
+    Libraries replace it: writers by the error of the file that they then cannot finish,
+    torch.distributed.checkpoint by a CheckpointException with the failure of each rank.
+    """
+    if error is None or isinstance(error, KeyboardInterrupt):
+        return error is not None
+    of_ranks = [failure[0] for failure in getattr(error, "failures", {}).values()]
+    return any(is_interrupt(behind) for behind in (*of_ranks, error.__cause__ or error.__context__))
+
+
 def portable(error: Exception) -> Exception:
     """Return the error itself if it can be pickled, else one with the same message.
 

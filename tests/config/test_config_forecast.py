@@ -3,11 +3,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from strop.columns import TOKEN_COLUMNS
 from strop.config.batch_plan import BatchPlan
-from strop.config.forecast import forecast, read_model_facts
+from strop.config.forecast import forecast, read_model_facts, sample_files
 from strop.config.load import load_config
+from strop.protocol import DataProto
+from strop.tracking.samples import write_samples
 
 SHAPE = {
     "vocab_size": 50,
@@ -159,3 +163,50 @@ def test_vllm_has_separate_weights_and_a_separate_cache(model):
     asleep = forecast_of(folder, *options, half, "trainer.device=cuda")  # it gives its memory back
     assert asleep.phases["generation: vLLM's weights, and KV cache at most"] == 2 * parameters + cache // 2
     assert not any(name.startswith("vLLM") for name in asleep.resident)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "files"),
+    [
+        ((), 100),
+        (("trainer.rollouts_to_keep=null",), None),
+        (("trainer.total_training_steps=1000", "trainer.rollouts_to_keep=null"), 1000),
+        (("trainer.total_training_steps=1000", "trainer.log_rollouts_freq=30"), 34),
+        (("trainer.total_training_steps=50",), 50),
+    ],
+)
+def test_the_number_of_files_of_samples(overrides, files):
+    config = load_config([*SAMPLES, *overrides])
+    assert sample_files(config, BatchPlan.from_config(config)).files == files
+
+
+SAMPLES = [
+    "data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "data.max_prompt_length=10",
+    "data.max_response_length=500", "actor_rollout_ref.rollout.n=4",
+]  # fmt: skip
+
+
+def test_the_size_of_a_file_of_samples_is_that_of_a_real_one(tmp_path):
+    """128 samples of 500 tokens with numbers that do not repeat, about 19 bytes a token."""
+    config = load_config(SAMPLES)
+    tokens = torch.randint(50_000, (128, 510), generator=torch.Generator().manual_seed(1))
+    numbers = {name: torch.randn(128, 500) for name in TOKEN_COLUMNS}
+    batch = DataProto.from_dict(
+        {
+            **numbers,
+            "prompts": tokens[:, :10],
+            "responses": tokens[:, 10:],
+            "attention_mask": torch.ones_like(tokens),
+            "response_mask": torch.ones(128, 500),
+        }
+    )
+    write_samples(tmp_path / "samples.parquet", batch, Words())
+    expected = sample_files(config, BatchPlan.from_config(config)).file
+    assert 0.75 < (tmp_path / "samples.parquet").stat().st_size / expected < 1.25
+
+
+class Words:
+    """A token is four letters."""
+
+    def batch_decode(self, sequences, *, skip_special_tokens):
+        return ["".join(f"{token % 2000:04}" for token in tokens) for tokens in sequences]

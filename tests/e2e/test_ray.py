@@ -50,19 +50,21 @@ ENDS = {"Ctrl-C": 130, "SIGTERM": 143, "SIGKILL": -9}
 
 
 @pytest.mark.parametrize(
-    ("how", "background"),
+    ("how", "background", "during"),
     [
-        pytest.param("Ctrl-C", False, marks=pytest.mark.slow),
-        ("SIGTERM", True),
-        ("SIGKILL", False),
+        pytest.param("Ctrl-C", False, ("update_actor", 3), marks=pytest.mark.slow),
+        ("SIGTERM", True, ("update_actor", 3)),
+        ("SIGKILL", False, ("update_actor", 3)),
+        pytest.param("SIGTERM", False, ("save_checkpoint", 2), marks=pytest.mark.slow),
+        pytest.param("Ctrl-C", True, ("save_checkpoint", 2), marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, background):
+def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, background, during):
     """``background``: the save of iteration 1 is in flight, and a call of the same worker hangs."""
     abandoned = abandoned_shared_memory()
     run = RayRun(
         overrides(inputs, tmp_path / "run", *SETTINGS, f"trainer.async_save={background}"),
-        sabotage=_sabotage(tmp_path, "update_actor", 3, "sleep"),
+        sabotage=_sabotage(tmp_path, *during, "sleep"),
     )
     run.wait_until_struck()
     commands = " ".join(run.processes().values())

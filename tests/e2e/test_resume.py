@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
+from pathlib import Path
+from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
 
-from strop.errors import ConfigError
+from strop.checkpoint.folder import verify
+from strop.checkpoint.remote import RemoteCheckpoints
+from strop.cli.main import main
+from strop.errors import CheckpointError, ConfigError
+from strop.trainer import loop
 
+import forked
 from killing import ROWS, SETTINGS, copy_until, kill
-from messages import naming
+from messages import mentions, naming
 from runs import hashes, make_inputs, metrics, overrides, train
 
 
@@ -47,13 +57,17 @@ def test_two_runs_with_one_seed_are_identical_and_another_seed_is_not(inputs, un
 def test_a_killed_run_continues_to_the_same_numbers(inputs, undisturbed, tmp_path, point, iteration):
     run, expected = undisturbed
     copy_until(run, iteration - 1, tmp_path / "run")
-    options = overrides(inputs, tmp_path / "run", *SETTINGS, "trainer.max_ckpt_to_keep=2")
+    keep = ("trainer.max_ckpt_to_keep=2", "trainer.rollouts_to_keep=2")
+    options = overrides(inputs, tmp_path / "run", *SETTINGS, *keep)
     kill(point, iteration, options)
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == f"{iteration - 1}\n"
     assert hashes(train(options)) == expected
     assert metrics(tmp_path / "run") == metrics(run)
     kept = sorted(path.name for path in (tmp_path / "run").glob("global_step_*"))
     assert kept == ["global_step_3", "global_step_4"]
+    samples = sorted((tmp_path / "run" / "rollouts").iterdir())
+    assert [path.name for path in samples] == ["step_000003.parquet", "step_000004.parquet"]
+    assert all(path.read_bytes() == (run / "rollouts" / path.name).read_bytes() for path in samples)
 
 
 def test_a_run_killed_after_going_back_resumes_from_where_it_went_back_to(inputs, undisturbed, tmp_path):
@@ -76,10 +90,56 @@ def test_a_resume_from_another_runs_checkpoint_does_not_mix_the_two(inputs, undi
     assert [line["step"] for line in metrics(tmp_path)] == [4]
 
 
-def test_a_resume_with_nothing_left_to_train_is_an_error(inputs, undisturbed):
+def test_another_runs_checkpoint_with_nothing_left_to_train_is_an_error(inputs, undisturbed, tmp_path):
     run, _ = undisturbed
     with pytest.raises(ConfigError, match=naming("4 of 4")):
-        train(overrides(inputs, run, *SETTINGS))
+        train(overrides(inputs, tmp_path, *SETTINGS, f"trainer.resume_mode={run / 'global_step_4'}"))
+    with pytest.raises(ConfigError, match=naming("4 of 3")):
+        train(overrides(inputs, run, *SETTINGS, "trainer.total_training_steps=3"))
+
+
+def train_until_the_curves(options: list[str]) -> None:
+    """Train, upload nothing, and die where the curves are drawn."""
+
+    def die(folder: Path) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(*arguments, **options) -> None:
+        time.sleep(1000)
+
+    with mock.patch.object(RemoteCheckpoints, "upload", hang), mock.patch.object(loop, "draw_curves", die):
+        main(["train", *options])
+
+
+def test_a_run_killed_after_its_last_save_is_completed_by_the_same_command(inputs, undisturbed, tmp_path):
+    run, remote = tmp_path / "run", tmp_path / "remote"
+    copy_until(undisturbed[0], 3, run)
+    (run / "curves.png").unlink(missing_ok=True)
+    options = overrides(inputs, run, *SETTINGS, f"trainer.default_hdfs_dir={remote}")
+    assert forked.run(train_until_the_curves, options).returncode == -signal.SIGKILL
+    assert not (run / "curves.png").exists()
+    assert not remote.exists()
+    before = {path: path.read_bytes() for path in run.rglob("step_*")} | {run: metrics(run)}
+
+    done = forked.run(["-m", "strop.cli", "train", *options])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert mentions(done.stderr, "4 of 4", "curves", "uploads")
+    assert (run / "curves.png").exists()
+    assert (remote / "latest_checkpointed_iteration.txt").read_text() == "4\n"
+    for step in (1, 2, 3, 4):
+        verify(remote / f"global_step_{step}")
+    assert {path: path.read_bytes() for path in run.rglob("step_*")} | {run: metrics(run)} == before
+
+
+@pytest.mark.parametrize("file", ["actor/__0_0.distcp", "actor/.metadata", "trainer.pt"])
+def test_a_flipped_bit_of_a_checkpoint_is_named(inputs, undisturbed, tmp_path, file):
+    copy_until(undisturbed[0], 3, tmp_path)
+    path = tmp_path / "global_step_3" / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=naming("global_step_3", Path(file).name)):
+        train(overrides(inputs, tmp_path, *SETTINGS))
 
 
 def test_a_fresh_start_moves_the_earlier_run_aside(inputs, undisturbed, tmp_path):

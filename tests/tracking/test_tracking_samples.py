@@ -75,6 +75,25 @@ def test_a_row_holds_the_sample_without_padding(tmp_path):
     assert list(tmp_path.rglob("*")) == [path.parent, path]
 
 
+def test_numbers_keep_the_bits_that_their_column_needs(tmp_path):
+    """11 bits, as float16, but of any magnitude; 16 of log-probs, which are compared with one another."""
+    batch = two_samples()
+    numbers = torch.tensor([[1 / 3, -1e6 / 7, 1e-9 / 7, math.nan], [math.inf, -math.inf, 1e38 / 7, 0.0]])
+    for name in ("values", "old_log_probs"):
+        batch.batch[name] = numbers
+    batch.batch["attention_mask"] = torch.ones(2, 7, dtype=torch.int64)
+    write_samples(tmp_path / "s.parquet", batch, Letters())
+    table = pq.read_table(tmp_path / "s.parquet")
+    for name, bits in (("values", 11), ("old_log_probs", 16)):
+        found = torch.tensor(table[name].to_pylist())
+        finite = numbers.isfinite()
+        torch.testing.assert_close(found[~finite], numbers[~finite], equal_nan=True)
+        error = ((found - numbers) / numbers)[finite & (numbers != 0)].abs().max().item()
+        assert 0 < error <= 2**-bits
+        scaled = torch.frexp(found[finite]).mantissa * 2**bits
+        assert torch.equal(scaled, scaled.round())
+
+
 def test_missing_columns_are_left_out(tmp_path):
     keep = ("prompts", "responses", "attention_mask", "response_mask")
     write_samples(tmp_path / "s.parquet", two_samples().select(*keep), Letters())

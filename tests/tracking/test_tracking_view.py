@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from test_tracking_samples import Letters, two_samples
@@ -47,6 +49,18 @@ def view(capsys, *arguments: object, status: int = 0) -> str:
     assert main(["view", *map(str, arguments)]) == status
     captured = capsys.readouterr()
     return captured.out if status == 0 else captured.err
+
+
+def test_samples_of_an_earlier_version_are_shown_alike(run_dir, capsys):
+    """Token ids were int64, numbers had all their bits, and no column was split into streams of bytes."""
+    expected = view(capsys, run_dir, "--step", 3)
+    path = run_dir / "rollouts" / "step_000003.parquet"
+    table = pq.read_table(path)
+    ids = pa.list_(pa.int64())
+    for name in ("prompt_ids", "response_ids"):
+        table = table.set_column(table.schema.get_field_index(name), name, table[name].cast(ids))
+    pq.write_table(table, path, compression="zstd")
+    assert view(capsys, run_dir, "--step", 3) == expected
 
 
 def test_the_summary_shows_first_best_and_last_step(run_dir, capsys):

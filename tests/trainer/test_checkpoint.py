@@ -137,6 +137,21 @@ def test_a_folder_that_is_no_checkpoint_or_lacks_a_role_is_named(tmp_path):
         checkpoints.load(folder, {"actor": Group(1), "critic": Group(1)})
 
 
+def test_a_state_of_the_driver_that_holds_code_is_not_run(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    folder = checkpoints.save(3, {"actor": Group(1)}, STATE)
+
+    class Runs:
+        def __reduce__(self):
+            return (tmp_path / "run").touch, ()
+
+    torch.save({"random": Runs()}, folder / "trainer.pt")
+    checkpoint_folder.seal(folder)
+    with pytest.raises(CheckpointError, match=naming("trainer.pt")):
+        checkpoints.load(folder, {"actor": Group(1)})
+    assert not (tmp_path / "run").exists()
+
+
 def test_workers_are_given_absolute_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []

@@ -20,7 +20,8 @@ from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
 
 import tiny_model
-from messages import naming
+from builders import write_prompts
+from messages import mentions, naming
 
 SETTINGS = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8, grad_clip=1.0)
 
@@ -122,6 +123,35 @@ def test_a_remote_checkpoint_is_exported_and_only_what_is_needed_is_fetched(
     assert all(name.startswith(prefix) for name in fetched)
     with pytest.raises(CheckpointError, match=naming("reward", "actor", "critic")):
         export(f"memory://bucket/global_step_{step}", tmp_path / "none", role="reward")
+
+
+@pytest.mark.parametrize(("step", "suffix"), [(1, ".safetensors"), (2, ".distcp"), (2, ".json")])
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_flipped_bit_is_not_exported(saved, tmp_path, step, suffix, remote):
+    checkpoint = tmp_path / f"global_step_{step}"
+    shutil.copytree(saved[0] / checkpoint.name, checkpoint)
+    flip(next(path for path in (checkpoint / "actor").rglob(f"*{suffix}")))
+    with pytest.raises(CheckpointError, match=suffix):
+        export(f"file://{checkpoint}" if remote else checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_an_exported_model_that_changed_is_not_evaluated(saved, tmp_path, capsys):
+    model = export(saved[0] / "global_step_1", tmp_path / "model")
+    write_prompts(tmp_path / "val.parquet", 4)
+    lengths = ["--max-prompt-length", "8", "--max-response-length", "2", "trainer.device=cpu"]
+    command = ["eval", str(model), "--data", str(tmp_path / "val.parquet"), *lengths]
+    assert main([*command, "--out", str(tmp_path / "whole")]) == 0
+    flip(model / "model.safetensors")
+    capsys.readouterr()
+    assert main([*command, "--out", str(tmp_path / "changed")]) == 2
+    assert mentions(capsys.readouterr().err, "CheckpointError", "model.safetensors", "manifest.json")
 
 
 def test_an_export_that_fails_leaves_nothing(saved, tmp_path):

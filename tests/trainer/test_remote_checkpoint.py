@@ -13,6 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from saving_groups import STATE, Group
 
 from strop.checkpoint import store as checkpoint
+from strop.checkpoint.export import export
 from strop.checkpoint.folder import verify
 from strop.checkpoint.remote import RemoteCheckpoints, Uploader, download
 from strop.checkpoint.store import Checkpoints
@@ -113,6 +114,44 @@ def test_a_named_remote_checkpoint_is_downloaded_once(url, tmp_path, monkeypatch
     assert (found / "trainer.pt").stat().st_ino == inode
     assert checkpoints.find(f"{url}/global_step_2").name == "global_step_2"
     assert not found.exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../escaped", "/tmp/escaped", "actor/../../escaped", "escaped", "manifest.json", "a b/c"],
+)
+def test_a_manifest_cannot_write_elsewhere(memory_fs, tmp_path, name):
+    run_of(1, folder=tmp_path / "run", url=REMOTE)
+    checkpoint = "/bucket/run/global_step_1"
+    files = json.loads(memory_fs.cat_file(f"{checkpoint}/manifest.json"))
+    memory_fs.pipe_file(f"{checkpoint}/manifest.json", json.dumps({**files, name: 4}).encode())
+    before = sorted(tmp_path.rglob("*"))
+    for fetch in (
+        lambda: Checkpoints(tmp_path / "new").find(f"{REMOTE}/global_step_1"),
+        lambda: Checkpoints(tmp_path / "new", remote=REMOTE).find("auto"),
+        lambda: export(f"{REMOTE}/global_step_1", tmp_path / "model"),
+    ):
+        with pytest.raises(CheckpointError, match=naming("manifest.json", repr(name))):
+            fetch()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_flipped_bit_of_a_remote_checkpoint_is_named(memory_fs, tmp_path):
+    run_of(1, folder=tmp_path / "run", url=REMOTE)
+    state = "/bucket/run/global_step_1/actor/state"
+    memory_fs.pipe_file(state, bytes([memory_fs.cat_file(state)[0] ^ 1]))
+    for folder, mode in (("named", f"{REMOTE}/global_step_1"), ("auto", "auto")):
+        with pytest.raises(CheckpointError, match=naming("global_step_1", "actor/state")):
+            Checkpoints(tmp_path / folder, remote=REMOTE).find(mode)
+
+
+def test_an_upload_that_is_made_up_for_does_not_name_an_older_checkpoint(memory_fs, tmp_path):
+    run_of(1, 2, 3, folder=tmp_path / "run", url=REMOTE)
+    memory_fs.rm("/bucket/run/global_step_1", recursive=True)
+    with Checkpoints(tmp_path / "run", remote=REMOTE) as checkpoints:
+        checkpoints.load(checkpoints.find("auto"), {"actor": Group(0)})
+    assert RemoteCheckpoints(REMOTE).is_whole(1)
+    assert latest(REMOTE) == "3\n"
 
 
 def test_an_empty_or_absent_remote_folder_is_a_fresh_start(url, tmp_path):

@@ -106,3 +106,8 @@ def test_weights_that_do_not_fit_a_rollout_are_errors_by_name(folder, ranks):
     for parts, handed in cases.items():
         [message] = ranks.run(1, failure, jobs.loaded, folder, [*handed, None])
         assert mentions(message, "ModelError", *parts) if parts else not message
+
+
+def test_a_flipped_bit_in_the_file_of_a_rank_is_named_by_all(folder, ranks, tmp_path):
+    for message in ranks.run(2, jobs.load_flipped, folder, tmp_path):
+        assert mentions(message, "CheckpointError", "__1_0.distcp")

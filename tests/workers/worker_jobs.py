@@ -12,6 +12,7 @@ import torch.distributed as dist
 from huggingface_hub import constants
 from sharded_jobs import mine, rank, world_size
 
+from strop.checkpoint.folder import seal
 from strop.config.load import load_config
 from strop.controller.pools import Role
 from strop.models import deferred
@@ -126,6 +127,21 @@ def update_and_hash(folder: Path, role: Role, *extra: str) -> tuple[dict[str, fl
     built = worker(folder, role, *extra)
     metrics = update(built)
     return metrics, {name: weight.clone() for name, weight in built.engine.named_weights()}
+
+
+def load_flipped(folder: Path, out: Path) -> str:
+    """The error of loading a checkpoint in which a bit of the second rank's file changed."""
+    built = worker(folder, Role.Critic)
+    built.save_checkpoint(out / "critic")
+    dist.barrier()
+    if rank() == 0:
+        seal(out)
+        shard = out / "critic" / "__1_0.distcp"
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    dist.barrier()
+    return sharded_jobs.failure(built.load_checkpoint, out / "critic")
 
 
 def on_policy(folder: Path, apart: bool, *extra: str) -> tuple[dict[str, torch.Tensor], Any, Weights]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from strop.checkpoint.remote import download, read_manifest
 from strop.config.paths import is_url
 from strop.engines.torch.export import export_from_shards
 from strop.errors import CheckpointError, ConfigError
+from strop.manifest import describe, require_unchanged, write
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -47,6 +49,7 @@ def export(checkpoint: str | Path, out: str | Path, *, role: str = "actor", dtyp
                 export_from_shards(source, source / "huggingface", building)
             if dtype is not None:
                 _convert(building, dtype)
+            write(building, describe(building))  # whoever loads the model compares it
             building.rename(out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write the model to {out}: {error}") from error
@@ -59,15 +62,24 @@ def _local_role(checkpoint: str | Path, role: str, scratch: Path) -> Path:
         url, local = str(checkpoint).rstrip("/"), scratch / "checkpoint"
         names = read_manifest(url)
         _require_role(url, role, {name.partition("/")[0] for name in names if "/" in name})
-        folder = f"{role}/huggingface/"  # without exported weights, all files of the role
-        if not any(name.startswith(folder) and name.endswith(".safetensors") for name in names):
-            folder = f"{role}/"
-        download(url, local, wanted=lambda name: name.startswith(folder))
+        needed = _needed(names, role)
+        download(url, local, wanted=lambda name: name.startswith(needed))
         return local / role
     local = Path(checkpoint).expanduser()
-    verify(local)
+    files = verify(local)
     _require_role(str(local), role, {path.name for path in local.iterdir() if path.is_dir()})
+    needed = _needed(files, role)
+    require_unchanged(
+        str(local), local, {name: entry for name, entry in files.items() if name.startswith(needed)}
+    )
     return local / role
+
+
+def _needed(names: Iterable[str], role: str) -> str:
+    """Return what the names of the needed files begin with: without exported weights, all of the role."""
+    folder = f"{role}/huggingface/"
+    exported = any(name.startswith(folder) and name.endswith(".safetensors") for name in names)
+    return folder if exported else f"{role}/"
 
 
 def _require_role(where: str, role: str, found: set[str]) -> None:

@@ -1,33 +1,37 @@
 """Checkpoint folders on disk: the manifest that makes one whole, and the renames that make it the latest.
 
-A checkpoint is written to ``global_step_N.tmp``; its manifest lists every file with its size. ``publish``
-renames it to ``global_step_N`` and only then writes ``latest_checkpointed_iteration.txt``.
+A checkpoint is written to ``global_step_N.tmp``; its manifest lists every file with size and digest.
+``publish`` renames it to ``global_step_N`` and only then writes ``latest_checkpointed_iteration.txt``.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
+from strop import manifest
 from strop.errors import CheckpointError
 from strop.files import atomic_write_text, crash_point
+from strop.manifest import MANIFEST, Entry, Manifest
 
-MANIFEST = "manifest.json"
-"""Sizes of a checkpoint's files; the checkpoint is whole if every file is there with its size."""
+TRAINER = "trainer.pt"
+"""The driver's state; every other file of a checkpoint is in the folder of a worker group."""
+_KNOWN = re.compile(rf"{re.escape(TRAINER)}|[A-Za-z_]\w*/.+")
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
 
 
-def seal(building: Path) -> None:
-    """Write the manifest of ``building`` and force all files to disk; may be repeated after an interrupt."""
+def seal(building: Path, known: Mapping[str, Entry] | None = None) -> None:
+    """Write the manifest of ``building`` and force all files to disk; may be repeated after an interrupt.
+
+    ``known`` are entries whose digests have been compared with the files.
+    """
     (building / MANIFEST).unlink(missing_ok=True)
-    files = sorted(path for path in building.rglob("*") if path.is_file())
-    sizes = {path.relative_to(building).as_posix(): path.stat().st_size for path in files}
-    atomic_write_text(building / MANIFEST, json.dumps(sizes, indent=1))
-    folders = [path for path in building.rglob("*") if path.is_dir()]
-    for path in [*files, *folders, building]:
+    manifest.write(building, manifest.describe(building, known))
+    for path in [*building.rglob("*"), building]:
         force_to_disk(path)
 
 
@@ -40,45 +44,39 @@ def force_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def parse_manifest(text: str | bytes) -> dict[str, int] | None:
-    """Return relative path -> bytes; None when ``text`` is not a whole manifest (an upload was cut off)."""
-    try:
-        sizes = json.loads(text)
-    except ValueError:
-        return None
-    is_manifest = isinstance(sizes, dict) and all(type(size) is int for size in sizes.values())
-    return sizes if is_manifest else None
+def parse_manifest(text: str | bytes, where: str) -> Manifest | None:
+    """Return the manifest of a checkpoint; None when ``text`` is not a whole one.
+
+    Raises ``CheckpointError`` for the name of a file that no checkpoint has.
+    """
+    found = manifest.parse(text, where)
+    for name in found or {}:
+        if not _KNOWN.fullmatch(name):
+            raise CheckpointError(
+                f"{where}: {MANIFEST} names {name!r}, which no checkpoint has; expected {TRAINER} and "
+                "files in the folders of actor, critic, ..."
+            )
+    return found
 
 
-def verify(checkpoint: Path) -> None:
-    """Raise ``CheckpointError`` unless every file of the manifest is there with its size."""
+def verify(checkpoint: Path) -> Manifest:
+    """Return the manifest; raise ``CheckpointError`` unless every file of it is there with its size.
+
+    Digests are compared by whoever reads a file: the processes of a role share theirs.
+    """
     if not checkpoint.is_dir():
         raise CheckpointError(
             f"trainer.resume_mode: {checkpoint} is not a folder; expected a global_step_N folder"
         )
-    manifest = checkpoint / MANIFEST
-    sizes = parse_manifest(manifest.read_bytes()) if manifest.is_file() else None
-    if sizes is None:
+    path = checkpoint / MANIFEST
+    found = parse_manifest(path.read_bytes(), str(checkpoint)) if path.is_file() else None
+    if found is None:
         raise CheckpointError(
             f"{checkpoint} is not a whole checkpoint: it has no whole {MANIFEST} (a save was cut off, or it "
             "is another kind of folder); give a global_step_N folder"
         )
-    require_sizes(str(checkpoint), sizes, {name: _size(checkpoint / name) for name in sizes})
-
-
-def require_sizes(where: str, expected: dict[str, int], found: dict[str, int | None]) -> None:
-    """Raise ``CheckpointError`` for the first file whose size differs; None or no entry means absent."""
-    for name, size in expected.items():
-        actual = found.get(name)
-        if actual != size:
-            raise CheckpointError(
-                f"{where} is damaged: {name} has {'no file' if actual is None else f'{actual} bytes'}, "
-                f"the manifest says {size} bytes"
-            )
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+    manifest.require_sizes(str(checkpoint), found, manifest.sizes(checkpoint, found))
+    return found
 
 
 def building_folder(folder: Path, step: int) -> Path:

@@ -18,10 +18,11 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from strop.checkpoint.folder import LATEST, MANIFEST, PREFIX, parse_manifest, require_sizes
+from strop.checkpoint.folder import LATEST, PREFIX, parse_manifest
 from strop.config.paths import expand
 from strop.data.fetch import copy_files, open_filesystem
 from strop.errors import CheckpointError
+from strop.manifest import MANIFEST, Manifest, require_sizes, require_unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -60,25 +61,28 @@ class RemoteCheckpoints:
             candidates.insert(0, int(named))
         return next(filter(self.is_whole, candidates), None)
 
-    def upload(self, checkpoint: Path, *, resume: bool = False) -> None:
+    def upload(self, checkpoint: Path, *, resume: bool = False, is_latest: bool = True) -> None:
         """Copy a whole local checkpoint, the manifest last.
 
-        ``resume`` keeps files that an earlier attempt copied in full. Raises whatever the file system raises,
-        and ``CheckpointError`` when a file did not arrive with its size.
+        ``resume`` keeps files that an earlier attempt copied in full; ``is_latest`` names the checkpoint as
+        the one to resume from. Raises whatever the file system raises, and ``CheckpointError`` when a file
+        did not arrive with its size.
         """
         remote = f"{self._root}/{checkpoint.name}"
         if not resume:
             self._remove(checkpoint.name)  # left by an earlier run, or by an upload that was cut off
         manifest = (checkpoint / MANIFEST).read_bytes()
-        sizes = parse_manifest(manifest) or {}
+        files = parse_manifest(manifest, str(checkpoint)) or {}
         there = _sizes(self._fs, remote) if resume else {}
-        names = [name for name, size in sizes.items() if there.get(name) != size]
+        names = [name for name, entry in files.items() if there.get(name) != entry.size]
         for folder in sorted({f"{remote}/{name}".rpartition("/")[0] for name in names}):
             self._fs.makedirs(folder, exist_ok=True)
         self._fs.put([str(checkpoint / name) for name in names], [f"{remote}/{name}" for name in names])
-        require_sizes(self.url, sizes, _sizes(self._fs, remote))
+        require_sizes(self.url, files, _sizes(self._fs, remote))
         self._fs.pipe_file(f"{remote}/{MANIFEST}", manifest)
-        self._fs.pipe_file(f"{self._root}/{LATEST}", f"{checkpoint.name.removeprefix(PREFIX)}\n".encode())
+        if is_latest:
+            step = checkpoint.name.removeprefix(PREFIX)
+            self._fs.pipe_file(f"{self._root}/{LATEST}", f"{step}\n".encode())
 
     def prune(self, max_to_keep: int, *, newest: int) -> None:
         """Keep the last ``max_to_keep`` whole checkpoints up to iteration ``newest`` and remove all others.
@@ -124,40 +128,43 @@ class RemoteCheckpoints:
                 self._fs.rm(path, recursive=path.endswith(name))
 
 
-def download(url: str, target: Path, *, wanted: Callable[[str], bool] = lambda name: True) -> None:
+def download(url: str, target: Path, *, wanted: Callable[[str], bool] = lambda name: True) -> Manifest:
     """Copy the files of the remote checkpoint ``url`` for which ``wanted(relative path)``, without manifest.
 
-    Raises ``CheckpointError`` when the checkpoint is not whole or cannot be read, or a file arrives with
-    another size.
+    Returns the manifest's entries of these files. Raises ``CheckpointError`` when the checkpoint is not whole
+    or cannot be read, or a file arrives with another size or content.
     """
     fs, remote = open_filesystem(url)
     remote = remote.rstrip("/")
-    sizes = {name: size for name, size in read_manifest(url).items() if wanted(name)}
+    files = {name: entry for name, entry in read_manifest(url).items() if wanted(name)}
     try:
-        copy_files(fs, {f"{remote}/{name}": target / name for name in sizes})
+        copy_files(fs, {f"{remote}/{name}": target / name for name in files})
     except Exception as error:  # back-ends raise their own types: botocore's, pyarrow's, OSError
         raise CheckpointError(f"{url} cannot be downloaded: {type(error).__name__}: {error}") from error
-    require_sizes(url, sizes, {name: (target / name).stat().st_size for name in sizes})
+    require_unchanged(url, target, files, remedy="; copy the checkpoint again, or use another one")
+    return files
 
 
-def read_manifest(url: str) -> dict[str, int]:
+def read_manifest(url: str) -> Manifest:
     """Return the manifest of a remote checkpoint; ``CheckpointError`` when it is not whole."""
     fs, remote = open_filesystem(url)
     try:
-        sizes = _manifest(fs, remote.rstrip("/"))
+        found = _manifest(fs, remote.rstrip("/"))
+    except CheckpointError:
+        raise
     except Exception as error:  # as in `download`
         raise CheckpointError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
-    if sizes is None:
+    if found is None:
         raise CheckpointError(
             f"{url} is not a whole checkpoint: it has no {MANIFEST} (an upload was cut off, or it is another "
             "kind of folder); give the URL of a global_step_N folder"
         )
-    return sizes
+    return found
 
 
-def _manifest(fs: Any, folder: str) -> dict[str, int] | None:
+def _manifest(fs: Any, folder: str) -> Manifest | None:
     try:
-        return parse_manifest(fs.cat_file(f"{folder}/{MANIFEST}"))
+        return parse_manifest(fs.cat_file(f"{folder}/{MANIFEST}"), folder)
     except FileNotFoundError:
         return None
 
@@ -175,6 +182,7 @@ class _Upload:
     step: int
     checkpoint: Path
     only_if_missing: bool
+    is_latest: bool
 
 
 class Uploader:
@@ -201,10 +209,12 @@ class Uploader:
         self._failures: dict[Path, str] = {}
         self._thread: threading.Thread | None = None
 
-    def submit(self, step: int, checkpoint: Path, *, only_if_missing: bool = False) -> None:
+    def submit(
+        self, step: int, checkpoint: Path, *, only_if_missing: bool = False, is_latest: bool = True
+    ) -> None:
         """Enqueue a whole checkpoint; ``only_if_missing`` skips it if the remote one is whole."""
         with self._changed:
-            self._waiting.append(_Upload(step, checkpoint, only_if_missing))
+            self._waiting.append(_Upload(step, checkpoint, only_if_missing, is_latest))
             self._changed.notify_all()
         if self._thread is None:
             # A daemon, and no executor: the interpreter must be able to exit while a file system hangs.
@@ -273,7 +283,7 @@ class Uploader:
             try:
                 if upload.only_if_missing and self.remote.is_whole(upload.step):
                     return
-                self.remote.upload(upload.checkpoint, resume=attempt > 0)
+                self.remote.upload(upload.checkpoint, resume=attempt > 0, is_latest=upload.is_latest)
                 # A checkpoint that a resume found missing is not new, so it makes no older one superfluous.
                 if self._max_to_keep is not None and not upload.only_if_missing:
                     self.remote.prune(self._max_to_keep, newest=upload.step)

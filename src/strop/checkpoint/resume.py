@@ -41,8 +41,7 @@ def _fetch_latest(folder: Path, remote: RemoteCheckpoints) -> Path | None:
         return None
     building = building_folder(folder, step)
     shutil.rmtree(building, ignore_errors=True)
-    download(remote.url_of(step), building)
-    seal(building)
+    seal(building, download(remote.url_of(step), building))
     return publish(folder, step)
 
 
@@ -55,7 +54,6 @@ def _fetch_named(folder: Path, url: str) -> Path:
     if not home.exists():
         shutil.rmtree(home.parent, ignore_errors=True)  # a download that was cut off, or another checkpoint
         building = home.with_name(f"{key}.tmp")
-        download(url, building / name)
-        seal(building / name)
+        seal(building / name, download(url, building / name))
         building.rename(home)
     return home / name

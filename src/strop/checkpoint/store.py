@@ -7,7 +7,7 @@
     global_step_N/trainer.pt      the loop (``Run.state_dict``, extended by ``ReinforcementRun``): iteration,
                                   position in the data, KL coefficient, best score, seconds; and the driver's
                                   global random generators, for users' code
-    global_step_N/manifest.json   size of every file
+    global_step_N/manifest.json   size and digest of every file (``strop/manifest.py``)
 
 Ranks write into ``global_step_N.tmp``; then the driver writes the manifest, makes all durable, renames the
 folder, and only then names it in ``latest_checkpointed_iteration.txt``: whenever the process dies, that file
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import pickle
 import random
 import shutil
 import time
@@ -31,6 +32,8 @@ import numpy as np
 import torch
 
 from strop.checkpoint.folder import (
+    PREFIX,
+    TRAINER,
     building_folder,
     is_renamed,
     latest_step,
@@ -44,8 +47,9 @@ from strop.checkpoint.folder import (
 from strop.checkpoint.remote import RemoteCheckpoints, Uploader
 from strop.checkpoint.resume import find_checkpoint
 from strop.config.schema import RootConfig
-from strop.errors import CheckpointError, ConfigError, StropError, WorkerError
+from strop.errors import CheckpointError, ConfigError, StropError, WorkerError, is_interrupt
 from strop.files import crash_point
+from strop.manifest import require_unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +57,6 @@ TRAINED = ("actor", "critic")
 """The groups of reinforcement learning with a state; reference and reward model never change."""
 AFTER_AN_INTERRUPT_S = 300.0
 """Limit, after an interrupt, for the save in flight and then for uploads, as either may hang."""
-_TRAINER = "trainer.pt"
 _POLL_S = 0.1
 
 
@@ -219,7 +222,7 @@ class Checkpoints:
                 if self.background:
                     started.append(groups[name])
                 groups[name].save_checkpoint(building / name, background=self.background)
-            torch.save({**trainer_state, "random": random_state()}, building / _TRAINER)
+            torch.save({**trainer_state, "random": random_state()}, building / TRAINER)
         self._in_flight = step, started
         if not self.background:
             self.finish()
@@ -262,8 +265,10 @@ class Checkpoints:
 
     def load(self, checkpoint: Path, groups: Mapping[str, Any]) -> dict[str, Any]:
         """Restore worker groups and global random generators; return the trainer's state."""
-        verify(checkpoint)
+        files = verify(checkpoint)
         checkpoint = checkpoint.absolute()
+        own = {name: entry for name, entry in files.items() if name == TRAINER}
+        require_unchanged(str(checkpoint), checkpoint, own)  # workers compare what they read
         for name in self.trained:
             if name in groups:
                 if not (checkpoint / name).is_dir():
@@ -273,13 +278,21 @@ class Checkpoints:
                     )
                 groups[name].load_checkpoint(checkpoint / name)
         try:
-            state = torch.load(checkpoint / _TRAINER, weights_only=True)
+            state = torch.load(checkpoint / TRAINER, weights_only=True)
+        except pickle.UnpicklingError as error:  # torch's message recommends to run what the file names
+            raise CheckpointError(
+                f"{checkpoint / TRAINER} cannot be read: it is damaged, or holds more than tensors and plain "
+                "values, as no checkpoint of strop does"
+            ) from error
         except (OSError, RuntimeError, EOFError) as error:
-            raise CheckpointError(f"{checkpoint / _TRAINER} cannot be read: {error}") from error
+            raise CheckpointError(f"{checkpoint / TRAINER} cannot be read: {error}") from error
         restore_random_state(state.pop("random"))
         if self._uploader is not None and checkpoint.parent == self.folder:
-            # The run may have been killed before the upload.
-            self._uploader.submit(state["global_step"], checkpoint, only_if_missing=True)
+            # The run may have been killed before these were uploaded.
+            for step in saved_steps(self.folder):
+                if step <= state["global_step"]:
+                    path, is_latest = self.folder / f"{PREFIX}{step}", step == state["global_step"]
+                    self._uploader.submit(step, path, only_if_missing=True, is_latest=is_latest)
         return state
 
     def go_on_from(self, step: int) -> None:
@@ -321,6 +334,8 @@ class Checkpoints:
                 with contextlib.suppress(Exception):
                     group.finish_save()
             shutil.rmtree(building_folder(self.folder, step), ignore_errors=True)
+            if is_interrupt(error):
+                raise KeyboardInterrupt from error
             if not _is_final_failure(error):
                 raise
             raise CheckpointError(

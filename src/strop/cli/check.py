@@ -20,7 +20,7 @@ from rich.text import Text
 from strop.cli.train import add_config_arguments, config_from
 from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
 from strop.config.checks.check import CheckResult, check
-from strop.config.forecast import Forecast, forecast
+from strop.config.forecast import Forecast, SampleFiles, forecast, sample_files
 from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import Placement, runs_on_ray
@@ -100,6 +100,8 @@ def render(result: CheckResult, config: Config) -> Group:
     if result.plan is not None:
         parts += [plan_table(result.plan, config), placement_table(config, result.plan)]
         parts.append(memory_table(forecast(config, result.plan)))
+        if config.trainer.log_rollouts and not config.trainer.val_only:
+            parts.append(disk_table(sample_files(config, result.plan)))
     return Group(*parts, *_findings("configuration", result.warnings, result.errors))
 
 
@@ -167,6 +169,17 @@ def memory_table(memory: Forecast) -> Table:
     table.add_row("peak: all weights and the largest phase", _size(memory.peak))
     if memory.peak is None:
         table.caption = "unknown: a model that is not in a local folder"
+    return table
+
+
+def disk_table(samples: SampleFiles) -> Table:
+    """Return a table of the disk space of samples."""
+    table = _two_columns("Samples on disk: rollouts/ (estimate, at full sequence lengths)")
+    table.add_row("a file: the samples of one iteration", _size(samples.file))
+    unknown = "unknown: all are kept, of an unknown number of iterations"
+    table.add_row("files kept", unknown if samples.files is None else f"{samples.files:,}")
+    table.add_section()
+    table.add_row("at most", _size(None if samples.files is None else samples.files * samples.file))
     return table
 
 

@@ -82,8 +82,8 @@ def _choose_step(folder: Path, files: Mapping[int, Path], wanted: int | None) ->
             raise DataError(f"{folder}: no samples were written (trainer.log_rollouts, trainer.test_freq)")
         nearest = min(files, key=lambda step: abs(step - wanted))
         raise DataError(
-            f"{folder}: no samples of step {wanted}; it has {len(files)} steps "
-            f"from {min(files)} to {max(files)}, the nearest is {nearest}"
+            f"{folder}: no samples of step {wanted}; it has {len(files)} steps from {min(files)} to "
+            f"{max(files)}, the nearest is {nearest} (trainer.rollouts_to_keep, trainer.log_rollouts_freq)"
         )
     return wanted, files[wanted]
 

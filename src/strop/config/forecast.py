@@ -1,4 +1,4 @@
-"""Forecast of the memory that a run needs on one rank, computed from shapes.
+"""Forecast of the memory that a run needs on one rank, and of its samples on disk, computed from shapes.
 
 Weights, gradients and AdamW's two moments are float32. Activations follow Korthikanti et al.
 (arXiv:2205.05198, section 4): about 34 bytes x tokens x hidden size a layer in 16 bits with an attention
@@ -21,7 +21,7 @@ from strop.config.batch_plan import BatchPlan, UpdatePlan
 from strop.config.keys import longest_row
 from strop.config.paths import expand, is_url
 from strop.config.placement import Placement, rollout_dtype, tensor_parallel_size
-from strop.config.roles import uses_reference
+from strop.config.roles import has_kl_in_reward, uses_critic, uses_reference
 from strop.config.schema import Config
 from strop.config.schema.critic import CriticModelConfig
 from strop.config.schema.policy import ActorModelConfig
@@ -125,6 +125,45 @@ def forecast(config: Config, plan: BatchPlan) -> Forecast:
         scorer, shards = read_model_facts(config.reward_model.model.path), _shards(config, "RewardModel", -1)
         resident["reward model: weights"] = _times(scorer, _FLOAT32, shards)
     return Forecast(resident, phases)
+
+
+# Bytes of a token in a file of samples, compressed; `strop.columns.TOKEN_COLUMNS` has the significant bits.
+_ID_AND_TEXT = 3.0
+_16_BITS = 2.4
+_11_BITS = 1.8
+
+
+@dataclass(frozen=True)
+class SampleFiles:
+    """Disk space of rollouts/."""
+
+    file: int
+    """Bytes of one iteration, at full prompts and responses."""
+    files: int | None
+    """Files that are kept; None if their number is not limited and that of the iterations is unknown."""
+
+
+def sample_files(config: Config, plan: BatchPlan) -> SampleFiles:
+    """Estimate the disk space of rollouts/ (trainer.log_rollouts).
+
+    The bytes of a number were measured on numbers without structure. One that is equal for a whole response
+    takes nothing: advantages and returns without values and KL penalty.
+    """
+    columns = 2 * _16_BITS + _11_BITS  # log-probs of sampler and policy, entropies
+    if uses_reference(config):
+        columns += _16_BITS
+    if has_kl_in_reward(config):
+        columns += _16_BITS
+    if has_kl_in_reward(config) or uses_critic(config):
+        columns += 2 * _11_BITS
+    if uses_critic(config):
+        columns += _11_BITS
+    data, settings = config.data, config.trainer
+    tokens = data.max_prompt_length + data.max_response_length
+    sample = tokens * _ID_AND_TEXT + data.max_response_length * columns
+    files = [] if plan.iterations is None else [-(-plan.iterations // settings.log_rollouts_freq)]
+    files += [] if settings.rollouts_to_keep is None else [settings.rollouts_to_keep]
+    return SampleFiles(round(plan.samples * sample), min(files, default=None))
 
 
 def _shards(config: Config, role: str, fsdp_size: int) -> int:

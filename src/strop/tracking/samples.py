@@ -39,8 +39,18 @@ def write_table(path: Path, table: pa.Table) -> None:
     """Write rows of samples to ``path`` atomically, creating its folder."""
     texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
     with atomic_path(path, durable=False) as temporary:
-        # Per-token floats rarely repeat: dictionaries and statistics would cost time for nothing.
-        pq.write_table(table, temporary, compression="zstd", use_dictionary=texts, write_statistics=False)
+        # Per-token floats rarely repeat, so dictionaries and statistics would cost time for nothing. Bytes at
+        # one place in the numbers do repeat: exponents, and the zeros that rounding leaves.
+        pq.write_table(
+            table,
+            temporary,
+            compression="zstd",
+            use_dictionary=texts,
+            write_statistics=False,
+            use_byte_stream_split=[
+                f"{name}.list.element" for name in TOKEN_COLUMNS if name in table.schema.names
+            ],
+        )
 
 
 def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
@@ -49,8 +59,8 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
     # The attention mask includes tokens that a tool inserted into the response (their response_mask is 0).
     prompt_width = tensors["prompts"].shape[1]
     prompt_real_BP, response_real_BT = np.hsplit(tensors["attention_mask"].astype(bool), [prompt_width])
-    prompt_ids = _lists(tensors["prompts"], prompt_real_BP)
-    response_ids = _lists(tensors["responses"], response_real_BT)
+    prompt_ids = _lists(tensors["prompts"].astype(np.int32), prompt_real_BP)
+    response_ids = _lists(tensors["responses"].astype(np.int32), response_real_BT)
 
     columns = _labels(batch.non_tensor_batch)
     columns["prompt"] = _decode_each_once(prompt_ids, tokenizer, skip_special_tokens=False)
@@ -67,9 +77,9 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
         columns["reward_failed"] = pa.array(tensors["reward_failed"].astype(bool))
     columns["prompt_ids"], columns["response_ids"] = prompt_ids, response_ids
     columns["response_mask"] = _lists(tensors["response_mask"].astype(np.int8), response_real_BT)
-    for name in TOKEN_COLUMNS:
+    for name, bits in TOKEN_COLUMNS.items():
         if name in tensors:
-            columns[name] = _lists(tensors[name].astype(np.float32), response_real_BT)
+            columns[name] = _lists(_rounded(tensors[name].astype(np.float32), bits), response_real_BT)
     return pa.table(columns)
 
 
@@ -77,6 +87,14 @@ def _to_numpy(tensor: Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu()
     # numpy has no bfloat16
     return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+
+
+def _rounded(values: np.ndarray, bits: int) -> np.ndarray:
+    """Round float32 numbers to ``bits`` significant bits; NaN, infinity and what would become it stay."""
+    dropped = np.uint32(24 - bits)  # float32 has 24, one of them implied
+    half = np.uint32(1) << (dropped - np.uint32(1))
+    rounded = ((values.view(np.uint32) + half) >> dropped << dropped).view(np.float32)
+    return np.where(np.isfinite(values) & np.isfinite(rounded), rounded, values)
 
 
 def _lists(values: np.ndarray, real: np.ndarray) -> pa.ListArray:

@@ -54,7 +54,7 @@ class Run(ABC):
             if not settings.val_only:
                 self.checkpoints.archive_remote()
         if checkpoint is not None:
-            self.resume(checkpoint)
+            self.resume(checkpoint, goes_on=goes_on)
         if goes_on and not settings.val_only:
             self.checkpoints.go_on_from(trainer.global_step)
         if not (goes_on and settings.val_only):  # validating a run must not change its record
@@ -70,16 +70,25 @@ class Run(ABC):
         )
         self.started = time.perf_counter()
 
-    def resume(self, checkpoint: Path) -> None:
-        """Restore the state of ``checkpoint``; ``ConfigError`` if no iterations are left."""
+    def resume(self, checkpoint: Path, *, goes_on: bool) -> None:
+        """Restore the state of ``checkpoint``, which is of this run folder if it ``goes_on``.
+
+        Raises ``ConfigError`` if no iterations are left, unless this run has done exactly all of them: it may
+        have been killed after the last one, and what follows is done then.
+        """
         trainer = self.trainer
         self.load_state_dict(self.checkpoints.load(checkpoint, trainer.groups))
-        if trainer.global_step >= trainer.total_steps and not self.settings.val_only:
-            raise ConfigError(
-                f"{checkpoint} is already at iteration {trainer.global_step} of {trainer.total_steps}: "
-                "nothing is left to train. Raise trainer.total_epochs or trainer.total_training_steps, "
-                "or start from the beginning with trainer.resume_mode=disable"
-            )
+        if trainer.global_step < trainer.total_steps or self.settings.val_only:
+            return
+        state = f"{checkpoint} is already at iteration {trainer.global_step} of {trainer.total_steps}"
+        remedy = (
+            "To train more, raise trainer.total_epochs or trainer.total_training_steps; to start from the "
+            "beginning, set trainer.resume_mode=disable"
+        )
+        if trainer.global_step > trainer.total_steps or not goes_on:
+            raise ConfigError(f"{state}: nothing is left to train. {remedy}")
+        left = "curves, uploads" if self.settings.save_freq > 0 else "curves, final model, uploads"
+        logger.info("%s: nothing is left to train, only to complete %s. %s", state, left, remedy)
 
     def iterate(self) -> None:
         """Train for the remaining iterations, or only validate."""
@@ -90,7 +99,8 @@ class Run(ABC):
             self.tracking.log(trainer.global_step, {**metrics, **trainer.timer.take()})
         if settings.val_only:
             return
-        for batch in trainer.train_loader:
+        is_done = trainer.global_step >= trainer.total_steps  # this run was killed after its last iteration
+        for batch in () if is_done else trainer.train_loader:
             metrics = self.one_iteration(batch)
             # Log before saving: a resume drops lines after its checkpoint, so metrics.jsonl of an
             # interrupted run equals that of an uninterrupted one.

@@ -188,9 +188,11 @@ class ReinforcementRun(Run):
             samples, metrics = trainer.step(batch)
         trainer.global_step += 1
         step = trainer.global_step
-        if settings.log_rollouts:
+        if settings.log_rollouts and self.is_due(settings.log_rollouts_freq):
             with trainer.timer.phase("log_rollouts"):
                 self.write(write_samples, self.folder.rollouts(step), samples, trainer.tokenizer)
+                if settings.rollouts_to_keep is not None:
+                    self.folder.prune_rollouts(step, to_keep=settings.rollouts_to_keep)
         if self.is_due(settings.test_freq):
             metrics |= self.validate()
         timing = trainer.timer.take()

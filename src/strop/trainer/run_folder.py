@@ -55,6 +55,16 @@ class RunFolder:
         """Return the path of an iteration's samples."""
         return self.path / "rollouts" / f"step_{step:06d}.parquet"
 
+    def prune_rollouts(self, newest: int, *, to_keep: int) -> None:
+        """Delete the samples of all but the last ``to_keep`` iterations up to ``newest`` that have a file.
+
+        Files of later iterations are from before a resume, and are written again.
+        """
+        names = (path.stem.removeprefix("step_") for path in (self.path / "rollouts").glob("step_*.parquet"))
+        steps = sorted(int(name) for name in names if name.isdecimal())
+        for step in [step for step in steps if step <= newest][:-to_keep]:
+            self.rollouts(step).unlink(missing_ok=True)
+
     def validation(self, step: int) -> Path:
         """Return the path of the validation samples after ``step`` iterations; the report is beside it."""
         return self.path / "validation" / f"step_{step:06d}.parquet"

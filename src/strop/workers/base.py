@@ -35,7 +35,8 @@ from strop.engines.base import (
     weights_hash,
 )
 from strop.engines.micro_batches import MicroBatching
-from strop.errors import ConfigError, ModelError
+from strop.errors import CheckpointError, ConfigError, ModelError
+from strop.manifest import MANIFEST, Manifest, covering, describe, leave_digest, require_unchanged, write
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.protocol import DataProto
 
@@ -94,6 +95,9 @@ class Worker(Generic[Root]):
                 f"model {path}: the machines have different versions of it, {', '.join(sorted(versions))}; "
                 f"bring all to the newest with `hf download {path}`"
             )
+        self._require_unchanged(
+            folder, covering(folder), f"; if the model was changed on purpose, delete its {MANIFEST}"
+        )
         return folder
 
     def load_tokenizer_from(self, path: str, *, trust_remote_code: bool) -> Any:
@@ -197,7 +201,11 @@ class Worker(Generic[Root]):
         ``huggingface`` has no weights: ``export_from_shards`` makes them from the state.
         """
         self.engine.save(folder, background=background)
-        self.engine.export(folder / "huggingface", self.tokenizer, weights=not background)
+        exported = folder / "huggingface"
+        self.engine.export(exported, self.tokenizer, weights=not background)
+        if self.rank == 0:  # here, as the files are in this machine's memory
+            for path in exported.glob("*.safetensors"):
+                leave_digest(path)
 
     @register(Dispatch.ONE_TO_ALL, beside_calls=True)
     def save_is_done(self) -> bool:
@@ -214,8 +222,30 @@ class Worker(Generic[Root]):
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: Path) -> None:
-        """Read what ``save_checkpoint`` wrote, on any number of ranks."""
+        """Read what ``save_checkpoint`` wrote, on any number of ranks.
+
+        Raises ``CheckpointError`` if a file has changed since.
+        """
+        files = covering(folder)
+        self._require_unchanged(
+            folder, {name: entry for name, entry in files.items() if not name.startswith("huggingface/")}
+        )
         self.engine.load(folder)
+
+    def _require_unchanged(self, folder: Path, files: Manifest, remedy: str = "") -> None:
+        """Read a share of ``files`` on each rank, and raise the first rank's error on all. Collective.
+
+        Rank r reads what rank r wrote if there are as many ranks as then.
+        """
+        names = sorted(files, key=lambda name: (name.startswith("."), len(name), name))
+        mine = {name: files[name] for name in names[self.rank :: self.world_size]}
+        problem = ""
+        try:
+            require_unchanged(str(folder), folder, mine, remedy)
+        except CheckpointError as error:
+            problem = str(error)
+        if problems := [found for found in ranks.gathered(problem) if found]:
+            raise CheckpointError(problems[0])
 
     @register(Dispatch.ONE_TO_ALL)
     def export(self, folder: Path) -> None:
@@ -225,6 +255,7 @@ class Worker(Generic[Root]):
             shutil.rmtree(building, ignore_errors=True)
         self.engine.export(building, self.tokenizer)
         if self.rank == 0:
+            write(building, describe(building))
             shutil.rmtree(folder, ignore_errors=True)
             building.rename(folder)
 

@@ -33,6 +33,8 @@ _OTHER_POOLS = no_effect(
 
 _ONE_PROCESS = no_effect("with one process", lambda at: bool(at.value) and not at.on_ray)
 
+_NO_ROLLOUTS = no_effect("with trainer.log_rollouts=False", lambda at: not at.section.log_rollouts)
+
 _NO_VALIDATION = no_effect(
     "with data.val_files=[]", lambda at: at.value not in (False, -1) and not at.config.data.val_files
 )
@@ -104,4 +106,8 @@ class TrainerConfig(RunConfig):
     log_val_generations: Count
     """Validation samples that the trackers show, the same each time; validation/ has all of them."""
     log_rollouts: bool
-    """Write every sample to rollouts/ in default_local_dir."""
+    """Write all samples of an iteration to a file in rollouts/ of default_local_dir."""
+    log_rollouts_freq: Annotated[PositiveInt, _NO_ROLLOUTS]
+    """Write them every this many iterations, and after the last."""
+    rollouts_to_keep: Annotated[PositiveInt | None, _NO_ROLLOUTS]
+    """Files to keep in rollouts/, the newest ones; null: all."""

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from strop.engines.torch.shard_files import IndexReader
 from strop.engines.torch.state import failing_as, stored_shapes
 from strop.errors import CheckpointError
 
@@ -95,5 +96,5 @@ def _read(
     for name, (shape, dtype) in shapes.items():
         tensor = torch.empty(shape, dtype=dtype)
         with failing_as(f"{folder}: {name} cannot be read"):
-            dcp.load({_MODEL + name: tensor}, checkpoint_id=str(folder), no_dist=True)
+            dcp.load({_MODEL + name: tensor}, storage_reader=IndexReader(str(folder)), no_dist=True)
         yield name, tensor

@@ -19,9 +19,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from strop.engines import ranks
-from strop.errors import CheckpointError
+from strop.engines.torch.shard_files import DigestingWriter, IndexReader
+from strop.errors import CheckpointError, is_interrupt
 from strop.models.loader import persistent_buffers
 
 _FAILURES = (
@@ -59,10 +61,18 @@ def save(
     ``finish``. Raises ``CheckpointError`` if writing fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write: Any = dcp.async_save if background else dcp.save
+    collected, options = _collect(module, optimizer), _process_group(folder)
     with failing_as(f"cannot write the checkpoint {folder}"):
-        found = write(_collect(module, optimizer), checkpoint_id=str(folder), **_process_group(folder))
-    return found if background else None
+        if not background:
+            dcp.save(collected, storage_writer=DigestingWriter(folder), **options)
+            return None
+        # The stager that torch takes if it is not given a writer; a file system's writer stages more slowly.
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        saving: Any = dcp.async_save(
+            collected, storage_writer=DigestingWriter(folder), async_stager=stager, **options
+        )
+        saving.add_done_callback(lambda _: stager.close())
+        return saving
 
 
 def finish(saving: Future, folder: Path) -> None:
@@ -81,12 +91,12 @@ def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Pat
     with failing_as(message):
         if misfits := _misfits(collected, stored_shapes(folder)):
             raise CheckpointError(f"{message}: {'; '.join(misfits[:5])}")
-        dcp.load(collected, checkpoint_id=str(folder), **_process_group(folder))
+        dcp.load(collected, storage_reader=IndexReader(str(folder)), **_process_group(folder))
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of every tensor stored in ``folder``, by name; needs no process group."""
-    entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    entries = IndexReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name: (tuple(entry.size), entry.properties.dtype)
         for name, entry in entries.items()
@@ -137,13 +147,14 @@ def _as_checkpoint_error(message: str) -> Generator[None]:
     except CheckpointError:
         raise
     except _FAILURES as error:
+        if is_interrupt(error):  # torch wraps it like any failure of a rank
+            raise KeyboardInterrupt from error
         raise CheckpointError(f"{message}: {_cause(error)}") from error
 
 
 def _cause(error: BaseException) -> str:
     """Return the first line of the underlying failure; torch wraps it in one entry per rank."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0]}"

@@ -1,0 +1,160 @@
+"""``manifest.json``: size and digest (XXH3-128) of every file of a checkpoint or an exported model.
+
+A digest finds damage (a bad disk, a cut-off copy), no intent: whoever can write the files can write the
+manifest. The processes that write large files take the digest of the bytes as they hand them to the system,
+and leave it beside the file (``leave_digest``) for the process that writes the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from strop.errors import CheckpointError
+from strop.files import atomic_write_text
+
+MANIFEST = "manifest.json"
+_SIZE, _DIGEST = "size", "xxh3_128"
+_LEFT = f".{_DIGEST}"
+new_digest: Callable[[], xxhash.xxh3_128] = xxhash.xxh3_128
+
+
+class Entry(NamedTuple):
+    """What the manifest says about one file."""
+
+    size: int
+    """In bytes."""
+    digest: str | None
+    """XXH3-128 in hex; None in manifests of earlier versions, which held sizes only."""
+
+
+Manifest = dict[str, Entry]
+"""Path relative to the manifest's folder, with slashes -> size and digest."""
+
+
+def digest_of(path: Path) -> str:
+    """Return the XXH3-128 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, new_digest).hexdigest()
+
+
+def leave_digest(path: Path, digest: str | None = None) -> None:
+    """Write the digest of ``path`` beside it, where ``describe`` finds it; None: of the file's content."""
+    path.with_name(path.name + _LEFT).write_text(digest or digest_of(path))
+
+
+def describe(folder: Path, known: Mapping[str, Entry] | None = None) -> Manifest:
+    """Return the manifest of ``folder``; remove digests that were left beside files.
+
+    A file is read unless a digest was left or is ``known``.
+    """
+    found = {path: path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    found.pop(folder / MANIFEST, None)
+    left = {path.with_suffix(""): path for path in found if path.suffix == _LEFT}
+    manifest = {}
+    for path in sorted(found.keys() - set(left.values())):
+        entry = (known or {}).get(found[path])
+        digest = left[path].read_text() if path in left else entry and entry.digest
+        manifest[found[path]] = Entry(path.stat().st_size, digest or digest_of(path))
+    for path in left.values():
+        path.unlink()
+    return manifest
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of ``folder`` in one step."""
+    content = {name: {_SIZE: entry.size, _DIGEST: entry.digest} for name, entry in manifest.items()}
+    atomic_write_text(folder / MANIFEST, json.dumps(content, indent=1))
+
+
+def parse(text: str | bytes, where: str) -> Manifest | None:
+    """Return the content of a manifest; None when ``text`` is not a whole one (an upload was cut off).
+
+    Raises ``CheckpointError``, which names ``where``, for a path that is not relative or leaves the folder:
+    what a manifest names is written to this disk.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return None
+    entries = (
+        {name: _entry(value) for name, value in content.items()} if type(content) is dict else {"": None}
+    )
+    manifest = {name: entry for name, entry in entries.items() if entry is not None}
+    if len(manifest) < len(entries):
+        return None
+    for name in manifest:
+        if not name.isprintable() or "\\" in name or {"", ".", ".."} & set(name.split("/")):
+            raise CheckpointError(
+                f"{where}: {MANIFEST} names {name!r}; expected relative paths below its folder. strop writes "
+                "no such manifest: do not use this checkpoint"
+            )
+    return manifest
+
+
+def _entry(value: object) -> Entry | None:
+    match value:
+        case int(size) if type(size) is int:
+            return Entry(size, None)
+        case {"size": int(size), "xxh3_128": str(digest)} if type(size) is int and len(value) == 2:
+            return Entry(size, digest)
+    return None
+
+
+def require_sizes(where: str, manifest: Mapping[str, Entry], found: Mapping[str, int | None]) -> None:
+    """Raise ``CheckpointError`` for the first file whose size differs; None or no entry means absent."""
+    for name, entry in manifest.items():
+        actual = found.get(name)
+        if actual != entry.size:
+            raise CheckpointError(
+                f"{where} is damaged: {name} has {'no file' if actual is None else f'{actual} bytes'}, "
+                f"the manifest says {entry.size} bytes"
+            )
+
+
+def require_unchanged(where: str, folder: Path, manifest: Mapping[str, Entry], remedy: str = "") -> None:
+    """Read the files of ``manifest`` in ``folder``, and raise ``CheckpointError`` for the first damaged one.
+
+    Files without a digest are compared by size.
+    """
+    require_sizes(where, manifest, sizes(folder, manifest))
+    for name, entry in manifest.items():
+        try:
+            found = entry.digest and digest_of(folder / name)
+        except OSError as error:  # a disk reports some damage itself
+            raise CheckpointError(f"{where} is damaged: {name} cannot be read: {error}") from error
+        if found != entry.digest:
+            raise CheckpointError(
+                f"{where} is damaged: the content of {name} is not what was written (XXH3-128 {found}, the "
+                f"manifest says {entry.digest}){remedy}"
+            )
+
+
+def covering(folder: Path) -> Manifest:
+    """Return the digests of the files below ``folder``, relative to it.
+
+    They are in its own manifest (an exported model), or in that of the checkpoint of which it is a part.
+    Empty without such a manifest.
+    """
+    place, prefix = folder, ""
+    for _ in range(3):  # exported, global_step_N/actor, global_step_N/actor/huggingface
+        if (place / MANIFEST).is_file():
+            found = parse((place / MANIFEST).read_bytes(), str(place)) or {}
+            return {
+                name.removeprefix(prefix): entry
+                for name, entry in found.items()
+                if name.startswith(prefix) and entry.digest is not None
+            }
+        place, prefix = place.parent, f"{place.name}/{prefix}"
+    return {}
+
+
+def sizes(folder: Path, names: Iterable[str]) -> dict[str, int | None]:
+    """Return the bytes of files in ``folder``; None for one that is not there."""
+    paths = {name: folder / name for name in names}
+    return {name: path.stat().st_size if path.is_file() else None for name, path in paths.items()}
