@@ -7,10 +7,16 @@ import functools
 import json
 import os
 import subprocess
-from pathlib import Path
 from typing import Any
 
-from strop.rewards.process_tree import MARKER, adopting_orphans, descendants, hold_descendants, kill_held
+from strop.rewards.process_tree import (
+    MARKER,
+    adopting_orphans,
+    descendants,
+    hold_descendants,
+    kill_held,
+    read_process_file,
+)
 from strop.rewards.sandbox.bubblewrap import Limits, memory_file, open_filter, sandbox_command
 
 _START = """\
@@ -103,7 +109,7 @@ def resident_bytes(root: int) -> int:
     pages = 0
     for identity in [root, *descendants(root)]:
         with contextlib.suppress(OSError):  # it has ended
-            pages += int(Path(f"/proc/{identity}/statm").read_text().split()[1])
+            pages += int(read_process_file(f"{identity}/statm").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -115,8 +121,8 @@ def _is_inside(identity: int) -> bool:
 def _namespaces(identity: int) -> int:
     """Return the number of nested process namespaces of a process; 0 if it has ended."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{identity}/status").read_text().splitlines():
-            if line.startswith("NSpid:"):
+        for line in read_process_file(f"{identity}/status").splitlines():
+            if line.startswith(b"NSpid:"):
                 return len(line.split()) - 1
     return 0
 
@@ -130,9 +136,10 @@ def _kernel_bytes(identity: int, *, disk_bytes: int) -> int:
     """
     held = 0
     with contextlib.suppress(OSError):  # it has ended
-        for line in Path(f"/proc/{identity}/net/protocols").read_text().splitlines()[1:]:
+        for line in read_process_file(f"{identity}/net/protocols").splitlines()[1:]:
             name, _, sockets, *_ = line.split()
-            held += int(sockets) * _socket_bytes(name.startswith("TCP"))
+            if sockets != b"0":
+                held += int(sockets) * _socket_bytes(name.startswith(b"TCP"))
         for folder in ("tmp", "dev/shm"):
             disk = os.statvfs(f"/proc/{identity}/root/{folder}")
             if disk.f_blocks * disk.f_frsize == disk_bytes:  # else it still has the root folder of the host
@@ -147,7 +154,7 @@ def _socket_bytes(is_tcp: bool) -> int:
     most = 0
     for name in names:
         try:
-            most += int(Path("/proc/sys/net", name).read_text().split()[-1])
+            most += int(read_process_file(f"sys/net/{name}").split()[-1])
         except OSError:  # Linux hides net.core in a container's network
             most += _SOCKET_BUFFER_BYTES
     return most
