@@ -202,7 +202,8 @@ def test_many_children_together_have_the_memory_of_one():
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", MEMORY_OF_THE_KERNEL)
 def test_memory_of_the_kernel_is_limited(name: str):
-    assert passes(MEMORY_OF_THE_KERNEL[name]).reason == "it takes too much memory"
+    limits = Limits(wall_s=20.0, memory_mb=256)
+    assert passes(MEMORY_OF_THE_KERNEL[name], limits=limits).reason == "it takes too much memory"
 
 
 def test_sockets_that_a_program_may_need_take_little_of_its_memory():
