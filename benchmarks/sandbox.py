@@ -7,8 +7,8 @@ During an attack the benchmark monitors the host: a secret file, another process
 the loopback device, a server on an abstract socket, and every 20 ms the processes and memory of all
 descendants. Harm means that one of these was reached (or the file's content appears in the verdict), that
 processes or memory exceeded the limits (plus those of bubblewrap and the judge), that a process remained,
-or that the call took a second longer than the time limit. As a check of the monitor, the benchmark first does
-all of this harm itself, outside a sandbox.
+that the call took a second longer than the time limit, or that it ended as an error instead of a score. As a
+check of the monitor, the benchmark first does all of this harm but the last itself, outside a sandbox.
 
 Calls per second: a small function with three assertions, in two sandboxes per call; and a program that reads
 standard input, with three inputs, in one sandbox; each with one and with two calls at a time.
@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 from machine import description
 
+from strop.errors import RewardError
 from strop.rewards.process_tree import MARKER, descendants, marked_processes
 from strop.rewards.sandbox import Limits, Verdict, run_assert_tests, run_stdin_tests
 from strop.rewards.sandbox.process import resident_bytes
@@ -47,6 +48,7 @@ _SLACK_S = 1.0
 _OWN_PROCESSES = 8  # of bubblewrap and shells, and the judge, beside those of a program
 _OWN_MIB = 256  # likewise; pages that several processes share are counted for each
 _SECRET = "strop-" + uuid.uuid4().hex
+_ERROR = "RewardError"
 
 
 class Attack(NamedTuple):
@@ -90,6 +92,8 @@ def all_attacks(watch: Watch) -> Iterator[Attack]:
     yield Attack("memory bomb of many children", reporting(attacks.MANY_CHILDREN))
     for name, program in attacks.OF_STANDARD_OUTPUT.items():
         yield Attack(f"stdin to stdout: {name}", printing(program))
+    for name, program in attacks.MEMORY_OF_THE_KERNEL.items():
+        yield Attack(f"memory of the kernel: {name}", asserting(program))
     canary = str(watch.file)
     yield Attack("reading a file of the host", reporting(f"return open({canary!r}).read()"))
     yield Attack("writing a file of the host", reporting(f"return open({canary!r}, 'w')"))
@@ -104,6 +108,13 @@ def all_attacks(watch: Watch) -> Iterator[Attack]:
         yield Attack(name, reporting(body))
     for name, program in attacks.TRICKS.items():
         yield Attack(name, asserting(program))
+    for name, program in attacks.CHANNEL.items():
+        yield Attack(f"its channel: {name}", asserting(program))
+    for raised in attacks.ENDINGS:
+        yield Attack(f"raising {raised}", asserting(f"def f(x): raise {raised}", attacks.LOOPS[0]))
+    for test in attacks.LOOPS[1:]:
+        lines = " ".join(test.split())
+        yield Attack(f"raising StopIteration: {lines}", asserting("def f(x): raise StopIteration", test))
 
 
 class Watch:
@@ -143,7 +154,10 @@ class Watch:
 
         with _running(threading.Thread(target=sample), done):
             started = time.monotonic()
-            verdict = attack.run()
+            try:
+                verdict = attack.run()
+            except RewardError as error:
+                verdict = Verdict(False, f"{_ERROR}: {error}")
             seconds = time.monotonic() - started
         del os.environ[MARKER]
         return Seen(verdict, seconds, *most, list(self._harm(verdict, seconds, marker, *most)))
@@ -173,6 +187,8 @@ class Watch:
             raise RuntimeError(f"the watch is blind: of eight kinds of harm it saw {seen}")
 
     def _harm(self, verdict: Verdict, seconds: float, marker: str, processes: int, mib: int) -> Iterator[str]:
+        if verdict.reason.startswith(_ERROR):
+            yield "an error, not a score"
         if self.file.read_text() != _SECRET or _SECRET in verdict.reason:
             yield "the file or the environment was reached"
         state = Path(f"/proc/{self.neighbour.pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -222,7 +238,7 @@ def attack_table() -> Iterator[str]:
             count, harmful, scored = count + 1, harmful + bool(seen.harm), scored + seen.verdict.passed
             reason = (seen.verdict.reason or "passed").strip().splitlines()[-1]
             cells = [
-                attack.name,
+                attack.name.replace("|", "\\|"),
                 reason.replace("|", "\\|")[:70],
                 f"{seen.seconds:.1f}",
                 str(seen.processes),

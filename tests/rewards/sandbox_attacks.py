@@ -47,6 +47,59 @@ TRICKS = {
 }
 """To get a score."""
 
+ENDINGS = [
+    "StopIteration",
+    "StopAsyncIteration",
+    "GeneratorExit",
+    "SystemExit(0)",
+    "KeyboardInterrupt",
+    "type('Own', (BaseException,), {})",
+    "type('Own', (StopIteration,), {})",
+    "type('Own', (GeneratorExit,), {})",
+]
+"""What a solution may raise to end a test's loop before its first comparison."""
+
+LOOPS = [
+    "assert all(map(f, [1, 2]))",
+    "assert all(a == b for a, b in zip(map(f, [1, 2]), [5, 6]))",
+    "for got, wanted in zip(map(f, [1, 2]), [5, 6]): assert got == wanted",
+    "for got in map(f, [1]): assert got == 5",
+    "assert not any(map(f, [1, 2]))",
+    "assert list(map(f, [1, 2])) in ([], [5, 6])",
+    "assert sum(map(f, [1, 2])) in (0, 11)",
+    "assert max(map(f, [1, 2]), default=6) == 6",
+    "assert next(map(f, [1]), 5) == 5",
+    "for got in iter(lambda: f(1), 5): assert False",
+    "class Cases:\n  def __iter__(self): return self\n  def __next__(self): return f(1)\n"
+    "for got in Cases(): assert got == 5",
+]
+"""Tests that hold for no case at all."""
+
+_EACH = "import os\nfor d in range(3, 1024):\n  try: os.{call}\n  except OSError: pass\n"
+_NUMBERED = "len(m).to_bytes(4, 'big') + m"
+CHANNEL = {
+    "reading its own messages back": "import glob, os\n"
+    "for path in glob.glob('/proc/*/fd/*') + glob.glob('/dev/fd/*'):\n"
+    "  try: os.read(os.open(path, os.O_RDONLY | os.O_NONBLOCK), 1 << 16)\n  except OSError: pass\n"
+    "def f(x): return 1",
+    "garbage": _EACH.format(call="write(d, bytes(range(256)))") + "def f(x): return 1",
+    "garbage in the call": "def f(x):\n"
+    + "".join(f"  {line}\n" for line in _EACH.format(call="write(d, b'x' * 999)").splitlines()),
+    "closing it": "import os\nos.closerange(3, 1024)\ndef f(x): return 1234567",
+    "half a message": _EACH.format(call="write(d, b'\\0\\0\\1\\0{')") + "os._exit(0)",
+    "a message of 4 GB": _EACH.format(call="write(d, b'\\xff' * 4)") + "def f(x): return 1",
+    "a flood of messages": _EACH.format(call="write(d, b'\\0\\0\\0\\x011' * 800000)"),
+    "deep JSON": "m = b'[' * 99999\n" + _EACH.format(call=f"write(d, {_NUMBERED})") + "def f(x): return 1",
+    "answers of every kind of JSON": "import json\n"
+    "for answer in ({'names': ['f']}, [], 1, None, 'hello', {}, {'value': {'object': -1}}, {'raised': [1]}, "
+    "{'raised': [{}, []]}, {'raised': ['BaseExceptionGroup', 1]}):\n"
+    "  m = json.dumps(answer).encode()\n"
+    + "".join(f"  {line}\n" for line in _EACH.format(call=f"write(d, {_NUMBERED})").splitlines())
+    + "def f(x): return 1",
+    "the judge's lines": _EACH.format(call='write(d, b\'started\\n{"status": "passed"}\')') + "os._exit(0)",
+}
+"""What a program can do to the descriptors that it inherits: its failure, never the sandbox's error."""
+
 REACHES: dict[str, tuple[str, object]] = {
     "reading /etc/shadow": ("return open('/etc/shadow').read()", "FileNotFoundError"),
     "reading /etc/passwd": ("return open('/etc/passwd').read()", "FileNotFoundError"),
@@ -75,14 +128,72 @@ REACHES: dict[str, tuple[str, object]] = {
         "return [os.getuid(), os.getgid(), 0 in os.getgroups()]",
         [65534, 65534, False],
     ),
-    "killing process 1": ("os.kill(1, 9)\nreturn os.path.exists('/proc/1')", True),
-    "other processes in /proc": ("return len([p for p in os.listdir('/proc') if p.isdigit()])", 2),
-    "the terminal": ("return os.path.exists('/dev/tty') and open('/dev/tty')", "OSError"),
-    "installed packages": ("import torch", "ModuleNotFoundError"),
+    "killing process 1": ("for s in (9, 15, 19): os.kill(1, s)\nos.kill(1, 0)\nreturn True", True),
+    "processes in /proc": ("return os.listdir('/proc')", "FileNotFoundError"),
+    "descriptors of process 1": ("return os.listdir('/proc/1/fd')", "FileNotFoundError"),
+    "its own descriptors": ("return os.listdir('/dev/fd')", "FileNotFoundError"),
+    "mounts with the host's paths": ("return open('/proc/self/mountinfo').read()", "FileNotFoundError"),
+    "mounts by a system call (statmount)": (
+        "import ctypes\nreturn _errno(ctypes.CDLL(None, use_errno=True).syscall(457, 0, 0, 0, 0))",
+        1,
+    ),
+    "the host's paths in Python's own": (
+        "paths = [sys.prefix, sys.exec_prefix, sys.executable, *sys.path, os.__file__]\n"
+        "return [path for path in paths if not path.startswith(('/strop', '/usr/'))]",
+        [],
+    ),
+    "a descriptor of process 1 (pidfd_getfd)": (
+        "import ctypes\n"
+        "return _errno(ctypes.CDLL(None, use_errno=True).syscall(438, os.pidfd_open(1), 0, 0))",
+        1,
+    ),
+    "tracing process 1 (ptrace)": (
+        "import ctypes\nreturn _errno(ctypes.CDLL(None, use_errno=True).ptrace(16, 1, 0, 0))",
+        1,
+    ),
+    "memory of process 1 (process_vm_readv)": (
+        "import ctypes\nreturn _errno(ctypes.CDLL(None, use_errno=True).process_vm_readv(1, 0, 0, 0, 0, 0))",
+        1,
+    ),
+    "families of sockets": (
+        "import socket\nmade = set()\nfor family in range(64):\n  for kind in range(1, 7):\n"
+        "    try: socket.socket(family, kind).close()\n    except PermissionError: pass\n"
+        "    except OSError: made.add(family)\n    else: made.add(family)\nreturn sorted(made)",
+        [1, 2, 10],
+    ),
+    "a family of sockets, above 32 bits": (
+        "import ctypes\nnumber = {'x86_64': 41, 'aarch64': 198}[os.uname().machine]\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "return [_errno(libc.syscall(number, ctypes.c_long(high << 32 | 40), 1, 0)) for high in (0, 1, -1)]",
+        [1, 1, 1],
+    ),
+    "protocols of sockets (SCTP, MPTCP)": (
+        "import socket\nmade = []\nfor protocol in (132, 262):\n"
+        "  try: made.append(socket.socket(socket.AF_INET, socket.SOCK_STREAM, protocol))\n"
+        "  except PermissionError: pass\nreturn made",
+        [],
+    ),
+    "larger buffers of a socket": (
+        "import socket\n"
+        "socket.socket(socket.AF_UNIX).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)",
+        "PermissionError",
+    ),
+    "watches of files (inotify)": (
+        "import ctypes\nreturn _errno(ctypes.CDLL(None, use_errno=True).inotify_init1(0))",
+        1,
+    ),
+    "the terminal": ("return os.path.exists('/dev/tty') or os.openpty()", "FileNotFoundError"),
+    "installed packages": (
+        "sys.path += [path for path, _, _ in os.walk('/') if path.endswith('-packages')]\nimport torch",
+        "ModuleNotFoundError",
+    ),
 }
 """What to do -> what ``reporting`` it gives, as it is out of reach."""
 
-ENVIRONMENT = "return [{secret!r} in open(f'/proc/{{p}}/environ', 'rb').read() for p in (1, 'self')]"
+ENVIRONMENT = (
+    "return [{secret!r} in b' '.join(os.environb.values()), "
+    "[p for p in (1, 'self') if os.path.exists(f'/proc/{{p}}/environ')]]"
+)
 LOOPBACK = "import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)"
 ABSTRACT_SOCKET = "import socket\nsocket.socket(socket.AF_UNIX).connect({name!r})"
 
@@ -124,7 +235,38 @@ MANY_CHILDREN = (
 )
 """Together they take more memory than one may have."""
 
+_CHILDREN = (
+    "import os, socket, time\ndef fill():\n{body}\n  time.sleep(9)\n"
+    "for i in range(12):\n  if os.fork() == 0:\n    try: fill()\n    finally: os._exit(0)\ntime.sleep(9)"
+)
+_FILLS = {
+    "connections over TCP": "  kept, server = [], socket.create_server(('127.0.0.1', 0))\n"
+    "  while len(kept) < 50:\n"
+    "    kept += [socket.create_connection(server.getsockname()), server.accept()[0]]\n"
+    "    for s in kept[-2:]:\n"
+    "      s.setblocking(False)\n"
+    "      try:\n        while True: s.send(bytes(65536))\n      except OSError: pass",
+    "empty files": "  n = os.getpid()\n"
+    "  for i in range(10**6): os.close(os.open(f'/tmp/{n}-{i}', os.O_CREAT))",
+}
+MEMORY_OF_THE_KERNEL = {name: _CHILDREN.format(body=body) for name, body in _FILLS.items()}
+"""It is not part of any process's memory."""
+
 OF_STANDARD_OUTPUT = {
+    "its parent's descriptors": "import glob, os\n"
+    "for path in glob.glob(f'/proc/{os.getppid()}/fd/*') + glob.glob('/proc/1/fd/*'):\n"
+    '  try: os.write(os.open(path, os.O_WRONLY), b\'\\0\\0\\0\\x10{"written": "5"}\')\n'
+    "  except OSError: pass",
+    "a flood of its parent's descriptors": "import glob, os\n"
+    "for path in glob.glob(f'/proc/{os.getppid()}/fd/*') + glob.glob('/proc/1/fd/*'):\n"
+    "  try: os.write(os.open(path, os.O_WRONLY), b'\\0\\0\\0\\x011' * 800000)\n"
+    "  except OSError: pass",
+    "reading its parent's start message back": "import glob, os\n"
+    "for path in glob.glob('/proc/*/fd/*'):\n"
+    "  try: os.read(os.open(path, os.O_RDONLY | os.O_NONBLOCK), 1 << 16)\n"
+    "  except OSError: pass",
+    "its parent's memory": "import os\ntry: open(f'/proc/{os.getppid()}/mem', 'r+b')\nexcept OSError: pass",
+    "removing its standard streams": "import os\nfor n in os.listdir('/dev/shm'): os.unlink('/dev/shm/' + n)",
     "flood of standard output": "while True: print('x' * 10**6)",
     "killing its parent": "import os\nos.kill(os.getppid(), 9)",
     "killing everything": "import os\nos.kill(-1, 9)",
@@ -142,5 +284,6 @@ def reporting(body: str) -> str:
     """A program whose ``f()`` has this body, and returns the name of what is raised in it."""
     lines = "\n".join(f"        {line}" for line in body.strip().splitlines())
     return (
-        f"import os, sys\ndef f(*_):\n    try:\n{lines}\n    except Exception as e: return type(e).__name__"
+        "import ctypes, os, sys\ndef _errno(result): return ctypes.get_errno() if result == -1 else result\n"
+        f"def f(*_):\n    try:\n{lines}\n    except Exception as e: return type(e).__name__"
     )

@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -18,10 +20,14 @@ from rewards_support import children
 from sandbox_attacks import (
     ABSTRACT_SOCKET,
     BOMBS,
+    CHANNEL,
+    ENDINGS,
     ENVIRONMENT,
     FLOODS,
     LOOPBACK,
+    LOOPS,
     MANY_CHILDREN,
+    MEMORY_OF_THE_KERNEL,
     OF_STANDARD_OUTPUT,
     REACHES,
     TRICK_TEST,
@@ -35,9 +41,11 @@ from strop.rewards.sandbox import (
     Limits,
     Verdict,
     bubblewrap,
+    require_bubblewrap,
     run_assert_tests,
     run_stdin_tests,
 )
+from strop.rewards.sandbox.run import _messages
 
 from messages import naming
 
@@ -120,6 +128,25 @@ def test_tricks_do_not_score(trick: str):
     assert "took too long" not in verdict.reason
 
 
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("name", CHANNEL)
+def test_what_a_program_does_to_its_channel_is_its_failure(name: str):
+    assert not passes(CHANNEL[name], limits=QUICK).passed
+
+
+@pytest.mark.parametrize(
+    ("raised", "test"), [*((ENDINGS[0], loop) for loop in LOOPS), *((raised, LOOPS[0]) for raised in ENDINGS)]
+)
+def test_what_a_solution_raises_does_not_end_a_loop_of_the_tests(raised: str, test: str):
+    assert not passes(f"def f(x): raise {raised}", test).passed
+
+
+def test_a_program_that_ended_has_failed_whatever_the_test_ignores():
+    ignoring = "try:\n  f(1)\n  assert False\nexcept Exception: pass"
+    assert passes("def f(x): raise ValueError", ignoring).passed
+    assert "ended before" in passes("import os\ndef f(x): os._exit(0)", ignoring).reason
+
+
 @pytest.mark.parametrize("name", REACHES)
 def test_the_host_is_out_of_reach(name: str):
     attack, outcome = REACHES[name]
@@ -133,7 +160,7 @@ def test_neither_tests_nor_strop_can_be_read(path: str):
 
 def test_the_environment_of_the_host_is_not_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("STROP_TEST_SECRET", "hidden")
-    assert outcome_of(ENVIRONMENT.format(secret=b"hidden"), [False, False]) == Verdict(True)
+    assert outcome_of(ENVIRONMENT.format(secret=b"hidden"), [False, []]) == Verdict(True)
 
 
 def test_a_server_of_the_host_cannot_be_reached():
@@ -172,6 +199,27 @@ def test_many_children_together_have_the_memory_of_one():
     assert outcome_of("return 5", 5) == Verdict(True)
 
 
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("name", MEMORY_OF_THE_KERNEL)
+def test_memory_of_the_kernel_is_limited(name: str):
+    limits = Limits(wall_s=20.0, memory_mb=256)
+    assert passes(MEMORY_OF_THE_KERNEL[name], limits=limits).reason == "it takes too much memory"
+
+
+def test_sockets_that_a_program_may_need_take_little_of_its_memory():
+    program = (
+        "import asyncio, concurrent.futures, multiprocessing, socket\n"
+        "def double(x): return 2 * x\n"
+        "async def wait(x): await asyncio.sleep(0.1); return double(x)\n"
+        "def f(x):\n"
+        "  pairs = [socket.socketpair() for _ in range(8)]\n"
+        "  with concurrent.futures.ThreadPoolExecutor(2) as threads: first = list(threads.map(double, [x]))\n"
+        "  with multiprocessing.get_context('fork').Pool(2) as pool: second = pool.map(double, [x])\n"
+        "  return [*first, *second, asyncio.run(wait(x))]"
+    )
+    assert passes(program, "assert f(3) == [6, 6, 6]") == Verdict(True)
+
+
 DOUBLE = "import sys\nfor line in sys.stdin: print(int(line) * 2)"
 
 
@@ -185,6 +233,14 @@ DOUBLE = "import sys\nfor line in sys.stdin: print(int(line) * 2)"
         ("if __name__ == '__main__': print('ö')", [""], ["ö"], ""),
         ("print(", ["x"], [""], "SyntaxError"),
         ("n = globals().get('n', 0) + 1\nprint(n)", ["", ""], ["1", "1"], ""),  # nothing is kept
+        ("open('/dev/stdout', 'w').write(open('/dev/stdin').read())", ["5\n", "6"], ["5", "6"], ""),
+        (
+            "import subprocess, sys\n"
+            "print(subprocess.check_output([sys.executable, '-c', 'print(5)'], text=True))",
+            [""],
+            ["5"],
+            "",
+        ),
     ],
 )
 def test_standard_input_and_output(program: str, inputs: list[str], outputs: list[str], reason: str):
@@ -199,6 +255,64 @@ def test_programs_of_standard_output_that_misbehave_do_not_pass(name: str):
     assert not run_stdin_tests(OF_STANDARD_OUTPUT[name], [""], ["5"], limits=QUICK).passed
 
 
+def test_messages_are_parsed_in_time_proportional_to_their_length():
+    started = time.process_time()
+    assert len(_messages(b"\0\0\0\x011" * 200_000, 10**6)) == 200_000
+    assert _messages(b"\0\0\0\x011" * 800_000, 2) == [1, 1]
+    assert _messages(b"\0\0\0\x011\0\0\0\x01{", 9) == [1]
+    assert time.process_time() - started < 5  # copying the rest for each message takes 10
+
+
+def test_the_kernel_kills_a_sandbox_before_the_run():
+    found: list[set[str]] = []
+
+    def look() -> None:
+        own = Path("/proc/self/oom_score_adj").read_text()
+        while not (inside := sandboxed(os.getpid())):
+            time.sleep(0.01)
+        found.append({Path(f"/proc/{identity}/oom_score_adj").read_text().strip() for identity in inside})
+        assert own != "1000\n"
+
+    watching = threading.Thread(target=look)
+    watching.start()
+    passes("while True: pass", limits=QUICK)
+    watching.join(30)
+    assert found == [{"1000"}]
+
+
+_BELOW_A_PROCESS_1_THAT_DOES_NOT_WAIT = """\
+import ctypes, os, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # it adopts orphans, and does not wait for them
+below = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+os.waitid(os.P_PID, below.pid, os.WEXITED | os.WNOWAIT)
+print(len(open(f"/proc/self/task/{os.getpid()}/children").read().split()) - 1)
+"""
+_CALLS = """\
+from strop.rewards.sandbox import *
+long, short = Limits(wall_s=60), Limits(wall_s=0.4)
+for _ in range(2):
+    run_assert_tests("def f(x): return x", ["assert f(1) == 1"], limits=long)
+    run_assert_tests("import os\\nos._exit(0)", ["assert f(1) == 1"], limits=long)
+    run_assert_tests("import os\\nif os.fork() == 0: os.setsid()\\nwhile True: pass", ["f(1)"], limits=short)
+    run_stdin_tests("import os\\nos.fork()\\nos.kill(-1, 9)", [""], ["5"], limits=long)
+"""
+_CUT_OFF = """\
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Sample
+from strop.rewards.router import Router
+truth = {"kind": "assert", "tests": ["f()"]}
+with RewardProcess(Router({"openai/openai_humaneval": {"timeout_s": 99.0}}), timeout_s=1.0) as process:
+    sample = Sample("openai/openai_humaneval", "while True: pass", truth)
+    assert process.evaluate(sample).status == "timeout"
+"""
+
+
+@pytest.mark.parametrize("program", [_CALLS, _CUT_OFF], ids=["calls", "cut off"])
+def test_no_zombies_remain_where_process_1_does_not_wait(program: str):
+    command = [sys.executable, "-c", _BELOW_A_PROCESS_1_THAT_DOES_NOT_WAIT, program]
+    assert subprocess.check_output(command, text=True) == "0\n"
+
+
 def test_sandboxes_end_when_their_starter_is_killed():
     starter = (
         "from strop.rewards.sandbox import *\nrun_assert_tests('while 1: 1', ['f()'], limits=Limits(99))"
@@ -208,7 +322,7 @@ def test_sandboxes_end_when_their_starter_is_killed():
             deadline = time.monotonic() + 60
             while not (started := sandboxed(process.pid)) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            assert len(started) == 2
+            assert len(started) == 3
             handles = [os.pidfd_open(identity) for identity in descendants(process.pid)]
         finally:
             os.kill(process.pid, signal.SIGKILL)
@@ -218,7 +332,7 @@ def test_sandboxes_end_when_their_starter_is_killed():
 
 
 def sandboxed(root: int) -> list[int]:
-    """The interpreters in the two sandboxes, once both are there."""
+    """The interpreters in the two sandboxes, process 1 and the program in one, once all are there."""
     found = []
     for identity in descendants(root):
         try:
@@ -227,7 +341,7 @@ def sandboxed(root: int) -> list[int]:
             continue
         if command.startswith(os.fsencode(bubblewrap._interpreter())) and b"from guest import" in command:
             found.append(identity)
-    return found if len(found) == 2 else []
+    return found if len(found) == 3 else []
 
 
 def both_runners(error: type[Exception], part: str) -> None:
@@ -247,3 +361,33 @@ def test_a_bubblewrap_that_fails_is_an_error_with_its_message(no_bubblewrap: Pat
     (no_bubblewrap / "bwrap").write_text(f"#!/bin/sh\necho bwrap: {message} >&2\nexit 1\n")
     (no_bubblewrap / "bwrap").chmod(0o755)
     both_runners(RewardError, message)
+
+
+def run_with(interpreter: str, **environment: str) -> list[str]:
+    program = (
+        "from strop.rewards.sandbox import *\n"
+        "print(run_assert_tests('import math\\ndef f(x): return 5', ['assert f(1) == 5']).passed)\n"
+        "print(run_stdin_tests('print(5)', [''], ['5']).passed)\n"
+    )
+    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    return subprocess.check_output([interpreter, "-c", program], env=environment, text=True).split()
+
+
+def test_bubblewrap_may_be_anywhere(tmp_path: Path):
+    shutil.copy(require_bubblewrap(), tmp_path / "bwrap")
+    assert run_with(sys.executable, PATH=f"{tmp_path}:{os.environ['PATH']}") == ["True", "True"]
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+def test_python_may_be_where_a_sandbox_has_its_memory_disks(folder: str):
+    executable = os.path.realpath(sys.executable)
+    with tempfile.TemporaryDirectory(dir=folder) as root:
+        os.mkdir(f"{root}/bin")
+        copy = shutil.copy(executable, f"{root}/bin")
+        os.symlink(Path(sys.base_prefix, "lib"), f"{root}/lib")
+        assert run_with(copy) == ["True", "True"]
+
+
+def test_packages_of_a_virtual_environment_are_hidden():
+    attack = "return [path for path, inner, _ in os.walk('/') if 'pytest' in inner]"
+    assert outcome_of(attack, []) == Verdict(True)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
 import subprocess
-from collections.abc import Iterable
+import sys
+import threading
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 MARKER = "STROP_REWARD_WORKER"
 """Environment variable of a scoring process and its descendants, with a unique value."""
 
 _SWEEPS = 20
-_END_MS = 2000
+_END_MS = 10_000  # a process that holds much memory takes a while to end
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 def kill_tree(process: subprocess.Popen[bytes], marker: str) -> int:
@@ -23,37 +27,84 @@ def kill_tree(process: subprocess.Popen[bytes], marker: str) -> int:
     The process must lead its group and must not have been reaped, so that its id is still valid. Misses a
     descendant that left the group, changed its environment, and whose parent ended before this call.
     """
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(process.pid, signal.SIGSTOP)  # so that it starts no more meanwhile
-    started = hold_descendants(process.pid)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # only the leader is left
-        os.killpg(process.pid, signal.SIGKILL)
-    status = process.wait()
-    kill_held(started)
-    for _ in range(_SWEEPS):  # a descendant may fork meanwhile
-        found = marked_processes(marker)
-        if not found:
-            break
-        for process_id in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process_id, signal.SIGKILL)
+    with adopting_orphans():
+        started = hold_descendants(process.pid, stop=True)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # only the leader is left
+            os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait()
+        kill_held(started)
+        for _ in range(_SWEEPS):  # a descendant may fork meanwhile
+            found = marked_processes(marker)
+            if not found:
+                break
+            kill_held(_hold(found))
     return status
 
 
-def descendants(root: int) -> list[int]:
-    """Return the ids of a process's descendants; none where there is no ``/proc``."""
+_adopting = threading.Lock()
+_adopters = 0
+_adopts_anyway = ctypes.c_int(0)
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Generator[None]:
+    """Adopt descendants whose parents end meanwhile (on Linux), so that ``kill_held`` can wait for them.
+
+    Otherwise they go to process 1, and where that does not wait for its children, as in an ordinary
+    container, each stays a zombie. Not for longer: then orphans of other libraries would come here too.
+    """
+    global _adopters
+    if sys.platform != "linux":
+        yield
+        return
+    control = ctypes.CDLL(None).prctl
+    with _adopting:
+        if not _adopters:
+            control(_PR_GET_CHILD_SUBREAPER, ctypes.byref(_adopts_anyway), 0, 0, 0)
+            control(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _adopters += 1
+    try:
+        yield
+    finally:
+        with _adopting:
+            _adopters -= 1
+            if not _adopters:
+                control(_PR_SET_CHILD_SUBREAPER, _adopts_anyway.value, 0, 0, 0)
+
+
+def descendants(root: int, *, stop: bool = False) -> list[int]:
+    """Return the ids of a process's descendants; none where there is no ``/proc``.
+
+    With ``stop``, stop each, the root included, before listing its children, so that none is missed.
+    """
     found = [root]
     for identity in found:  # grows during the loop
+        if stop:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(identity, signal.SIGSTOP)
         with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{identity}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
+            for task in os.listdir(f"/proc/{identity}/task"):
+                found += map(int, read_process_file(f"{identity}/task/{task}/children").split())
     return found[1:]
 
 
-def hold_descendants(root: int) -> list[int]:
-    """Return a pidfd of each descendant, which stays valid when its parent is gone."""
+def read_process_file(name: str) -> bytes:
+    """Return the content of a file in ``/proc``, without buffers: watching a sandbox reads many."""
+    with open(f"/proc/{name}", "rb", buffering=0) as file:
+        return file.read()
+
+
+def hold_descendants(root: int, *, stop: bool = False) -> list[int]:
+    """Return a pidfd of each descendant, which stays valid when its parent is gone.
+
+    With ``stop``, stop the root and them, so that they start no more processes.
+    """
+    return _hold(descendants(root, stop=stop))
+
+
+def _hold(identities: Iterable[int]) -> list[int]:
     held = []
-    for identity in descendants(root):
+    for identity in identities:
         with contextlib.suppress(OSError):  # it has ended
             held.append(os.pidfd_open(identity))
     return held
@@ -69,6 +120,9 @@ def kill_held(held: Iterable[int]) -> None:
         ended = select.poll()
         ended.register(process, select.POLLIN)
         ended.poll(_END_MS)
+    for process in held:  # only once all have ended: then all orphans among them are adopted
+        with contextlib.suppress(ChildProcessError):  # its parent waits for it
+            os.waitid(os.P_PIDFD, process, os.WEXITED | os.WNOHANG)
         os.close(process)
 
 

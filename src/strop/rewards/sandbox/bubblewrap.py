@@ -2,7 +2,9 @@
 
 Inside: a read-only file system of shared libraries, the interpreter with its standard library (no installed
 packages) and ``/strop/guest``; small memory disks in ``/tmp`` and ``/dev/shm``; no network, no other
-processes, no user but ``nobody``, no capabilities, no further namespaces, and a filter of system calls.
+processes, no user but ``nobody``, no capabilities, no further namespaces, and a filter of system calls. There
+is no ``/proc``: through it a process could reopen its pipes in the other direction, write to the memory and
+descriptors of processes of its user, and read where the host's files are.
 
 As root, a sandbox takes two steps. The kernel does not apply the limit of processes to root's real user id,
 which a user namespace of root maps to: a fork bomb would be unbounded. So an outer bubblewrap, which can read
@@ -58,6 +60,9 @@ GUEST_FOLDER = Path(__file__).parent / "guest"
 _NOBODY = "65534"
 _FREE_IDS = range(61184, 65520)  # systemd's range for transient users, present in containers too
 _STAGE = "/stage"
+_PYTHON = "/strop/python"
+# If memory runs out, the kernel kills a sandbox before any process of the run.
+_KILL_FIRST = "echo 1000 2>/dev/null >/proc/self/oom_score_adj"
 _LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 
 
@@ -81,7 +86,7 @@ def require_bubblewrap() -> str:
             "apt-get install util-linux, or run as another user"
         )
     filter_program()
-    return path
+    return os.path.abspath(path)
 
 
 def sandbox_command(arguments: list[str], *, limits: Limits, filter_descriptor: int) -> list[str]:
@@ -90,48 +95,61 @@ def sandbox_command(arguments: list[str], *, limits: Limits, filter_descriptor: 
     ``filter_descriptor`` is an inherited file with the filter of system calls. Other inherited descriptors
     stay open inside.
     """
-    mounts = _read_only_mounts()
+    mounts, bubblewrap = _read_only_mounts(), require_bubblewrap()
+    inner = functools.partial(_inner, arguments, limits=limits, filter_descriptor=filter_descriptor)
     if os.getuid() != 0:
-        return _inner(mounts, arguments, limits=limits, filter_descriptor=filter_descriptor)
+        return ["/bin/sh", "-c", f'{_KILL_FIRST}; exec "$@"', "sh", *inner(bubblewrap, mounts)]
     staged = {f"{_STAGE}/{number}": source for number, source in enumerate(mounts.values())}
     inner_mounts = dict(zip(mounts, staged, strict=True))
-    inner = _inner(inner_mounts, arguments, limits=limits, filter_descriptor=filter_descriptor)
-    return [*_outer(staged), *inner]
+    return [*_outer(bubblewrap, staged), *inner(f"{_STAGE}/bwrap", inner_mounts)]
 
 
-def _outer(staged: dict[str, str]) -> list[str]:
+def _outer(bubblewrap: str, staged: dict[str, str]) -> list[str]:
     """Return the outer command, as root: mount what may be readable by root only, then drop privileges."""
     identity = str(_FREE_IDS[secrets.randbelow(len(_FREE_IDS))])
-    command = [require_bubblewrap(), "--die-with-parent"]
+    command = [bubblewrap, "--die-with-parent"]
     for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_KILL"):
         command += ["--cap-add", capability]
     command += ["--bind", "/proc", "/proc", "--dev", "/dev", "--perms", "1777", "--dir", "/tmp"]
     command += ["--ro-bind", "/usr", "/usr", *_links(("/bin", "/sbin", "/lib", "/lib64"))]
     command += ["--perms", "0755", "--dir", _STAGE]
-    for target, source in staged.items():
+    programs = {f"{_STAGE}/bwrap": bubblewrap, f"{_STAGE}/setpriv": shutil.which("setpriv") or "setpriv"}
+    for target, source in (staged | programs).items():
         command += ["--ro-bind", source, target]
     # bwrap keeps no capability, so its death would not kill a process of another user. The shell in between
     # keeps CAP_KILL: it dies with bwrap, and its child dies with it.
-    command += ["--", "/usr/bin/sh", "-c", '"$@"; exit $?', "sh"]
-    setpriv = shutil.which("setpriv") or "setpriv"
-    return [*command, setpriv, "--reuid", identity, "--regid", identity, "--clear-groups", "--"]
+    command += ["--", "/usr/bin/sh", "-c", f'{_KILL_FIRST}; "$@"; exit $?', "sh"]
+    return [*command, f"{_STAGE}/setpriv", "--reuid", identity, "--regid", identity, "--clear-groups", "--"]
 
 
 def _inner(
-    mounts: dict[str, str], arguments: list[str], *, limits: Limits, filter_descriptor: int
+    arguments: list[str],
+    bubblewrap: str,
+    mounts: dict[str, str],
+    *,
+    limits: Limits,
+    filter_descriptor: int,
 ) -> list[str]:
     disk = ["--size", str(limits.file_mb << 20), "--tmpfs"]
-    command = [require_bubblewrap(), "--unshare-all", "--unshare-user", "--disable-userns"]
+    command = [bubblewrap, "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--uid", _NOBODY, "--gid", _NOBODY, "--hostname", "sandbox"]
     command += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    command += ["--as-pid-1"]  # bubblewrap does not wait for a process 1 of its own: it would stay a zombie
     for target, source in mounts.items():
         command += ["--ro-bind", source, target]
     command += _links(_LIBRARY_FOLDERS)
     for folder in _package_folders():  # after the mounts, which contain them
         command += ["--tmpfs", folder, "--remount-ro", folder]
-    command += ["--proc", "/proc", "--dev", "/dev", *disk, "/dev/shm", "--remount-ro", "/dev"]
+    command += ["--tmpfs", "/dev"]  # --dev would add terminals, and links into /proc
+    for device in ("null", "zero", "full", "random", "urandom"):
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for name, target in (("stdin", "shm/stdin"), ("stdout", "shm/stdout"), ("stderr", "null")):
+        command += ["--symlink", target, f"/dev/{name}"]
+    command += [*disk, "/dev/shm", "--remount-ro", "/dev"]
     command += [*disk, "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]
     command += ["--seccomp", str(filter_descriptor)]
+    if _interpreter().startswith(_PYTHON):  # it looks for its libpython where it was built for
+        command += ["--setenv", "LD_LIBRARY_PATH", f"{_PYTHON}/lib"]
     return [*command, "--", _interpreter(), "-I", "-S", *arguments]
 
 
@@ -141,11 +159,11 @@ def _read_only_mounts() -> dict[str, str]:
     mounts = {
         folder: folder for folder in _LIBRARY_FOLDERS if os.path.isdir(folder) and not os.path.islink(folder)
     }
-    libraries = os.path.join(sys.base_prefix, "lib")
-    wanted = [libraries, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, _interpreter()]
-    for path in wanted:
-        if not any(path == known or path.startswith(known + "/") for known in mounts):
-            mounts[path] = path
+    wanted = [os.path.join(sys.base_prefix, "lib"), *_standard_library(), _base_executable()]
+    for source in wanted:
+        target = _inside(source)
+        if not any(target == known or target.startswith(known + "/") for known in mounts):
+            mounts[target] = source
     if os.path.isfile("/etc/ld.so.cache"):
         mounts["/etc/ld.so.cache"] = "/etc/ld.so.cache"
     mounts["/strop/guest"] = str(GUEST_FOLDER)
@@ -157,30 +175,92 @@ def _links(folders: tuple[str, ...]) -> list[str]:
     return [word for path in linked for word in ("--symlink", os.readlink(path), path)]
 
 
+def _inside(path: str) -> str:
+    """Return where a file of Python's is inside: outside of ``/usr`` below ``/strop/python``.
+
+    Python finds its standard library from where its program is. At its own place it could be hidden by the
+    memory disk in ``/tmp``, and would show a home folder.
+    """
+    if path.startswith("/usr/"):
+        return path
+    if path == _base_executable():
+        return f"{_PYTHON}/bin/{os.path.basename(path)}"
+    return _PYTHON + path.removeprefix(sys.base_prefix) if path.startswith(sys.base_prefix + "/") else path
+
+
 def _interpreter() -> str:
-    """Return the path of the interpreter itself, not of a virtual environment's link to it."""
-    return os.path.realpath(sys.executable)
+    """Return the path of the interpreter inside."""
+    return _inside(_base_executable())
+
+
+def _base_executable() -> str:
+    """Return the path of the interpreter itself, not of a virtual environment's link to it or copy of it."""
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+def _standard_library() -> list[str]:
+    """Return the folders of the interpreter's own standard library, not of a virtual environment."""
+    base = {"platbase": sys.base_exec_prefix}
+    return sorted({sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")})
 
 
 @functools.cache
 def _package_folders() -> list[str]:
-    """Return the folders of installed packages inside the standard library's, to be hidden."""
-    standard = Path(sysconfig.get_path("stdlib"))
-    return [str(path) for name in ("site-packages", "dist-packages") if (path := standard / name).is_dir()]
+    """Return the folders of installed packages inside the mounted ones, to be hidden."""
+    folders = {Path(sys.base_prefix, "lib"), Path("/usr/lib")}
+    standard = {path for folder in folders for path in folder.glob("python3*")}
+    standard |= {Path(path) for path in _standard_library()}
+    found = [path / name for path in standard for name in ("site-packages", "dist-packages")]
+    return sorted(_inside(str(path)) for path in found if path.is_dir())
 
 
-# They create memory that neither RLIMIT_AS nor the memory watch counts (memfd_create, shmget), reach other
-# processes or namespaces, or widen the kernel's attack surface. No honest solution needs one.
+# They create memory that neither RLIMIT_AS nor the memory watch counts (memfd_create, shmget, inotify_init),
+# reach other processes or namespaces, show the host's paths (statmount), or widen the kernel's attack
+# surface. No honest solution needs one.
 _REFUSED_CALLS = [
-    "add_key", "bpf", "finit_module", "fsmount", "fsopen", "init_module", "io_setup", "io_uring_enter",
-    "io_uring_register", "io_uring_setup", "kexec_file_load", "kexec_load", "keyctl", "memfd_create",
-    "memfd_secret", "mount", "mount_setattr", "move_mount", "mq_open", "msgget", "name_to_handle_at",
-    "open_by_handle_at", "open_tree", "perf_event_open", "pivot_root", "process_vm_readv",
+    "add_key", "bpf", "fanotify_init", "finit_module", "fsmount", "fsopen", "fspick", "init_module",
+    "inotify_init", "inotify_init1", "io_setup", "io_uring_enter", "io_uring_register", "io_uring_setup",
+    "kcmp", "kexec_file_load", "kexec_load", "keyctl", "memfd_create", "memfd_secret", "mount",
+    "mount_setattr", "move_mount", "mq_open", "msgget", "name_to_handle_at", "open_by_handle_at",
+    "open_tree", "perf_event_open", "pidfd_getfd", "pivot_root", "process_madvise", "process_vm_readv",
     "process_vm_writev", "ptrace", "quotactl", "request_key", "semget", "setns", "shmat", "shmctl",
     "shmget", "swapon", "umount2", "unshare", "userfaultfd",
 ]  # fmt: skip
+_REFUSED_NUMBERS = [457, 458]  # statmount, listmount: the same everywhere, and later than libseccomp 2.5
+
+# Refused values of arguments, (call, {index: (comparison, value)}): families of sockets other than AF_UNIX
+# (1), AF_INET (2) and AF_INET6 (10); protocols above UDP, which load modules of the kernel; larger buffers of
+# sockets, which are memory of the kernel. The kernel cuts these arguments to 32 bits: a comparison for
+# equality must do so too, or be one of a set with all larger values.
+_EQUAL, _GREATER, _EQUAL_32_BITS = 4, 6, 7  # SCMP_CMP_EQ, SCMP_CMP_GT, SCMP_CMP_MASKED_EQ
+_OTHER_FAMILIES = [(_EQUAL, family) for family in (0, *range(3, 10))] + [(_GREATER, 10)]
+_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and those of privileged programs
+_REFUSED_ARGUMENTS: list[tuple[str, dict[int, tuple[int, int]]]] = [
+    *((call, {0: family}) for call in ("socket", "socketpair") for family in _OTHER_FAMILIES),
+    ("socket", {2: (_GREATER, 17)}),
+    *(
+        ("setsockopt", {1: (_EQUAL_32_BITS, _SOL_SOCKET), 2: (_EQUAL_32_BITS, option)})
+        for option in _BUFFER_SIZES
+    ),
+]
 _LIBSECCOMP = "libseccomp.so.2"
 _ALLOW, _EPERM = 0x7FFF0000, 0x00050001  # SCMP_ACT_ALLOW, SCMP_ACT_ERRNO(EPERM)
+
+
+class _Comparison(ctypes.Structure):
+    """libseccomp's ``struct scmp_arg_cmp``."""
+
+    _fields_ = (
+        ("index", ctypes.c_uint),
+        ("comparison", ctypes.c_int),
+        ("first", ctypes.c_uint64),
+        ("second", ctypes.c_uint64),
+    )
+
+    @classmethod
+    def of(cls, index: int, comparison: int, value: int) -> _Comparison:
+        """Return one with the mask of 32 bits as its first value, if it takes a mask."""
+        return cls(index, comparison, *((0xFFFFFFFF, value) if comparison == _EQUAL_32_BITS else (value, 0)))
 
 
 @functools.cache
@@ -200,12 +280,15 @@ def filter_program() -> bytes:
     library.seccomp_init.restype = ctypes.c_void_p
     rules = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
     try:
-        for name in _REFUSED_CALLS:
-            number = library.seccomp_syscall_resolve_name(name.encode())
+        refused = [(call, {}) for call in _REFUSED_CALLS + _REFUSED_NUMBERS] + _REFUSED_ARGUMENTS
+        for call, arguments in refused:
+            number = call if isinstance(call, int) else library.seccomp_syscall_resolve_name(call.encode())
+            compared = [_Comparison.of(index, *wanted) for index, wanted in arguments.items()]
+            comparisons = (_Comparison * len(compared))(*compared)
             if number == -1 or library.seccomp_rule_add_array(
-                rules, ctypes.c_uint32(_EPERM), number, 0, None
+                rules, ctypes.c_uint32(_EPERM), number, len(compared), comparisons
             ):
-                raise ConfigError(f"{needed}; this version does not know the system call {name}")
+                raise ConfigError(f"{needed}; this version does not know the system call {call}")
         descriptor = memory_file(b"")
         with open(descriptor, "rb") as program:
             if library.seccomp_export_bpf(rules, descriptor):

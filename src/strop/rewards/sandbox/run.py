@@ -50,19 +50,23 @@ def run_assert_tests(
     deadline = time.monotonic() + limits.wall_s
     with ExitStack() as pipes:
         questions, answers, verdicts = (Pipe(pipes) for _ in range(3))
-        job = {"tests": list(tests), "entry_point": entry_point, "prefix": prefix, "verdict": verdicts.writer}
         solution = SandboxedProcess(
-            "solution", {"program": program}, stdin=questions.reader, stdout=answers.writer, limits=limits
+            "solution",
+            {"program": program},
+            descriptors={"questions": questions.reader, "answers": answers.writer},
+            limits=limits,
         )
         judge = None
         try:
             judge = SandboxedProcess(
                 "judge",
-                job,
-                stdin=answers.reader,
-                stdout=questions.writer,
+                {"tests": list(tests), "entry_point": entry_point, "prefix": prefix},
+                descriptors={
+                    "questions": questions.writer,
+                    "answers": answers.reader,
+                    "verdict": verdicts.writer,
+                },
                 limits=limits,
-                keep_open=(verdicts.writer,),
             )
             for pipe in (questions, answers):
                 pipe.close()
@@ -72,8 +76,9 @@ def run_assert_tests(
             words = [process.close() for process in (solution, judge) if process is not None]
     if reason:
         return Verdict(False, reason)
-    verdict = json.loads(content) if content else {"status": "failed", "reason": "the tests ended early"}
-    if (not content and words[-1]) or verdict["status"] == "not started":
+    started, _, written = content.partition(b"\n")
+    verdict = json.loads(written) if written else {"status": "failed", "reason": "the tests ended early"}
+    if not started or verdict["status"] == "not started":
         raise _no_sandbox(" ".join(words))
     return Verdict(verdict["status"] == "passed", verdict.get("reason", ""))
 
@@ -91,17 +96,20 @@ def run_stdin_tests(
     limits = limits or Limits()
     deadline = time.monotonic() + limits.wall_s
     with ExitStack() as pipes:
-        nothing, answers = Pipe(pipes), Pipe(pipes)
-        job = {"program": program, "inputs": list(inputs)}
+        answers = Pipe(pipes)
         process = SandboxedProcess(
-            "solution", job, function="main_stdin", stdin=nothing.reader, stdout=answers.writer, limits=limits
+            "solution",
+            {"program": program, "inputs": list(inputs)},
+            function="main_stdin",
+            descriptors={"answers": answers.writer},
+            limits=limits,
         )
         try:
             answers.close_writer()
             content, reason = _read(answers.reader, deadline, [process], limit=limits.output_bytes)
         finally:
             words = process.close()
-    messages = _messages(content)
+    messages = _messages(content, 1 + len(outputs))
     if not reason and messages[:1] != ["hello"]:
         raise _no_sandbox(words)
     for number, expected in enumerate(outputs, 1):
@@ -153,16 +161,18 @@ def _read(
             return bytes(content), "it writes too much"
 
 
-def _messages(content: bytes) -> list[Any]:
-    """Parse messages of ``guest/channel.py`` up to the first invalid one: the program can write there too."""
+def _messages(content: bytes, most: int) -> list[Any]:
+    """Parse ``most`` messages of ``guest/channel.py``, or those before the first invalid one."""
     messages: list[Any] = []
-    while len(content) >= _LENGTH_BYTES:
-        end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "big")
+    start = 0
+    while len(messages) < most and start + _LENGTH_BYTES <= len(content):
+        start += _LENGTH_BYTES
+        end = start + int.from_bytes(content[start - _LENGTH_BYTES : start], "big")
         try:
-            messages.append(json.loads(content[_LENGTH_BYTES:end]))
+            messages.append(json.loads(content[start:end]))
         except (ValueError, RecursionError):
             break
-        content = content[end:]
+        start = end
     return messages
 
 

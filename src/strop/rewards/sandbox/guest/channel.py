@@ -18,9 +18,12 @@ from typing import Any
 
 _LENGTH_BYTES = 4
 
+STDIN, STDOUT = "/dev/shm/stdin", "/dev/shm/stdout"
+"""What ``/dev/stdin`` and ``/dev/stdout`` are links to: there is no ``/proc/self/fd`` for them."""
+
 
 class Closed(Exception):
-    """The other end is gone, or violates the protocol."""
+    """The other end is gone, or violates the protocol. ``Channel.is_closed`` tells so for ever after."""
 
 
 class Channel:
@@ -30,6 +33,7 @@ class Channel:
         self._reader = reader
         self._writer = writer
         self._limit = limit
+        self.is_closed = False
 
     def send(self, message: Any) -> None:
         """Send a message. Raises ``Closed``, or ``ValueError`` if it is too long."""
@@ -41,24 +45,29 @@ class Channel:
             while rest:
                 rest = rest[os.write(self._writer, rest) :]
         except OSError as error:
-            raise Closed from error
+            raise self.closed() from error
 
     def receive(self) -> Any:
         """Wait for a message. Raises ``Closed``."""
         length = int.from_bytes(self._read(_LENGTH_BYTES), "big")
         if length > self._limit:
-            raise Closed
+            raise self.closed()
         try:
             return json.loads(self._read(length))
-        except (ValueError, RecursionError) as error:
-            raise Closed from error
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise self.closed() from error
+
+    def closed(self) -> Closed:
+        """Return the exception, and remember it: code in between may ignore exceptions."""
+        self.is_closed = True
+        return Closed()
 
     def _read(self, count: int) -> bytes:
         content = bytearray()
         while len(content) < count:
             chunk = os.read(self._reader, min(count - len(content), 1 << 20))
             if not chunk:
-                raise Closed
+                raise self.closed()
             content += chunk
         return bytes(content)
 
@@ -160,11 +169,10 @@ def offer_exit() -> None:
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
 
 
-def take_over_streams() -> tuple[int, int]:
-    """Move standard input and output to other descriptors, and return these; redirect all three to null."""
-    requests, answers = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nothing, stream)
+def leave_streams() -> None:
+    """Redirect standard error, ``/dev/stdin`` and ``/dev/stdout`` to null, where the streams 0 and 1 are."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
     os.close(nothing)
-    return requests, answers
+    for path in (STDIN, STDOUT):
+        os.symlink(os.devnull, path)

@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from .channel import Channel, Closed, decode, encode, read_job, take_over_streams
+from .channel import Channel, Closed, decode, encode, leave_streams, read_job
 
 
 class RemoteError(Exception):
@@ -35,7 +35,8 @@ class Peer:
     def ask(self, number: int, action: str, arguments: Any) -> Any:
         """Perform an action on an object of the program; return a value or a stand-in.
 
-        Raises the built-in exception that the program raised, ``RemoteError`` for others, or ``Closed``.
+        Raises the built-in exception that the program raised (see ``_class_of``), ``RemoteError`` for others,
+        or ``Closed``.
         """
         encoded = encode(arguments, _number_of)
         self._channel.send({"object": number, "action": action, "arguments": encoded})
@@ -45,15 +46,28 @@ class Peer:
                 return decode(answer["value"], self._stand_in)
             name, text = answer["raised"]
         except Exception as error:  # the program wrote into its pipe: treat it as ended
-            raise Closed from error
-        kind = getattr(builtins, name, None) if isinstance(name, str) else None
-        is_error = isinstance(kind, type) and issubclass(kind, Exception)
-        raise (kind if is_error and not issubclass(kind, UnicodeError) else RemoteError)(f"{name}: {text}")
+            raise self._channel.closed() from error
+        raise _class_of(name)(f"{name}: {text}")
 
     def _stand_in(self, number: Any) -> Remote:
         if type(number) is not int:
             raise ValueError("a reference that is not a number")
         return Remote(self, number)
+
+
+def _class_of(name: Any) -> type[Exception]:
+    """Return the class to raise in the judge for a program's exception of this name.
+
+    ``StopIteration`` becomes ``RuntimeError``, as within a generator (PEP 479): raised by a function that
+    ``map`` calls it would only end the loop, and ``assert all(map(f, cases))`` would hold.
+    """
+    kind = getattr(builtins, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        return RemoteError
+    if issubclass(kind, StopIteration | StopAsyncIteration):
+        return RuntimeError
+    # Their constructors take more than a text.
+    return RemoteError if issubclass(kind, UnicodeError | BaseExceptionGroup) else kind
 
 
 class Remote:
@@ -96,17 +110,18 @@ def _number_of(value: Any) -> int:
 
 
 def main(job_descriptor: int) -> None:
-    """Run the tests of the job, and write the verdict to the job's descriptor."""
+    """Run the tests of the job, and write two lines to its descriptor: that this has started; the verdict."""
     job = read_job(job_descriptor)
-    answers, requests = take_over_streams()
-    channel = Channel(answers, requests, job["limits"]["output_bytes"])
+    leave_streams()
+    os.write(job["verdict"], b"started\n")
+    channel = Channel(job["answers"], job["questions"], job["limits"]["output_bytes"])
     try:
         verdict = _judge(job, channel)
-    except Closed:
-        verdict = {"status": "failed", "reason": "the program ended before the tests did"}
     # Tests may raise anything; it means that the program has failed.
     except BaseException as error:  # noqa: BLE001
         verdict = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:1000]}
+    if channel.is_closed and verdict["status"] != "not started":  # tests may ignore the exception
+        verdict = {"status": "failed", "reason": "the program ended before the tests did"}
     os.write(job["verdict"], json.dumps(verdict).encode())
     os._exit(0)
 
@@ -117,6 +132,7 @@ def _judge(job: dict[str, Any], channel: Channel) -> dict[str, str]:
             return {"status": "not started"}
     except Closed:
         return {"status": "not started"}
+    channel.send("run")  # the program starts only now: an earlier failure is not its fault
     state = channel.receive()
     if "names" not in state:
         name, text = state["raised"]

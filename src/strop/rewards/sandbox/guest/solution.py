@@ -11,16 +11,18 @@ import os
 import signal
 import sys
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 from .channel import (
+    STDIN,
+    STDOUT,
     Channel,
     Closed,
     decode,
     encode,
+    leave_streams,
     offer_exit,
     read_job,
-    take_over_streams,
 )
 
 _ITEMS = 1_000_000
@@ -29,10 +31,13 @@ _ITEMS = 1_000_000
 def main(job_descriptor: int) -> None:
     """Run the program, send the names that it defines, and answer requests until the judge is gone."""
     job = read_job(job_descriptor)
-    requests, answers = take_over_streams()
+    leave_streams()
     offer_exit()
-    channel = Channel(requests, answers, job["limits"]["output_bytes"])
+    if child := os.fork():
+        _be_process_1(child, (job["questions"], job["answers"]))
+    channel = Channel(job["questions"], job["answers"], job["limits"]["output_bytes"])
     channel.send("hello")
+    channel.receive()  # the judge has started
     module = types.ModuleType("solution")
     sys.modules["solution"] = module  # needed by dataclasses and pickle
     try:
@@ -44,6 +49,18 @@ def main(job_descriptor: int) -> None:
         Objects(module).serve(channel)
     except Closed:
         os._exit(0)
+
+
+def _be_process_1(child: int, descriptors: tuple[int, ...]) -> NoReturn:
+    """Wait for the program and its orphans, and end with the program, which ends all others.
+
+    The kernel ignores most signals to process 1, so that a program should not be it.
+    """
+    for descriptor in descriptors:
+        os.close(descriptor)
+    while os.wait()[0] != child:
+        pass
+    os._exit(0)
 
 
 class Objects:
@@ -96,9 +113,9 @@ def main_stdin(job_descriptor: int) -> None:
     process, but the expected outputs are not in this sandbox.
     """
     job = read_job(job_descriptor)
-    requests, answers = take_over_streams()
+    leave_streams()
     offer_exit()
-    channel = Channel(requests, answers, job["limits"]["output_bytes"])
+    channel = Channel(-1, job["answers"], job["limits"]["output_bytes"])
     channel.send("hello")
     try:
         code = compile(job["program"], "<solution>", "exec")
@@ -106,25 +123,28 @@ def main_stdin(job_descriptor: int) -> None:
         channel.send({"failure": f"{type(error).__name__}: {error}"[:1000]})
         return
     for given in job["inputs"]:
-        answer = _run(code, given, channel_descriptors=(requests, answers), limits=job["limits"])
+        answer = _run(code, given, answers=job["answers"], limits=job["limits"])
         channel.send(answer)
         if "failure" in answer:
-            return
+            break
+    os._exit(0)  # the interpreter's own end takes longer
 
 
-def _run(
-    code: types.CodeType, given: str, *, channel_descriptors: tuple[int, int], limits: dict[str, Any]
-) -> dict[str, str]:
-    source = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
-    with open(source, "wb", closefd=False) as file:
+def _run(code: types.CodeType, given: str, *, answers: int, limits: dict[str, Any]) -> dict[str, str]:
+    for path in (STDIN, STDOUT):
+        os.unlink(path)
+    with open(STDIN, "wb") as file:
         file.write(given.encode(errors="surrogatepass"))
-    os.lseek(source, 0, os.SEEK_SET)
-    reader, writer = os.pipe()
+    os.mkfifo(STDOUT)
+    source = os.open(STDIN, os.O_RDONLY)
+    reader = os.open(STDOUT, os.O_RDONLY | os.O_NONBLOCK)  # so that it does not wait for a writer
+    writer = os.open(STDOUT, os.O_WRONLY)
+    os.set_blocking(reader, True)
     child = os.fork()
     if child == 0:
         os.dup2(source, 0)
         os.dup2(writer, 1)
-        for descriptor in (source, reader, writer, *channel_descriptors):
+        for descriptor in (source, reader, writer, answers):
             os.close(descriptor)
         _be_the_program(code)
     os.close(source)
