@@ -281,7 +281,7 @@ class Returns(Reward):
     [
         (lambda batch: torch.tensor([[0.0, 1.0], [NAN, 2.0], [3.0, 0.0]]), 1, "NaN or infinity as score"),
         (lambda batch: torch.tensor([[0.0, 1.0], [0, 2.0], [-INF, 0.0]]), 2, "NaN or infinity as score"),
-        (lambda batch: torch.tensor([[0.0, 1.0], [0, 1e300], [3, 0]]).double() * 1e300, 1, "as score"),
+        (lambda batch: torch.tensor([[0, 1], [0, 1e300], [3, 0]], dtype=torch.float64), 1, "as score"),
         (Returns(torch.tensor([[0.0, 1.0], [NAN, 2.0], [3.0, 0.0]]), {}), 1, "NaN or infinity as score"),
         (
             Returns(torch.tensor([[0.0, 1.0], [0.0, 2.0], [3.0, 0.0]]), {"a": torch.tensor([NAN, INF, 1.0])}),
