@@ -365,7 +365,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-@pytest.mark.parametrize("manager", ["naive", "prime"])
+@pytest.mark.parametrize("manager", ["naive", pytest.param("prime", marks=pytest.mark.slow)])
 def test_a_run_with_hostile_scorers_is_that_in_which_these_samples_raise(tmp_path: Path, manager: str):
     inputs = make_inputs(tmp_path / "inputs", rows=8)
     found = {}
@@ -379,6 +379,7 @@ def test_a_run_with_hostile_scorers_is_that_in_which_these_samples_raise(tmp_pat
             "reward_model.max_error_rate=1",
             "reward_model.num_workers=2",
             "reward_model.memory_limit_mb=300",
+            "reward_model.timeout_s=60",
             "trainer.total_training_steps=1",
             "trainer.test_freq=-1",
             "trainer.val_before_train=false",
