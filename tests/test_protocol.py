@@ -32,8 +32,6 @@ def test_lists_of_equal_length_stay_objects_and_do_not_become_a_matrix():
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        (1, ["b"]),
-        (-1, ["c"]),
         (slice(0, 2), ["a", "b"]),
         ([2, 0], ["c", "a"]),
         (torch.tensor([1, 1]), ["b", "b"]),
@@ -46,6 +44,22 @@ def test_rows_are_taken_from_tensors_and_objects_alike(rows, expected):
     assert list(taken.non_tensor_batch["uid"]) == expected
     assert taken.batch["ids"][:, 0].tolist() == [{"a": 1, "b": 3, "c": 5}[uid] for uid in expected]
     assert taken.meta_info == {"step": 4}
+
+
+def test_one_row_has_no_row_dimension_and_ends_iteration():
+    """As verl's reward managers read their batch."""
+    data = _three_rows()
+    assert data.batch.batch_size == torch.Size([3])
+    for item in (data[1], data[np.int64(1)], data[-2], list(data)[1]):
+        assert item.batch["ids"].tolist() == [3, 4]
+        assert item.non_tensor_batch == {"uid": "b", "messages": [2]}
+        assert item.meta_info == {"step": 4}
+    assert [item.non_tensor_batch["uid"] for item in data] == ["a", "b", "c"]
+    for row in (3, -4):
+        with pytest.raises(IndexError, match=naming(row, "3")):
+            data[row]
+    assert DataProto().batch.batch_size == torch.Size([0])
+    assert data[:2].batch.batch_size == torch.Size([2])
 
 
 def test_union_takes_both_and_refuses_a_column_that_differs():

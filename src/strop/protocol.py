@@ -7,15 +7,15 @@ import.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-RowIndex = int | slice | Sequence[int] | Tensor | np.ndarray
+RowIndex = slice | Sequence[int] | Tensor | np.ndarray
 
 
 def _object_column(values: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -28,19 +28,40 @@ def _object_column(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     return column
 
 
+class TensorColumns(dict[str, Tensor]):
+    """Tensors [B, ...] by name, with the size that a TensorDict of them would have."""
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """``[B]``; ``[0]`` without a column."""
+        return torch.Size([next(map(len, self.values()), 0)])
+
+
+@dataclass
+class DataProtoItem:
+    """One row of a ``DataProto``: tensors without the row dimension, and objects."""
+
+    batch: dict[str, Tensor] = field(default_factory=dict)
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass
 class DataProto:
     """B rows: ``batch`` (tensors [B, ...]), ``non_tensor_batch`` (object arrays [B]) and ``meta_info``.
+
+    ``data[i]`` and iteration give rows as ``DataProtoItem``, all other indices a ``DataProto``.
 
     Raises ``ValueError`` at construction if the columns differ in length. Operations return new
     containers and share storage where they can; tensors are never modified in place.
     """
 
-    batch: dict[str, Tensor] = field(default_factory=dict)
+    batch: dict[str, Tensor] = field(default_factory=TensorColumns)
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.batch = TensorColumns(self.batch)
         lengths = {name: len(column) for name, column in self._columns()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"DataProto: columns differ in length: {lengths}")
@@ -64,10 +85,24 @@ class DataProto:
     def __contains__(self, name: str) -> bool:
         return name in self.batch or name in self.non_tensor_batch
 
-    def __getitem__(self, rows: RowIndex) -> DataProto:
-        """Return rows by slice, list, LongTensor or bool mask; an int gives a batch of one row."""
-        if isinstance(rows, int):
-            rows = slice(rows, rows + 1) if rows != -1 else slice(-1, None)
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        return (self[row] for row in range(len(self)))
+
+    @overload
+    def __getitem__(self, rows: int | np.integer) -> DataProtoItem: ...
+
+    @overload
+    def __getitem__(self, rows: RowIndex) -> DataProto: ...
+
+    def __getitem__(self, rows: int | np.integer | RowIndex) -> DataProto | DataProtoItem:
+        """Return rows by slice, list, LongTensor or bool mask, or one row by its number."""
+        if isinstance(rows, int | np.integer):
+            if not -len(self) <= rows < len(self):
+                raise IndexError(f"DataProto: row {rows} of {len(self)}")
+            columns = {name: column[rows] for name, column in self.non_tensor_batch.items()}
+            return DataProtoItem(
+                {name: t[int(rows)] for name, t in self.batch.items()}, columns, self.meta_info
+            )
         if isinstance(rows, slice):
             return self._map(lambda t: t[rows], lambda a: a[rows])
         index = torch.as_tensor(rows)

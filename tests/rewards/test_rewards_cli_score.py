@@ -106,7 +106,7 @@ def test_answers_that_cannot_be_scored_are_counted_and_the_first_is_printed(
     status, lines = score(write(tmp_path / "b.jsonl", [{**ROWS[0], "response": "nan"}]), "--custom", rewards)
     assert status == 1
     assert cells(lines) == {"openai/gsm8k": ["1", "-", "1"]}
-    assert "returned nan" in "\n".join(lines)
+    assert "returned score=nan" in "\n".join(lines)
 
 
 def test_an_unknown_source_is_an_error_before_anything_is_scored(

@@ -27,10 +27,12 @@ def test_the_default_is_the_naive_manager_with_the_limits_of_the_configuration(t
 
 def test_prime_is_the_manager_of_several_processes(tokenizer: Any):
     keys = ["reward_model.reward_manager=prime", "reward_model.num_workers=3", "reward_model.timeout_s=4"]
+    keys.append("reward_model.memory_limit_mb=300")
     manager = load_reward_manager(load_config(keys), tokenizer, 0)
     assert type(manager) is RewardManager
     assert isinstance(manager._process, RewardPool)
     assert [process.timeout_s for process in manager._process._processes] == [4.0] * 3
+    assert [process.memory_limit_mb for process in manager._process._processes] == [300] * 3
     assert len(os.sched_getaffinity(0)) >= default_num_workers() >= 1
 
 
@@ -94,5 +96,10 @@ def test_a_custom_manager_gets_the_limits_only_if_it_takes_them(
         load("Small", malus=2)
     with pytest.raises(ConfigError, match=naming("reward_model.non_stop_penalty")):
         load("Small", "reward_model.non_stop_penalty=True")
+    with pytest.raises(ConfigError, match=naming("reward_model.memory_limit_mb")):
+        load("Small", "reward_model.memory_limit_mb=100")
+    assert (
+        load("Small", bonus={"len": 3, "deep": {"on": True}}).given[4].deep.on
+    )  # as verl's managers read it
     given = load("Large").given
     assert {"timeout_s", "error_score", "max_error_rate", "tokenizer"} <= given.keys()

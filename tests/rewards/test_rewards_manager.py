@@ -153,27 +153,67 @@ def test_missing_optional_columns_are_none_for_the_scorer(make: Make, batch_of: 
 
 
 @pytest.mark.parametrize(
-    ("bad", "model_score", "shown"),
+    ("bad", "shown"),
     [
-        ("nan", 0.0, "score=nan"),
-        ("inf", 0.0, "score=inf"),
-        ("-inf", 0.0, "score=-inf"),
-        ({"score": 1.0, "format": "nan"}, 0.0, "format=nan"),
-        (1.0, float("nan"), "nan"),
+        ("nan", "score=nan"),
+        ("inf", "score=inf"),
+        ("-inf", "score=-inf"),
+        ("1e300", "score=1e+300"),  # infinite in float32
+        ({"score": 1.0, "format": "nan"}, "format=nan"),
     ],
 )
-def test_a_number_that_is_not_finite_names_the_sample(
-    make: Make, batch_of: Batch, bad: Any, model_score: float, shown: str
+def test_a_number_that_is_not_finite_is_an_error_of_its_sample(
+    make: Make, batch_of: Batch, caplog: pytest.LogCaptureFixture, bad: Any, shown: str
 ):
     def score(solution_str, **rest):
         if solution_str == "good":
-            return 1.0
+            return {"score": 1.0, "format": 1.0}
         return {name: float(part) for name, part in bad.items()} if isinstance(bad, dict) else float(bad)
 
-    batch = batch_of(["good", "bad"], ["3", "3"], rm_scores=torch.tensor([0.5, model_score]))
+    output = make(score, error_score=-0.5)(batch_of(["good", "bad", "good"], ["3"] * 3))
+    assert output.token_level_scores.sum(dim=1).tolist() == [1.0, -0.5, 1.0]
+    assert output.parts["rule"].tolist() == [1.0, -0.5, 1.0]
+    assert output.parts["format"][1].isnan()
+    assert mentions(output.errors[1], shown)
+    assert output.metrics["reward/errors"] == 1.0
     sample = "sample 1 (data_source='strop/arithmetic', extra_info.index=101, response='bad')"
-    with pytest.raises(RewardError, match=naming(shown, sample)):
-        make(score)(batch)
+    assert mentions(caplog.text, shown, sample)
+    with pytest.raises(RewardError, match=naming("reward_model.max_error_rate=0.1", sample, shown)):
+        make(score)(batch_of(["good", "bad", "bad"], ["3"] * 3))
+
+
+@pytest.mark.parametrize("mode", ["train", "validate"])
+def test_a_model_score_that_is_not_finite_is_an_error_of_its_sample(make: Make, batch_of: Batch, mode: str):
+    batch = batch_of(
+        ["3", "3", "3", "3"],
+        ["3"] * 4,
+        ["strop/arithmetic"] * 2 + ["full_hh_rlhf"] * 2,
+        rm_scores=torch.tensor([0.5, math.nan, 0.25, -math.inf]),
+    )
+    batch.meta_info["mode"] = mode
+    output = make(error_score=-0.5, max_error_rate=0.5)(batch)
+    # In validation the rule alone counts, so the model's NaN beside a rule has no effect.
+    expected = {"train": [1.5, -0.5, 0.25, -0.5], "validate": [1.0, 1.0, 0.25, -0.5]}
+    assert output.token_level_scores.sum(dim=1).tolist() == expected[mode]
+    assert [bool(error) for error in output.errors] == [False, mode == "train", False, True]
+    assert mentions(output.errors[3], "the reward model returned -inf")
+    assert output.metrics["reward/errors"] == (2.0 if mode == "train" else 1.0)
+    assert output.metrics["reward/error_rate"] == (0.5 if mode == "train" else 0.25)
+    assert sum(
+        value for name, value in output.metrics.items() if name.startswith("reward/added/")
+    ) == pytest.approx(sum(expected[mode]) / 4)
+    with pytest.raises(RewardError, match=naming("the reward model returned", "max_error_rate=0")):
+        make(max_error_rate=0.0)(batch)
+
+
+def test_a_weighted_sum_that_is_not_finite_is_an_error_of_its_sample(make: Make, batch_of: Batch):
+    def score(solution_str, **rest):
+        return {"score": 1.0, "other": 3e38 if solution_str == "bad" else 0.5}
+
+    batch = batch_of(["good", "bad"], ["3", "3"], rm_scores=torch.tensor([0.25, 0.25]))
+    output = make(score, error_score=-0.5, parts={"other": 10})(batch)
+    assert output.token_level_scores.sum(dim=1).tolist() == [1.0 + 5.0 + 0.25, -0.5]
+    assert mentions(output.errors[1], "the weighted sum of the parts is inf")
 
 
 def test_failed_samples_are_counted_logged_and_given_the_error_score(

@@ -19,6 +19,7 @@ from rewards_support import none_within
 from strop.errors import ConfigError, RewardError
 from strop.rewards.custom import load_custom_reward
 from strop.rewards.router import BuiltInScorer
+from strop.rewards.worker.feed import Feed
 from strop.rewards.worker.process import RewardProcess
 from strop.rewards.worker.records import Outcome, Sample
 
@@ -134,6 +135,162 @@ def test_a_scorer_that_ends_its_process_costs_one_sample(process: RewardProcess,
     assert outcome.status == "crashed"
     assert ending in outcome.error
     assert run(process, "result = 3.0").score == 3.0
+
+
+# Writes into every pipe that the function can find.
+WRITES = """
+import json, os
+for descriptor in map(int, os.listdir("/proc/self/fd")):
+    try:
+        if descriptor > 2 and os.readlink(f"/proc/self/fd/{{descriptor}}").startswith("pipe:"):
+            os.write(descriptor, {text!r})
+    except OSError:
+        pass
+"""
+CLOSES_THE_FIRST_PIPE = """
+import os
+for descriptor in range(3, 100):
+    if os.readlink(f"/proc/self/fd/{descriptor}").startswith("pipe:") and descriptor != LIFELINE:
+        os.close(descriptor)
+        break
+""".replace("LIFELINE", "int(__import__('sys').argv[1])")
+REPLACES_DESCRIPTORS = """
+import os
+for descriptor in range(3, 12):
+    try:
+        os.fstat(descriptor)
+        os.dup2(0, descriptor)
+    except OSError:
+        pass
+"""
+HOSTILE = {
+    "forged answers": WRITES.format(
+        text=b'{"status": "scored", "score": 9.0, "parts": {}, "error": ""}\n' * 3
+    ),
+    "forged types": WRITES.format(text=b'{"status": "scored", "score": "9", "parts": [1], "error": 5}\n'),
+    "no end of line": WRITES.format(text=b"half a line"),
+    "deep": WRITES.format(text=b"[" * 60_000 + b"\n"),
+    "flood": "while True:" + WRITES.format(text=b"x" * 4096).replace("\n", "\n    "),
+    "surrogate": "result = {'score': 1.0, 'a' + chr(0xd800): 1.0}",
+    "no modules": "import sys\nsys.modules.clear()",
+    "no modules and an error": "import sys\nsys.modules.clear()\nraise ValueError",
+    "other modules": "import sys\nsys.modules = {}",
+    "no built-in functions": "import builtins\nvars(builtins).clear()",
+    "one built-in function less": "import builtins\ndel builtins.len",
+    "no descriptors": "import os\nos.closerange(0, 4096)",
+    "no requests": CLOSES_THE_FIRST_PIPE,
+    "other descriptors": REPLACES_DESCRIPTORS,
+    "exit": "import os\nos._exit(0)",
+}
+
+
+def statuses_around(process: RewardProcess, code: str) -> list[str]:
+    """Score eight samples, of which two run ``code``, and return the statuses of these two.
+
+    The samples behind them, which are in the process's pipe already, need the interpreter whole.
+    """
+    good = "import decimal, string\nresult = len([NUMBER]) * NUMBER"
+    codes = [code if number in (2, 5) else good.replace("NUMBER", str(number)) for number in range(8)]
+    found = list(process.evaluate_all(Feed.of([Sample("d", code) for code in codes])))
+    for outcome in found:
+        outcome.error.encode()
+    hostile = [found.pop(5), found.pop(2)]
+    assert [outcome.status for outcome in found] == ["scored"] * 6
+    assert [outcome.score for outcome in found] == [0.0, 1.0, 3.0, 4.0, 6.0, 7.0]
+    return [outcome.status for outcome in hostile]
+
+
+@pytest.mark.parametrize("code", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_scorer_costs_its_own_samples_alone(process: RewardProcess, code: str):
+    assert statuses_around(process, code) == ["crashed"] * 2
+
+
+@pytest.mark.parametrize("times", ["while True", "if True"])
+def test_a_fork_cannot_answer_even_after_its_sample(process: RewardProcess, times: str):
+    writes = WRITES.format(text=b"x" * 4096 + b"\n").replace("\n", "\n        ")
+    assert statuses_around(process, f"import os\nif os.fork() == 0:\n    {times}:{writes}") == ["scored"] * 2
+
+
+RETURNED = """
+import os
+class Value(float):
+    def __reduce__(self):
+        return os.system, ("touch {path}",)
+class Lying:
+    __class__ = property(lambda self: {{}}.__class__)
+    def __float__(self):
+        raise SystemExit
+    __hash__ = None
+result = {value}
+"""
+
+
+def test_nothing_that_a_scorer_returns_is_unpickled_or_called_by_the_run(
+    process: RewardProcess, tmp_path: Path
+):
+    path = tmp_path / "unpickled"
+    assert run(process, RETURNED.format(path=path, value="Value(2.0)")).score == 2.0
+    assert (
+        run(process, RETURNED.format(path=path, value="{'score': Value(3.0), 'a': Value(1.0)}")).score == 3.0
+    )
+    assert run(process, RETURNED.format(path=path, value="Lying()")).status == "raised"
+    assert run(process, RETURNED.format(path=path, value="{'score': Lying()}")).status == "raised"
+    assert not path.exists()
+
+
+def test_what_a_scorer_leaves_in_its_pipe_is_not_charged_to_the_next_sample(
+    process: RewardProcess, running: Running
+):
+    """A thread writes after the answer."""
+    code = f"import threading\nthreading.Timer(0.05, exec, [{WRITES.format(text=b'late')!r}, {{}}]).start()"
+    assert run(process, code).status == "scored"
+    time.sleep(0.2)
+    assert run(process, "result = 3.0") == Outcome("scored", 3.0)
+
+
+# ------------------------------------------------------------------------------------------ limit of memory
+
+LISTS = "result = float(len([bytearray(b'x' * 1_000_000) for _ in range(200)]))"
+ONE_BLOCK = "result = float(len(bytes(200_000_000)))"
+ANONYMOUS_MAP = "import mmap\nresult = float(len(mmap.mmap(-1, 200_000_000, mmap.MAP_PRIVATE)))"
+IN_C = "import ctypes\nctypes.memset(ctypes.CDLL(None).malloc(200_000_000), 0, 10)"
+
+
+@pytest.mark.parametrize("code", [LISTS, ONE_BLOCK, ANONYMOUS_MAP, IN_C])
+def test_a_scorer_beyond_the_limit_of_memory_costs_its_sample(
+    running: Running, run_response: Callable[..., Any], code: str
+):
+    with RewardProcess(run_response, timeout_s=30.0, memory_limit_mb=100) as process:
+        feed = Feed.of([Sample("d", text) for text in ("result = 1.0", code, "result = 2.0")])
+        before, beyond, after = process.evaluate_all(feed)
+        assert (before.score, beyond.status, after.score) == (1.0, "crashed", 2.0)
+        assert mentions(beyond.error, "reward_model.memory_limit_mb=100")
+    with RewardProcess(run_response, timeout_s=30.0) as process:
+        if code != IN_C:
+            assert run(process, code).status == "scored"
+
+
+def test_address_space_that_is_not_used_counts_for_nothing(
+    running: Running, run_response: Callable[..., Any]
+):
+    """Libraries like torch map far more than they use."""
+    code = "import mmap\nresult = float(len(mmap.mmap(-1, 1 << 33, mmap.MAP_PRIVATE, mmap.PROT_READ)))"
+    with RewardProcess(run_response, timeout_s=30.0, memory_limit_mb=100) as process:
+        assert run(process, code).status == "scored"
+
+
+def test_a_limit_of_memory_that_a_scorer_cannot_be_loaded_in_is_named(tmp_path: Path, running: Running):
+    path = tmp_path / "reward.py"
+    path.write_text("def compute_score(**sample):\n    return 1.0\n")
+    reward = load_custom_reward(str(path))
+    path.write_text("table = bytearray(200_000_000)\ndef compute_score(**sample):\n    return 1.0\n")
+    for limit in (1, 100):
+        with pytest.raises(RewardError, match=naming(f"reward_model.memory_limit_mb={limit}")):
+            RewardProcess(reward, memory_limit_mb=limit).start()
+
+
+def test_the_machine_kills_a_scorer_before_the_run(process: RewardProcess):
+    assert run(process, "result = float(open('/proc/self/oom_score_adj').read())").score == 1000.0
 
 
 def test_a_flood_of_output_neither_blocks_nor_floods(

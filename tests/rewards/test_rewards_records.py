@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 from strop.rewards.batch import ErrorBudget
-from strop.rewards.worker.records import Outcome, outcome_of
+from strop.rewards.worker.records import Outcome, outcome_of, read_outcome
 
 from messages import naming
 
@@ -40,6 +42,56 @@ def test_a_dict_gives_the_score_and_named_parts():
 def test_other_results_are_refused(result: object, error: type[Exception], parts: tuple[str, ...]):
     with pytest.raises(error, match=naming(*parts)):
         outcome_of(result)
+
+
+def answer(**changes: object) -> bytes:
+    whole = {"token": "t", "status": "scored", "score": 1.0, "parts": {"a": 0.5}, "error": ""}
+    return json.dumps(whole | changes).encode()
+
+
+def test_an_answer_is_read():
+    assert read_outcome(answer(), "t") == Outcome("scored", 1.0, {"a": 0.5})
+    failed = answer(status="raised", error="Traceback")
+    assert read_outcome(failed, "t") == Outcome("raised", 1.0, {"a": 0.5}, "Traceback")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"score": ' + b"9" * 10_000 + b"}",
+        answer(token="other"),
+        answer(token=None),
+        answer(status="timeout"),
+        answer(status=[]),
+        answer(score="1.0"),
+        answer(score=10**400),
+        answer(score=None),
+        answer(score=True),
+        answer(parts=[1.0]),
+        answer(parts={"a": "1"}),
+        answer(parts={"a": 10**400}),
+        answer(parts={"rule": 1.0}),
+        answer(error=5),
+        answer(error="a scored sample with an error"),
+        answer(status="raised"),  # without an error it would count as scored
+        answer(status="raised", error="\ud800"),
+    ],
+)
+def test_anything_else_in_the_pipe_is_refused(line: bytes):
+    with pytest.raises(ValueError):
+        read_outcome(line, "t")
+
+
+@pytest.mark.parametrize("name", ["a\ud800", "a\0", "a\nb", "\x1b[2J"])
+def test_a_part_with_an_unprintable_name_is_a_crash(name: str):
+    outcome = read_outcome(answer(parts={name: 1.0}), "t")
+    assert outcome.status == "crashed"
+    assert outcome.error.encode().isascii()
 
 
 def first_excess(budget: ErrorBudget, batches: list[str]) -> tuple[int, int] | None:

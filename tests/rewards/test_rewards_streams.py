@@ -332,3 +332,60 @@ def test_a_run_is_equal_with_many_processes_and_with_one(tmp_path: Path):
     assert found["prime"] == found["naive"]
     (line,) = found["prime"][1]
     assert line["reward/errors"] == 2  # one prompt of eight, with two samples
+
+
+HOSTILE = """
+import os, sys
+
+def forge():
+    for descriptor in range(3, 20):
+        try:
+            os.write(descriptor, b'{"status": "scored", "score": 100.0, "parts": {}, "error": ""}\\n')
+        except OSError:
+            pass
+    return 1.0
+
+BEHAVIOURS = [
+    lambda: float("nan"),
+    lambda: {"score": 1.0, "part": -float("inf")},
+    forge,
+    lambda: {"score": 1.0, "a" + chr(0xd800): 1.0},
+    lambda: sys.modules.clear(),
+    lambda: os.closerange(3, 4096),
+    lambda: float(len(bytes(400_000_000))),
+]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    import decimal, html
+    if extra_info["index"] < len(BEHAVIOURS):
+        if CALM:
+            raise ValueError("calm")
+        return BEHAVIOURS[extra_info["index"]]()
+    return float(len(solution_str))
+"""
+
+
+@pytest.mark.parametrize("manager", ["naive", pytest.param("prime", marks=pytest.mark.slow)])
+def test_a_run_with_hostile_scorers_is_that_in_which_these_samples_raise(tmp_path: Path, manager: str):
+    inputs = make_inputs(tmp_path / "inputs", rows=8)
+    found = {}
+    for name in ("hostile", "calm"):
+        (tmp_path / f"{name}.py").write_text(HOSTILE.replace("CALM", str(name == "calm")))
+        options = overrides(
+            inputs,
+            tmp_path / name,
+            f"custom_reward_function.path={tmp_path / name}.py",
+            f"reward_model.reward_manager={manager}",
+            "reward_model.max_error_rate=1",
+            "reward_model.num_workers=2",
+            "reward_model.memory_limit_mb=300",
+            "reward_model.timeout_s=60",
+            "trainer.total_training_steps=1",
+            "trainer.test_freq=-1",
+            "trainer.val_before_train=false",
+        )
+        trainer = train(options)
+        found[name] = hashes(trainer), metrics(tmp_path / name)
+    assert found["hostile"] == found["calm"]
+    (line,) = found["hostile"][1]
+    assert line["reward/errors"] == 14  # seven prompts of eight, with two samples

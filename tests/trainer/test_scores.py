@@ -19,14 +19,17 @@ from strop.controller.group import GroupMethod, LocalWorkerGroup
 from strop.errors import ModelError, RewardError
 from strop.models.loader import load_scorer
 from strop.protocol import DataProto
+from strop.rewards.base import Reward
+from strop.rewards.batch import ScoreCheck
 from strop.rewards.manager import RewardManager
+from strop.rewards.reward_output import RewardOutput
 from strop.rollout.hf import decoding
 from strop.trainer.build import build_trainer
 from strop.trainer.metrics import PhaseTimer
 from strop.trainer.scores import PendingScores, Samples
 
 import tiny_model
-from messages import naming
+from messages import mentions, naming
 from runs import fit, make_inputs, metrics, overrides
 
 # A scorer that waits until the program has done something else: without that, its deadline passes.
@@ -247,3 +250,111 @@ def test_a_users_own_reward_runs_in_the_main_thread_and_sees_the_models_scores(w
     assert scores.get().batch["token_level_scores"].sum() == 6
     assert seen["thread"] is threading.main_thread()
     assert ("rm_scores" in seen["columns"]) == with_model
+
+
+def score_batch(function, *, check=None):
+    """Return the scored batch of three rows of two tokens (one in the last)."""
+    mask = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]])
+    columns = {"data_source": ["own"] * 3, "extra_info": [{"index": 7}, {"index": 8}, {"index": 9}]}
+    scores = PendingScores(DataProto(), 1, function, None, check)
+    scores.complete(DataProto.from_dict({"response_mask": mask}, columns))
+    return scores.get()
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Returns(Reward):
+    """A reward of the user's own that returns a ``RewardOutput``."""
+
+    def __init__(self, scores, parts):
+        self.output = RewardOutput(scores, parts, {"own": 1.0}, ["a", "b", "c"], ["", "", ""])
+
+    def expect(self, prompts, *, n=1, with_model=False):
+        return SimpleNamespace(
+            takes_samples=False, complete=lambda batch: None, get=lambda model: self.output
+        )
+
+
+@pytest.mark.parametrize(
+    ("function", "failed", "found"),
+    [
+        (lambda batch: torch.tensor([[0.0, 1.0], [NAN, 2.0], [3.0, 0.0]]), 1, "NaN or infinity as score"),
+        (lambda batch: torch.tensor([[0.0, 1.0], [0, 2.0], [-INF, 0.0]]), 2, "NaN or infinity as score"),
+        (lambda batch: torch.tensor([[0, 1], [0, 1e300], [3, 0]], dtype=torch.float64), 1, "as score"),
+        (Returns(torch.tensor([[0.0, 1.0], [NAN, 2.0], [3.0, 0.0]]), {}), 1, "NaN or infinity as score"),
+        (
+            Returns(torch.tensor([[0.0, 1.0], [0.0, 2.0], [3.0, 0.0]]), {"a": torch.tensor([NAN, INF, 1.0])}),
+            1,
+            "infinity as a",
+        ),
+        (
+            lambda batch, return_dict=False: {
+                "reward_tensor": torch.tensor([[0.0, 1.0], [0.0, 2.0], [3.0, 0.0]]),
+                "reward_extra_info": {"a": [1.0, NAN, None]},
+            },
+            1,
+            "NaN or infinity as a",
+        ),
+    ],
+)  # fmt: skip
+def test_a_reward_of_the_batch_that_is_not_finite_is_an_error_of_its_sample(function, failed, found, caplog):
+    check = ScoreCheck(error_score=-0.5, max_error_rate=0.5)
+    batch = score_batch(function, check=check)
+    scores = batch.batch["token_level_scores"]
+    place = 0 if failed == 2 else 1  # the last token
+    assert scores[failed, place] == -0.5
+    assert scores[failed, 1 - place] == 0.0
+    assert scores.isfinite().all()
+    assert batch.batch["reward_failed"].tolist() == [row == failed for row in range(3)]
+    assert batch.meta_info["reward_metrics"]["reward/errors"] == 1.0
+    assert batch.meta_info["reward_metrics"]["reward/error_rate"] == pytest.approx(1 / 3)
+    assert all(batch.batch[name][failed].isnan() for name in batch.batch if name.startswith("reward/"))
+    assert mentions(caplog.text, f"sample {failed} (data_source='own', extra_info.index={7 + failed})", found)
+    with pytest.raises(RewardError, match=naming("reward_model.max_error_rate=0.1")):
+        score_batch(lambda batch: torch.full((3, 2), NAN))
+
+
+def test_one_error_of_a_small_batch_is_within_the_default_rate_and_the_next_is_not():
+    check, function = ScoreCheck(), lambda batch: torch.tensor([[0.0, 1.0], [NAN, 2.0], [3.0, 0.0]])
+    score_batch(function, check=check)
+    with pytest.raises(RewardError, match=naming("max_error_rate=0.1", "sample 1")):
+        score_batch(function, check=check)
+
+
+def test_verls_dict_of_rewards_becomes_scores_and_parts(caplog):
+    def manager(data, return_dict=False):
+        assert return_dict
+        data.batch["acc"] = torch.ones(3)
+        extra = {
+            "acc": [True, False, torch.tensor(1.0)],
+            "some": [0.5, None, "n/a"],
+            "pred": ["4", "5", "6"],
+            "short": [1.0],
+        }
+        return {"reward_tensor": torch.ones(3, 2), "reward_extra_info": extra}
+
+    batch = score_batch(manager)
+    assert batch.batch.keys() == {
+        "response_mask", "reward_failed", "token_level_scores", "reward/acc", "reward/some"
+    }  # fmt: skip
+    assert batch.batch["reward/acc"].tolist() == [1.0, 0.0, 1.0]
+    assert batch.batch["reward/some"][0] == 0.5
+    assert batch.batch["reward/some"][1:].isnan().all()
+    assert batch.meta_info["reward_metrics"]["reward/acc/mean"] == pytest.approx(2 / 3)
+    assert mentions(caplog.text, "'pred'", "'short'")
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (None, "None"),
+        ([1.0, 2.0, 3.0], "[1.0, 2.0, 3.0]"),
+        ({"score": 1.0}, "reward_tensor"),
+        (torch.zeros(3), "[3]"),
+        (torch.zeros(2, 2), "[2, 2]"),
+    ],
+)
+def test_another_result_of_a_batch_function_is_named(result, found):
+    with pytest.raises(RewardError, match=naming(found, "expected")):
+        score_batch(lambda batch: result)

@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         progress = track(outcomes, "Scoring", console=console, transient=True, total=len(samples))
         for sample, outcome in zip(samples, progress, strict=True):
             by_source[sample.data_source].append(outcome)
-            first_error = first_error or _error(outcome)
+            first_error = first_error or outcome.error
     console.print(_table(by_source))
     if first_error:
         console.print(f"The first answer that could not be scored:\n{first_error}", markup=False)
@@ -206,19 +206,12 @@ def _source(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
         return arguments.scorer
 
 
-def _error(outcome: Outcome) -> str:
-    """Return why a sample has no score, or ""."""
-    if outcome.error or outcome.is_finite:
-        return outcome.error
-    return f"the reward function returned {outcome.score} with the parts {outcome.parts}"
-
-
 def _table(by_source: Mapping[str, list[Outcome]]) -> Table:
     table = Table("data source", title="Scores", title_justify="left")
     for heading in ("answers", "mean score", "errors"):
         table.add_column(heading, justify="right")
     for source, outcomes in sorted(by_source.items()):
-        scores = [outcome.score for outcome in outcomes if not _error(outcome)]
+        scores = [outcome.score for outcome in outcomes if not outcome.error]
         mean = f"{sum(scores) / len(scores):.4f}" if scores else "-"
         table.add_row(source, str(len(outcomes)), mean, str(len(outcomes) - len(scores)))
     return table

@@ -7,12 +7,13 @@
 ``router``         the scorer of each data source
 ``custom``         a user's function, from ``custom_reward_function.path`` and ``.name``
 ``reward_output``  the result as tensors, metrics and text
+``verl``           names that reward managers written for verl import
 ``score``          the built-in scorers: pure functions of text
 ``sandbox``        runs untrusted programs
 ``worker``         scoring processes, killed at a deadline: ``process`` starts ``child`` and sends it samples
                    over a ``wire``; the processes of a ``pool`` share a ``feed``
 ``process_tree``   kills a process with everything that it started
 
-Only ``base``, ``manager``, ``batch``, ``parts`` and ``reward_output`` import torch: a scoring process starts
-in a twentieth of a second.
+Only ``base``, ``manager``, ``batch``, ``parts``, ``reward_output`` and ``verl`` import torch: a scoring
+process starts in a twentieth of a second.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,7 +40,8 @@ class Reward(Protocol):
     """A reward function as the trainer uses it.
 
     Calling it scores a batch: it returns a ``RewardOutput``, or token-level scores [B, T]. Methods with a
-    body here are optional for subclasses.
+    body here are optional for subclasses. The trainer makes an error of each sample whose reward is not
+    finite.
     """
 
     def __call__(self, batch: DataProto) -> RewardOutput | Tensor:
@@ -74,16 +76,26 @@ class Reward(Protocol):
 
 
 class BatchReward(Reward):
-    """Adapter for a plain callable of the whole batch. It is called in the caller's thread, from ``get``."""
+    """Adapter for a plain callable of the whole batch. It is called in the caller's thread, from ``get``.
 
-    def __init__(self, function: Callable[[DataProto], Any]) -> None:
+    One with a parameter ``return_dict``, as verl's reward managers have, is called with True. It gets a copy
+    of the containers, so that columns that it adds stay there.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        try:
+            takes_dict = "return_dict" in inspect.signature(function).parameters
+        except (TypeError, ValueError):  # written in C, without a signature
+            takes_dict = False
+        self._options = {"return_dict": True} if takes_dict else {}
 
     def __call__(self, batch: DataProto) -> Any:
-        return self._function(batch)
+        copy = DataProto(batch.batch, dict(batch.non_tensor_batch), dict(batch.meta_info))
+        return self._function(copy, **self._options)
 
     def expect(self, prompts: DataProto, *, n: int = 1, with_model: bool = False) -> PendingReward:
-        return _PendingBatch(self._function)
+        return _PendingBatch(self)
 
     def is_built_in(self, source: str) -> bool:
         return False
@@ -94,16 +106,16 @@ class _PendingBatch(PendingReward):
 
     takes_samples = False
 
-    def __init__(self, function: Callable[[DataProto], Any]) -> None:
-        self._function, self._batch = function, DataProto()
+    def __init__(self, reward: BatchReward) -> None:
+        self._reward, self._batch = reward, DataProto()
 
     def complete(self, batch: DataProto) -> None:
         self._batch = batch
 
     def get(self, model_scores: Tensor | None = None) -> Any:
         if model_scores is None:
-            return self._function(self._batch)
-        return self._function(self._batch.union(DataProto({"rm_scores": model_scores})))
+            return self._reward(self._batch)
+        return self._reward(self._batch.union(DataProto({"rm_scores": model_scores})))
 
 
 def as_reward(function: Reward | Callable[[DataProto], Any]) -> Reward:

@@ -1,7 +1,8 @@
 """The rewards of one batch, scored in a thread while samples are generated and models evaluate them.
 
 ``ScoringJob`` feeds the scoring processes and stops when too many samples fail (``ErrorBudget``);
-``PendingSamples`` gives it the samples of a batch as they are finished. B samples, T padded response tokens.
+``PendingSamples`` gives it the samples of a batch as they are finished; ``ScoreCheck`` counts errors of other
+rewards. B samples, T padded response tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.base import PendingReward
-from strop.rewards.reward_output import RewardOutput
+from strop.rewards.reward_output import RewardOutput, read_output
 from strop.rewards.worker.feed import Feed, Maker
 from strop.rewards.worker.pool import RewardPool
 from strop.rewards.worker.process import RewardProcess
@@ -61,6 +63,59 @@ class ErrorBudget:
     def end(self, failed: Iterable[bool]) -> None:
         """Add the finished batch to the window, by row, so that its state does not depend on timing."""
         self._before.extend(failed)
+
+    def require(self, errors: Sequence[str], name: Callable[[int], str]) -> None:
+        """Count a finished batch; ``errors`` [B] are "" where there is none, and ``name`` describes a row.
+
+        Raises ``RewardError`` with the first error if the batch exceeds the budget.
+        """
+        self.begin(len(errors))
+        for row, error in enumerate(errors):
+            if self.count(bool(error)):
+                raise self.exceeded(errors[: row + 1], len(errors), name)
+        self.end(map(bool, errors))
+
+    def exceeded(self, errors: Sequence[str], size: int, name: Callable[[int], str]) -> RewardError:
+        """Return the error for a batch of ``size`` samples, given the ``errors`` of the first ones."""
+        first = next((row for row, error in enumerate(errors) if error), 0)  # 0: earlier batches failed
+        return RewardError(
+            f"too many samples cannot be scored: {sum(map(bool, errors))} of the first {len(errors)} samples "
+            f"of a batch of {size} (reward_model.max_error_rate={self.max_rate:g}). "
+            f"The first was {name(first)}:\n{errors[first]}"
+        )
+
+
+class ScoreCheck:
+    """Make an error of a sample whose reward is NaN or infinite, for rewards that ``ScoringJob`` did not see.
+
+    Such a sample scores ``error_score``. Raises ``RewardError`` above a rate of ``max_error_rate``
+    (:class:`ErrorBudget`), and for a result that is no reward.
+    """
+
+    def __init__(self, *, error_score: float = 0.0, max_error_rate: float = 0.1) -> None:
+        self._error_score, self._budget = error_score, ErrorBudget(max_error_rate)
+
+    def __call__(self, result: Any, batch: DataProto) -> RewardOutput:
+        """Return the rewards in ``result`` (``reward_output.read_output``), all finite."""
+        output, errors = read_output(result, batch.batch["response_mask"], error_score=self._error_score)
+        columns = batch.non_tensor_batch
+        nothing = [None] * len(errors)
+        extras, sources = columns.get("extra_info", nothing), columns.get("data_source", nothing)
+
+        def name(row: int) -> str:
+            return name_sample(row, sources[row], extras[row])
+
+        log_first(errors, name)
+        self._budget.require(errors, name)
+        return output
+
+
+def log_first(errors: Sequence[str], name: Callable[[int], str]) -> None:
+    """Log the first error of a batch."""
+    for row, error in enumerate(errors):
+        if error:
+            logger.warning("could not score %s:\n%s", name(row), error)
+            return
 
 
 class ScoringJob:
@@ -120,8 +175,7 @@ class ScoringJob:
         """Wait for the outcomes, by row; None for rows that were not added. Log progress of a long wait.
 
         Raises:
-            RewardError: a score or part is NaN or infinite (with the sample), or more samples failed than the
-                budget allows (with the first traceback).
+            RewardError: more samples failed than the budget allows, with the first traceback.
         """
         started = time.monotonic()
         while self._thread.is_alive():
@@ -149,40 +203,38 @@ class ScoringJob:
 
     def _score(self) -> None:
         self._budget.begin(self._n_scored)
-        failed, first_error = 0, ""
+        errors: list[str] = []  # in the order of the feed
+
+        def name(number: int) -> str:
+            row = self._rows[number]
+            sample = self.samples[row]
+            return (
+                ""
+                if sample is None
+                else name_sample(row, sample.data_source, sample.extra_info, sample.solution_str)
+            )
+
         with contextlib.closing(self._process.evaluate_all(self._feed)) as outcomes:
             for number, outcome in enumerate(outcomes):
-                row = self._rows[number]
-                sample = self.samples[row]
-                name = name_sample(row, sample) if sample and (outcome.error or not outcome.is_finite) else ""
-                if not outcome.is_finite:
-                    found = {"score": outcome.score, **outcome.parts}
-                    bad = [f"{part}={value}" for part, value in found.items() if not math.isfinite(value)]
-                    raise RewardError(f"the reward function returned {', '.join(bad)} for {name}")
-                self._outcomes[row] = outcome
+                self._outcomes[self._rows[number]] = outcome
                 self._n_done = number + 1
-                if outcome.error:
-                    failed += 1
-                    if failed == 1:
-                        first_error = f"{name}:\n{outcome.error}"
-                        logger.warning("could not score %s", first_error)
+                if outcome.error and not any(errors):
+                    logger.warning("could not score %s:\n%s", name(number), outcome.error)
+                errors.append(outcome.error)
                 if self._budget.count(bool(outcome.error)):
-                    raise RewardError(
-                        f"too many samples cannot be scored: {failed} of the first {number + 1} samples of a "
-                        f"batch of {len(self.samples)} "
-                        f"(reward_model.max_error_rate={self._budget.max_rate:g}). "
-                        f"The first was {first_error}"
-                    )
+                    raise self._budget.exceeded(errors, len(self.samples), name)
         self._budget.end(bool(outcome.error) for outcome in self._outcomes if outcome is not None)
 
 
-def name_sample(row: int, sample: Sample) -> str:
+def name_sample(row: int, data_source: Any, extra_info: Any, response: str | None = None) -> str:
     """Describe a sample for an error text."""
-    index = sample.extra_info.get("index") if isinstance(sample.extra_info, Mapping) else None
-    known = "" if index is None else f", extra_info.index={index}"
-    text = sample.solution_str
-    shown = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
-    return f"sample {row} (data_source={sample.data_source!r}{known}, response={shown!r})"
+    facts = [f"data_source={data_source!r}"]
+    if isinstance(extra_info, Mapping) and extra_info.get("index") is not None:
+        facts.append(f"extra_info.index={extra_info['index']}")
+    if response is not None:
+        shown = response if len(response) <= _SHOWN_CHARACTERS else response[:_SHOWN_CHARACTERS] + "..."
+        facts.append(f"response={shown!r}")
+    return f"sample {row} ({', '.join(facts)})"
 
 
 class PendingSamples(PendingReward):

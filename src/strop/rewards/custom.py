@@ -30,8 +30,8 @@ class CustomReward:
         self.function = _find_function(_load_module(self.path), self.path, name)
         require_score_signature(self.function, f"{KEY}.name={name!r} in {self.path}")
 
-    def __call__(self, **sample: Any) -> Any:
-        return self.function(**sample)
+    def __call__(self, *arguments: Any, **sample: Any) -> Any:
+        return self.function(*arguments, **sample)
 
     def __reduce__(self) -> tuple[type[CustomReward], tuple[str, str]]:
         return CustomReward, (self.path, self.name)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from strop.algorithms.registry import accepted, resolve
@@ -19,7 +20,7 @@ from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE, read
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
 from strop.rewards.base import BatchReward, PendingReward, Reward
-from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, name_sample, real_tokens
+from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, log_first, name_sample, real_tokens
 from strop.rewards.custom import load_custom_reward, require_score_signature
 from strop.rewards.parts import Composition, UnusedParts, part_scorers
 from strop.rewards.reward_output import (
@@ -44,12 +45,13 @@ _SECTION_KEYS = (
     "timeout_s",
     "error_score",
     "max_error_rate",
+    "memory_limit_mb",
     "parts",
     "non_stop_penalty",
     "penalty_reward_value",
     "min_response_length",
 )
-_OFF_UNLESS_SET = ("parts", "non_stop_penalty", "min_response_length")
+_OFF_UNLESS_SET = ("memory_limit_mb", "parts", "non_stop_penalty", "min_response_length")
 
 
 class RewardManager(Reward):
@@ -69,8 +71,11 @@ class RewardManager(Reward):
     (:func:`strop.config.reward_parts.read_parts`); :class:`strop.rewards.parts.Composition` has the rules,
     also for ``non_stop_penalty``, ``penalty_reward_value`` and ``min_response_length``.
 
-    A sample whose scorer raises, takes over ``timeout_s`` or ends its process gets ``error_score`` as rule.
-    Above a rate of ``max_error_rate`` (:class:`strop.rewards.batch.ErrorBudget`) scoring raises.
+    A sample whose scorer raises, takes over ``timeout_s``, ends its process or returns a number that is not
+    finite gets ``error_score`` as rule, and no other parts of the scorer. If the reward model's score or the
+    weighted sum is not finite, ``error_score`` is the whole score. Above a rate of ``max_error_rate``
+    (:class:`strop.rewards.batch.ErrorBudget`) scoring raises. ``memory_limit_mb`` limits the private memory
+    of a scoring process, and of each that it starts.
 
     ``num_examine`` samples of each data source in every batch go to ``printer`` (default: the log) as text.
 
@@ -88,6 +93,7 @@ class RewardManager(Reward):
         timeout_s: float = 10.0,
         error_score: float = 0.0,
         max_error_rate: float = 0.1,
+        memory_limit_mb: int | None = None,
         num_workers: int = 1,
         scorer_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         parts: Mapping[str, Any] | None = None,
@@ -123,11 +129,14 @@ class RewardManager(Reward):
             compute_score = PartScorers(compute_score, scorers)
         self._part_scorers = scorers
         self._unused_parts = UnusedParts(self.composition.parts)
-        self._budget = ErrorBudget(max_error_rate)
+        self._budget = ErrorBudget(max_error_rate)  # of functions
+        self._final_budget = ErrorBudget(max_error_rate)  # also of what is added to their scores
         self._process: RewardProcess | RewardPool = (
-            RewardProcess(compute_score, timeout_s=timeout_s)
+            RewardProcess(compute_score, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb)
             if num_workers == 1
-            else RewardPool(compute_score, num_workers=num_workers, timeout_s=timeout_s)
+            else RewardPool(
+                compute_score, num_workers=num_workers, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb
+            )
         )
         self._last_job: ScoringJob | None = None
 
@@ -139,8 +148,8 @@ class RewardManager(Reward):
         and ``attention_mask``. The score of an empty response is at token 0.
 
         Raises:
-            RewardError: a data source without a scorer, a score that is NaN or infinite, too many failed
-                samples, or a scorer that cannot be loaded.
+            RewardError: a data source without a scorer, too many failed samples, or a scorer that cannot be
+                loaded.
         """
         model_B = batch.batch.get("rm_scores")
         pending = self._expect(batch, n=1, with_model=model_B is not None)
@@ -186,23 +195,25 @@ class RewardManager(Reward):
     ) -> RewardOutput:
         """Return the rewards of a batch; ``has_rule`` is True for the samples with a rule."""
         validating = batch.meta_info.get("mode") == "validate"
-        parts = rule_parts(outcomes, has_rule, error_score=self.error_score)
-        if model_scores is not None:
-            model_B = _finite_scores(model_scores, samples)
-            # In validation rules alone count, where there is one.
-            parts[REWARD_MODEL] = (
-                model_B.masked_fill(torch.tensor(has_rule), math.nan) if validating else model_B
-            )
         sources = [sample.data_source for sample in samples]
-        failed = [outcome is not None and bool(outcome.error) for outcome in outcomes]
-        scored = zip(sources, outcomes, has_rule, failed, strict=True)
-        self._unused_parts.require_returned(
-            parts, [source for source, outcome, rule, error in scored if rule and outcome and not error]
-        )
-        added = self.composition.contributions(
-            parts, sources, failed_B=torch.tensor(failed), validating=validating
-        )
+        weigh = functools.partial(self._weigh, has_rule=has_rule, sources=sources, validating=validating)
+        model_B = None
+        if model_scores is not None:
+            model_B = model_scores.detach().float().cpu().reshape(len(samples))
+            rules_B = torch.tensor(has_rule)
+            used_B = ~rules_B if validating else torch.ones_like(rules_B)  # in validation rules alone count
+            lost_B = used_B & ~model_B.isfinite()
+            outcomes = _with_errors(outcomes, samples, lost_B, "the reward model returned", model_B)
+            model_B = model_B.masked_fill(~used_B | lost_B, math.nan)
+        parts, added = weigh(outcomes, model_B)
         scores_B = sum(added.values(), torch.zeros(len(samples)))
+        lost_B = ~scores_B.isfinite()
+        if lost_B.any():
+            outcomes = _with_errors(outcomes, samples, lost_B, "the weighted sum of the parts is", scores_B)
+            parts, added = weigh(outcomes, None if model_B is None else model_B.masked_fill(lost_B, math.nan))
+            scores_B = sum(added.values(), torch.zeros(len(samples)))
+        errors = ["" if outcome is None else outcome.error for outcome in outcomes]
+        self._final_budget.require(errors, functools.partial(_name_row, samples))
         if self.composition.non_stop_penalty and not validating:
             penalty_B = parts[NON_STOP_PENALTY] = self._penalty(batch, scores_B)
             added[NON_STOP_PENALTY] = penalty_B.nan_to_num()
@@ -213,8 +224,29 @@ class RewardManager(Reward):
             parts=parts,
             metrics=score_metrics(outcomes, sources, parts, added),
             responses=[sample.solution_str for sample in samples],
-            errors=["" if outcome is None else outcome.error for outcome in outcomes],
+            errors=errors,
         )
+
+    def _weigh(
+        self,
+        outcomes: Sequence[Outcome | None],
+        model_B: Tensor | None,
+        *,
+        has_rule: Sequence[bool],
+        sources: Sequence[str],
+        validating: bool,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the parts [B] by name, NaN where they do not apply, and their contributions."""
+        parts = rule_parts(outcomes, has_rule, error_score=self.error_score)
+        if model_B is not None:
+            parts[REWARD_MODEL] = model_B
+        failed = [outcome is not None and bool(outcome.error) for outcome in outcomes]
+        rows = zip(sources, outcomes, has_rule, failed, strict=True)
+        self._unused_parts.require_returned(
+            parts, [source for source, outcome, rule, error in rows if rule and outcome and not error]
+        )
+        failed_B = torch.tensor(failed)
+        return parts, self.composition.contributions(parts, sources, failed_B=failed_B, validating=validating)
 
     def _penalty(self, batch: DataProto, scores_B: Tensor) -> Tensor:
         """Return the difference [B] between non-stop penalty and score; NaN where no penalty is due."""
@@ -342,14 +374,27 @@ class RewardManager(Reward):
         return self.tokenizer.decode(real_tokens(prompts, mask)[0], skip_special_tokens=False)
 
 
-def _finite_scores(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Return the reward model's scores, float32 [B] on the CPU."""
-    scores_B = scores.detach().float().cpu().reshape(len(samples))
-    for row in (~torch.isfinite(scores_B)).nonzero().flatten().tolist():
-        raise RewardError(
-            f"the reward model returned {scores_B[row].item()} for {name_sample(row, samples[row])}"
-        )
-    return scores_B
+def _with_errors(
+    outcomes: Sequence[Outcome | None],
+    samples: Sequence[Sample],
+    lost_B: Tensor,
+    found: str,
+    values_B: Tensor,
+) -> list[Outcome | None]:
+    """Return the outcomes with an error for the rows in ``lost_B`` that have none, and log the first."""
+    changed = list(outcomes)
+    errors = [""] * len(changed)
+    for row in lost_B.nonzero().flatten().tolist():
+        if not ((outcome := changed[row]) and outcome.error):
+            errors[row] = f"{found} {values_B[row].item()}"
+            changed[row] = Outcome("raised", error=errors[row])
+    log_first(errors, functools.partial(_name_row, samples))
+    return changed
+
+
+def _name_row(samples: Sequence[Sample], row: int) -> str:
+    sample = samples[row]
+    return name_sample(row, sample.data_source, sample.extra_info, sample.solution_str)
 
 
 def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
@@ -357,8 +402,8 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
 
     ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class. Its
     arguments are ``tokenizer``, ``num_examine``, ``compute_score`` (from ``custom_reward_function``, or
-    None), ``reward_fn_key``, the entries of ``reward_kwargs``, and those of ``_SECTION_KEYS`` that it
-    accepts.
+    None), ``reward_fn_key``, the entries of ``reward_kwargs`` (mappings as ``DictConfig``), and those of
+    ``_SECTION_KEYS`` that it accepts.
 
     Raises:
         ConfigError: an unknown name, an argument that the class does not take, a key that is on and would be
@@ -371,6 +416,11 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
     custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
     own = {name: getattr(section, name) for name in _SECTION_KEYS}
     _require_honoured(build, own, section.reward_manager)
+    if section.reward_manager not in built_in:  # verl's managers read attributes: overlong_buffer_cfg.enable
+        reward_kwargs = {
+            name: OmegaConf.create(value) if type(value) is dict else value
+            for name, value in reward_kwargs.items()
+        }
     arguments = {
         "tokenizer": tokenizer,
         "num_examine": num_examine,

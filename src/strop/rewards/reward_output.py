@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.config.reward_parts import RULE
+from strop.config.reward_parts import REWARD_MODEL, RULE
+from strop.errors import RewardError
 from strop.rewards.worker.records import Outcome, Sample
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,9 +32,95 @@ class RewardOutput:
     metrics: dict[str, float]
     """See :func:`score_metrics`."""
     responses: list[str]
-    """The decoded responses [B]."""
+    """The decoded responses [B]; empty if the batch was scored as a whole."""
     errors: list[str]
     """Why a sample could not be scored [B]; "" for one that could."""
+
+
+def read_output(result: Any, mask_BT: Tensor, *, error_score: float) -> tuple[RewardOutput, list[str]]:
+    """Return the rewards of a whole batch, and errors [B], "" for samples with finite numbers.
+
+    ``result`` is a ``RewardOutput``, token-level scores [B, T], or, from verl's reward managers, a dict with
+    these as "reward_tensor" and lists [B] by name as "reward_extra_info". Numbers in such a list are a part
+    of the score; None and text do not apply. A sample with an error gets ``error_score`` and no parts.
+
+    Raises ``RewardError`` if the result is anything else, or its shape is not that of ``mask_BT``.
+    """
+    errors = [""] * len(mask_BT)
+    output = result if isinstance(result, RewardOutput) else _plain_output(result, errors)
+    scores_BT = output.token_level_scores.float()
+    if scores_BT.shape != mask_BT.shape:
+        raise RewardError(
+            f"the reward function of the whole batch returned scores of shape {list(scores_BT.shape)}: "
+            f"expected {list(mask_BT.shape)}, one for each token of the padded responses"
+        )
+    _add_errors(errors, ~scores_BT.isfinite().all(dim=1), "NaN or infinity as score")
+    for name, values_B in output.parts.items():  # NaN: the part does not apply
+        _add_errors(errors, values_B.float().isinf(), f"infinity as {name}")
+    if not any(errors):
+        return dataclasses.replace(output, token_level_scores=scores_BT), errors
+    failed_B = torch.tensor([bool(error) for error in errors], device=scores_BT.device)
+    filler_BT = at_last_token(torch.full(failed_B.shape, error_score), mask_BT).to(scores_BT.device)
+    all_errors = [own or found for own, found in zip(output.errors, errors, strict=True)]
+    output = dataclasses.replace(
+        output,
+        token_level_scores=torch.where(failed_B[:, None], filler_BT, scores_BT),
+        parts={
+            name: values_B.float().masked_fill(failed_B.to(values_B.device), math.nan)
+            for name, values_B in output.parts.items()
+        },
+        metrics={**output.metrics, **_error_metrics(all_errors)},
+        errors=all_errors,
+    )
+    return output, errors
+
+
+def _plain_output(result: Any, errors: list[str]) -> RewardOutput:
+    """Convert scores, or verl's dict, and add ``errors`` [B] for numbers in the dict that are not finite."""
+    scores, extra = result, {}
+    if isinstance(result, Mapping):
+        scores, extra = result.get("reward_tensor"), result.get("reward_extra_info") or {}
+    if not isinstance(scores, Tensor):
+        raise RewardError(
+            f"the reward function of the whole batch returned {result!r:.200}: expected a RewardOutput, "
+            'token-level scores [B, T], or a dict with these as "reward_tensor"'
+        )
+    parts, means = {}, {}
+    for name, values in extra.items():
+        column = [_extra_number(value) for value in values]
+        if len(column) != len(errors) or all(number is None for number in column):
+            _warn_not_recorded(str(name))
+            continue
+        parts[str(name)] = torch.tensor([math.nan if number is None else number for number in column])
+        wrong_B = torch.tensor([number is not None and not math.isfinite(number) for number in column])
+        _add_errors(errors, wrong_B, f"NaN or infinity as {name}")
+        means[f"reward/{name}/mean"] = parts[str(name)].masked_fill(wrong_B, math.nan).nanmean().item()
+    metrics = {**_error_metrics(errors), **means}
+    return RewardOutput(scores, parts, metrics, responses=[], errors=[""] * len(errors))
+
+
+def _extra_number(value: Any) -> float | None:
+    if isinstance(value, str | bytes):  # float() accepts some
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+@functools.cache
+def _warn_not_recorded(name: str) -> None:
+    logger.warning("reward_extra_info[%r] is not recorded: expected a number for each sample", name)
+
+
+def _add_errors(errors: list[str], wrong_B: Tensor, found: str) -> None:
+    for row in wrong_B.nonzero().flatten().tolist():
+        errors[row] = errors[row] or f"the reward function returned {found}"
+
+
+def _error_metrics(errors: Sequence[str]) -> dict[str, float]:
+    count = sum(map(bool, errors))
+    return {"reward/error_rate": count / max(len(errors), 1), "reward/errors": float(count)}
 
 
 def rule_parts(
@@ -65,15 +157,19 @@ def score_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a batch's scores, by part and by data source.
 
-    ``reward/error_rate``, ``/errors``, ``/timeouts``: over the samples that functions scored;
+    ``reward/error_rate``, ``/errors``, ``/timeouts``: over the samples that functions or a model scored;
     ``reward/<part>/mean``: over the samples that have the part, before its weight;
     ``reward/score/<source>/mean``: over the samples of a data source;
     ``reward/added/<source>/<part>``: the contribution to the mean score of the batch. These sum to it.
     """
     asked = [outcome for outcome in outcomes if outcome is not None]
     errors = sum(bool(outcome.error) for outcome in asked)
+    by_model_B = ~parts[REWARD_MODEL].isnan() if REWARD_MODEL in parts else torch.zeros(len(outcomes))
+    n_scored = sum(
+        outcome is not None or bool(by_model) for outcome, by_model in zip(outcomes, by_model_B, strict=True)
+    )
     return {
-        "reward/error_rate": errors / max(len(asked), 1),
+        "reward/error_rate": errors / max(n_scored, 1),
         "reward/errors": float(errors),
         "reward/timeouts": float(sum(outcome.status == "timeout" for outcome in asked)),
         **{f"reward/{name}/mean": values.nanmean().item() for name, values in parts.items()},

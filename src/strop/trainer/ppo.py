@@ -31,6 +31,7 @@ from strop.controller.group import Future
 from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
+from strop.rewards.batch import ScoreCheck
 from strop.rollout.base import Finished
 from strop.trainer.metrics import (
     PhaseTimer,
@@ -87,6 +88,8 @@ class PPO:
     ) -> None:
         self.config, self.groups, self.reward_fn, self.weights = config, groups, reward_fn, weights
         self.total_iterations = total_iterations
+        limits = config.reward_model
+        self._score_check = ScoreCheck(error_score=limits.error_score, max_error_rate=limits.max_error_rate)
         self.estimator = get_estimator(config.algorithm.adv_estimator)
         self._estimator_needs = needs(self.estimator)
         self._loss_inputs = loss_inputs(config)
@@ -149,7 +152,8 @@ class PPO:
     def _generate_and_score(
         self, prompts: DataProto, seeds_PN: Tensor, timer: PhaseTimer, *, mode: str, phase: str
     ) -> tuple[DataProto, PendingScores]:
-        scores = PendingScores(prompts, seeds_PN.shape[1], self.reward_fn, self.groups.reward_model)
+        n, reward_model = seeds_PN.shape[1], self.groups.reward_model
+        scores = PendingScores(prompts, n, self.reward_fn, reward_model, self._score_check)
         with scores.cancelled_on_error():
             with timer.phase(phase):
                 batch = self.generate(prompts, seeds_PN, timer, mode=mode, finished=scores.finished)

@@ -14,6 +14,8 @@ from strop.controller.group import Future
 from strop.errors import TrainingError
 from strop.protocol import DataProto
 from strop.rewards.base import Reward, as_reward
+from strop.rewards.batch import ScoreCheck
+from strop.rewards.reward_output import RewardOutput
 from strop.rollout.base import Finished
 from strop.trainer.metrics import PhaseTimer
 
@@ -26,10 +28,18 @@ class PendingScores:
     """
 
     def __init__(
-        self, prompts: DataProto, n: int, reward_fn: Reward | Callable[[DataProto], Any], reward_model: Any
+        self,
+        prompts: DataProto,
+        n: int,
+        reward_fn: Reward | Callable[[DataProto], Any],
+        reward_model: Any,
+        check: ScoreCheck | None = None,
     ) -> None:
-        """Expect ``n`` samples of each prompt; ``reward_model`` is a worker group, or None."""
-        self._n, self._reward_model = n, reward_model
+        """Expect ``n`` samples of each prompt; ``reward_model`` is a worker group, or None.
+
+        ``check`` counts the errors of several batches.
+        """
+        self._n, self._reward_model, self._check = n, reward_model, check or ScoreCheck()
         self._batch = DataProto()
         self._model: Future | None = None
         self._rewards = as_reward(reward_fn).expect(prompts, n=n, with_model=reward_model is not None)
@@ -53,7 +63,8 @@ class PendingScores:
         batch = self._batch
         if self._model is not None:
             batch = batch.union(self._model.get())
-        return attach_scores(batch, self._rewards.get(batch.batch.get("rm_scores")))
+        rewards = self._rewards.get(batch.batch.get("rm_scores"))
+        return attach_scores(batch, self._check(rewards, batch))
 
     @contextlib.contextmanager
     def cancelled_on_error(self) -> Generator[None]:
@@ -96,22 +107,17 @@ class Samples(NamedTuple):
         return batch.union(DataProto({"baseline_scores": baseline_B}, {}, {"greedy_reward_metrics": metrics}))
 
 
-def attach_scores(batch: DataProto, output: Any) -> DataProto:
+def attach_scores(batch: DataProto, output: RewardOutput) -> DataProto:
     """Add ``token_level_scores`` [B, T] and each part of the score as ``reward/<part>`` [B] to the batch.
 
-    ``output`` is a ``RewardOutput``, which also marks the samples that could not be scored
-    (``reward_failed`` [B], bool), or token-level scores [B, T] of a user's function. Raises
-    ``TrainingError`` for a score that is not finite.
+    Marks the samples that could not be scored (``reward_failed`` [B], bool).
     """
-    if isinstance(output, Tensor):
-        scores_BT, parts, metrics, columns = output, {}, {}, {}
-    else:
-        scores_BT, parts, metrics = output.token_level_scores, output.parts, output.metrics
-        columns = {"reward_failed": torch.tensor([bool(error) for error in output.errors])}
-    require_finite("reward scores", scores_BT)
-    columns["token_level_scores"] = scores_BT.float()
-    columns |= {f"reward/{name}": values_B.float() for name, values_B in parts.items()}
-    return batch.union(DataProto(columns, {}, {"reward_metrics": dict(metrics)}))
+    columns = {
+        "reward_failed": torch.tensor([bool(error) for error in output.errors]),
+        "token_level_scores": output.token_level_scores,
+        **{f"reward/{name}": values_B.float() for name, values_B in output.parts.items()},
+    }
+    return batch.union(DataProto(columns, {}, {"reward_metrics": dict(output.metrics)}))
 
 
 def require_finite(name: str, values: Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 from strop.config.schema import Config
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
+from strop.rewards.batch import ScoreCheck
 from strop.rewards.score.answers import Extractor, answer_extractor
 from strop.rollout.base import Finished
 from strop.tracking.report import Estimate, ShownSample, SourceReport, ValidationReport
@@ -129,11 +130,13 @@ class Validator:
 
     def _scored(self, timer: PhaseTimer, progress: Progress | None) -> DataProto:
         scored, waiting, done = [], None, 0
+        limits = self._config.reward_model
+        check = ScoreCheck(error_score=limits.error_score, max_error_rate=limits.max_error_rate)
         for number, prompts in enumerate(self._loader):
             uids = [f"val-{number}-{row}" for row in range(len(prompts))]
             prompts = prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
             seeds_PN = sample_seeds(self._seed, "validation", number, len(prompts), self._n)
-            scores = PendingScores(prompts, self._n, self._reward_fn, self._reward_model)
+            scores = PendingScores(prompts, self._n, self._reward_fn, self._reward_model, check)
             with scores.cancelled_on_error():
                 finished = scores.finished
                 if progress is not None:

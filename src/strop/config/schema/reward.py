@@ -100,9 +100,11 @@ class RewardModelConfig(Section):
     timeout_s: PositiveFloat
     """Seconds that a reward function may take for one sample before it is cut off."""
     error_score: Number
-    """Score from rules of a sample whose reward function failed or was cut off."""
+    """Score of a sample whose reward failed, was cut off or is not finite; see docs/rewards.md."""
     max_error_rate: Fraction
     """Share of such samples, among the last 256 or a larger batch, above which the run stops."""
+    memory_limit_mb: PositiveInt | None
+    """Limit of a scoring process's private memory, and of each that it starts, in MiB; null: none."""
     parts: dict[str, Any]
     """Terms of a score: name of a part -> weight, or {weight, scorer, kwargs}; see docs/rewards.md."""
     non_stop_penalty: bool

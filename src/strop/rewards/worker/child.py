@@ -1,56 +1,78 @@
-"""The process that scores: ``python -m strop.rewards.worker.child LIFELINE``, started by ``RewardProcess``.
+"""The process that scores: ``python -m strop.rewards.worker.child LIFELINE MEMORY``, of ``RewardProcess``.
 
 It runs one scorer on one sample after another, so that a sample which hangs or crashes costs a process and
 not the run. Requests arrive on standard input and answers leave on standard output; the scorer sees an empty
 standard input, and its prints go to standard error. Requests are pickles: first ``sys.path`` and the pickled
-function, then pickled ``Sample``s; the outer pickle of bytes marks their ends. Answers are lines of JSON:
-unpickling would let a scorer run code in the run's own process.
+function, then tokens with pickled ``Sample``s; the outer pickles mark their ends. Answers are lines of JSON,
+with the token of their request: unpickling would let a scorer run code in the run's own process, and without
+a token a line that a scorer writes into the pipe would be taken for the answer to the next sample.
 
 LIFELINE is the descriptor of a pipe to which nothing is written. It closes when the starter ends, even by
 SIGKILL, and then this process group is killed.
+
+MEMORY is the limit of the process's data in MiB (0: none), also of each process that it starts. It limits
+RLIMIT_DATA (private writable memory) and not RLIMIT_AS: libraries like torch map far more than they use.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import errno
 import faulthandler
 import fcntl
 import json
 import os
 import pickle
 import random
+import resource
 import select
 import signal
 import sys
 import threading
 import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import IO, Any
 
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, call_scorer
 
 _F_SETSIG = 10  # Linux; the module fcntl does not name it on Python 3.11
 _MAX_ERROR_CHARACTERS = 8000
+_NEEDED = {
+    name: sys.modules[name] for name in ("builtins", "json", "os", "pickle", "random", "sys", "traceback")
+}
+_BUILT_IN = frozenset(vars(builtins))
 
 
 def main() -> None:
     """Redirect the standard streams, end with the starter, and serve until the requests end."""
     follow_to_death(int(sys.argv[1]))
+    if memory_mb := int(sys.argv[2]):
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
+    with contextlib.suppress(
+        OSError
+    ):  # if the machine's memory runs out, its kernel should kill this process
+        Path("/proc/self/oom_score_adj").write_text("1000")
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
+    # A child that a scorer forks must not write into the pipe of its parent's answers, nor hold it open.
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, answers.fileno(), inheritable=False))
     faulthandler.enable()
-    serve(requests, answers)
+    serve(requests, answers, memory_mb)
 
 
-def serve(requests: IO[bytes], answers: IO[str]) -> None:
+def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
     """Answer every request, until the pipe is closed.
 
     Answers the first one with the status ``ready``, or with ``raised`` and the traceback, and then returns.
+    Ends the process, instead of an answer, after a sample whose scorer broke it for the next ones.
     """
     own_id = os.getpid()
+    pipes = {descriptor: _identity(descriptor) for descriptor in (requests.fileno(), answers.fileno())}
     messages = _receive(requests)
     if (setup := next(messages, None)) is None:
         return
@@ -61,12 +83,32 @@ def serve(requests: IO[bytes], answers: IO[str]) -> None:
     except BaseException:  # noqa: BLE001
         _send(answers, {"status": "raised", "error": _traceback()})
         return
-    _send(answers, {"status": "ready"})
-    for message in messages:
-        outcome = evaluate(function, message)
+    _send(answers, {"status": "ready", "error": ""})
+    for token, message in messages:
+        outcome = evaluate(function, message, memory_mb)
         if os.getpid() != own_id:  # a fork of the scorer returned from the call
             os._exit(0)
-        _send(answers, vars(outcome))
+        if broken := _broken(pipes):
+            os.write(2, f"the reward function removed or replaced {broken} of its process\n".encode())
+            os._exit(1)
+        _send(answers, {"token": token, **vars(outcome)})
+
+
+def _broken(pipes: Mapping[int, tuple[int, int]]) -> str:
+    """Return what a scorer took from this process that the next samples need; "" if nothing is missing."""
+    if any(sys.modules.get(name) is not module for name, module in _NEEDED.items()):
+        return "modules"
+    if not vars(builtins).keys() >= _BUILT_IN:
+        return "built-in functions"
+    with contextlib.suppress(OSError):  # it is closed
+        if all(_identity(descriptor) == identity for descriptor, identity in pipes.items()):
+            return ""
+    return "descriptors"
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _receive(requests: IO[bytes]) -> Iterator[Any]:
@@ -80,19 +122,32 @@ def _send(answers: IO[str], answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def evaluate(function: ScoreFunction, message: bytes) -> Outcome:
-    """Score one pickled sample; any exception, ``SystemExit`` included, becomes the outcome."""
+def evaluate(function: ScoreFunction, message: bytes, memory_mb: int = 0) -> Outcome:
+    """Score one pickled sample; any exception, ``SystemExit`` included, becomes the outcome.
+
+    With a limit of memory, running out of it is a crash: what a library does after that is not defined.
+    """
     try:
         sample: Sample = pickle.loads(message)
         _seed_generators(sample)
         outcome = call_scorer(function, sample)
     # User code may raise anything; a bad sample must not end the process.
-    except BaseException:  # noqa: BLE001
-        outcome = Outcome("raised", error=_traceback())
+    except BaseException as error:  # noqa: BLE001
+        if memory_mb and _is_lack_of_memory(error):
+            exceeded = f"the reward function exceeded reward_model.memory_limit_mb={memory_mb}:\n"
+            outcome = Outcome("crashed", error=exceeded + _traceback())
+        else:
+            outcome = Outcome("raised", error=_traceback())
     with contextlib.suppress(Exception):  # the scorer may have closed or replaced them
         sys.stdout.flush()
         sys.stderr.flush()
     return outcome
+
+
+def _is_lack_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)  # torch
 
 
 def _seed_generators(sample: Sample) -> None:

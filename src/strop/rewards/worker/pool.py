@@ -39,9 +39,15 @@ class RewardPool:
         num_workers: int,
         timeout_s: float = 10.0,
         start_timeout_s: float = 120.0,
+        memory_limit_mb: int | None = None,
     ) -> None:
         self._processes = [
-            RewardProcess(function, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+            RewardProcess(
+                function,
+                timeout_s=timeout_s,
+                start_timeout_s=start_timeout_s,
+                memory_limit_mb=memory_limit_mb,
+            )
             for _ in range(num_workers)
         ]
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import pickle
+import secrets
 import select
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterator
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import cloudpickle
 
@@ -24,7 +25,7 @@ from strop.errors import ConfigError, RewardError
 from strop.rewards.process_tree import MARKER, describe_exit, hold_descendants, kill_held, kill_tree
 from strop.rewards.worker import wire
 from strop.rewards.worker.feed import Feed
-from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, read_outcome
 
 _CHUNK = 1 << 16
 _PIPE_BYTES = 1 << 20  # more than a pipe holds
@@ -107,7 +108,8 @@ class RewardProcess:
     ``function`` is sent by cloudpickle, so that functions from a script or a notebook work; the program's
     main module is not run again, and nothing is forked. A sample that raises, exceeds ``timeout_s`` seconds
     or ends the process has an :class:`Outcome` with the reason; the next one gets a new process. No process
-    outlives ``close``, the object, or the program, even if that is killed.
+    outlives ``close``, the object, or the program, even if that is killed. ``memory_limit_mb`` limits the
+    private memory of the process, and of each that it starts.
 
     A pool of multiprocessing or pebble does not do: both unpickle results in the run's process, run the main
     module again, leave what a killed scorer started, and leave a hanging worker when the program is killed.
@@ -119,10 +121,16 @@ class RewardProcess:
     """
 
     def __init__(
-        self, function: ScoreFunction, *, timeout_s: float = 10.0, start_timeout_s: float = 120.0
+        self,
+        function: ScoreFunction,
+        *,
+        timeout_s: float = 10.0,
+        start_timeout_s: float = 120.0,
+        memory_limit_mb: int | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
+        self.memory_limit_mb = memory_limit_mb
         try:
             self._function = cloudpickle.dumps(function)
         # Pickling runs user code, which may raise anything.
@@ -147,7 +155,7 @@ class RewardProcess:
         if self._child is not None and not self._child.is_gone():
             return self._child
         self._drop()
-        child = _Child()
+        child = _Child(self.memory_limit_mb)
         try:
             self._greet(child)
         except BaseException:
@@ -170,7 +178,7 @@ class RewardProcess:
 
         Raises ``Cancelled`` if ``samples`` are cancelled, and ``RewardError`` as ``start`` does.
         """
-        waiting: deque[bytes | Outcome] = deque()  # without an answer: a message, or an outcome known already
+        waiting: deque[_Request | Outcome] = deque()  # without an answer, or with an outcome known already
         try:
             while (sample := samples.take(wait=True)) is not None:
                 waiting.append(_encode(sample))
@@ -181,33 +189,40 @@ class RewardProcess:
                 self._drop()
             raise
 
-    def _converse(self, waiting: deque[bytes | Outcome], samples: Feed) -> Iterator[Outcome]:
+    def _converse(self, waiting: deque[_Request | Outcome], samples: Feed) -> Iterator[Outcome]:
         """Exchange messages with one process until nothing is waiting or the process is lost."""
         child = self.start()
         lane = wire.Lane(child.requests, child.answers)
-        for message in waiting:
-            if isinstance(message, bytes):
-                lane.post(message)
+        for request in waiting:
+            if isinstance(request, _Request):
+                lane.post(request.message)
         deadline = self._next_deadline(child)
         while waiting and self._child is child:
             samples.require_wanted()
             if lane.is_idle and (sample := samples.take(wait=False)) is not None:
-                waiting.append(message := _encode(sample))
-                if isinstance(message, bytes):
-                    lane.post(message)
+                waiting.append(request := _encode(sample))
+                if isinstance(request, _Request):
+                    lane.post(request.message)
             first = waiting[0]
-            outcome = first if isinstance(first, Outcome) else self._receive(child, lane, deadline, samples)
+            if isinstance(first, Outcome):
+                outcome = first
+            else:
+                outcome = self._receive(child, lane, first.token, deadline, samples)
             if outcome is not None:
                 waiting.popleft()
                 yield outcome
                 deadline = self._next_deadline(child)
+        if lane.has_rest:  # written by a thread or child of the scorer
+            self._drop()
 
     def _next_deadline(self, child: _Child) -> float:
         """Start the current sample: return its deadline and reset its output allowance."""
         child.output.allow_more()
         return time.monotonic() + self.timeout_s
 
-    def _receive(self, child: _Child, lane: wire.Lane, deadline: float, samples: Feed) -> Outcome | None:
+    def _receive(
+        self, child: _Child, lane: wire.Lane, token: str, deadline: float, samples: Feed
+    ) -> Outcome | None:
         """Return the next outcome; None if there is none yet, but room for more samples."""
 
         def is_alive() -> bool:
@@ -216,7 +231,10 @@ class RewardProcess:
 
         try:
             answer = lane.exchange(deadline, is_alive)
-            return None if answer is None else Outcome(**json.loads(answer))
+            outcome = None if answer is None else read_outcome(answer, token)
+            if outcome is not None and outcome.status == "crashed":
+                self._drop()
+            return outcome
         except TimeoutError:
             self._drop()
             return Outcome(
@@ -224,7 +242,7 @@ class RewardProcess:
             )
         except EOFError:
             return Outcome("crashed", error=f"the reward function ended its process: {self._drop()}")
-        except (ValueError, TypeError) as error:  # not JSON, or not an outcome
+        except ValueError as error:
             self._drop()
             return Outcome("crashed", error=f"the reward function wrote into its process's pipe: {error}")
 
@@ -242,7 +260,7 @@ class RewardProcess:
         try:
             while (message := lane.exchange(deadline, child.is_alive)) is None:
                 pass
-            answer = json.loads(message)
+            status, error = _read_greeting(message)
         except TimeoutError:
             raise RewardError(
                 f"the process for the reward function did not start within {self.start_timeout_s:g} s; "
@@ -250,9 +268,10 @@ class RewardProcess:
             ) from None
         except EOFError:
             raise RewardError(f"the process for the reward function did not start: {child.kill()}") from None
-        if answer["status"] != "ready":
+        if status != "ready":
+            limit = f" ({limit})" if (limit := child.memory_limit) else ""
             raise RewardError(
-                "the reward function cannot be loaded in the process that runs it:\n" + answer["error"]
+                f"the reward function cannot be loaded in the process that runs it{limit}:\n{error}"
             )
 
     def _drop(self) -> str:
@@ -261,25 +280,56 @@ class RewardProcess:
         return "" if child is None else child.kill()
 
 
-def _encode(sample: Sample) -> bytes | Outcome:
-    """Return the message for a sample, or its outcome if it cannot be pickled."""
+class _Request(NamedTuple):
+    """A message with a sample, and the token that its answer must have."""
+
+    token: str
+    message: bytes
+
+
+def _encode(sample: Sample) -> _Request | Outcome:
+    """Return the request for a sample, or its outcome if it cannot be pickled."""
+    token = secrets.token_hex(8)
     try:
-        return pickle.dumps(pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL))
+        return _Request(token, pickle.dumps((token, pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL))))
     # Pickling runs user code, which may raise anything; treat it as a sample that raises in the scorer.
     except Exception as error:  # noqa: BLE001
         return Outcome("raised", error=f"the sample cannot be sent to the scoring process: {error}")
 
 
+def _read_greeting(message: bytes) -> tuple[str, str]:
+    """Return status and error of the first answer. Raises ``RewardError`` if it is anything else."""
+    try:
+        match json.loads(message):
+            case {"status": "ready" | "raised" as status, "error": str(error)}:
+                return status, error
+    except (ValueError, RecursionError):
+        pass
+    raise RewardError(
+        f"the module of the reward function wrote {message!r:.80} into its process's pipe when imported"
+    )
+
+
 class _Child:
     """A running process with its pipes."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_limit_mb: int | None) -> None:
+        self.memory_limit = ""  # for error texts
+        if memory_limit_mb is not None:
+            self.memory_limit = f"its memory is limited by reward_model.memory_limit_mb={memory_limit_mb}"
         marker = uuid.uuid4().hex
         lifeline, own_end = os.pipe()
         try:
             self.process = subprocess.Popen(
                 # -P: a random.py in the current folder must not shadow the standard library's
-                [sys.executable, "-P", "-m", "strop.rewards.worker.child", str(lifeline)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "strop.rewards.worker.child",
+                    str(lifeline),
+                    str(memory_limit_mb or 0),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -309,8 +359,8 @@ class _Child:
             return False
 
     def is_gone(self) -> bool:
-        """Return True if it ended between two samples."""
-        return wire.is_closed(self.answers) or not self.is_alive()
+        """Return True if it ended, or wrote without a request, between two samples."""
+        return not wire.is_quiet(self.answers) or not self.is_alive()
 
     def say_goodbye(self) -> None:
         """Close its requests, give it a moment to exit, and kill what it started."""
@@ -325,6 +375,8 @@ class _Child:
         """Kill it and its descendants; return how it ended, with the end of its output."""
         status = self._end()
         ending = "it was killed" if status is None else describe_exit(status)
+        if self.memory_limit:
+            ending += f" ({self.memory_limit})"
         printed = self.output.tail()
         return f"{ending}; the last it printed:\n{printed}" if printed else ending
 

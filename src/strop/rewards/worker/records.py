@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from strop.config.reward_parts import RESERVED
+
+_LARGEST = 3.4028234663852886e38  # of float32, the type of the columns of scores
 
 Status = Literal["scored", "raised", "timeout", "crashed"]
 
@@ -36,16 +38,47 @@ class Outcome:
 
     status: Status
     score: float = 0.0
-    """Valid for ``scored``; may be NaN or infinite, which the reader must check."""
+    """Valid for ``scored``."""
     parts: dict[str, float] = field(default_factory=dict)
     """Further named numbers that the scorer returned; ``score`` does not include them."""
     error: str = ""
-    """The traceback, or how the process ended."""
+    """The traceback, or how the process ended; "" for ``scored`` alone."""
 
-    @property
-    def is_finite(self) -> bool:
-        """True if the score and all parts are finite."""
-        return math.isfinite(self.score) and all(map(math.isfinite, self.parts.values()))
+
+def read_outcome(line: bytes, token: str) -> Outcome:
+    """Read the answer of a scoring process to the request with this token.
+
+    A number that is NaN, infinite or beyond float32 gives the status ``raised``; a part whose name does not
+    consist of printable characters, ``crashed``. Raises ``ValueError`` for anything that ``child`` does not
+    send: a scorer can find and use the pipe of its process.
+    """
+    try:
+        answer = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("brackets are nested too deeply") from error
+    match answer:
+        case {
+            "token": given,
+            "status": "scored" | "raised" | "crashed" as status,
+            "score": float(score),
+            "parts": dict(parts),
+            "error": str(error),
+        } if given == token and bool(error) == (status != "scored"):
+            error.encode()  # raises for lone surrogates, which no file or terminal takes
+        case _:
+            raise ValueError(f"{line!r:.80} is no answer to the sample")
+    for name, value in parts.items():
+        if name in RESERVED or not isinstance(value, float):
+            raise ValueError(f"the part {name!r:.80} is {value!r:.80}")
+        if not name.isprintable():  # files of metrics and samples, and terminals, do not take all characters
+            found = f"the reward function named a part {name!r:.80}: expected printable characters"
+            return Outcome("crashed", error=found)
+    numbers = {"score": score, **parts}
+    if bad := [f"{name}={value}" for name, value in numbers.items() if not abs(value) <= _LARGEST]:
+        return Outcome(
+            "raised", error=f"the reward function returned {', '.join(bad)}: expected finite numbers"
+        )
+    return Outcome(status, score, parts, error)
 
 
 def call_scorer(function: ScoreFunction, sample: Sample) -> Outcome:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 _CHUNK = 1 << 16
 _POLL_S = 0.2
-_LONGEST_LINE = 1 << 26
+_LONGEST_LINE = 1 << 20
 
 
 class Lane:
@@ -27,6 +27,11 @@ class Lane:
         self._received = bytearray()
         self._poll = select.poll()
         self._poll.register(answers, select.POLLIN)
+
+    @property
+    def has_rest(self) -> bool:
+        """True if bytes were received behind the last answer."""
+        return bool(self._received)
 
     @property
     def is_idle(self) -> bool:
@@ -84,8 +89,8 @@ class Lane:
         self._poll.unregister(self._requests)
 
 
-def is_closed(descriptor: int) -> bool:
-    """Return True if no process holds the other end of a pipe that this one reads."""
+def is_quiet(descriptor: int) -> bool:
+    """Return True if a pipe that this process reads is empty, and open at its other end."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0))
+    return not poll.poll(0)

@@ -1,0 +1,46 @@
+"""The names that reward managers written for verl import from it.
+
+``sed -E 's/from verl[a-z_.]* import/from strop.rewards.verl import/'`` is the change that such a file needs.
+"""
+
+from __future__ import annotations
+
+from asyncio import get_event_loop
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from strop.protocol import DataProto
+from strop.rewards.reward_output import at_last_token
+from strop.rewards.router import default_compute_score
+
+__all__ = [
+    "AbstractRewardManager",
+    "DataProto",
+    "RawRewardFn",
+    "default_compute_score",
+    "get_event_loop",
+    "register",
+]
+
+RawRewardFn = Callable[..., Any]
+_Class = TypeVar("_Class", bound=type)
+
+
+class AbstractRewardManager:
+    """Base class of verl's reward managers."""
+
+    def _extract_reward_from_rm_scores(
+        self, data: DataProto, return_dict: bool = False
+    ) -> Tensor | dict[str, Any] | None:
+        """Return the reward model's scores at the last response tokens [B, T]; None without a model."""
+        if "rm_scores" not in data.batch:
+            return None
+        scores_BT = at_last_token(data.batch["rm_scores"], data.batch["response_mask"])
+        return {"reward_tensor": scores_BT, "reward_extra_info": {}} if return_dict else scores_BT
+
+
+def register(name: str) -> Callable[[_Class], _Class]:
+    """Return the class unchanged: ``reward_model.reward_manager`` is its import path, not ``name``."""
+    return lambda manager: manager
