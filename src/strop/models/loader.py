@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -29,7 +28,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from strop.errors import MissingExtraError, ModelError
+from strop.errors import MissingExtraError, ModelError, StropError
+from strop.models.heads import scorer_config, why_unsupported
 
 
 @contextlib.contextmanager
@@ -136,9 +136,9 @@ def load_model_config(
     """Load the model's configuration with every dropout at 0, then apply ``override_config``."""
     try:
         config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ModelError):
-            raise
+    except StropError:
+        raise
+    except Exception as error:  # the family's code checks the entries
         raise ModelError(f"model {path}: its configuration cannot be read: {error}") from error
     for key, value in list(config.to_dict().items()):
         if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_drop"))):
@@ -158,7 +158,10 @@ def model_arguments(
 ) -> dict[str, Any]:
     """Return the arguments with which transformers builds or loads the model of a folder."""
     config = load_model_config(path, override_config=override_config, trust_remote_code=trust_remote_code)
+    if reason := why_unsupported(config):
+        raise ModelError(f"model {path}: {reason}")
     if num_labels is not None:
+        config = scorer_config(config)
         config.num_labels = num_labels
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     return {"config": config, "dtype": torch.float32, "trust_remote_code": trust_remote_code, **attention}
@@ -166,15 +169,15 @@ def model_arguments(
 
 def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[str]]:
     """Load a model; return it with the names of weights that the files lack."""
-    arguments = model_arguments(path, **options)
     bars = contextlib.nullcontext() if sys.stderr.isatty() else no_progress_bars()  # keep logs clean
     try:
+        arguments = model_arguments(path, **options)
         with bars:
             model, loading = auto_class.from_pretrained(**locate(path), **arguments, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        if isinstance(error, ModelError | MissingExtraError):
-            raise
-        raise ModelError(f"cannot load a model from {path}: {error}") from error
+    except (StropError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the family's code may raise anything, for example for a missing key
+        raise ModelError(f"cannot load a model from {path}: {load_failure(error)}") from error
     if quantizer := getattr(model, "hf_quantizer", None):
         if not all(weight.is_floating_point() for weight in model.parameters()):
             raise ModelError(
@@ -182,6 +185,11 @@ def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[s
             )
         quantizer.remove_quantization_config(model)  # an unpacked GGUF file is an ordinary model
     return model, set(loading["missing_keys"])
+
+
+def load_failure(error: Exception) -> str:
+    """Return an error's name and message, without transformers' list of all classes that it knows."""
+    return f"{type(error).__name__}: {error}".partition("\nModel type should be one of")[0]
 
 
 def load_causal_lm(path: str | Path, **options: Any) -> PreTrainedModel:
