@@ -47,7 +47,7 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	$(BIN)/python benchmarks/sandbox.py --out benchmarks/results/sandbox_$(TODAY).md
 
 families: .venv/dev  ## compare every model family with transformers, and write docs/models.md
-	$(BIN)/python benchmarks/model_families.py --write --vllm benchmarks/results/model_families_vllm.json
+	$(BIN)/python benchmarks/model_families.py --write
 
 docs: .venv/dev  ## regenerate the generated pages
 	$(BIN)/python docs/generate_config_reference.py

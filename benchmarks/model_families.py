@@ -51,9 +51,6 @@ NOT_TEXT_DECODERS = {
 }
 """Families that are not built, with the reason. Encoder-decoders are found by their configuration."""
 
-ONLY_IN_TRAINING = {"reformer"}
-"""Families with gradients in training mode only, built without dropout."""
-
 
 @dataclass
 class Findings:
@@ -161,7 +158,6 @@ class Family:
         self.folder = folder
         self.reference = save_tiny(family, folder)
         self.columns = batch()
-        self.reference.train(family in ONLY_IN_TRAINING)
 
     @functools.cached_property
     def log_probs(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -284,7 +280,7 @@ def examine(family: str, folder: Path) -> Findings:
         "critic": built.critic,
     }
     findings.verdicts = {column: attempt(check) for column, check in checks.items()}
-    if not is_causal(built.reference):
+    if EXACT in findings.verdicts.values() and not is_causal(built.reference):
         findings.verdicts = {
             column: "WRONG: later tokens change earlier ones" if verdict == EXACT else verdict
             for column, verdict in findings.verdicts.items()
@@ -302,7 +298,7 @@ def run(names: list[str]) -> Iterator[Findings]:
             yield examine(name, Path(folder))
 
 
-def table(found: list[Findings], vllm: Mapping[str, str]) -> str:
+def table(found: list[Findings]) -> str:
     """Return a Markdown table of all families, with the messages of refusals below it."""
     columns = ("padded", "packed", "hf rollout", "vLLM", "critic", "Megatron")
     notes: dict[str, int] = {}
@@ -313,7 +309,7 @@ def table(found: list[Findings], vllm: Mapping[str, str]) -> str:
                 f"| {family.family} | {family.model} | not a text decoder: {family.excluded} |||||| "
             )
             continue
-        verdicts = {**family.verdicts, "vLLM": vllm.get(family.family, "not run"), "Megatron": "no"}
+        verdicts = {**family.verdicts, "vLLM": "not run", "Megatron": "no"}
         cells = [_cell(verdicts[column], notes) for column in columns]
         lines.append(f"| {family.family} | {family.model} | {' | '.join(cells)} |")
     messages = "\n".join(f"{number}. {note}" for note, number in notes.items())
@@ -346,7 +342,6 @@ MARK = "<!-- written by `make families` -->\n"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="model types or variants; default: all")
-    parser.add_argument("--vllm", type=Path, help="JSON file with the results of model_families_vllm.py")
     parser.add_argument("--write", action="store_true", help="write the table into docs/models.md")
     arguments = parser.parse_args()
     found = []
@@ -356,8 +351,7 @@ def main() -> None:
             json.dumps({"family": family.family, "excluded": family.excluded, **family.verdicts}), flush=True
         )
     if arguments.write:
-        vllm = json.loads(arguments.vllm.read_text()) if arguments.vllm else {}
-        PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + "\n" + table(found, vllm))
+        PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + "\n" + table(found))
     if wrong := {family.family: family.wrong for family in found if family.wrong}:
         raise SystemExit(f"not exact, and not refused: {json.dumps(wrong, indent=2)}")
 

@@ -90,6 +90,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "diffllama": {"attention_dropout": 0.0},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "emu3": {"vocabulary_map": {"<|extra_200|>": 5, "<image>": 6, "<|visual token 000000|>": 7}},
     "gemma3n_text": {"laurel_rank": 4},
@@ -105,6 +106,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 4,
     },
     "mamba2": {"num_heads": 8, "n_groups": 1},
+    "mpt": {"attn_config": {"attn_pdrop": 0}},
     "qwen4_exp_text": {
         **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8},
         **{"indexer_budget": 64, "indexer_compress_ratio": 4},

@@ -50,6 +50,8 @@ def why_unsupported(config: PretrainedConfig) -> str | None:
             "twice and its sdpa once, so passes, samplers and exports would not be of one model; expected a "
             "Falcon model with rotary positions"
         )
+    if config.model_type == "reformer":
+        return "reformer is not supported: it trains on sequences of one fixed length, in random hash buckets"
     return None
 
 
