@@ -9,7 +9,7 @@ BIN := .venv/bin
 TODAY := $(shell date +%F)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: demo preferences test test-all check format bench docs clean
+.PHONY: demo preferences test test-all check format bench families docs clean
 
 demo: .venv/core  ## train a tiny model with PPO; show accuracy before and after
 	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --out $(DEMO_DIR)
@@ -45,6 +45,9 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	$(BIN)/python benchmarks/driver.py
 	$(BIN)/python benchmarks/rewards.py --data $(DATA)/math_test/test.jsonl
 	$(BIN)/python benchmarks/sandbox.py --out benchmarks/results/sandbox_$(TODAY).md
+
+families: .venv/dev  ## compare every model family with transformers, and write docs/models.md
+	$(BIN)/python benchmarks/model_families.py --write
 
 docs: .venv/dev  ## regenerate the generated pages
 	$(BIN)/python docs/generate_config_reference.py

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
+
 import families
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from strop.errors import ModelError
+from strop.models.deferred import defer_causal_lm, defer_scorer
 from strop.models.loader import end_token_ids, load_causal_lm, load_scorer, load_tokenizer, locate
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
@@ -168,3 +172,35 @@ def test_values_forget_the_mean_score_of_the_reward_model_they_start_from(folder
     scorer.config.strop_reward_mean, scorer.config.strop_reward_std = 3.0, 2.0
     ValueModel(scorer).hugging_face_model.save_pretrained(tmp_path)
     assert "strop_reward" not in (tmp_path / "config.json").read_text()
+
+
+def test_an_encoder_decoder_model_is_refused_before_it_is_loaded(tmp_path):
+    transformers.BartConfig(d_model=8, encoder_layers=1, decoder_layers=1).save_pretrained(tmp_path)
+    for load in (load_causal_lm, defer_causal_lm):
+        with pytest.raises(ModelError, match=naming("bart", "encoder-decoder")):
+            load(tmp_path)
+
+
+def test_a_configuration_that_transformers_fails_on_is_an_error_with_its_reason(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba2", "hidden_size": 32}')
+    with pytest.raises(ModelError, match=naming(tmp_path, "hidden_size * expand")):
+        load_causal_lm(tmp_path)
+
+
+def test_a_critic_of_a_family_without_a_class_starts_from_each_model_of_the_family(tmp_path):
+    """Its weights have the names of the language model, and ``score.weight``, in both ways of loading."""
+    families.model("Granite").save_pretrained(tmp_path / "language")
+    critic = load_scorer(tmp_path / "language", fresh_head_seed=1)
+    critic.save_pretrained(tmp_path / "critic")
+    stored = load_file(tmp_path / "critic" / "model.safetensors")
+    language = load_file(tmp_path / "language" / "model.safetensors")
+    assert stored.keys() == {*(name for name in language if name.startswith("model.")), "score.weight"}
+    config = json.loads((tmp_path / "critic" / "config.json").read_text())
+    assert config["architectures"] == ["GraniteForSequenceClassification"]
+    for folder, seed in (("language", 1), ("critic", None)):
+        deferred, source = defer_scorer(tmp_path / folder, fresh_head_seed=seed)
+        assert source.readable
+        assert {name for name, _ in deferred.named_parameters()} == stored.keys()
+        assert all(torch.equal(weight, stored[name]) for name, weight in source.stream())
+    with pytest.raises(ModelError, match=naming("score")):
+        load_scorer(tmp_path / "language", fresh_head_seed=None)

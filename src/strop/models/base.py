@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from strop.errors import ModelError
 from strop.models.attention import is_flash, packed_attention
+from strop.models.heads import check_causal, decoder_of, model_errors
 from strop.models.packing import Packing, check_packable, check_packed_pass, packed_hidden_states
 from strop.models.prompts_once import PromptsOnce
 from strop.models.ulysses import SequenceGroup, check_shareable
@@ -27,6 +28,8 @@ class RoleModel(nn.Module):
 
     packing_key: str = "actor_rollout_ref.model.use_remove_padding"
     """Configuration key of ``packed``, for errors."""
+    causal: bool = True
+    """True if tokens must not depend on later ones; packed passes need that in any case."""
     hugging_face_model: PreTrainedModel
     """Exported, and used by a rollout that shares the weights."""
     packed: bool
@@ -63,8 +66,11 @@ class RoleModel(nn.Module):
 
     def check(self) -> None:
         """Raise ``ModelError`` if the wrapper does not fit the model; needs its weights."""
-        if self.packed:
-            check_packed_pass(self.hugging_face_model, self.packing_key, self.sequence_group)
+        with model_errors(self.hugging_face_model):
+            if self.packed or self.causal:
+                check_causal(self.hugging_face_model)
+            if self.packed:
+                check_packed_pass(self.hugging_face_model, self.packing_key, self.sequence_group)
 
     def share_sequences(self, group: SequenceGroup) -> None:
         """Run passes jointly on the ranks of ``group``, which must get the same batches.
@@ -175,7 +181,7 @@ class Unpadded:
 
 def hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the last hidden states [B, L, H] of one forward pass of the decoder, without a cache."""
-    return model.base_model(
+    return decoder_of(model)(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
         position_ids=batch["position_ids"],

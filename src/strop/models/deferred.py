@@ -28,10 +28,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from strop.errors import ModelError
+from strop.errors import ModelError, StropError
 from strop.models.loader import (
     fresh_head,
     load_causal_lm,
+    load_failure,
     load_scorer,
     model_arguments,
     persistent_buffers,
@@ -113,12 +114,14 @@ def defer_scorer(
 
 
 def _without_weights(auto_class: Any, path: str | Path, **options: Any) -> PreTrainedModel:
-    arguments = model_arguments(path, **options)
     try:
+        arguments = model_arguments(path, **options)
         with _parameters_on_meta():
             model = auto_class.from_config(**arguments)
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"cannot build the model of {path}: {error}") from error
+    except StropError:
+        raise
+    except Exception as error:  # the family's code may raise anything
+        raise ModelError(f"cannot build the model of {path}: {load_failure(error)}") from error
     if (Path(path) / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return without_jitter(model, options.get("override_config")).eval()  # as from_pretrained does

@@ -16,7 +16,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -30,8 +29,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from strop.errors import MissingExtraError, ModelError
+from strop.errors import MissingExtraError, ModelError, StropError
 from strop.models.attention import attention_for, config_parts
+from strop.models.heads import scorer_config, why_unsupported
 
 
 @contextlib.contextmanager
@@ -141,9 +141,9 @@ def load_model_config(
     """
     try:
         config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ModelError):
-            raise
+    except StropError:
+        raise
+    except Exception as error:  # the family's code checks the entries
         raise ModelError(f"model {path}: its configuration cannot be read: {error}") from error
     for part in config_parts(config):
         for key, value in list(part.to_dict().items()):
@@ -164,7 +164,10 @@ def model_arguments(
 ) -> dict[str, Any]:
     """Return the arguments with which transformers builds or loads the model of a folder."""
     config = load_model_config(path, override_config=override_config, trust_remote_code=trust_remote_code)
+    if reason := why_unsupported(config):
+        raise ModelError(f"model {path}: {reason}")
     if num_labels is not None:
+        config = scorer_config(config)
         config.num_labels = num_labels
     implementation = attention_for(config, attn_implementation)
     attention = {} if implementation is None else {"attn_implementation": implementation}
@@ -195,15 +198,15 @@ def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
 
 def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[str]]:
     """Load a model; return it with the names of weights that the files lack."""
-    arguments = model_arguments(path, **options)
     bars = contextlib.nullcontext() if sys.stderr.isatty() else no_progress_bars()  # keep logs clean
     try:
+        arguments = model_arguments(path, **options)
         with bars:
             model, loading = auto_class.from_pretrained(**locate(path), **arguments, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        if isinstance(error, ModelError | MissingExtraError):
-            raise
-        raise ModelError(f"cannot load a model from {path}: {error}") from error
+    except (StropError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the family's code may raise anything, for example for a missing key
+        raise ModelError(f"cannot load a model from {path}: {load_failure(error)}") from error
     if quantizer := getattr(model, "hf_quantizer", None):
         if not all(weight.is_floating_point() for weight in model.parameters()):
             raise ModelError(
@@ -211,6 +214,11 @@ def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[s
             )
         quantizer.remove_quantization_config(model)  # an unpacked GGUF file is an ordinary model
     return without_jitter(model, options.get("override_config")), set(loading["missing_keys"])
+
+
+def load_failure(error: Exception) -> str:
+    """Return an error's name and message, without transformers' list of all classes that it knows."""
+    return f"{type(error).__name__}: {error}".partition("\nModel type should be one of")[0]
 
 
 def load_causal_lm(path: str | Path, **options: Any) -> PreTrainedModel:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from strop.errors import ModelError
 from strop.models.attention import Runs, is_flash, packed_attention, portable_attention, row_attention
+from strop.models.heads import decoder_of
 from strop.models.ulysses import SequenceGroup, SharedRow
 
 _WINDOW = 2
@@ -89,7 +90,7 @@ def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], pa
     """
     options = packing.options(model.config._attn_implementation)
     with packed_attention(model, packing.group):
-        return model.base_model(
+        return decoder_of(model)(
             input_ids=packing.pack(batch["input_ids"]),
             attention_mask=None,
             position_ids=packing.pack(batch["position_ids"]),
@@ -138,7 +139,7 @@ def check_packed_pass(model: PreTrainedModel, key: str, group: SequenceGroup | N
         "position_ids": (mask_BL.cumsum(dim=1) - 1).clamp(min=0),
     }
     with portable_attention(model), _short_windows(model):
-        padded_NH = model.base_model(**batch, use_cache=False).last_hidden_state[mask_BL.bool()]
+        padded_NH = decoder_of(model)(**batch, use_cache=False).last_hidden_state[mask_BL.bool()]
         try:
             packed_NH = _whole_hidden_states(model, batch, Packing(mask_BL, group))
         except (TypeError, ModelError) as error:  # a layer rejects the option or does not pass it on

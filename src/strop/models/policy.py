@@ -20,9 +20,25 @@ from strop.algorithms.output_layer import OutputLayer
 from strop.errors import ModelError
 from strop.models.attention import portable_attention
 from strop.models.base import ResponseTokens, RoleModel, Unpadded
+from strop.models.heads import decoder_of, model_errors
 
 Projection = Callable[[Tensor], Tensor]
 _CHUNK = 256  # tokens whose logits are in memory at once if the head is more than a matrix
+
+
+# Keys of configurations. A family with another is refused by check_projection.
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Gemma 2 to 4; RecurrentGemma; xLSTM."""
+_MULTIPLIERS = ("logit_scale",)
+"""Cohere."""
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+"""Granite; Inkling."""
+
+
+def _first(config: PretrainedConfig, keys: tuple[str, ...], default: Any) -> Any:
+    """Return the first of these entries of the text model's configuration that is set."""
+    found = (getattr(config.get_text_config(), key, None) for key in keys)
+    return next((value for value in found if value is not None), default)
 
 
 class LogitProjection:
@@ -30,10 +46,8 @@ class LogitProjection:
 
     def __init__(self, config: PretrainedConfig, head: Projection) -> None:
         self._head = head
-        self._soft_cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
-        multiplier = getattr(config, "logit_scale", None)  # Cohere
-        divisor = getattr(config, "logits_scaling", None)  # Granite
-        self._scale = (1.0 if multiplier is None else multiplier) / (1.0 if divisor is None else divisor)
+        self._soft_cap = _first(config, _SOFT_CAPS, None)
+        self._scale = _first(config, _MULTIPLIERS, 1.0) / _first(config, _DIVISORS, 1.0)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, through the head module."""
@@ -64,11 +78,13 @@ def check_projection(model: PreTrainedModel, project: Projection) -> None:
     ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
     with portable_attention(model):
         own = model(input_ids=ids, use_cache=False).logits.float()
-        ours = project(model.base_model(input_ids=ids, use_cache=False).last_hidden_state).float()
+        ours = project(decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state).float()
     if not torch.allclose(own, ours, atol=1e-3, rtol=1e-3):
         raise ModelError(
-            f"{type(model).__name__} changes its logits after the output layer (largest difference "
-            f"{(own - ours).abs().max():.3g}); add this family to strop.models.policy.LogitProjection"
+            f"{type(model).__name__} computes other logits than its output layer does from the decoder's "
+            f"hidden states (largest difference {(own - ours).abs().max():.3g}): layers or scaling are "
+            "between the two, so this family is not supported as a policy. A scaling or cap that an entry of "
+            "config.json gives can be added to strop.models.policy"
         )
 
 
@@ -84,12 +100,14 @@ class PolicyModel(RoleModel):
         self._project = LogitProjection(language_model.config, head)
         self._reference_head: dict[str, Tensor] | None = None
         if not head.weight.is_meta:
-            check_projection(language_model, self._project)
+            with model_errors(language_model):
+                check_projection(language_model, self._project)
 
     def check(self) -> None:
         """Raise ``ModelError`` if the log-probs would not be those of the model's logits."""
         super().check()
-        check_projection(self.hugging_face_model, self._project)
+        with model_errors(self.hugging_face_model):
+            check_projection(self.hugging_face_model, self._project)
 
     def figures(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probs [B, T] of the response tokens."""

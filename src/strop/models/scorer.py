@@ -1,7 +1,8 @@
 """Models with a scalar head: ``ValueModel`` (critic), ``SequenceScorer`` (reward model), ``PairScorer``.
 
 All are Hugging Face sequence-classification models with one label: a critic can start from a reward model,
-and an exported critic loads with ``AutoModelForSequenceClassification``. ``PairScorer`` is a reward model in
+and an exported critic loads with ``AutoModelForSequenceClassification``. ``strop.models.heads`` defines the
+class of families for which transformers has none. ``PairScorer`` is a reward model in
 training, which scores both answers to a prompt in one pass.
 
 Shapes: B rows, P prompt tokens, T response tokens, L = P + T, n chosen tokens, H hidden.
@@ -65,6 +66,8 @@ class SequenceScorer(RoleModel):
     The head has no bias, and preferences do not fix the zero of a score. So the mean is subtracted if the
     model's configuration has it.
     """
+
+    causal = False
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``rm_scores`` [B] float32."""

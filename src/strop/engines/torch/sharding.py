@@ -29,6 +29,7 @@ from strop.engines import ranks
 from strop.errors import ConfigError, StropError
 from strop.models.base import RoleModel
 from strop.models.deferred import WeightSource
+from strop.models.heads import decoder_of
 from strop.models.ulysses import SequenceGroup
 
 
@@ -141,9 +142,10 @@ def _mesh(world: dist.ProcessGroup, device_type: str, ranks_per_copy: int) -> De
 def _units(module: RoleModel, settings: ShardingSettings) -> list[nn.Module]:
     """Return the modules to shard, inner ones first."""
     model = module.hugging_face_model
-    inside = [unit for unit in model.base_model.modules() if unit is not model.base_model]
+    decoder = decoder_of(model)
+    inside = [unit for unit in decoder.modules() if unit is not decoder]
     if settings.min_num_params:
-        return list(_large(model.base_model, settings.min_num_params))
+        return list(_large(decoder, settings.min_num_params))
     classes = set(settings.layer_classes) or set(model._no_split_modules or ())
     units = [unit for unit in reversed(inside) if type(unit).__name__ in classes]
     if unknown := set(settings.layer_classes) - {type(unit).__name__ for unit in units}:

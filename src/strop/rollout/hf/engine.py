@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from strop.config.placement import rollout_dtype
 from strop.errors import ModelError
 from strop.models.deferred import defer_causal_lm
+from strop.models.heads import model_errors
 from strop.models.loader import dtype_named, end_token_ids
 from strop.protocol import DataProto
 from strop.rollout.base import (
@@ -77,7 +78,7 @@ class HFRollout:
                 f"rollout.name=hf: {type(model).__name__} does not take {', '.join(sorted(missing))}"
             )
         self.autocast_dtype: torch.dtype | None = None
-        with torch.no_grad(), _eval_mode(model):
+        with torch.no_grad(), _eval_mode(model), model_errors(model, "rollout.name=hf: "):
             check_decoding(model, self.generate)
         self.autocast_dtype = autocast_dtype  # set after the check, which bfloat16 rounding would blur
 

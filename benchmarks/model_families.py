@@ -1,0 +1,360 @@
+"""Compare strop with transformers on a tiny random model of every family that has a causal language model.
+
+Every family of ``MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`` is written to a folder and loaded as a run loads it. The
+yardstick is transformers alone: its eager attention, one sequence at a time, without padding, in float32. A
+role is ``exact`` if log-probs (values of a critic) agree within 1e-4 and gradients within 1e-3 of their norm,
+in the modes of inference and of the update. Otherwise it must be refused by an error of strop's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tiny_families import VOCABULARY, families, model_type_of, save_tiny
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from strop.engines.base import EngineSpec, ModelSpec, OptimizerSettings
+from strop.engines.torch.engine import TorchEngine
+from strop.errors import StropError
+from strop.models.base import RoleModel
+from strop.protocol import DataProto
+from strop.rollout.base import SamplingParams
+from strop.rollout.hf.engine import HFRollout
+
+LOG_PROBS, GRADIENTS = 1e-4, 1e-3
+COLUMNS = ("padded", "packed", "hf rollout", "critic")
+EXACT = "exact"
+PROMPTS, RESPONSES = (1, 7, 3, 5), (6, 2, 4, 1)
+FIRST_TOKEN = 3  # ids below are special
+
+NOT_TEXT_DECODERS = {
+    "gemma4_assistant": "drafts tokens for another model, from its hidden states",
+    "gemma4_unified_assistant": "drafts tokens for another model, from its hidden states",
+    "musicgen": "decoder of sounds, conditioned on a text encoder",
+    "musicgen_melody": "decoder of sounds, conditioned on a text encoder",
+    "gemma3n": "image and sound encoders need the package timm; its text model is gemma3n_text",
+    "trocr": "decoder half of an image-to-text model",
+}
+"""Families that are not built, with the reason. Encoder-decoders are found by their configuration."""
+
+
+@dataclass
+class Findings:
+    """What was found for a family: a column's verdict, ``exact`` or why not."""
+
+    family: str
+    model: str
+    verdicts: dict[str, str] = field(default_factory=dict)
+    excluded: str = ""
+
+    @property
+    def wrong(self) -> dict[str, str]:
+        """Verdicts that are neither exact nor an error of strop's."""
+        return {
+            column: verdict
+            for column, verdict in self.verdicts.items()
+            if not verdict.startswith((EXACT, "refused: "))
+        }
+
+
+def batch() -> dict[str, Tensor]:
+    """Return left-padded prompts and right-padded responses of uneven lengths."""
+    generator = torch.Generator().manual_seed(0)
+    prompts, responses = torch.tensor(PROMPTS)[:, None], torch.tensor(RESPONSES)[:, None]
+    width, response_width = max(PROMPTS), max(RESPONSES)
+    response_mask = torch.arange(response_width) < responses
+    mask = torch.cat([torch.arange(width) >= width - prompts, response_mask], dim=1).long()
+    ids = torch.randint(FIRST_TOKEN, VOCABULARY, mask.shape, generator=generator) * mask
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+        "responses": ids[:, width:],
+        "response_mask": response_mask.float(),
+    }
+
+
+def by_row(model: PreTrainedModel, columns: Mapping[str, Tensor], head: Tensor | None = None) -> Tensor:
+    """Return log-probs of the responses, or values with a ``head`` [1, H], of single unpadded sequences.
+
+    Zero where the response mask is 0, as strop's.
+    """
+    rows = []
+    for ids, mask, response_mask in zip(
+        columns["input_ids"], columns["attention_mask"], columns["response_mask"], strict=True
+    ):
+        own, length = ids[mask.bool()][None], int(response_mask.sum())
+        if head is None:
+            log_probs = model(input_ids=own, use_cache=False).logits[0].float().log_softmax(-1)
+            found = log_probs[-length - 1 : -1].gather(-1, own[0, -length:, None])[:, 0]
+        else:
+            hidden = decoder(model)(input_ids=own, use_cache=False).last_hidden_state[0]
+            found = (hidden[-length - 1 : -1] @ head.T)[:, 0]
+        rows.append(torch.nn.functional.pad(found, (0, len(response_mask) - length)))
+    return torch.stack(rows)
+
+
+def decoder(model: PreTrainedModel) -> torch.nn.Module:
+    """Return the language model without its output layer; Llama 4 does not call it ``base_model``."""
+    return model.model if model.base_model is model else model.base_model
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """Return True if the logits of tokens do not depend on later ones."""
+    ids = torch.arange(FIRST_TOKEN, FIRST_TOKEN + 9)
+    other = torch.cat([ids[:-1], ids[:1]])
+    with torch.no_grad():
+        logits = [model(input_ids=row[None], use_cache=False).logits[0, :-1] for row in (ids, other)]
+    return torch.allclose(*logits, atol=LOG_PROBS)
+
+
+def gradient(model: PreTrainedModel, outputs: Tensor) -> dict[str, Tensor]:
+    """Return gradients of a fixed combination of ``outputs`` [B, T] by name, zeros where there is none."""
+    model.zero_grad(set_to_none=True)
+    weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2))
+    (outputs * weights).sum().backward()
+    return {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad.detach().clone()
+        for name, weight in model.named_parameters()
+    }
+
+
+def verdict(
+    outputs: Mapping[str, Tensor],
+    expected: Tensor,
+    found: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+) -> str:
+    """Return ``exact``, or the differences; ``outputs`` by mode, gradients by parameter name."""
+    worst = {mode: float((output - expected).abs().max()) for mode, output in outputs.items()}
+    shared = [name for name in gradients if name in found]
+    difference = sum(float((found[name] - gradients[name]).double().square().sum()) for name in shared) ** 0.5
+    norm = sum(float(gradients[name].double().square().sum()) for name in shared) ** 0.5
+    relative = difference / max(norm, 1e-30)
+    if all(error <= LOG_PROBS for error in worst.values()) and relative <= GRADIENTS and norm > 0:
+        return EXACT
+    figures = [f"{error:.1e} in {mode} mode" for mode, error in worst.items()]
+    return f"WRONG: {', '.join(figures)}, gradients {relative:.1e}"
+
+
+class Family:
+    """A tiny model of a family on disk, with transformers' own results on it."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.folder = folder
+        self.reference = save_tiny(family, folder)
+        self.columns = batch()
+
+    @functools.cached_property
+    def log_probs(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Transformers' log-probs and gradients."""
+        found = by_row(self.reference, self.columns)
+        return found.detach(), gradient(self.reference, found)
+
+    def compare(self, role: Any, output: str, expected: Tensor, gradients: Mapping[str, Tensor]) -> str:
+        """Run ``role`` in both modes, and compare."""
+        outputs = {}
+        with torch.no_grad():
+            outputs["eval"] = role.eval()(self.columns)[output]
+        trained = role.train()(self.columns)[output]
+        outputs["train"] = trained.detach()
+        found = gradient(role.hugging_face_model, trained)
+        return verdict(outputs, expected, found, gradients)
+
+    def role(self, kind: Any, folder: Path | None = None, **spec: Any) -> RoleModel:
+        """Return a model as a run's engine builds it, with its checks."""
+        options = {"override_config": {}, "trust_remote_code": False, "attn_implementation": None}
+        section = SimpleNamespace(param_offload=False, model_dump=dict)
+        optimizer = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8, grad_clip=1.0)
+        return TorchEngine.build(
+            ModelSpec(kind=kind, path=folder or self.folder, options=options, **spec),
+            EngineSpec(device=torch.device("cpu"), section=section, optimizer=optimizer),
+        ).module
+
+    def policy(self, *, packed: bool) -> str:
+        """Compare log-probs."""
+        return self.compare(self.role("policy", packed=packed), "log_prob", *self.log_probs)
+
+    def rollout(self) -> str:
+        """Compare the log-probs that a rollout records with transformers', and the trainer's with them."""
+        trainer = self.role("policy")
+        rollout = HFRollout(trainer.hugging_face_model, pad_token_id=0, eos_token_ids=[1])
+        width = max(PROMPTS)
+        prompts = {
+            name: self.columns[name][:, :width] for name in ("input_ids", "attention_mask", "position_ids")
+        }
+        prompts["seeds"] = torch.arange(2 * len(PROMPTS)).view(-1, 2)
+        samples = rollout.generate(DataProto.from_dict(prompts), SamplingParams(max_tokens=9, n=2)).batch
+        with torch.no_grad():
+            theirs, ours = by_row(self.reference, samples), trainer.eval()(samples)["log_prob"]
+        recorded = samples["rollout_log_probs"]
+        errors = [float((recorded - others).abs().max()) for others in (theirs, ours)]
+        if max(errors) <= LOG_PROBS:
+            return EXACT
+        return (
+            f"WRONG: log-probs differ by {errors[0]:.1e} from transformers, {errors[1]:.1e} from the trainer"
+        )
+
+    def critic(self) -> str:
+        """Compare values, and a critic or reward model that was saved and loaded with the first."""
+        fresh = self.role("value", head_seed=0).hugging_face_model
+        head = fresh.get_parameter("score.weight").detach().clone().requires_grad_()
+        expected = by_row(self.reference, self.columns, head)
+        gradients = gradient(self.reference, expected)
+        head_gradient = head.grad.clone()
+        (self.folder / "saved").mkdir(exist_ok=True)
+        fresh.save_pretrained(self.folder / "saved")
+        again = self.role("value", self.folder / "saved").hugging_face_model
+        unequal = [
+            name for name, weight in fresh.named_parameters() if not again.get_parameter(name).equal(weight)
+        ]
+        if unequal:
+            return f"WRONG: {unequal[0]} changes when a critic is saved and loaded"
+        prefix = next(
+            name for name, part in self.reference.named_modules() if part is decoder(self.reference)
+        )
+        base = [name for name in gradients if name.startswith(f"{prefix}.")]
+        gradients = {name.replace(prefix, again.base_model_prefix, 1): gradients[name] for name in base}
+        gradients["score.weight"] = head_gradient
+        found = self.compare(
+            self.role("value", self.folder / "saved"), "values", expected.detach(), gradients
+        )
+        if found != EXACT:
+            return found
+        with torch.no_grad():
+            scores = self.role("score", self.folder / "saved").eval()(self.columns)["rm_scores"]
+            masks = self.columns["attention_mask"].bool()
+            rows = [ids[mask][None] for ids, mask in zip(self.columns["input_ids"], masks, strict=True)]
+            last = [
+                decoder(self.reference)(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
+                for ids in rows
+            ]
+        error = float((scores - (torch.stack(last) @ head.T)[:, 0]).abs().max())
+        return EXACT if error <= LOG_PROBS else f"WRONG: scores of a reward model differ by {error:.1e}"
+
+
+def attempt(check: Callable[[], str]) -> str:
+    """Return a check's verdict; an error of strop's as ``refused``, any other as ``CRASH``."""
+    try:
+        return check()
+    except StropError as error:
+        return f"refused: {error}"
+    except Exception as error:  # noqa: BLE001 - the finding
+        return f"CRASH: {type(error).__name__}: {error}".split("\n")[0]
+
+
+def examine(family: str, folder: Path) -> Findings:
+    """Compare one family in every role."""
+    findings = Findings(family, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type_of(family)]))
+    kind = CONFIG_MAPPING[model_type_of(family)]
+    findings.excluded = NOT_TEXT_DECODERS.get(family, "")
+    if not findings.excluded and kind().is_encoder_decoder:
+        findings.excluded = "decoder half of an encoder-decoder model"
+    if findings.excluded:
+        return findings
+    try:
+        built = Family(family, folder)
+    except Exception as error:  # noqa: BLE001 - the finding
+        findings.verdicts = dict.fromkeys(
+            COLUMNS, f"NOT BUILT: {type(error).__name__}: {error}".split("\n")[0]
+        )
+        return findings
+    checks = {
+        "padded": functools.partial(built.policy, packed=False),
+        "packed": functools.partial(built.policy, packed=True),
+        "hf rollout": built.rollout,
+        "critic": built.critic,
+    }
+    findings.verdicts = {column: attempt(check) for column, check in checks.items()}
+    if EXACT in findings.verdicts.values() and not is_causal(built.reference):
+        findings.verdicts = {
+            column: "WRONG: later tokens change earlier ones" if verdict == EXACT else verdict
+            for column, verdict in findings.verdicts.items()
+        }
+    return findings
+
+
+def run(names: list[str]) -> Iterator[Findings]:
+    """Examine families one after another."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield examine(name, Path(folder))
+
+
+def table(found: list[Findings]) -> str:
+    """Return a Markdown table of all families, with the messages of refusals below it."""
+    columns = ("padded", "packed", "hf rollout", "vLLM", "critic", "Megatron")
+    notes: dict[str, int] = {}
+    lines = [f"| model type | class | {' | '.join(columns)} |", f"| --- | --- |{' --- |' * len(columns)}"]
+    for family in found:
+        if family.excluded:
+            lines.append(
+                f"| {family.family} | {family.model} | not a text decoder: {family.excluded} |||||| "
+            )
+            continue
+        verdicts = {**family.verdicts, "vLLM": "not run", "Megatron": "no"}
+        cells = [_cell(verdicts[column], notes) for column in columns]
+        lines.append(f"| {family.family} | {family.model} | {' | '.join(cells)} |")
+    messages = "\n".join(f"{number}. {note}" for note, number in notes.items())
+    return "\n".join(line.rstrip() for line in lines) + f"\n\nMessages of refusals:\n\n{messages}\n"
+
+
+def _cell(verdict: str, notes: dict[str, int]) -> str:
+    """Return a verdict, with the number of its message if it is refused."""
+    if not verdict.startswith("refused: "):
+        return "yes" if verdict == EXACT else verdict
+    message = verdict.removeprefix("refused: ")
+    for pattern, general in _GENERAL.items():
+        message = re.sub(pattern, general, message)
+    return f"refused ({notes.setdefault(message, len(notes) + 1)})"
+
+
+_GENERAL = {
+    r"/tmp/\S+?(?=[:,;]|$)": "PATH",
+    r"\b\w+(For(CausalLM|ConditionalGeneration|SequenceClassification)|LMHeadModel|LMHead)\b": "MODEL",
+    r"\b\d+(\.\d+)?(e[-+]\d+)?\b(?=\)| \(of| in | of their norm,)": "X",
+    r"\['[^]]*'\]": "[...]",
+    r"generate with \w+:": "generate with TYPE:",
+    r"\n": " ",
+}
+"""Parts of messages that depend on the model, for one number per message."""
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+MARK = "<!-- written by `make families` -->\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", help="model types or variants; default: all")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/models.md")
+    arguments = parser.parse_args()
+    found = []
+    for family in run(arguments.families or families()):
+        found.append(family)
+        print(
+            json.dumps({"family": family.family, "excluded": family.excluded, **family.verdicts}), flush=True
+        )
+    if arguments.write:
+        PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + "\n" + table(found))
+    if wrong := {family.family: family.wrong for family in found if family.wrong}:
+        raise SystemExit(f"not exact, and not refused: {json.dumps(wrong, indent=2)}")
+
+
+if __name__ == "__main__":
+    main()

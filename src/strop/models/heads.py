@@ -1,0 +1,124 @@
+"""Parts of Hugging Face models: the decoder of a language model, and a scalar head on a decoder.
+
+transformers has sequence-classification classes for some families only. ``scorer_config`` registers the
+others, defined as transformers defines its own (``GenericForSequenceClassification``): the family's decoder
+under its name in the language model, and a linear layer ``score`` without bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from strop.errors import ModelError, StropError
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a model that maps tokens to hidden states.
+
+    It is ``base_model``, except in families without an attribute of that name (Llama 4).
+    """
+    if model.base_model is not model:
+        return model.base_model
+    return next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
+
+
+def why_unsupported(config: PretrainedConfig) -> str | None:
+    """Return the reason why no model of this configuration can be used in any role, or None."""
+    if config.is_encoder_decoder:
+        return (
+            f"{config.model_type} is an encoder-decoder model; expected a decoder alone, which continues one "
+            "sequence of tokens"
+        )
+    if config.model_type == "falcon" and getattr(config, "alibi", False):
+        return (
+            "Falcon with alibi=True is not supported: transformers' eager attention adds the position biases "
+            "twice and its sdpa once, so passes, samplers and exports would not be of one model; expected a "
+            "Falcon model with rotary positions"
+        )
+    if config.model_type == "reformer":
+        return "reformer is not supported: it trains on sequences of one fixed length, in random hash buckets"
+    return None
+
+
+def scorer_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration with which ``AutoModelForSequenceClassification`` builds this family.
+
+    Registers a class if transformers has none. Of a configuration with several parts (text and images) the
+    result is the part of the language model.
+    """
+    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if type(config) in known or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    with torch.device("meta"):
+        language_model = AutoModelForCausalLM.from_config(config)
+    config, decoder = language_model.config, decoder_of(language_model)
+    if type(config) not in known:
+        # exist_ok: without it transformers ignores classes for configurations of its own, silently.
+        if type(config) not in MODEL_MAPPING:
+            AutoModel.register(type(config), type(decoder), exist_ok=True)
+        scorer = _scorer_class(language_model, decoder)
+        AutoModelForSequenceClassification.register(type(config), scorer, exist_ok=True)
+    return config
+
+
+def _scorer_class(language_model: PreTrainedModel, decoder: nn.Module) -> type[PreTrainedModel]:
+    """Return a class whose weights have the names that they have in the language model, and ``score``."""
+    name = type(language_model).__name__
+    family = next(base for base in type(language_model).__mro__[1:] if issubclass(base, PreTrainedModel))
+    prefix = next(path for path, part in language_model.named_modules() if part is decoder)
+    name = f"{name.partition('For')[0].removesuffix('LMHeadModel')}ForSequenceClassification"
+    # transformers reads the file of the class's module to find out which attention and experts it supports.
+    entries = {
+        "__module__": type(language_model).__module__,
+        "base_model_prefix": prefix,
+        "config_class": type(language_model.config),
+    }
+    return type(name, (GenericForSequenceClassification, family), entries)
+
+
+@contextmanager
+def model_errors(model: PreTrainedModel, prefix: str = "") -> Generator[None]:
+    """Raise ``ModelError`` for any exception of the family's code in the body, where passes are tried out.
+
+    A lack of memory is not the model's.
+    """
+    try:
+        yield
+    except (StropError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{prefix}{type(model).__name__} fails in a trial pass over a few tokens, with "
+            f"{type(error).__name__}: {error}; this family or its configuration is not supported"
+        ) from error
+
+
+@torch.no_grad()
+def check_causal(model: PreTrainedModel) -> None:
+    """Raise ``ModelError`` if hidden states depend on tokens that come later; needs the weights."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids_BL = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]], device=model.device) % vocabulary
+    first_BLH = decoder_of(model)(input_ids=ids_BL, use_cache=False).last_hidden_state[:, :3].float()
+    difference = float((first_BLH[0] - first_BLH[1]).norm() / first_BLH.norm())
+    if not difference < 0.01:  # rounding gives at most 0.001, in 16 bits
+        raise ModelError(
+            f"{type(model).__name__} is no causal model: a token changes the hidden states of the tokens "
+            f"before it by {difference:.1e} of their norm, so it gives no probabilities of next tokens and "
+            "no values of states. If its configuration has is_decoder or causal, set it to True by "
+            "model.override_config"
+        )
