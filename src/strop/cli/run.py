@@ -15,12 +15,12 @@ from strop.errors import SeveralErrors, StropError, problems_of
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bool = True) -> int:
+def run_command(action: Callable[[], int], *, debug: bool) -> int:
     """Run ``action`` and return the exit status.
 
     A ``StropError``, and an ``OSError`` about a file or a full disk, is printed without its traceback
-    (unless ``debug``) and gives 2; Ctrl-C gives 130 and SIGTERM 143, as shells expect. ``makes_checkpoints``
-    adds to that message that the last one is kept.
+    (unless ``debug``) and gives 2; Ctrl-C gives 130 and SIGTERM 143, as shells expect. Their message ends
+    with the notes of the interrupt (``BaseException.add_note``).
     """
     terminated: list[int] = []
     try:
@@ -38,12 +38,12 @@ def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bo
             raise  # a broken pipe, a child process: another path would not help
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if debug:
             raise
         name, status = ("SIGTERM", 143) if terminated else ("Ctrl-C", 130)
-        kept = "; the last whole checkpoint is kept" if makes_checkpoints else ""
-        sys.stderr.write(f"stopped by {name}{kept}\n")
+        notes = getattr(interrupt, "__notes__", [])
+        sys.stderr.write("; ".join([f"stopped by {name}", *notes]) + "\n")
         return status
 
 
