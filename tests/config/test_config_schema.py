@@ -59,7 +59,10 @@ def test_a_wrong_value_is_one_line_with_found_and_expected(override, found, expe
         ("trainer.totl_epochs", "trainer.total_epochs"),
         ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),
         ("actor.optim.lr", "actor_rollout_ref.actor.optim.lr"),
-        ("actor_rollout_ref.rolout.val_kwargs.tmperature", "actor_rollout_ref.rollout.val_kwargs.temperature"),
+        (
+            "actor_rollout_ref.rolout.val_kwargs.tmperature",
+            "actor_rollout_ref.rollout.val_kwargs.temperature",
+        ),
         ("trainer.placment.Critic", "trainer.placement"),
         ("reward_model.model.pth", "reward_model.model.path"),
         ("datta", "data"),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from strop.cli.run import run_command
 from strop.config.backends import load_backend
+from strop.terminal import print_exception
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
@@ -92,7 +93,9 @@ def _overview() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # the whole process is the command's
+        sys.excepthook = print_exception
+        argv = sys.argv[1:]
     if not argv or argv[0] not in _COMMANDS:
         _overview().parse_args(argv)
         return 2

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from strop.errors import SeveralErrors, StropError, problems_of
+from strop.terminal import printable
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -31,12 +32,12 @@ def run_command(action: Callable[[], int], *, debug: bool) -> int:
             raise
         for one in error.errors if isinstance(error, SeveralErrors) else [error]:
             for problem in problems_of(one):
-                sys.stderr.write(f"{type(one).__name__}: {problem}\n")
+                sys.stderr.write(printable(f"{type(one).__name__}: {problem}") + "\n")
         return 2
     except OSError as error:
         if debug or (error.filename is None and error.errno not in _FULL):
             raise  # a broken pipe, a child process: another path would not help
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(printable(f"{type(error).__name__}: {error}") + "\n")
         return 2
     except KeyboardInterrupt as interrupt:
         if debug:

@@ -18,6 +18,7 @@ from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SftConfig, SupervisedConfig
 from strop.config.trees import PPO, REWARD_MODELLING, SFT, Root, Tree
 from strop.errors import WorkerError
+from strop.terminal import PrintableFormatter
 
 if TYPE_CHECKING:
     from strop.trainer.run_folder import RunFolder
@@ -75,7 +76,9 @@ def run(config: RootConfig) -> int:
 
 def log_to_console() -> None:
     """Log strop's own messages from level INFO, those of other packages from WARNING."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logger.setLevel(logging.INFO)
 
 

@@ -25,6 +25,7 @@ from strop.rewards.worker.feed import Feed, Maker
 from strop.rewards.worker.pool import RewardPool
 from strop.rewards.worker.process import RewardProcess
 from strop.rewards.worker.records import Outcome, Sample
+from strop.terminal import printable
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ class ScoringJob:
                 if outcome.error:
                     failed += 1
                     if failed == 1:
-                        first_error = f"{name}:\n{outcome.error}"
+                        first_error = printable(f"{name}:\n{outcome.error}")
                         logger.warning("could not score %s", first_error)
                 if self._budget.count(bool(outcome.error)):
                     raise RewardError(
