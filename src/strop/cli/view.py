@@ -167,7 +167,7 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
         names = pq.read_schema(path).names
         columns = [name for name in names if name in _SAMPLE_COLUMNS or name.startswith("reward/")]
         table = pq.read_table(path, columns=[*columns, "response_ids"])
-    except (OSError, pa.ArrowException, KeyError) as error:
+    except (OSError, pa.ArrowException, KeyError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a file of samples: {error}") from error
     ids = table["response_ids"].combine_chunks()
     return table.drop_columns("response_ids").append_column("length", ids.value_lengths()).to_pylist()
