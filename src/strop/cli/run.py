@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import signal
 import sys
 import threading
@@ -13,6 +14,8 @@ from typing import Any, NoReturn
 from strop.errors import SeveralErrors, StropError, problems_of
 from strop.terminal import printable
 
+_NO_MEMORY = re.compile("MemoryError|OutOfMemoryError|can't allocate memory|out of memory")
+"""Errors of Python, numpy, CUDA and torch on a CPU, whose class is a plain RuntimeError."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -38,6 +41,14 @@ def run_command(action: Callable[[], int], *, debug: bool) -> int:
         if debug or (error.filename is None and error.errno not in _FULL):
             raise  # a broken pipe, a child process: another path would not help
         sys.stderr.write(printable(f"{type(error).__name__}: {error}") + "\n")
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if debug or not _NO_MEMORY.search(f"{type(error).__name__}: {error}"):
+            raise
+        sys.stderr.write(
+            f"out of memory: {printable(next(iter(str(error).splitlines()), ''))}\nLower batch sizes or "
+            "lengths: strop check forecasts the memory of a run, and --debug shows where it ended\n"
+        )
         return 2
     except KeyboardInterrupt as interrupt:
         if debug:

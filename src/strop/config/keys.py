@@ -14,7 +14,17 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.base import Expected, Limit, Required, Section
+from strop.config.schema.base import (
+    LARGEST_FLOAT,
+    LARGEST_INT,
+    LARGEST_SIZE,
+    MOST_PROCESSES,
+    SMALLEST_FLOAT,
+    Expected,
+    Limit,
+    Required,
+    Section,
+)
 from strop.config.schema.data import RowsConfig
 
 _PLAIN_NAMES = {
@@ -25,6 +35,9 @@ _PLAIN_NAMES = {
     type(None): "null",
     Any: "any",
 }
+
+OF_ALL_NUMBERS = (LARGEST_INT, LARGEST_SIZE, MOST_PROCESSES, LARGEST_FLOAT, -LARGEST_FLOAT, SMALLEST_FLOAT)
+"""Bounds that are mentioned only where a value exceeds them."""
 
 _CLOSE_ENOUGH = 0.65  # fsdp_size is not fsdp_config
 
@@ -129,6 +142,8 @@ def _bounds_in_words(metadata: Iterable[Any]) -> str:
     for outer in metadata:
         for item in outer.metadata if isinstance(outer, FieldInfo) else [outer]:
             match item:
+                case annotated_types.Ge(bound) | annotated_types.Le(bound) if bound in OF_ALL_NUMBERS:
+                    continue
                 case annotated_types.Gt(bound):
                     words.append(f"> {bound}")
                 case annotated_types.Ge(bound):

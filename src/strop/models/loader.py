@@ -6,6 +6,7 @@ Models have float32 weights and no dropout; tokenizers pad on the left.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import json
@@ -144,7 +145,18 @@ def load_model_config(
         if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_drop"))):
             setattr(config, key, 0.0)
     for key, value in (override_config or {}).items():
-        setattr(config, key, value)
+        if not hasattr(config, key) and not trust_remote_code:  # a model's own code may read any key
+            close = difflib.get_close_matches(key, config.to_dict(), n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ModelError(
+                f"override_config.{key}: the configuration of the model {path} ({type(config).__name__}) has "
+                f"no such key, so it would have no effect{hint}"
+            )
+        try:
+            setattr(config, key, value)
+        except Exception as error:  # the classes of transformers check types with errors of their own
+            reason = " ".join(str(error).split())
+            raise ModelError(f"override_config.{key}={value!r}: {path} does not take it: {reason}") from error
     return config
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
 from strop.config.placement import Placement, runs_on_ray
-from strop.config.roles import model_paths, roles_of, tokenizer_paths
+from strop.config.roles import model_paths, roles_of, tokenizer_paths, uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import ModelConfig
 from strop.controller.group import LocalWorkerGroup
@@ -30,6 +30,7 @@ from strop.models.loader import import_external_lib, load_model_config, load_tok
 from strop.rewards.base import Reward
 from strop.rewards.manager import load_reward_manager
 from strop.rewards.router import UnknownSourceError
+from strop.tracking.trackers import resolve_tracker
 from strop.trainer.ray_trainer import RayPPOTrainer
 from strop.trainer.seeds import seed_global_generators
 from strop.workers.critic import CriticWorker
@@ -108,6 +109,18 @@ def check_reward_model_tokens(config: Config, tokenizer: Any) -> None:
         )
 
 
+def check_model_configurations(config: Config) -> None:
+    """Raise ``ModelError`` if the configuration of policy or critic cannot be read, or overridden."""
+    sections = [config.actor_rollout_ref.model, *([config.critic.model] if uses_critic(config) else [])]
+    for section in sections:
+        import_external_lib(section.external_lib)
+        load_model_config(
+            local_tokenizer(section.path, config.data.cache_dir),
+            override_config=section.override_config,
+            trust_remote_code=section.trust_remote_code,
+        )
+
+
 def _template_differs(tokenizer: Any) -> bool:
     """Return True if the chat template writes a response otherwise than a policy generates it."""
     prompt, response = [{"role": "user", "content": "1"}], {"role": "assistant", "content": "2"}
@@ -148,6 +161,9 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
     )
     attempt = Attempts()
     attempt(lambda: check_reward_model_tokens(config, tokenizer))
+    attempt(lambda: check_model_configurations(config))
+    for name in config.trainer.logger:
+        attempt(lambda name=name: resolve_tracker(name))
     attempt(lambda: require_checkpoint(Checkpoints.of(config), config.trainer.resume_mode))
 
     role_worker_mapping = {

@@ -27,9 +27,12 @@ from strop.config.placement import GLOBAL_POOL, pools_of
 from strop.config.schema.supervised import RewardModellingConfig, SftConfig, SupervisedConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset, pair_batch, response_batch
+from strop.data.hub import local_tokenizer
 from strop.data.loader import EpochSampler, PromptLoader, one_pass
 from strop.data.rl_dataset import Subset
+from strop.models.loader import load_model_config
 from strop.protocol import DataProto
+from strop.tracking.trackers import resolve_tracker
 from strop.trainer.build import fetch_tokenizer, require_checkpoint, worker_group_class
 from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer
@@ -200,6 +203,13 @@ def build(trainer_cls: type[SupervisedTrainer[Any]], config: SupervisedConfig) -
     tokenizer = fetch_tokenizer(
         config, config.model, models=[config.model.path], tokenizers=own, weights=True
     )
+    load_model_config(
+        local_tokenizer(config.model.path, config.data.cache_dir),
+        override_config=config.model.override_config,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    for name in config.trainer.logger:
+        resolve_tracker(name)
     checkpoints = Checkpoints.of(config, trained=(trainer_cls.group_name,))
     require_checkpoint(checkpoints, config.trainer.resume_mode)
     return trainer_cls(
