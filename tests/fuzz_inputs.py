@@ -81,6 +81,8 @@ def command(name: str, arguments: list[str], *, stop_at_model: bool = False) -> 
             raise
         except BaseException:  # noqa: BLE001 - this is what is looked for
             return Result(None, traceback.format_exc())
+    if status in (130, 143):
+        raise KeyboardInterrupt  # meant for this program
     text = out.getvalue()
     return Result(0 if "ReachedModel" in text else status, text)
 
