@@ -326,6 +326,7 @@ def _other_files() -> dict[str, Breaker]:
 
     def checkpoint(*entries: str, latest: str | None = None, resume: str = "auto") -> Breaker:
         def make(folder: Path) -> list[str]:
+            (folder / "run").mkdir()
             for entry in entries:
                 (folder / "run" / entry).mkdir(parents=True)
             if latest is not None:

@@ -93,8 +93,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     kind = PreTrainedTokenizerFast if _is_only_its_file(Path(path)) else AutoTokenizer
     try:
         tokenizer: Any = kind.from_pretrained(**located, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ModelError):
+    except Exception as error:  # transformers raises many types for a broken file, KeyError among them
+        if isinstance(error, ModelError | MissingExtraError):
             raise
         raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
     _require_vocabulary(tokenizer, path)
@@ -137,10 +137,11 @@ def load_model_config(
     """Load the model's configuration with every dropout at 0, then apply ``override_config``."""
     try:
         config = AutoConfig.from_pretrained(**locate(path), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ModelError):
+    except Exception as error:  # as for tokenizers; checks of types have errors of their own
+        if isinstance(error, ModelError | MissingExtraError):
             raise
-        raise ModelError(f"model {path}: its configuration cannot be read: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelError(f"model {path}: its configuration cannot be read: {reason}") from error
     for key, value in list(config.to_dict().items()):
         if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "_drop"))):
             setattr(config, key, 0.0)
