@@ -34,7 +34,9 @@ strop check --config-path conf --config-name mine    # sizes and every error; lo
   as Hydra users know them; the shipped defaults are always underneath.
 - `key=value`, `+key=value` and `++key=value` all set a key; `~key` removes one, which is of use in mappings
   such as `override_config`. A list is written `key=[a,b]`, a mapping `key={a: 1}`. A key that does not exist
-  is an error that names the nearest one.
+  is an error that names the nearest one of its section.
+- Numbers whose type shows no upper bound are ints of 32 bits, floats of float32's range, and at most 1,024
+  processes.
 - A default such as `${data.max_prompt_length}` follows the key that it names until you set it.
 - A required key without a value is an error that says what to write.
 - Paths may begin with `~`, and model and data paths may be `hdfs://` or any other fsspec URL.

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from strop.cli import main as cli
 from strop.cli.main import main
 
 from messages import mentions
@@ -101,15 +100,14 @@ def test_options_and_overrides_come_in_any_order(inputs, tmp_path, capsys):
     assert "gea" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("command", "ending"), [("score", "\n"), ("train", "; the last whole checkpoint is kept\n")]
-)
-def test_ctrl_c_mentions_checkpoints_of_commands_that_make_some(monkeypatch, capsys, command, ending):
-    def stop(_arguments):
+@pytest.mark.parametrize("saved", [False, True])
+def test_ctrl_c_mentions_the_checkpoint_if_there_is_one(inputs, tmp_path, monkeypatch, capsys, saved):
+    def stop(_config):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "stop", stop, raising=False)
-    stopping = cli._COMMANDS[command]._replace(run="strop.cli.main:stop")
-    monkeypatch.setitem(cli._COMMANDS, command, stopping)
-    assert main([command, "file.parquet"]) == 130
-    assert capsys.readouterr().err == f"stopped by Ctrl-C{ending}"
+    monkeypatch.setattr("strop.cli.train.train_once", stop)
+    if saved:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
+    ending = "; the last whole checkpoint is kept (iteration 7)\n" if saved else "\n"
+    assert main(["train", *overrides(inputs, tmp_path)]) == 130
+    assert capsys.readouterr().err.endswith(f"stopped by Ctrl-C{ending}")

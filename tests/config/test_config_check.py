@@ -206,8 +206,8 @@ def test_deprecated_keys_are_named_and_contradictions_are_errors(report):
     (line,) = doubts(result)
     assert mentions(line, "critic.ppo_micro_batch_size=8")
     model = "actor_rollout_ref.model"
-    (line,) = report(f"{model}.external_lib=a", f"{model}.external_libs=b").errors
-    assert mentions(line, f"{model}.external_lib=a", f"{model}.external_libs=b")
+    (line,) = report(f"{model}.external_lib=json", f"{model}.external_libs=os").errors
+    assert mentions(line, f"{model}.external_lib=json", f"{model}.external_libs=os")
 
 
 @pytest.mark.parametrize(
@@ -249,3 +249,50 @@ def test_the_critic_has_the_policys_tokenizer_unless_it_names_one(overrides, exp
     config = load_config(["actor_rollout_ref.model.path=policy", *overrides])
     assert critic_tokenizer(config) == expected
     assert tokenizer_paths(config)["critic.model.tokenizer_path"] == expected
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"{ROLLOUT}.n=1000000000000000000000000000000",
+        f"{ROLLOUT}.temperature=1e-30",
+        "actor_rollout_ref.actor.optim.eps=1e30",
+        "actor_rollout_ref.actor.optim.eps=1e-300",
+        "actor_rollout_ref.actor.optim.lr=1e30",
+        "actor_rollout_ref.model.external_lib=''",
+        "actor_rollout_ref.model.external_lib=[a,.b]",
+        "algorithm.kl_ctrl.kl_coef=1e300",
+        "data.prompt_key=''",
+        "data.train_files=[a,'']",
+        "reward_model.timeout_s=1e300",
+        "trainer.default_local_dir=''",
+        "trainer.nnodes=2000000000",
+        "trainer.resume_mode=''",
+        "trainer.seed=18446744073709551616",
+    ],
+)
+def test_values_that_no_run_can_take_are_out_of_bounds(override):
+    with pytest.raises(ConfigError) as caught:
+        load_config([override])
+    assert mentions(caught.value.problems[0], override.partition("=")[0], "expected")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("data.max_response_length=1000000000", ("data.max_response_length=1000000000", "GiB")),
+        (f"{ROLLOUT}.val_kwargs.n=2000000000", ("val_kwargs.n=2000000000", "GiB")),
+        ("data.train_files=''", ("data.train_files", "parquet")),
+        ("actor_rollout_ref.model.external_lib=json.nothing", ("external_lib", "json.nothing")),
+        ("reward_model.reward_manager=json.nothing:Manager", ("reward_manager", "json.nothing")),
+        ("custom_reward_function.path=/no/reward.py", ("custom_reward_function.path", "/no/reward.py")),
+    ],
+)
+def test_what_a_run_would_stop_at_is_found_without_running_it(report, override, parts):
+    assert Message(*parts) in report(override).errors
+
+
+def test_a_reward_file_with_a_mistake_is_named_with_its_line(report, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(:\n    pass\n")
+    (line,) = report(f"custom_reward_function.path={tmp_path}/reward.py").errors
+    assert mentions(line, "reward.py, line 1", "not Python")

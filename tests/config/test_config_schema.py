@@ -8,6 +8,8 @@ from strop.config.load import load_config
 from strop.config.schema import Config
 from strop.errors import ConfigError
 
+from messages import mentions
+
 
 def test_no_field_has_a_second_default():
     def fields(section):
@@ -57,10 +59,35 @@ def test_a_wrong_value_is_one_line_with_found_and_expected(override, found, expe
         ("trainer.totl_epochs", "trainer.total_epochs"),
         ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),
         ("actor.optim.lr", "actor_rollout_ref.actor.optim.lr"),
-        ("algorithm.clip_ratio", "actor_rollout_ref.actor.clip_ratio"),
+        (
+            "actor_rollout_ref.rolout.val_kwargs.tmperature",
+            "actor_rollout_ref.rollout.val_kwargs.temperature",
+        ),
+        ("trainer.placment.Critic", "trainer.placement"),
         ("reward_model.model.pth", "reward_model.model.path"),
         ("datta", "data"),
     ],
 )
 def test_the_nearest_key_is_found(wrong, right):
     assert nearest(wrong) == right
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "algorithm.clip_ratio",
+        "lr",
+        "reward_model.model.fsdp_config.fsdp_size",
+        "reward_model.model.fsdp_size",
+        "reward_model.model.use_remove_padding",
+        "reward_model.strategy",
+        "reward_model.use_remove_padding",
+        "use_remove_padding",
+    ],
+)
+def test_no_key_of_another_section_is_proposed(key):
+    assert nearest(key) is None
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"{key}=1"])
+    assert "did you mean" not in str(caught.value)
+    assert mentions(str(caught.value), key)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import random
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from strop.data.parquet import count_rows, read_prompt_table
 from strop.errors import DataError
+from strop.prepare.source import read_records
 
 from messages import naming
 
@@ -70,3 +73,49 @@ def test_a_url_is_read_through_the_cache(write, memory_fs, tmp_path):
     assert table.locate(0) == ("memory://bucket/a.parquet", 0)
     assert pq.read_metadata(table.paths[0]).num_rows == 1
     assert table.paths[0].is_relative_to(tmp_path / "cache")
+
+
+def _not_utf8(rows: int, bad: int) -> pa.Array:
+    """Return text "a" in every row; row ``bad`` has a byte that UTF-8 does not know."""
+    offsets = pa.array(range(rows + 1), pa.int32()).buffers()[1]
+    content = pa.py_buffer(b"a" * bad + b"\xff" + b"a" * (rows - bad - 1))
+    return pa.Array.from_buffers(pa.string(), rows, [None, offsets, content])
+
+
+@pytest.mark.parametrize("command", ["read", "score"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_text_that_is_not_utf8_is_named_by_file_row_and_column(tmp_path, command, nested):
+    texts = _not_utf8(5, bad=3)
+    column = pa.StructArray.from_arrays([texts], ["note"]) if nested else texts
+    table = pa.table({"prompt": ["a"] * 5, "response": ["a"] * 5, "more": column})
+    pq.write_table(table, tmp_path / "a.parquet")
+    read = read_prompt_table if command == "read" else (lambda path: list(read_records(path)))
+    with pytest.raises(DataError, match=naming("a.parquet", "row 3", "more", "UTF-8")):
+        read(tmp_path / "a.parquet")
+
+
+def test_times_that_python_does_not_have_are_named(tmp_path):
+    table = pa.table({"prompt": ["a", "b"], "at": pa.array([0, 2**60], pa.timestamp("ms"))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=naming("a.parquet", "row 1", "at")):
+        read_prompt_table(tmp_path / "a.parquet")
+
+
+def test_a_damaged_file_is_a_data_error_wherever_the_damage_is(write):
+    path = write("a.parquet", [{"prompt": [{"role": "user", "content": "hi"}], "extra_info": {"n": 3}}] * 3)
+    whole = path.read_bytes()
+    footer = int.from_bytes(whole[-8:-4], "little") + 8
+    chance, errors = random.Random(0), []
+    for number in range(1500):
+        content = bytearray(whole)
+        start = len(content) - footer if number % 3 else 0
+        content[chance.randrange(start, len(content))] = chance.randrange(256)
+        path.write_bytes(content[: chance.randrange(len(content))] if number % 10 == 0 else content)
+        try:
+            table = read_prompt_table(path)
+            table.values("prompt", 0, 3)
+            count_rows([str(path)])
+        except DataError as error:
+            errors.append(str(error))
+    assert len(errors) > 500
+    assert all("a.parquet" in error for error in errors)

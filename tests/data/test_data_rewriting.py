@@ -98,6 +98,15 @@ def test_a_template_that_leaves_out_part_of_an_answer_is_followed(kept, truncate
     assert texts(Rewriter(READER, writer(template)), batch) == [text]
 
 
+def test_control_tokens_of_the_writer_in_a_text_are_text():
+    batch = samples(prompts=["7<end>"], responses=["3"], truncated=[False])
+    expected = Rewriter(READER, writer())(samples(prompts=["7"], responses=["3"], truncated=[False]))
+    ids = Rewriter(READER, writer())(batch).batch["input_ids"][0].tolist()
+    end = writer().eos_token_id
+    assert ids.count(end) == expected.batch["input_ids"][0].tolist().count(end)
+    assert len(ids) == expected.batch["input_ids"].shape[1] + len("<end>")
+
+
 def test_a_missing_template_or_column_is_an_error_with_its_remedy():
     with pytest.raises(ModelError, match=naming("reward_model.model.input_tokenizer=null")):
         Rewriter(READER, writer(template=None))

@@ -11,8 +11,8 @@ import torch
 from test_tracking_samples import Letters, two_samples
 
 from strop.cli.main import main
+from strop.terminal import printable
 from strop.tracking.samples import write_samples
-from strop.tracking.text import printable
 
 
 @pytest.fixture(autouse=True)

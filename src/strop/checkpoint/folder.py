@@ -144,4 +144,4 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def saved_steps(folder: Path) -> list[int]:
     """Return the iterations of all published checkpoint folders, in order, without verifying them."""
     names = (path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*"))
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())

@@ -57,7 +57,7 @@ class RemoteCheckpoints:
             named = self._fs.cat_file(f"{self._root}/{LATEST}").decode()
         except FileNotFoundError:
             named = ""
-        if named.endswith("\n") and named.strip().isdigit():  # without the line end, digits may be missing
+        if named.endswith("\n") and named.strip().isdecimal():  # without the line end, digits may be missing
             candidates.insert(0, int(named))
         return next(filter(self.is_whole, candidates), None)
 
@@ -118,7 +118,7 @@ class RemoteCheckpoints:
         except FileNotFoundError:
             return []
         names = (path.rstrip("/").rpartition("/")[2].removeprefix(PREFIX) for path in paths)
-        return [int(name) for name in names if name.isdigit()]
+        return [int(name) for name in names if name.isascii() and name.isdecimal()]
 
     def _remove(self, name: str) -> None:
         """Remove a checkpoint, its manifest first, so that a half-removed one does not count as whole."""

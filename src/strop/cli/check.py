@@ -27,6 +27,7 @@ from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import why_old_log_probs_are_computed_apart
 from strop.config.schema import Config
 from strop.errors import Attempts, DataError
+from strop.terminal import literal
 
 _FORWARD_NAMES = {
     "log_prob": "old log-probs",
@@ -84,7 +85,7 @@ def check_inputs(config: Config) -> tuple[list[str], list[str]]:
 def _train_rows(config: Config) -> int | None:
     """Return the number of training prompts, from footers; None without local files that can be read."""
     files = [expand(file) for file in config.data.train_files]
-    if not files or not all(os.path.exists(file) for file in files):
+    if not files or not all(os.path.isfile(file) for file in files):
         return None
     from strop.data.parquet import count_rows  # pyarrow
 
@@ -154,7 +155,9 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
             count = placement.ranks(role)
             where = f"{count} process{'es' if count > 1 else ''}, each on {devices[config.trainer.device]}"
             nodes = ", ".join(map(str, placement.pools[pool]))
-            table.add_row(name, f"{where}; pool {pool}, by node: {nodes}" if on_ray else "this process")
+            table.add_row(
+                name, literal(f"{where}; pool {pool}, by node: {nodes}" if on_ray else "this process")
+            )
     return table
 
 
@@ -214,6 +217,6 @@ def _size(size: int | None) -> str:
 
 
 def _findings(subject: str, warnings: list[str], errors: list[str]) -> list[Text]:
-    lines = [Text(f"warning: {line}", style="yellow") for line in warnings]
-    lines += [Text(f"error: {line}", style="bold red") for line in errors]
+    lines = [literal(f"warning: {line}", "yellow") for line in warnings]
+    lines += [literal(f"error: {line}", "bold red") for line in errors]
     return lines if errors else [*lines, Text(f"{subject}: no errors", style="green")]

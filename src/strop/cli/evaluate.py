@@ -19,6 +19,7 @@ from strop.config.paths import expand, is_url
 from strop.config.schema import Config
 from strop.errors import ConfigError, RewardError, TrainingError
 from strop.files import atomic_write_text
+from strop.terminal import literal
 
 if TYPE_CHECKING:
     from strop.data.fetch import Advance
@@ -145,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
     if report.shown:
         console.print(shown_table(report.shown, title="Samples"))
     console.print(report_table(report, title=f"Evaluation of {arguments.model}"))
-    console.print(f"samples and figures in {out}", markup=False, highlight=False, soft_wrap=True)
+    console.print(literal(f"samples and figures in {out}"), soft_wrap=True)
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from strop.cli.run import run_command
 from strop.config.backends import load_backend
+from strop.terminal import print_exception
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
@@ -47,16 +48,13 @@ class _Command(NamedTuple):
     summary: str
     add_arguments: str
     run: str
-    trains: bool = False
 
 
 _CONFIG = "strop.cli.train:add_config_arguments"
 _COMMANDS = {
-    "train": _Command("train a model", _CONFIG, "strop.cli.train:run_train", trains=True),
-    "sft": _Command("fine-tune a model on responses", _CONFIG, "strop.cli.train:run_sft", trains=True),
-    "train-rm": _Command(
-        "train a reward model on pairs of answers", _CONFIG, "strop.cli.train:run_train_rm", trains=True
-    ),
+    "train": _Command("train a model", _CONFIG, "strop.cli.train:run_train"),
+    "sft": _Command("fine-tune a model on responses", _CONFIG, "strop.cli.train:run_sft"),
+    "train-rm": _Command("train a reward model on pairs of answers", _CONFIG, "strop.cli.train:run_train_rm"),
     "check": _Command(
         "check a configuration and the data that it names, without loading a model",
         "strop.cli.check:add_arguments",
@@ -95,7 +93,9 @@ def _overview() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # the whole process is the command's
+        sys.excepthook = print_exception
+        argv = sys.argv[1:]
     if not argv or argv[0] not in _COMMANDS:
         _overview().parse_args(argv)
         return 2
@@ -107,6 +107,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     load_backend(command.add_arguments)(parser)
     arguments = parser.parse_intermixed_args(argv[1:])
-    return run_command(
-        lambda: load_backend(command.run)(arguments), debug=arguments.debug, makes_checkpoints=command.trains
-    )
+    return run_command(lambda: load_backend(command.run)(arguments), debug=arguments.debug)

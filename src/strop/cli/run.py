@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import signal
 import sys
 import threading
@@ -11,16 +12,19 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from strop.errors import SeveralErrors, StropError, is_interrupt, problems_of
+from strop.terminal import printable
 
+_NO_MEMORY = re.compile("MemoryError|OutOfMemoryError|can't allocate memory|out of memory")
+"""Errors of Python, numpy, CUDA and torch on a CPU, whose class is a plain RuntimeError."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bool = True) -> int:
+def run_command(action: Callable[[], int], *, debug: bool) -> int:
     """Run ``action`` and return the exit status.
 
     A ``StropError``, and an ``OSError`` about a file or a full disk, is printed without its traceback
-    (unless ``debug``) and gives 2; Ctrl-C gives 130 and SIGTERM 143, as shells expect. ``makes_checkpoints``
-    adds to that message that the last one is kept.
+    (unless ``debug``) and gives 2; Ctrl-C gives 130 and SIGTERM 143, as shells expect. Their message ends
+    with the notes of the interrupt (``BaseException.add_note``).
     """
     received: list[int] = []
     try:
@@ -30,17 +34,17 @@ def run_command(action: Callable[[], int], *, debug: bool, makes_checkpoints: bo
         if debug:
             raise
         if received or isinstance(error, KeyboardInterrupt):
-            return _stopped(received, error, makes_checkpoints=makes_checkpoints)
+            return _stopped(received, error)
         return _failed(error)
 
 
-def _stopped(received: list[int], error: BaseException, *, makes_checkpoints: bool) -> int:
+def _stopped(received: list[int], error: BaseException) -> int:
     """Report an interrupt, also one that came out as the error of something that it interrupted."""
     name, status = ("SIGTERM", 143) if signal.SIGTERM in received else ("Ctrl-C", 130)
-    kept = "; the last whole checkpoint is kept" if makes_checkpoints else ""
-    sys.stderr.write(f"stopped by {name}{kept}\n")
+    notes = getattr(error, "__notes__", [])
+    sys.stderr.write("; ".join([f"stopped by {name}", *notes]) + "\n")
     if not is_interrupt(error):
-        sys.stderr.write(f"while stopping: {type(error).__name__}: {error}\n")
+        sys.stderr.write(printable(f"while stopping: {type(error).__name__}: {error}") + "\n")
     return status
 
 
@@ -49,12 +53,19 @@ def _failed(error: Exception) -> int:
     if isinstance(error, StropError):
         for one in error.errors if isinstance(error, SeveralErrors) else [error]:
             for problem in problems_of(one):
-                sys.stderr.write(f"{type(one).__name__}: {problem}\n")
+                sys.stderr.write(printable(f"{type(one).__name__}: {problem}") + "\n")
         return 2
-    if not isinstance(error, OSError) or (error.filename is None and error.errno not in _FULL):
-        raise error  # a broken pipe, a child process: another path would not help
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
-    return 2
+    text = printable(f"{type(error).__name__}: {error}")
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
+        sys.stderr.write(f"{text}\n")
+        return 2
+    if isinstance(error, MemoryError | RuntimeError) and _NO_MEMORY.search(text):
+        sys.stderr.write(
+            f"out of memory: {printable(next(iter(str(error).splitlines()), ''))}\nLower batch sizes or "
+            "lengths: strop check forecasts the memory of a run, and --debug shows where it ended\n"
+        )
+        return 2
+    raise error  # a broken pipe or a child process, too: another path would not help
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from strop.rewards.router import BuiltInScorer, Router
 from strop.rewards.worker.feed import Feed
 from strop.rewards.worker.pool import RewardPool
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
+from strop.terminal import literal
 
 RESPONSE_COLUMNS = ("response", "responses", "solution_str", "solution", "answer")
 GROUND_TRUTH_COLUMNS = ("reward_model.ground_truth", "ground_truth")
@@ -114,7 +115,7 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
             first_error = first_error or outcome.error
     console.print(_table(by_source))
     if first_error:
-        console.print(f"The first answer that could not be scored:\n{first_error}", markup=False)
+        console.print(literal(f"The first answer that could not be scored:\n{first_error}"))
     return 1 if first_error else 0
 
 
@@ -213,5 +214,5 @@ def _table(by_source: Mapping[str, list[Outcome]]) -> Table:
     for source, outcomes in sorted(by_source.items()):
         scores = [outcome.score for outcome in outcomes if not outcome.error]
         mean = f"{sum(scores) / len(scores):.4f}" if scores else "-"
-        table.add_row(source, str(len(outcomes)), mean, str(len(outcomes) - len(scores)))
+        table.add_row(literal(source), str(len(outcomes)), mean, str(len(outcomes) - len(scores)))
     return table

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from strop.config.checks.check import check
 from strop.config.load import load_tree
@@ -17,6 +18,10 @@ from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SftConfig, SupervisedConfig
 from strop.config.trees import PPO, REWARD_MODELLING, SFT, Root, Tree
 from strop.errors import WorkerError
+from strop.terminal import PrintableFormatter
+
+if TYPE_CHECKING:
+    from strop.trainer.run_folder import RunFolder
 
 logger = logging.getLogger("strop")
 
@@ -71,7 +76,9 @@ def run(config: RootConfig) -> int:
 
 def log_to_console() -> None:
     """Log strop's own messages from level INFO, those of other packages from WARNING."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logger.setLevel(logging.INFO)
 
 
@@ -104,7 +111,7 @@ def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
     from strop.trainer.run_folder import RunFolder, run_lock
 
     folder = RunFolder(config.trainer.default_local_dir)
-    with run_lock(folder.path):
+    with run_lock(folder.path), _naming_the_checkpoint(folder):
         for restarts_left in range(config.trainer.max_restarts, -1, -1):
             before = folder.latest_checkpoint()
             try:
@@ -124,3 +131,14 @@ def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
                 restarts_left - 1,
                 "" if restarts_left == 2 else "s",
             )
+
+
+@contextmanager
+def _naming_the_checkpoint(folder: RunFolder) -> Generator[None]:
+    """Add the latest checkpoint, if there is one, as a note to what ends the body: an interrupt, an error."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:  # a library may replace an interrupt by its own error
+        if latest := folder.latest_checkpoint():
+            error.add_note(f"the last whole checkpoint is kept (iteration {latest[0]})")
+        raise

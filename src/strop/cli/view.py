@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from strop.errors import DataError
+from strop.terminal import literal, printable
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.text import (
     HEADLINES,
@@ -23,7 +24,6 @@ from strop.tracking.text import (
     VALIDATION_PREFIX,
     format_number,
     names_in_order,
-    printable,
     sparkline,
 )
 
@@ -93,7 +93,7 @@ def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) ->
     trained = [step for step in steps if REWARD in step] or list(steps)
     best = max(trained, key=lambda step: _nan_as_worst(step.get(REWARD, math.nan)))
     shown = {"first": trained[0], "best reward": best, "last": trained[-1]}
-    title = Text(str(run_dir))
+    title = literal(run_dir)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("metric", no_wrap=True)
     for label, step in shown.items():
@@ -101,7 +101,7 @@ def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) ->
     table.add_column("course", style="cyan", no_wrap=True)
     for name in _names_to_show(steps, wanted):
         course = sparkline([step[name] for step in steps if name in step], width=COURSE_WIDTH)
-        table.add_row(Text(name), *(format_number(step.get(name)) for step in shown.values()), course)
+        table.add_row(literal(name), *(format_number(step.get(name)) for step in shown.values()), course)
     return table
 
 
@@ -136,7 +136,7 @@ def _validation_table(steps: Steps) -> Table:
         best_step, best = max(points, key=lambda point: _nan_as_worst(point[1]))
         scores = [score for _, score in points]
         table.add_row(
-            Text(name.removeprefix(VALIDATION_PREFIX)),
+            literal(name.removeprefix(VALIDATION_PREFIX)),
             format_number(scores[0]),
             format_number(best),
             str(best_step),
@@ -153,7 +153,7 @@ def _samples_view(step: int, path: Path, *, count: int, sort: str | None) -> Gro
         samples.sort(key=lambda sample: sample.get("score", 0.0))
     elif sort == "length":
         samples.sort(key=lambda sample: -sample["length"])
-    title = Text(
+    title = literal(
         f"Samples of step {step}: {min(count, len(samples))} of {len(samples)} ({path})", style="bold"
     )
     return Group(title, *(_sample_panel(sample) for sample in samples[:count]))
@@ -167,7 +167,7 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
         names = pq.read_schema(path).names
         columns = [name for name in names if name in _SAMPLE_COLUMNS or name.startswith("reward/")]
         table = pq.read_table(path, columns=[*columns, "response_ids"])
-    except (OSError, pa.ArrowException, KeyError) as error:
+    except (OSError, pa.ArrowException, KeyError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a file of samples: {error}") from error
     ids = table["response_ids"].combine_chunks()
     return table.drop_columns("response_ids").append_column("length", ids.value_lengths()).to_pylist()
@@ -185,5 +185,5 @@ def _sample_panel(sample: Mapping[str, Any]) -> Panel:
     body.append(printable(sample.get("response") or ""), style="bold")
     if sample.get("ground_truth") is not None:
         body.append(f"\nground truth: {printable(sample['ground_truth'])}", style="green")
-    title = Text(f"{sample.get('uid', '')}  score {format_number(score)}  ({', '.join(facts)})")
+    title = literal(f"{sample.get('uid', '')}  score {format_number(score)}  ({', '.join(facts)})")
     return Panel(body, title=title, title_align="left", box=box.ROUNDED, border_style="dim")

@@ -104,10 +104,16 @@ def resolve_micro_batch(config: Config, name: str, ranks: int = 1) -> MicroBatch
     if overall % groups:
         raise ConfigError(
             f"{keys.overall}={overall} does not divide over {groups} ranks "
-            f"({nearest_in_words(overall, range(groups, overall + groups + 1, groups))}); "
+            f"({nearest_in_words(overall, _multiples_around(overall, groups))}); "
             f"{keys.per_gpu} counts per rank"
         )
     return MicroBatchSize(rows=overall // groups)
+
+
+def _multiples_around(number: int, factor: int) -> list[int]:
+    """Return the positive multiples of ``factor`` next to ``number``."""
+    below = number - number % factor
+    return [multiple for multiple in (below, below + factor) if multiple]
 
 
 def longest_scored_row(config: Config) -> tuple[int, str]:

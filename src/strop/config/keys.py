@@ -14,7 +14,17 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.base import Expected, Limit, Required, Section
+from strop.config.schema.base import (
+    LARGEST_FLOAT,
+    LARGEST_INT,
+    LARGEST_SIZE,
+    MOST_PROCESSES,
+    SMALLEST_FLOAT,
+    Expected,
+    Limit,
+    Required,
+    Section,
+)
 from strop.config.schema.data import RowsConfig
 
 _PLAIN_NAMES = {
@@ -26,7 +36,10 @@ _PLAIN_NAMES = {
     Any: "any",
 }
 
-_CLOSE_ENOUGH = 0.6  # difflib's own default for "similar"
+OF_ALL_NUMBERS = (LARGEST_INT, LARGEST_SIZE, MOST_PROCESSES, LARGEST_FLOAT, -LARGEST_FLOAT, SMALLEST_FLOAT)
+"""Bounds that are mentioned only where a value exceeds them."""
+
+_CLOSE_ENOUGH = 0.65  # fsdp_size is not fsdp_config
 
 
 @dataclass(frozen=True)
@@ -55,17 +68,24 @@ def value_at(config: RootConfig, path: str) -> Any:
 
 
 def nearest(path: str, schema: type[RootConfig] = Config) -> str | None:
-    """Return the known key most like `path`, if one is close: by its last word, then by the whole path."""
+    """Return the known key that `path` probably means, if there is one in the section that it names.
 
-    def likeness(known: str) -> float:
-        if known.endswith(f".{path}"):  # the key without its first sections
-            return 1.0
-        word = difflib.SequenceMatcher(None, _last_word(path), _last_word(known)).ratio()
-        whole = difflib.SequenceMatcher(None, path, known).ratio()
-        return 0.6 * word + 0.4 * whole
-
-    best = max(all_keys(schema), key=likeness)
-    return best if likeness(best) > _CLOSE_ENOUGH else None
+    Misspelt words are corrected from the left, each by the keys beside it. A key that lacks the last of its
+    sections is found below the section given; sections may also be missing in front.
+    """
+    keys, section, rest = all_keys(schema), "", path
+    while rest:
+        above = f"{section}." if section else ""
+        word, _, behind = rest.partition(".")
+        known = [_last_word(key) for key in keys if key.rpartition(".")[0] == section]
+        below = [key for key in keys if key.startswith(above) and key.endswith(f".{rest}")]
+        if word not in known and len(below) == 1 and (section or behind):
+            return below[0]
+        close = [word] if word in known else difflib.get_close_matches(word, known, 1, _CLOSE_ENOUGH)
+        if not close:
+            return section if section and not known else None
+        section, rest = above + close[0], behind
+    return section
 
 
 def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
@@ -122,6 +142,8 @@ def _bounds_in_words(metadata: Iterable[Any]) -> str:
     for outer in metadata:
         for item in outer.metadata if isinstance(outer, FieldInfo) else [outer]:
             match item:
+                case annotated_types.Ge(bound) | annotated_types.Le(bound) if bound in OF_ALL_NUMBERS:
+                    continue
                 case annotated_types.Gt(bound):
                     words.append(f"> {bound}")
                 case annotated_types.Ge(bound):

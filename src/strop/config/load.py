@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from pydantic import ValidationError
 
-from strop.config.keys import all_keys, unknown_key
+from strop.config.keys import OF_ALL_NUMBERS, all_keys, unknown_key
 from strop.config.overrides import apply_override, compose_file, locate, split_overrides
 from strop.config.schema import Config, RootConfig
 from strop.config.trees import PPO, Root, Tree
@@ -167,8 +167,19 @@ def _readable(error: ValidationError, plain: dict[Any, Any], schema: type[RootCo
             words.pop()
             path = ".".join(words)
         found = "nothing" if item["type"] == "missing" else _shown(plain, words)
-        lines.setdefault(path, f"{path}: found {found}, expected {keys[path].expected}")
+        lines.setdefault(path, f"{path}: found {found}, expected {keys[path].expected}{_bound(item)}")
     return lines
+
+
+def _bound(item: Any) -> str:
+    """Return the bound that a value of the right type exceeds, if the type in words does not have it."""
+    if item["type"] == "text":
+        return f" {item['msg']}"
+    if item["type"] == "string_too_short":
+        return " (not empty)"
+    words = {"less_than_equal": "at most", "greater_than_equal": "at least"}.get(item["type"])
+    bound = next(iter(item.get("ctx", {}).values()), None)
+    return f" ({words} {bound})" if words and bound in OF_ALL_NUMBERS else ""
 
 
 def _shown(plain: dict[Any, Any], words: list[str]) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import sys
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 TRACKERS: dict[str, str] = {
@@ -54,6 +57,25 @@ def _registered(file: str) -> dict[str, frozenset[str]]:
 def is_import_path(name: str) -> bool:
     """Return True if ``name`` has the form ``package.module:attribute`` or ``package.module.attribute``."""
     return "." in name.strip(".") or ":" in name.strip(":")
+
+
+def missing_module(dotted: str) -> str | None:
+    """Return the first part of a module's name that cannot be found, or None; nothing is imported."""
+    name, folders = "", None
+    for word in dotted.split("."):
+        name = f"{name}.{word}".lstrip(".")
+        if name in sys.modules:
+            folders = getattr(sys.modules[name], "__path__", None)
+            continue
+        try:
+            # The import hooks of editable installs know packages that no path has.
+            spec = importlib.util.find_spec(name) if folders is None else PathFinder.find_spec(name, folders)
+        except (ImportError, ValueError):
+            spec = None
+        if spec is None:
+            return name
+        folders = spec.submodule_search_locations or []
+    return None
 
 
 def needs_critic(adv_estimator: str) -> bool:

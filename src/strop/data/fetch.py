@@ -41,7 +41,12 @@ Advance = Callable[[int], None]
 def progress_bar(description: str, total: int, *, show: bool = True) -> Generator[Advance]:
     """Show a bar until the body ends, and yield its callback; nothing is shown without a terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
     hidden = not (show and console.is_terminal)
     with Progress(*columns, console=console, transient=True, disable=hidden) as display:
         yield partial(display.advance, display.add_task(description, total=total))

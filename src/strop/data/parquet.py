@@ -6,8 +6,9 @@ Rows count from 0 in every message. Nothing here imports torch.
 from __future__ import annotations
 
 import itertools
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,9 @@ def read_prompt_table(
             raise DataError(f"{name}: expected a parquet file, found {found} (looked at {path.absolute()})")
         with _reading(name):
             tables.append(pq.read_table(path))
-        found = tables[-1].column_names
+            found = tables[-1].column_names
+            _require_names(tables[-1].schema)
+        require_readable(name, tables[-1])
         if prompt_key not in found:
             raise DataError(f"{name}: there is no column {prompt_key!r} (data.prompt_key); found {found}")
         if not len(tables[-1]):
@@ -112,8 +115,43 @@ def _reading(name: str) -> Generator[None]:
     """Turn read errors of the body into a :class:`DataError` about the file ``name``."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns
         raise DataError(f"{name}: cannot be read as parquet: {error}") from error
+
+
+def _require_names(fields: Iterable[pa.Field]) -> None:
+    """Raise ``UnicodeDecodeError`` for a name, also of a nested field, that is not UTF-8."""
+    for field in fields:
+        _ = field.name
+        _require_names(field.type.field(number) for number in range(field.type.num_fields))
+
+
+_MAY_NOT_CONVERT = re.compile("timestamp|date|time|duration")  # nanoseconds, years after 9999
+
+
+def require_readable(name: str, table: pa.Table, *, first_row: int = 0) -> None:
+    """Raise :class:`DataError` for the first value that is no plain Python value, such as text not in UTF-8.
+
+    ``name`` is the file's, ``first_row`` the number in it of the table's first row.
+    """
+    for column, values in zip(table.column_names, table.columns, strict=True):
+        try:
+            values.validate(full=True)
+            if not _MAY_NOT_CONVERT.search(str(values.type)):
+                continue
+        except pa.ArrowInvalid:
+            pass
+        for row, value in enumerate(values, first_row):
+            try:
+                value.as_py()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{name}, row {row}, field {column}: text that is not UTF-8: {error}"
+                ) from error
+            except (ValueError, OverflowError, pa.ArrowException) as error:
+                raise DataError(
+                    f"{name}, row {row}, field {column}: a value cannot be read: {error}"
+                ) from error
 
 
 UNNAMED_SOURCE = "unnamed"

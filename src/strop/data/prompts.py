@@ -2,27 +2,20 @@
 
 A prompt is a list of chat messages, ``[{"role": ..., "content": ...}, ...]``, rendered with the tokenizer's
 chat template and a generation prompt; or a plain string, which is tokenized without the chat template but
-with the special tokens that the tokenizer adds, such as a BOS.
+with the special tokens that the tokenizer adds, such as a BOS. Control tokens in these texts are text.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from strop.data.control_tokens import PromptError, control_tokens, is_escaped
 from strop.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EXPECTED = "expected a list of {role, content} messages or a string"
-
-
-class PromptError(Exception):
-    """Prompt number ``offset`` of a chunk is unusable because of ``reason``. Can be pickled."""
-
-    def __init__(self, offset: int, reason: str) -> None:
-        super().__init__(offset, reason)
-        self.offset, self.reason = offset, reason
 
 
 def prompt_problem(value: Any) -> str | None:
@@ -62,6 +55,8 @@ def encode_prompts(
             raise PromptError(offset, problem)
     try:
         encoded = _encode(prompts, tokenizer)
+    except PromptError:
+        raise
     except Exception:  # noqa: BLE001
         # Templates raise anything; encoding one by one finds the rejected prompt and raises again.
         encoded = [_encode_one(offset, prompt, tokenizer) for offset, prompt in enumerate(prompts)]
@@ -84,21 +79,25 @@ def encode_responses(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> li
             f"the tokenizer {tokenizer.name_or_path!r} has no end token for responses; "
             "set tokenizer.eos_token"
         )
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    control = control_tokens(tokenizer)
+    encoded = control.encode(control.escape(texts), add_special_tokens=False)
     return [[*ids, tokenizer.eos_token_id] for ids in encoded]
 
 
 def encode_raw(prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return token ids of the text alone, messages joined by line ends: no template, no special tokens."""
     text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    control = control_tokens(tokenizer)
+    return control.encode([control.escape(text)], add_special_tokens=False)[0]
 
 
 def _encode(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if not prompts:
         return []
+    control = control_tokens(tokenizer)
+    prompts = control.escape(prompts)
     if isinstance(prompts[0], str):
-        return tokenizer(prompts)["input_ids"]
+        return control.encode(prompts, add_special_tokens=True)
     if tokenizer.chat_template is None:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template, but the prompts are chat "
@@ -106,11 +105,15 @@ def _encode(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list
             "prompts as plain strings"
         )
     chats = [as_messages(prompt) for prompt in prompts]
-    # return_dict=False: since transformers 5 the default is a BatchEncoding, not a list.
-    encoded: Any = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    return encoded
+    options: dict[str, Any] = {
+        "add_generation_prompt": True,
+        "return_dict": False,
+    }  # a list, not a BatchEncoding
+    if not is_escaped(chats):
+        encoded: Any = tokenizer.apply_chat_template(chats, tokenize=True, **options)
+        return encoded
+    texts: Any = tokenizer.apply_chat_template(chats, tokenize=False, **options)
+    return control.encode(texts, add_special_tokens=False)
 
 
 def _encode_one(offset: int, prompt: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -118,6 +121,8 @@ def _encode_one(offset: int, prompt: Any, tokenizer: PreTrainedTokenizerBase) ->
         return _encode([prompt], tokenizer)[0]
     except ModelError:
         raise
+    except PromptError as error:
+        raise PromptError(offset, error.reason) from error
     except Exception as error:  # whatever the template raises concerns this prompt
         raise PromptError(
             offset, f"rejected by the chat template: {type(error).__name__}: {error}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from strop.data.control_tokens import control_tokens
 from strop.data.loader import collate
 from strop.data.prompts import as_messages
 from strop.errors import DataError, ModelError
@@ -63,7 +64,7 @@ class Rewriter:
                 strict=True,
             )
         ]
-        rows = self.writer(texts, add_special_tokens=False)["input_ids"]
+        rows = control_tokens(self.writer).encode(texts, add_special_tokens=False)
         if self.max_length is not None:
             rows = [row[-self.max_length :] for row in rows]
         longest = max(len(row) for row in rows)
@@ -73,6 +74,7 @@ class Rewriter:
     def _text(self, prompt: Any, token_ids: Any, truncated: bool) -> str:
         response = self.reader.decode(token_ids, skip_special_tokens=True)
         messages = [*as_messages(prompt), {"role": "assistant", "content": response}]
+        messages = control_tokens(self.writer).escape(messages)
         if truncated:
             messages[-1]["content"] += _RESPONSE_ENDS
         text = self.writer.apply_chat_template(messages, tokenize=False)

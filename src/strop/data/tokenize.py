@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from strop.data.control_tokens import control_tokens
 from strop.data.fetch import Advance, cache_folder, content_digest, progress_bar
 from strop.data.parquet import PromptTable
 from strop.data.prompts import PromptError, encode_prompts
@@ -83,6 +86,7 @@ def tokenize_table(
     100,000 rows on, or 5,000 with a tokenizer written in Python. Raises :class:`DataError` naming file, row
     and field of the first unusable value.
     """
+    _warn_of_control_tokens(table, prompt_key, control_tokens(tokenizer).names)
     cache = _cache_path(table, tokenizer, prompt_key, encode, cache_dir) if cache_dir is not None else None
     if cache is not None and (found := _load(cache, len(table))) is not None:
         return found
@@ -96,6 +100,36 @@ def tokenize_table(
     if cache is not None:
         _save(cache, result)
     return result
+
+
+def _warn_of_control_tokens(table: PromptTable, column: str, names: Sequence[str]) -> None:
+    """Log how many texts hold control tokens; prompts that were rendered beforehand rely on them."""
+    texts = [text for chunk in table.table.column(column).chunks for text in _texts(chunk)]
+    found = {name: sum(_count(text, name) for text in texts) for name in names}
+    if any(found.values()):
+        most = max(found, key=lambda name: found[name])
+        logger.warning(
+            "%s: %d texts of the column %s hold %r, a control token of the model; in a data set these are "
+            "encoded as text (chat messages get control tokens from the template)",
+            ", ".join(table.files), found[most], column, most,
+        )  # fmt: skip
+
+
+def _texts(values: pa.Array) -> Iterator[pa.Array]:
+    """Yield the texts of a column, at any depth."""
+    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        yield values
+    elif pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        yield from _texts(values.flatten())
+    elif pa.types.is_struct(values.type):
+        for field in values.flatten():
+            yield from _texts(field)
+
+
+def _count(texts: pa.Array, name: str) -> int:
+    """Return the number of texts that hold ``name``."""
+    found = pc.call_function("match_substring", [texts], pc.MatchSubstringOptions(name))
+    return found.true_count
 
 
 def _cores() -> int:
@@ -204,7 +238,7 @@ def _cache_path(
     cache_dir: str | Path,
 ) -> Path:
     key = {
-        "layout": 1,
+        "layout": 2,  # 1: control tokens in users' text were control tokens
         "prompt_key": prompt_key,
         "encode": getattr(encode, "__name__", repr(encode)),
         "files": [content_digest(path) for path in table.paths],

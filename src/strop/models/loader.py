@@ -6,6 +6,7 @@ Models have float32 weights and no dropout; tokenizers pad on the left.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import json
@@ -94,8 +95,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     kind = PreTrainedTokenizerFast if _is_only_its_file(Path(path)) else AutoTokenizer
     try:
         tokenizer: Any = kind.from_pretrained(**located, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ModelError):
+    except Exception as error:  # transformers raises many types for a broken file, KeyError among them
+        if isinstance(error, ModelError | MissingExtraError):
             raise
         raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
     _require_vocabulary(tokenizer, path)
@@ -144,13 +145,25 @@ def load_model_config(
     except StropError:
         raise
     except Exception as error:  # the family's code checks the entries
-        raise ModelError(f"model {path}: its configuration cannot be read: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelError(f"model {path}: its configuration cannot be read: {reason}") from error
     for part in config_parts(config):
         for key, value in list(part.to_dict().items()):
             if isinstance(value, float) and ("dropout" in key or key.endswith("drop")):
                 setattr(part, key, 0.0)
     for key, value in (override_config or {}).items():
-        setattr(config, key, value)
+        if not hasattr(config, key) and not trust_remote_code:  # a model's own code may read any key
+            close = difflib.get_close_matches(key, config.to_dict(), n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ModelError(
+                f"override_config.{key}: the configuration of the model {path} ({type(config).__name__}) has "
+                f"no such key, so it would have no effect{hint}"
+            )
+        try:
+            setattr(config, key, value)
+        except Exception as error:  # the classes of transformers check types with errors of their own
+            reason = " ".join(str(error).split())
+            raise ModelError(f"override_config.{key}={value!r}: {path} does not take it: {reason}") from error
     return config
 
 

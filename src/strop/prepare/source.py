@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from strop.config.paths import is_url
 from strop.data.fetch import local_path
+from strop.data.parquet import require_readable
 from strop.errors import DataError, MissingExtraError
 
 Splits = Mapping[str, Sequence[dict[str, Any]]]
@@ -96,8 +97,11 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a parquet file or of JSON lines; ``DataError`` names the file and the line."""
     try:
         if path.suffix == ".parquet":
+            first_row = 0
             for batch in pq.ParquetFile(path).iter_batches():
+                require_readable(str(path), pa.Table.from_batches([batch]), first_row=first_row)
                 yield from batch.to_pylist()
+                first_row += len(batch)
             return
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             for number, data in enumerate(lines, 1):

@@ -27,6 +27,7 @@ from strop.rewards.worker.feed import Feed, Maker
 from strop.rewards.worker.pool import RewardPool
 from strop.rewards.worker.process import RewardProcess
 from strop.rewards.worker.records import Outcome, Sample
+from strop.terminal import printable
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ class ScoringJob:
                 self._outcomes[self._rows[number]] = outcome
                 self._n_done = number + 1
                 if outcome.error and not any(errors):
-                    logger.warning("could not score %s:\n%s", name(number), outcome.error)
+                    logger.warning("could not score %s:\n%s", name(number), printable(outcome.error))
                 errors.append(outcome.error)
                 if self._budget.count(bool(outcome.error)):
                     raise self._budget.exceeded(errors, len(self.samples), name)

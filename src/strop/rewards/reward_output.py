@@ -16,6 +16,7 @@ from torch import Tensor
 from strop.config.reward_parts import REWARD_MODEL, RULE
 from strop.errors import RewardError
 from strop.rewards.worker.records import Outcome, Sample
+from strop.terminal import printable
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ def _by_source(sources: Sequence[str], contributions: Mapping[str, Tensor]) -> d
 def describe_sample(
     sample: Sample, *, prompt: str, score: float, parts: Mapping[str, float], error: str
 ) -> str:
-    """Format source, prompt, response, ground truth and score, one per line."""
+    """Format source, prompt, response, ground truth and score, one per line, for a terminal."""
     named = "".join(f", {name} {value:g}" for name, value in parts.items())
     lines = [
         _field("data source", sample.data_source),
@@ -206,5 +207,5 @@ def describe_sample(
 
 
 def _field(name: str, value: Any) -> str:
-    text = str(value)
+    text = printable(str(value))
     return f"[{name}]\n{text}" if "\n" in text else f"[{name}] {text}"

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from strop.terminal import literal, printable
 from strop.tracking.base import RunInfo
 from strop.tracking.report import ValidationReport, report_table, shown_table
 from strop.tracking.text import HEADLINES, format_number, sparkline, validation_scores
@@ -45,7 +46,7 @@ def plain_console() -> Console:
 def step_progress(run: RunInfo) -> Progress:
     """Return a progress bar over the steps of ``run``, as its one task."""
     progress = Progress(
-        TextColumn("[bold]{task.description}", markup=True),
+        TextColumn("{task.description}", style="bold", markup=False),
         BarColumn(bar_width=30),
         TextColumn("step {task.completed:.0f}/{task.total:.0f}  elapsed"),
         TimeElapsedColumn(),
@@ -54,7 +55,7 @@ def step_progress(run: RunInfo) -> Progress:
         auto_refresh=False,
         speed_estimate_period=SPEED_OVER_S,
     )
-    title = f"{run.project_name} / {run.experiment_name}".replace("[", r"\[")
+    title = printable(f"{run.project_name} / {run.experiment_name}")
     progress.add_task(title, total=max(run.total_steps, 1), completed=run.start_step)
     return progress
 
@@ -80,7 +81,7 @@ class PlainLines:
         eta = []
         if step < self._total_steps and left is not None:
             eta = [f"eta {timedelta(seconds=round(left))}"]
-        print("  ".join([f"step {step}/{self._total_steps}", *parts, *eta]), flush=True)
+        print(printable("  ".join([f"step {step}/{self._total_steps}", *parts, *eta])), flush=True)
 
     def log_validation(self, step: int, report: ValidationReport) -> None:
         """Print a validation's tables."""
@@ -132,7 +133,9 @@ class LiveTable:
             table.add_column("course", style="cyan", no_wrap=True)
             for label, values in self._history.items():
                 summary = format_number(values[-1]), format_number(values[0]), sparkline(values)
-                table.add_row(label, *summary, style="green" if label.startswith("validation") else None)
+                table.add_row(
+                    literal(label), *summary, style="green" if label.startswith("validation") else None
+                )
             bar = self._progress.get_renderable()
             return Group(bar, table) if table.row_count else bar
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
-from rich.text import Text
 
-from strop.tracking.text import VALIDATION_PREFIX, format_number, printable
+from strop.terminal import literal
+from strop.tracking.text import VALIDATION_PREFIX, format_number
 
 SAMPLES_NAME = "val/generations"
 """Name under which trackers record the shown samples."""
@@ -90,14 +90,16 @@ class ValidationReport:
 
 def report_table(report: ValidationReport, *, title: str) -> Table:
     """Return a table with one row per data source and intervals below the statistics."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=literal(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     table.add_column("data source", overflow="fold")
     statistics = [f"{name}@{report.n}" for name in _COLUMNS[: 3 if report.n > 1 else 1]]
     for heading in ("prompts", "samples", *statistics, "tokens", "cut", "errors"):
         table.add_column(heading, justify="right", overflow="fold")
     for source, found in report.sources.items():
         table.add_row(
-            source,
+            literal(source),
             f"{found.prompts:,}",
             f"{found.samples:,}",
             *(_with_interval(found.scores.get(name)) for name in statistics),
@@ -110,15 +112,17 @@ def report_table(report: ValidationReport, *, title: str) -> Table:
 
 def shown_table(samples: Sequence[ShownSample], *, title: str) -> Table:
     """Return a table of samples: end of the prompt, response, ground truth and score."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_lines=True)
+    table = Table(
+        title=literal(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_lines=True
+    )
     for heading in ("prompt", "response", "truth"):
         table.add_column(heading, overflow="fold", ratio=1 if heading == "truth" else 2)
     table.add_column("score", justify="right", no_wrap=True)
     for sample in samples:
         table.add_row(
-            Text(printable(_end(sample.prompt, _PROMPT_CHARACTERS))),
-            Text(printable(_end(sample.response, _RESPONSE_CHARACTERS))),
-            Text(printable(_end(sample.ground_truth or "", _PROMPT_CHARACTERS))),
+            literal(_end(sample.prompt, _PROMPT_CHARACTERS)),
+            literal(_end(sample.response, _RESPONSE_CHARACTERS)),
+            literal(_end(sample.ground_truth or "", _PROMPT_CHARACTERS)),
             format_number(sample.score),
         )
     return table

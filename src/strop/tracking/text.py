@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -87,11 +86,3 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     if high == low:
         return blocks[0] * n_bars
     return "".join(blocks[round((mean - low) / (high - low) * (len(blocks) - 1))] for mean in means)
-
-
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def printable(text: str) -> str:
-    """Escape control characters, so that a model's answer cannot control the terminal."""
-    return _CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

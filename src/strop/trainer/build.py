@@ -32,6 +32,7 @@ from strop.models.loader import import_external_lib, load_model_config, load_tok
 from strop.rewards.base import Reward
 from strop.rewards.manager import load_reward_manager
 from strop.rewards.router import UnknownSourceError
+from strop.tracking.trackers import resolve_tracker
 from strop.trainer.ray_trainer import RayPPOTrainer
 from strop.trainer.seeds import seed_global_generators
 from strop.workers.critic import CriticWorker
@@ -205,6 +206,8 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
     )
     attempt = Attempts()
     attempt(lambda: check_models(config, tokenizer))
+    for name in config.trainer.logger:
+        attempt(lambda name=name: resolve_tracker(name))
     attempt(lambda: require_checkpoint(Checkpoints.of(config), config.trainer.resume_mode))
 
     role_worker_mapping = {

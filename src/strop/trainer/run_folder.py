@@ -86,7 +86,9 @@ class RunFolder:
     def latest_checkpoint(self) -> tuple[str, int] | None:
         """Return the latest checkpoint's step and when it was recorded (ns); None when there is none."""
         try:
-            return (self.path / LATEST).read_text().strip(), (self.path / LATEST).stat().st_mtime_ns
+            return (self.path / LATEST).read_text(errors="replace").strip(), (
+                self.path / LATEST
+            ).stat().st_mtime_ns
         except FileNotFoundError:
             return None
 

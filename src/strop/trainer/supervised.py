@@ -30,6 +30,7 @@ from strop.data.answers import AnsweredDataset, pair_batch, response_batch
 from strop.data.loader import EpochSampler, PromptLoader, one_pass
 from strop.data.rl_dataset import Subset
 from strop.protocol import DataProto
+from strop.tracking.trackers import resolve_tracker
 from strop.trainer.build import check_model, fetch_tokenizer, require_checkpoint, worker_group_class
 from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer
@@ -201,6 +202,8 @@ def build(trainer_cls: type[SupervisedTrainer[Any]], config: SupervisedConfig) -
         config, config.model, models=[config.model.path], tokenizers=own, weights=True
     )
     check_model("model", config.model, tokenizer, config.data.cache_dir)
+    for name in config.trainer.logger:
+        resolve_tracker(name)
     checkpoints = Checkpoints.of(config, trained=(trainer_cls.group_name,))
     require_checkpoint(checkpoints, config.trainer.resume_mode)
     return trainer_cls(

@@ -93,6 +93,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     processes.restarts,
     inputs.data_files,
     inputs.tokenizers,
+    inputs.libraries,
     inputs.resume,
     inputs.run_folder,
 )
@@ -107,6 +108,8 @@ RULES: tuple[Rule, ...] = (
     processes.batches,
     processes.precision,
     inputs.models,
+    inputs.reward_file,
+    inputs.memory,
     inputs.context_windows,
     inputs.longest_sequence,
     deprecated,
@@ -119,4 +122,9 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     processes.shared_sequences,
 )
 
-SUPERVISED_RULES: tuple[Rule, ...] = (supervised.model, supervised.shards, supervised.micro_batches)
+SUPERVISED_RULES: tuple[Rule, ...] = (
+    supervised.model,
+    supervised.memory,
+    supervised.shards,
+    supervised.micro_batches,
+)

@@ -7,10 +7,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+
 from strop.config.batch_plan import longest_scored_row
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.forecast import read_model_facts
-from strop.config.keys import longest_row
+from strop.config.keys import all_keys, longest_row, value_at
+from strop.config.names import missing_module
 from strop.config.paths import expand, is_url, may_be_a_hub_name
 from strop.config.roles import model_paths
 from strop.config.schema import Config, RootConfig
@@ -42,6 +45,42 @@ def model_folder(key: str, path: str) -> Iterator[Finding]:
             yield error(f"{key}={path}: the folder has no config.json, so it is not a Hugging Face model")
     elif not may_be_a_hub_name(path):
         yield error(f"{key}={path}: no such folder")
+    elif not (Path(HF_HUB_CACHE) / f"models--{path.replace('/', '--')}").is_dir():
+        offline = ", but HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else ""
+        yield warning(
+            f"{key}={path}: no such folder here; it will be downloaded from the Hugging Face hub{offline}"
+        )
+
+
+def libraries(config: RootConfig) -> Iterator[Finding]:
+    """Require the packages that are imported before models are loaded."""
+    for path in all_keys(type(config)):
+        if not path.endswith(".model.external_lib"):
+            continue
+        named = value_at(config, path)
+        for package in [named] if isinstance(named, str) else named or []:
+            if (missing := missing_module(package)) and path.split(".")[0] in _used_sections(config):
+                yield error(f"{path}={package}: there is no module {missing}; is its folder on PYTHONPATH?")
+
+
+def _used_sections(config: RootConfig) -> set[str]:
+    """Return the sections with a model that this run loads."""
+    return {key.split(".")[0] for key in model_paths(config)} if isinstance(config, Config) else {"model"}
+
+
+def reward_file(config: Config) -> Iterator[Finding]:
+    """Require the file of a user's reward function, with Python in it; it is not run."""
+    path = config.custom_reward_function.path
+    if path is None or is_url(path):
+        return
+    try:
+        compile(Path(expand(path)).read_bytes(), path, "exec")
+    except OSError as problem:
+        yield error(f"custom_reward_function.path={path}: cannot be read ({problem.strerror})")
+    except (SyntaxError, ValueError) as problem:  # the latter: null bytes
+        line = getattr(problem, "lineno", None)
+        place = f", line {line}" if line else ""
+        yield error(f"custom_reward_function.path={path}{place}: not Python: {problem.args[0]}")
 
 
 def tokenizers(config: RootConfig) -> Iterator[Finding]:
@@ -107,4 +146,32 @@ def longest_sequence(config: Config) -> Iterator[Finding]:
         yield warning(
             f"reward_model.max_length=null: a sample of more than reward_model.forward_max_token_len_per_gpu="
             f"{cap} of the reward model's tokens would stop the run; with max_length={cap} its end is scored"
+        )
+
+
+_BYTES_OF_A_TOKEN = 32
+"""Ids, mask and positions in 64 bits, mask of the response and log-probs in 32."""
+
+
+def memory(config: Config) -> Iterator[Finding]:
+    """Require that the columns of one iteration's samples fit into this machine's memory."""
+    rollout = config.actor_rollout_ref.rollout
+    rows = 0 if config.trainer.val_only else config.data.train_batch_size * rollout.n
+    keys = f"data.train_batch_size={config.data.train_batch_size} x actor_rollout_ref.rollout.n={rollout.n}"
+    if rollout.val_kwargs.n > rows:
+        rows, keys = rollout.val_kwargs.n, f"actor_rollout_ref.rollout.val_kwargs.n={rollout.val_kwargs.n}"
+    yield from columns_in_memory(config, rows, keys)
+
+
+def columns_in_memory(config: RootConfig, rows: int, keys: str) -> Iterator[Finding]:
+    """Require that padded columns of ``rows`` sequences fit into this machine's memory."""
+    length, words = longest_row(config.data)
+    size, installed = (
+        rows * length * _BYTES_OF_A_TOKEN,
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
+    if size > installed:
+        yield error(
+            f"{keys} sequences of {words} tokens: their columns alone take {size / 2**30:,.0f} GiB, and this "
+            f"machine has {installed / 2**30:,.0f} GiB"
         )

@@ -14,6 +14,7 @@ from strop.config.names import (
     TRACKERS,
     estimators,
     is_import_path,
+    missing_module,
     policy_losses,
 )
 from strop.config.placement import policy_changing_sampling
@@ -138,6 +139,6 @@ def _known(key: str, name: str, known: Collection[str]) -> Iterator[Finding]:
         own = "your own by its import path, package.module:name"
         yield error(f"{key}={name}: unknown; {hint}(known: {', '.join(known)}; {own})")
         return
-    package = re.split("[.:]", name)[0]
-    if package != "__main__" and importlib.util.find_spec(package) is None:
-        yield error(f"{key}={name}: there is no module {package}; is its folder on PYTHONPATH?")
+    module = name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
+    if module != "__main__" and (missing := missing_module(module)):
+        yield error(f"{key}={name}: there is no module {missing}; is its folder on PYTHONPATH?")

@@ -25,6 +25,13 @@ def model(config: SupervisedConfig) -> Iterator[Finding]:
     yield from inputs.context_of_model(config.model.path, *longest_row(config.data))
 
 
+def memory(config: SupervisedConfig) -> Iterator[Finding]:
+    """Require that one iteration's columns fit into this machine's memory."""
+    rows = config.data.train_batch_size * sequences_of_a_row(config)
+    keys = f"data.train_batch_size={config.data.train_batch_size}"
+    yield from inputs.columns_in_memory(config, rows, keys)
+
+
 def shards(config: SupervisedConfig) -> Iterator[Finding]:
     """Require ranks that divide into groups of `fsdp_size`."""
     yield from processes.sharded_groups("model.fsdp_config", config.model.fsdp_config, process_count(config))

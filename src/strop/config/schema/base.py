@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from strop.config.backends import ENGINES
 
@@ -73,6 +74,21 @@ class Required:
     when: str = ""
 
 
+def _check_text(value: Any) -> None:
+    """Raise for a text, at any depth, that no file, process or tracker can take."""
+    if isinstance(value, str) and ("\0" in value or not value.isascii()):
+        try:
+            unusable = "\0" in value or value.encode() is None
+        except UnicodeEncodeError:
+            unusable = True
+        if unusable:
+            raise PydanticCustomError("text", "without null bytes, in UTF-8")
+    for item in value if isinstance(value, list | tuple) else ():
+        _check_text(item)
+    for item in [*value, *value.values()] if isinstance(value, dict) else ():
+        _check_text(item)
+
+
 class Section(BaseModel):
     """One part of the configuration tree: typed, read-only, and closed to unknown keys."""
 
@@ -84,6 +100,21 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _usable_text(cls, value: Any) -> Any:
+        _check_text(value)
+        return value
+
+
+LARGEST_INT = 2**31 - 1
+"""Bound of ints without one of their own: shapes and counters of back-ends are 32 bits."""
+LARGEST_FLOAT = 3.4e38
+SMALLEST_FLOAT = 1.2e-38
+"""Bounds of positive floats without bounds of their own, those of float32: beyond, they are infinite or 0."""
+MOST_PROCESSES = 1024
+LARGEST_SIZE = 2**63 - 1
 
 
 def _not_a_bool(value: Any) -> Any:
@@ -98,27 +129,50 @@ def _positive_or_minus_one(value: int) -> int:
     return value
 
 
+def _zero_or_at_least(smallest: float) -> AfterValidator:
+    def check(value: float) -> float:
+        if 0 < value < smallest:
+            raise ValueError(f"0 or at least {smallest}")
+        return value
+
+    return AfterValidator(check)
+
+
 def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [value] if value else []
+    return value
 
 
 Integer = Annotated[int, BeforeValidator(_not_a_bool)]
 
-Number = Annotated[float, BeforeValidator(_not_a_bool), Field(allow_inf_nan=False)]
+Number = Annotated[
+    float,
+    BeforeValidator(_not_a_bool),
+    Field(allow_inf_nan=False, ge=-LARGEST_FLOAT, le=LARGEST_FLOAT),
+]
 
 
-PositiveInt = Annotated[Integer, Field(gt=0)]
+PositiveInt = Annotated[Integer, Field(gt=0, le=LARGEST_INT)]
 
-Count = Annotated[Integer, Field(ge=0)]
+Count = Annotated[Integer, Field(ge=0, le=LARGEST_INT)]
 
-TopK = Annotated[Integer, Field(ge=-1), Expected("int >= -1 (-1 and 0: off)")]
+Processes = Annotated[Integer, Field(gt=0, le=MOST_PROCESSES)]
 
-PositiveOrAll = Annotated[Integer, AfterValidator(_positive_or_minus_one), Expected("int > 0, or -1")]
+Seed = Annotated[Integer, Field(ge=0, le=2**64 - 1), Expected("int of 64 bits >= 0")]
+
+TopK = Annotated[Integer, Field(ge=-1, le=LARGEST_INT), Expected("int >= -1 (-1 and 0: off)")]
+
+PositiveOrAll = Annotated[
+    Integer, AfterValidator(_positive_or_minus_one), Field(le=LARGEST_INT), Expected("int > 0, or -1")
+]
 
 Every = Annotated[PositiveOrAll, Expected("int > 0, or -1 for never")]
 
 
-PositiveFloat = Annotated[Number, Field(gt=0)]
+PositiveFloat = Annotated[Number, Field(gt=0, ge=SMALLEST_FLOAT)]
+
+Seconds = Annotated[Number, Field(gt=0, ge=SMALLEST_FLOAT, le=10**8)]
 
 NonNegativeFloat = Annotated[Number, Field(ge=0)]
 
@@ -126,8 +180,17 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 
 Probability = Annotated[Number, Field(gt=0, le=1)]
 
+# Log-probs are divided by it: nearer to 0 they overflow.
+Temperature = Annotated[Number, _zero_or_at_least(0.01), Field(ge=0, le=100), Expected("0, or 0.01 to 100")]
 
-Names = Annotated[list[str], BeforeValidator(_one_or_many), Expected("string or list of strings")]
+
+Text = Annotated[str, Field(min_length=1)]
+
+Names = Annotated[list[Text], BeforeValidator(_one_or_many), Expected("string or list of strings")]
+
+_Module = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*$")]
+
+Modules = Annotated[_Module | list[_Module] | None, Expected("package name, list of package names, or null")]
 
 
 if TYPE_CHECKING:
@@ -183,7 +246,7 @@ Betas = Annotated[list[_Beta], Field(min_length=2, max_length=2), Expected("list
 class OptimConfig(Section):
     """AdamW and its learning-rate schedule, a function of the iteration."""
 
-    lr: NonNegativeFloat
+    lr: Annotated[NonNegativeFloat, Field(le=10)]
     """Learning rate after the warm-up."""
     lr_warmup_steps_ratio: Fraction
     """Share of all iterations over which the learning rate rises linearly to lr."""
@@ -209,9 +272,9 @@ class OptimConfig(Section):
     """Set by the trainer to the number of iterations; leave it at -1."""
     betas: Betas
     """AdamW's decay rates of the first and second moments."""
-    weight_decay: NonNegativeFloat
+    weight_decay: Annotated[NonNegativeFloat, Field(le=100)]
     """AdamW's decoupled weight decay."""
-    eps: PositiveFloat
+    eps: Annotated[Number, Field(gt=0, ge=SMALLEST_FLOAT, le=1)]
     """AdamW's constant in the denominator."""
 
 
@@ -249,7 +312,7 @@ _UNSHARDED = no_effect(
     "one process holds the whole model",
 )
 
-UnitSize = Annotated[Count, _UNSHARDED]
+UnitSize = Annotated[Integer, Field(ge=0, le=LARGEST_SIZE), _UNSHARDED]
 
 Offload = Annotated[
     bool, no_effect("without a GPU", lambda at: at.value and at.on_cpu, "models are in CPU memory anyway")
@@ -297,7 +360,7 @@ class ModelConfig(Section):
 
     path: Annotated[str, Required("a Hugging Face folder, hub name or URL", "Qwen/Qwen2.5-0.5B-Instruct")]
     """Hugging Face model: folder, name on the hub, hdfs:// or any fsspec URL, or a GGUF file."""
-    external_lib: str | list[str] | None
+    external_lib: Modules
     """Package, or list of packages, to import first: they register models or tokenizers with transformers."""
     override_config: dict[str, Any]
     """Values laid over the model's config.json, for example a dropout rate."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from strop.config.schema.base import Names, PositiveInt, Required, Section
+from strop.config.schema.base import Names, PositiveInt, Processes, Required, Section, Text
 
 PROMPT_FILE = "parquet files (strop prepare writes them)"
 
@@ -34,7 +34,7 @@ class RowsConfig(Section):
         ),
     ]
     """Validation parquet file, or a list of them; [] trains without validation."""
-    prompt_key: str
+    prompt_key: Text
     """Column that holds the prompt: a list of chat messages, or a plain string."""
     train_batch_size: PositiveInt
     """Rows per iteration, over all processes."""
@@ -46,7 +46,7 @@ class RowsConfig(Section):
     """Longest response in tokens, its end token among them."""
     shuffle: bool
     """Visit the training rows in a new seeded order every epoch; False: in the order of the files."""
-    num_workers: PositiveInt | None
+    num_workers: Processes | None
     """Processes that tokenise the files; null: one for each core."""
     cache_dir: str
     """Folder for tokenised files and for files fetched from a URL; models from the hub go into HF_HOME."""
@@ -58,7 +58,7 @@ class DataConfig(RowsConfig):
     # Required also for a run that never validates: the validation loader is always built.
     val_files: Annotated[Names, Required(PROMPT_FILE, "data/test.parquet")]
     """Validation parquet file, or a list of them."""
-    reward_fn_key: str
+    reward_fn_key: Text
     """Column that names the scorer of a row (its data source)."""
     train_batch_size: PositiveInt
     """Prompts per iteration; each is answered actor_rollout_ref.rollout.n times."""

@@ -18,6 +18,7 @@ from strop.config.schema.base import (
     KlKind,
     Limit,
     ModelConfig,
+    Modules,
     Names,
     NonNegativeFloat,
     Number,
@@ -27,6 +28,7 @@ from strop.config.schema.base import (
     Probability,
     Section,
     SharedSequences,
+    Temperature,
     TopK,
     by_rows,
     by_tokens,
@@ -49,7 +51,7 @@ class ValSamplingConfig(Section):
 
     do_sample: bool
     """Sample; False: take the likeliest token."""
-    temperature: NonNegativeFloat
+    temperature: Temperature
     """Sampling temperature; 0: take the likeliest token."""
     top_k: TopK
     """Sample among the k likeliest tokens."""
@@ -138,7 +140,7 @@ class RolloutConfig(VLLMSamplingConfig):
         ),
     ]
     """Engine: vllm, with its own copy of the weights; hf, on the actor's; auto: vllm if it is installed."""
-    temperature: NonNegativeFloat
+    temperature: Temperature
     """Sampling temperature; the same one is used for all log-probs."""
     top_k: TopK
     """Sample among the k likeliest tokens; then the sampler differs from the policy that is trained."""
@@ -270,7 +272,7 @@ class ActorConfig(PpoUpdateConfig):
 class ActorModelConfig(ModelConfig):
     """The model that is trained, and that the reference model is a frozen copy of."""
 
-    external_libs: str | list[str] | None
+    external_libs: Modules
     """Deprecated name of external_lib."""
 
 

@@ -7,11 +7,13 @@ from typing import Annotated, Any
 from strop.config.schema.base import (
     Count,
     Fraction,
+    Modules,
     Number,
     Offload,
-    PositiveFloat,
     PositiveInt,
+    Processes,
     Required,
+    Seconds,
     Section,
     SharedSequences,
     UnitSize,
@@ -51,7 +53,7 @@ class RewardModelModelConfig(Section):
         ),
     ]
     """Model for AutoModelForSequenceClassification: folder, name, hdfs:// or any fsspec URL."""
-    external_lib: str | list[str] | None
+    external_lib: Modules
     """Package, or list of packages, to import first."""
     trust_remote_code: bool
     """Run Python code that comes with the model."""
@@ -87,7 +89,7 @@ class RewardModelConfig(Section):
     reward_manager: str
     """naive (one process), prime (num_workers processes), or an import path."""
     num_workers: Annotated[
-        PositiveInt | None,
+        Processes | None,
         no_effect(
             "without reward_model.reward_manager=prime",
             lambda at: at.section.reward_manager != "prime",
@@ -97,7 +99,7 @@ class RewardModelConfig(Section):
     """Scoring processes of prime, on the driver's machine; null: one for each core, at most 16."""
     reward_kwargs: dict[str, Any]
     """Further keyword arguments of the reward manager."""
-    timeout_s: PositiveFloat
+    timeout_s: Seconds
     """Seconds that a reward function may take for one sample before it is cut off."""
     error_score: Number
     """Score of a sample whose reward failed, was cut off or is not finite; see docs/rewards.md."""

@@ -13,6 +13,7 @@ from strop.config.schema.base import (
     PositiveInt,
     Section,
     Strategy,
+    Text,
     by_rows,
     by_tokens,
 )
@@ -33,16 +34,16 @@ class AnsweredDataConfig(RowsConfig):
 class SftDataConfig(AnsweredDataConfig):
     """Prompts with a response each."""
 
-    response_key: str
+    response_key: Text
     """Column that holds the response, a string."""
 
 
 class PairDataConfig(AnsweredDataConfig):
     """Prompts with two answers, one of them preferred."""
 
-    chosen_key: str
+    chosen_key: Text
     """Column that holds the preferred answer, a string."""
-    rejected_key: str
+    rejected_key: Text
     """Column that holds the other answer, a string."""
 
 

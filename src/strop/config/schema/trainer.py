@@ -11,9 +11,12 @@ from strop.config.schema.base import (
     Every,
     Expected,
     Names,
-    PositiveFloat,
     PositiveInt,
+    Processes,
+    Seconds,
     Section,
+    Seed,
+    Text,
     no_effect,
 )
 from strop.config.schema.critic import NO_CRITIC
@@ -53,9 +56,9 @@ class RunConfig(Section):
     """Run in the trackers and in default_local_dir; null: the name of that folder."""
     logger: Names
     """Trackers: console, tensorboard, wandb, or your own's import path; metrics.jsonl is always written."""
-    nnodes: Annotated[PositiveInt, _OTHER_POOLS]
+    nnodes: Annotated[Processes, _OTHER_POOLS]
     """Machines; more than one needs a Ray cluster that runs on them."""
-    n_gpus_per_node: Annotated[PositiveInt, _OTHER_POOLS]
+    n_gpus_per_node: Annotated[Processes, _OTHER_POOLS]
     """Processes (GPUs) on each machine. If not set: at most the GPUs of this machine, and 1 without any."""
     worker_group: Literal["auto", "local", "ray"]
     """Workers run in this process (local) or each in its own (ray); auto: ray if there is more than one."""
@@ -63,7 +66,7 @@ class RunConfig(Section):
     """Ray: batches stay with the workers, and the driver fetches only the columns that it reads."""
     device: Literal["auto", "cpu", "cuda"]
     """auto: the GPU if there is one."""
-    seed: Count
+    seed: Seed
     """The one seed that all random streams derive from."""
     save_freq: Every
     """Save a checkpoint every this many iterations."""
@@ -77,21 +80,21 @@ class RunConfig(Section):
     """Validate before the first iteration."""
     val_only: bool
     """Validate once and stop."""
-    resume_mode: str
+    resume_mode: Text
     """auto: newest in default_local_dir, else in default_hdfs_dir; disable: never; or path or URL of one."""
     max_restarts: Annotated[Count, _ONE_PROCESS]
     """When a worker dies or hangs: restart from the last checkpoint, at most this many times."""
-    phase_timeout_s: Annotated[PositiveFloat | None, _ONE_PROCESS]
+    phase_timeout_s: Annotated[Seconds | None, _ONE_PROCESS]
     """Ray: seconds after which a call to workers counts as hung (loading: at least 600); null: no limit."""
-    default_hdfs_dir: str | None
+    default_hdfs_dir: Text | None
     """Folder for copies of the checkpoints: hdfs://, s3://, any fsspec URL or path; null: none."""
-    default_local_dir: str
+    default_local_dir: Text
     """Run folder: checkpoints, metrics, samples, resolved config."""
 
 
 RoleName = Literal["Actor", "Rollout", "ActorRollout", "Critic", "RefPolicy", "RewardModel"]
 
-_ProcessesPerNode = Annotated[list[PositiveInt], Field(min_length=1), Expected("processes on each node")]
+_ProcessesPerNode = Annotated[list[Processes], Field(min_length=1), Expected("processes on each node")]
 
 
 class TrainerConfig(RunConfig):
