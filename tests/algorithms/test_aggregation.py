@@ -147,3 +147,16 @@ def test_statistics_equal_torchs_on_the_selected_values(pairs):
     if len(kept) > 1:
         assert_close(masked_mean(values, mask), kept.mean())
         assert_close(masked_var(values, mask), kept.var(correction=1))
+
+
+@pytest.mark.parametrize("value", [1000.1, 0.1, -3.3e5, 1e-3])
+@pytest.mark.parametrize("count", [1, 7, 4097])
+def test_equal_values_are_whitened_to_0(value, count):
+    values = torch.full((count + 1,), value)
+    values[-1] = NAN
+    mask = torch.ones(count + 1)
+    mask[-1] = 0
+    whitened = whiten(values, mask)
+    assert whitened.dtype == torch.float32
+    assert torch.equal(whitened, torch.zeros(count + 1))
+    assert masked_var(values, mask) == 0
