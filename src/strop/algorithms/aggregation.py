@@ -24,6 +24,14 @@ def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), values, 0)
 
 
+def log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return ``log_p - log_q``, and 0 without a gradient where both are -inf: 0/0 counts as the ratio 1.
+
+    The trainer refuses such a token by name; a caller of the formulas alone gets no NaN of it.
+    """
+    return zero_masked(log_p - log_q, ~(torch.isneginf(log_p) & torch.isneginf(log_q)))
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum the selected values, over all of them or along ``dim``."""
     return zero_masked(values, mask).sum(dim=dim)
