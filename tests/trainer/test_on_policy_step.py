@@ -90,6 +90,8 @@ def test_weights_metrics_and_samples_are_those_of_a_pass_before_the_update(
     assert samples == found[True][2]
     assert len(lines) == len(samples) == 3
     assert lines[-1]["actor/grad_norm"] > 0
+    assert [line["lr"] > 0 for line in lines] == [number >= warm_up for number in range(3)]
+    assert lines[0]["lr"] == (0.0 if warm_up else lines[0]["actor/lr"])
     assert 0 < lines[-1]["training/rollout_probs_diff_max"] < 1e-5
     assert ("objective/kl" in lines[-1]) == ("grpo" in str(variant) and KL_IN_LOSS[0] in variant)
     assert all(row["old_log_probs"] and row["entropys"] for step in samples for row in step)

@@ -150,6 +150,8 @@ class PPO:
                 update, columns = actor.get()
             batch = batch.union(columns)
             metrics |= policy_metrics(update)
+        else:
+            metrics["lr"] = 0.0  # the critic warms up: nothing moves the policy
         if on_policy:
             _require_finite_columns(batch)  # the step has skipped a gradient that is not finite
             metrics |= self.batch_metrics(batch, beta)
