@@ -22,7 +22,7 @@ from strop.errors import Attempts, ConfigError, RewardError
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.rewards.base import as_reward
-from strop.tracking.samples import write_samples, write_table
+from strop.tracking.samples import HiddenTokensWarning, write_samples, write_table
 from strop.tracking.text import validation_scores
 from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer, speed_metrics
@@ -81,6 +81,7 @@ class RayPPOTrainer:
             self.total_steps = settings.total_training_steps or len(self.train_loader) * settings.total_epochs
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()
+        self._warn_of_hidden_tokens = HiddenTokensWarning(tokenizer)
         self._required_roles()  # raises for one that the mappings lack
         self.actor: Any = None  # worker groups: their methods are those of the workers
         self.rollout: Any = None  # the actor's group unless the two roles are apart
@@ -110,6 +111,7 @@ class RayPPOTrainer:
             self.val_reward_fn,
             reward_model=self.reward_model if self.validates_by_model else None,
             generate=self.ppo.generate,
+            warn_of_hidden_tokens=self._warn_of_hidden_tokens,
         )
 
     @property
@@ -183,6 +185,7 @@ class RayPPOTrainer:
         if self.ppo.trains_actor(iteration):
             self.weights.version = iteration
         self.timer.add(samples.timer)
+        self._warn_of_hidden_tokens(batch)
         return batch, metrics
 
     def fit(self) -> None:
