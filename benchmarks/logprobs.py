@@ -1,10 +1,13 @@
 """Measure memory and time of log-probs and entropies without materialised logits, by vocabulary size.
 
     python benchmarks/logprobs.py [--rounds 3] [--tokens 4096] [--hidden 896] [--vocabularies 9496 ...]
+                                  [--dtype bfloat16]
 
-Log-probs, entropies and their gradients with respect to hidden states and output layer, in float32 on one
-CPU thread. Two implementations alternate: with all logits (log_softmax, gather, -sum p log p and autograd),
-and in blocks of the vocabulary (strop.algorithms.output_layer). Each measurement is a separate process.
+Log-probs, entropies and their gradients with respect to hidden states and output layer, on one CPU thread, in
+float32 or with bfloat16 autocast. Two implementations alternate: with all logits (log_softmax, gather,
+-sum p log p and autograd), and in blocks of the vocabulary (strop.algorithms.output_layer). With bfloat16 a
+third one rounds the product of each block before it is added to the gradient of the hidden states, which is
+faster and less exact (benchmarks/accumulation.py). Each measurement is a separate process.
 Memory is the process's peak above its inputs and their gradients; seconds are CPU time. Figures are medians
 over the rounds, ratios are ratios of medians.
 
@@ -28,8 +31,10 @@ import torch
 from machine import description
 from torch import Tensor
 
+from strop.algorithms import output_layer
 from strop.algorithms.output_layer import OutputLayer, log_probs_and_entropy
 
+ROUNDED = "rounded products"
 WAYS = ("all logits", "in blocks")
 _COPIES = 7
 """Copies of the logits at the peak of the implementation with all logits, plus a reserve."""
@@ -38,7 +43,7 @@ MIB = 2**20
 
 def with_all_logits(hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
     """Compute log-probs and entropies by the textbook formula."""
-    log_p_NV = torch.log_softmax(hidden_NH @ weight_VH.t(), dim=-1)
+    log_p_NV = torch.log_softmax((hidden_NH @ weight_VH.t()).float(), dim=-1)
     return log_p_NV.gather(1, ids_N[:, None])[:, 0], -(log_p_NV.exp() * log_p_NV).sum(dim=-1)
 
 
@@ -47,7 +52,11 @@ def in_blocks(hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor) -> tuple[Tens
     return log_probs_and_entropy(hidden_NH, OutputLayer(weight_VH), ids_N, temperature=1.0)
 
 
-def measure(way: str, tokens: int, hidden: int, vocabulary: int) -> dict[str, float]:
+def _add_rounded(a: Tensor, b: Tensor, total: Tensor) -> None:
+    total += a.to(b.dtype) @ b
+
+
+def measure(way: str, dtype: str, tokens: int, hidden: int, vocabulary: int) -> dict[str, float]:
     """Measure CPU seconds and MiB in this process; also return gradient norms for comparison."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -62,9 +71,12 @@ def measure(way: str, tokens: int, hidden: int, vocabulary: int) -> dict[str, fl
     reset_peak()
     for tensor in (hidden_NH, weight_VH):
         tensor.requires_grad_()
-    function = in_blocks if way == "in blocks" else with_all_logits
+    function = with_all_logits if way == "all logits" else in_blocks
+    if way == ROUNDED:
+        output_layer._add_product = _add_rounded
     start = time.process_time()
-    log_probs_N, entropy_N = function(hidden_NH, weight_VH, ids_N)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        log_probs_N, entropy_N = function(hidden_NH, weight_VH, ids_N)
     (log_probs_N * upstream_2N[0] + entropy_N * upstream_2N[1]).sum().backward()
     seconds, memory = time.process_time() - start, (peak() - inputs) / MIB
     found = [hidden_NH.grad, weight_VH.grad]
@@ -94,42 +106,47 @@ def available() -> int:
     return int(line.split()[1]) * 1024
 
 
-def in_own_process(way: str, tokens: int, hidden: int, vocabulary: int) -> dict[str, float]:
+def in_own_process(way: str, dtype: str, tokens: int, hidden: int, vocabulary: int) -> dict[str, float]:
     """Run ``measure`` in a new process."""
     sizes = [str(size) for size in (tokens, hidden, vocabulary)]
-    command = [sys.executable, __file__, "--measure", way, *sizes]
+    command = [sys.executable, __file__, "--measure", way, dtype, *sizes]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE)
     return json.loads(done.stdout)
 
 
-def compare(tokens: int, hidden: int, vocabulary: int, rounds: int) -> dict[str, dict[str, float] | None]:
-    """Return the medians of both implementations; None for one that does not fit into memory."""
+def compare(
+    dtype: str, tokens: int, hidden: int, vocabulary: int, rounds: int
+) -> dict[str, dict[str, float] | None]:
+    """Return the medians of each implementation; None for one that does not fit into memory."""
     needed = _COPIES * 4 * tokens * vocabulary
     ways = [way for way in WAYS if way == "in blocks" or needed < available()]
+    ways += [ROUNDED] if dtype == "bfloat16" else []
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way in ways:
-            found[way].append(in_own_process(way, tokens, hidden, vocabulary))
+            found[way].append(in_own_process(way, dtype, tokens, hidden, vocabulary))
     medians = {
         way: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         for way, runs in found.items()
     }
-    return {way: medians.get(way) for way in WAYS}
+    return {way: medians.get(way) for way in (*WAYS, ROUNDED)}
 
 
 def row(vocabulary: int, found: dict[str, dict[str, float] | None]) -> str:
     """Format a Markdown table row."""
-    whole, blocks = (found[way] for way in WAYS)
+    whole, blocks, rounded = (found[way] for way in (*WAYS, ROUNDED))
     assert blocks is not None  # it always fits
+    last = [] if rounded is None else [f"{rounded['seconds']:.2f}", f"{rounded['memory']:,.0f}"]
     cells = [f"{vocabulary:,}", f"{blocks['seconds']:.2f}", f"{blocks['memory']:,.0f}"]
     if whole is None:
         cells[1:1], cells[3:3] = ["does not fit"], ["does not fit"]
-        return "| " + " | ".join([*cells, "", ""]) + " |"
+        return "| " + " | ".join([*cells, "", "", *last]) + " |"
     apart = max(abs(whole[name] / blocks[name] - 1) for name in ("hidden", "weight"))
     cells[1:1] = [f"{whole['seconds']:.2f}"]
     cells[3:3] = [f"{whole['memory']:,.0f}"]
-    return "| " + " | ".join([*cells, f"{blocks['seconds'] / whole['seconds']:.2f}", f"{apart:.0e}"]) + " |"
+    cells += [f"{blocks['seconds'] / whole['seconds']:.2f}", f"{apart:.0e}"]
+    return "| " + " | ".join([*cells, *last]) + " |"
 
 
 def main() -> None:
@@ -138,18 +155,26 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[9_496, 37_984, 151_936])
-    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        way, *sizes = args.measure
-        print(json.dumps(measure(way, *map(int, sizes))))
+        way, dtype, *sizes = args.measure
+        print(json.dumps(measure(way, dtype, *map(int, sizes))))
         return
     print(description("torch", threads=1))
-    print(f"{args.tokens} tokens, hidden {args.hidden}, float32, medians of {args.rounds}\n")
-    print("| words | s, all logits | s, in blocks | MiB, all logits | MiB, in blocks | ratio | norms apart |")
-    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print(f"{args.tokens} tokens, hidden {args.hidden}, {args.dtype}, medians of {args.rounds}\n")
+    third = " s, rounded products | MiB |" if args.dtype == "bfloat16" else ""
+    heading = (
+        "| words | s, all logits | s, in blocks | MiB, all logits | MiB, in blocks | ratio | norms apart |"
+    )
+    print(heading + third)
+    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |" + (" ---: | ---: |" if third else ""))
     for vocabulary in args.vocabularies:
-        print(row(vocabulary, compare(args.tokens, args.hidden, vocabulary, args.rounds)), flush=True)
+        print(
+            row(vocabulary, compare(args.dtype, args.tokens, args.hidden, vocabulary, args.rounds)),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

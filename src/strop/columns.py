@@ -77,6 +77,8 @@ responses           | BT  | int64   | id     | rollout | forward passes | the re
 response_mask       | BT  | float32 | 0 or 1 | rollout | every loss | 1 on tokens that the policy sampled
 rollout_log_probs   | BT  | float32 | nats   | rollout | correction, metrics | log-prob at sampling
 truncated           | B   | bool    |        | rollout | rewards, metrics | cut at the length limit
+stop_tokens         | B   | int64   | tokens | rollout | metrics | eos and stop_token_ids in it | if counted
+hidden_tokens       | B   | int64   | tokens | rollout | metrics | not in the decoded text | if counted
 rm_scores           | B   | float32 | score  | RM      | rewards | a model's score | reward_model.enable
 reward/<part>       | B   | float32 | score  | rewards | samples | a part of the score; NaN: does not apply
 reward_failed       | B   | bool    |        | rewards | samples | not scored | reward managers
@@ -104,6 +106,8 @@ data_source         | B   | string  | text   | samples | validation, view | sele
 ground_truth        | B   | string  | text   | samples | view | JSON if structured | optional
 prompt              | B   | string  | text   | samples | validation, view | with special tokens
 response            | B   | string  | text   | samples | validation, view | without special tokens
+hidden_tokens       | B   | int32   | tokens | samples | validation, view | not in the text | if counted
+response_with_special_tokens | B | string | text | samples | view | null without hidden tokens | if counted
 truncated           | B   | bool    |        | samples | validation, view | cut at the length limit
 score               | B   | float32 | score  | samples | validation, view | sum of token_level_scores
 reward/<part>       | B   | float32 | score  | samples | view | null where a part does not apply

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from strop.algorithms.aggregation import (
     AGGREGATION_MODES,
     aggregate,
+    log_ratio,
     masked_mean,
     masked_sum,
     masked_var,
@@ -147,3 +148,25 @@ def test_statistics_equal_torchs_on_the_selected_values(pairs):
     if len(kept) > 1:
         assert_close(masked_mean(values, mask), kept.mean())
         assert_close(masked_var(values, mask), kept.var(correction=1))
+
+
+@pytest.mark.parametrize("value", [1000.1, 0.1, -3.3e5, 1e-3])
+@pytest.mark.parametrize("count", [1, 7, 4097])
+def test_equal_values_are_whitened_to_0(value, count):
+    values = torch.full((count + 1,), value)
+    values[-1] = NAN
+    mask = torch.ones(count + 1)
+    mask[-1] = 0
+    whitened = whiten(values, mask)
+    assert whitened.dtype == torch.float32
+    assert torch.equal(whitened, torch.zeros(count + 1))
+    assert masked_var(values, mask) == 0
+
+
+def test_two_impossible_tokens_have_the_ratio_1_and_no_gradient():
+    log_p = torch.tensor([-1.0, -INF, -INF, -2.0, NAN], requires_grad=True)
+    log_q = torch.tensor([-3.0, -INF, -2.0, -INF, -INF])
+    found = log_ratio(log_p, log_q)
+    assert_close(found.detach(), torch.tensor([2.0, 0.0, -INF, INF, NAN]), equal_nan=True)
+    found.sum().backward()
+    assert log_p.grad.tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]

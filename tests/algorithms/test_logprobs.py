@@ -154,3 +154,26 @@ def test_forbidden_tokens_do_not_break_entropy_kl_or_their_gradients():
     assert scored_at_1.full_kl_N.item() == pytest.approx(0.1308120)
     (scored.full_kl_N + scored_at_1.full_kl_N + scored_at_1.entropy_N).sum().backward()
     assert logits.grad.isfinite().all()
+
+
+def test_forbidden_tokens_leave_large_gradients_finite_and_exact():
+    """-inf was a number near overflow in the backward pass: an upstream gradient above 1 made NaN of it."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 6, generator=generator)
+    logits[:, :2] = -math.inf
+    ref = torch.randn(4, 6, generator=generator)
+    ids = torch.tensor([2, 3, 4, 5])
+    found = []
+    for ours, theirs, chosen in ((logits, ref, ids), (logits[:, 2:], ref[:, 2:], ids - 2)):
+        leaf = ours.clone().requires_grad_()
+        theirs = theirs - ref.logsumexp(-1, keepdim=True)  # normalised with the words that the policy lacks
+        log_p = torch.log_softmax(leaf, -1)
+        if len(found) == 0:
+            scored = token_log_probs(leaf, identity, chosen, temperature=1.0, ref=(theirs, identity))
+            total = (scored.log_probs_N + scored.entropy_N + scored.full_kl_N).sum()
+        else:
+            p = log_p.exp()
+            total = log_p.gather(1, chosen[:, None]).sum() - (p * log_p).sum() + (p * (log_p - theirs)).sum()
+        found.append(torch.autograd.grad(1000 * total, leaf)[0])
+    assert_close(found[0][:, 2:], found[1], atol=1e-3, rtol=1e-5)
+    assert torch.equal(found[0][:, :2], torch.zeros(4, 2))

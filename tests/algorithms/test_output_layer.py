@@ -200,3 +200,36 @@ def test_the_layer_itself_gives_the_logits():
     expected = 5 * torch.tanh(0.5 * (hidden @ weight.T + bias) / 5)
     assert_close(OutputLayer(weight, bias, 0.5, 5.0)(hidden), expected)
     assert torch.equal(OutputLayer(weight)(hidden), functional.linear(hidden, weight))
+
+
+def _wide_mm(a, b, *, out_dtype):
+    """torch.mm of a GPU: 16-bit operands, a float32 product."""
+    assert a.dtype == b.dtype == torch.bfloat16
+    assert out_dtype == torch.float32
+    return a.float() @ b.float()
+
+
+@pytest.mark.parametrize(("wide", "tolerance"), [(False, 1e-6), (True, 2.5e-3)])
+def test_the_sum_over_blocks_has_no_rounding_error_per_block(monkeypatch, wide, tolerance):
+    """All 400 blocks contribute; a GPU rounds the logits' gradients, as a linear layer does."""
+    n_tokens, hidden, vocabulary = 16, 32, 4000
+    small_blocks(monkeypatch, 10, n_tokens, keeps=False)
+    monkeypatch.setattr(output_layer, "_has_wide_products", lambda device: wide)
+    if wide:
+        plain = torch.mm
+        monkeypatch.setattr(
+            torch, "mm", lambda a, b, **kw: _wide_mm(a, b, **kw) if "out_dtype" in kw else plain(a, b, **kw)
+        )
+    tensors, generator = leaves(n_tokens, hidden, vocabulary, with_bias=False)
+    ids = torch.randint(vocabulary, (n_tokens,), generator=generator)
+    upstream = torch.randn(2, n_tokens, generator=generator)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = log_probs_and_entropy(tensors[0], OutputLayer(tensors[1]), ids, temperature=1.0)
+        logits = functional.linear(*tensors)
+    ours = torch.autograd.grad((found[0] * upstream[0] + found[1] * upstream[1]).sum(), tensors[0])[0]
+    logits = logits.detach().double().requires_grad_()
+    log_p = logits.log_softmax(-1)
+    figures = log_p.gather(1, ids[:, None])[:, 0] * upstream[0] - (log_p.exp() * log_p).sum(-1) * upstream[1]
+    (gradient,) = torch.autograd.grad(figures.sum(), logits)
+    exact = gradient @ tensors[1].detach().bfloat16().double()
+    assert distance(ours, exact) < tolerance

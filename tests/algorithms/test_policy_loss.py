@@ -175,3 +175,13 @@ def test_poisoned_padding_reaches_neither_value_loss_nor_gradient(poison):
     assert result.loss_BT.tolist() == [[0.5, 0.0, 0.0]]
     result.loss_BT.sum().backward()
     assert values.grad.tolist() == [[1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("function", [ppo, gspo])
+def test_a_token_that_is_impossible_before_and_after_has_the_ratio_1(function):
+    log_prob = torch.tensor([[-1.0, -INF]], requires_grad=True)
+    old = torch.tensor([[-1.0, -INF]])
+    result = function(log_prob, old, torch.tensor([[2.0, 2.0]]), torch.ones(1, 2), **CLIP)
+    assert_close(result.loss_BT.detach(), torch.tensor([[-2.0, -2.0]]))
+    result.loss_BT.sum().backward()
+    assert log_prob.grad.tolist() == [[-2.0, 0.0]]

@@ -85,10 +85,33 @@ MIXED = (f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.model.compute_dtype=flo
             ["256", "512"],
         ),
         (processes.batches, (), None),
+        (processes.weights_at_start, (), None),
+        (processes.weights_at_start, (f"{ROLLOUT}.load_format=auto",), None),
+        (
+            processes.weights_at_start,
+            (f"{ROLLOUT}.load_format=megatron",),
+            ["load_format=megatron", "auto, dtensor, hf", "folder"],
+        ),
+        (
+            processes.weights_at_start,
+            (f"{ROLLOUT}.load_format=dummy_hf",),
+            ["load_format=dummy_hf", "dummy_megatron, dummy_dtensor", "without weights"],
+        ),
+        (processes.weights_at_start, (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.load_format=megatron"), None),
     ],
 )
 def test_doubtful_settings_of_vllm_are_one_finding_each(rule, options, parts):
     assert findings(rule, *options) == ([] if parts is None else [Message(*parts)])
+
+
+def test_cuda_graphs_that_keep_their_memory_are_told_on_a_gpu(monkeypatch):
+    graphs = (f"{ROLLOUT}.enforce_eager=False", "trainer.device=auto")
+    assert findings(processes.cuda_graphs, *graphs) == []
+    monkeypatch.setattr(processes, "visible_gpus", lambda: 1)
+    assert findings(processes.cuda_graphs, *graphs) == [Message("free_cache_engine", "CUDA graphs")]
+    assert findings(processes.cuda_graphs, *graphs, f"{ROLLOUT}.free_cache_engine=False") == []
+    assert findings(processes.cuda_graphs, "trainer.device=auto") == []
+    assert findings(processes.cuda_graphs, *graphs, "trainer.device=cpu") == []
 
 
 def test_only_what_was_set_is_passed_to_vllm():

@@ -10,7 +10,7 @@ from strop import ActorRolloutRefWorker, CriticWorker, RayPPOTrainer, RewardMana
 from strop.config.load import load_config
 from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role
-from strop.errors import ModelError
+from strop.errors import ConfigError, ModelError
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
 from strop.tracking.jsonl import read_metrics
 from strop.trainer.weight_sync import WeightSync
@@ -222,6 +222,40 @@ def test_an_exported_model_generates_like_the_trained_one(plain):
         [{"role": "user", "content": "1+2="}], add_generation_prompt=True, return_dict=False)])  # fmt: skip
     with torch.no_grad():
         assert torch.equal(exported(ids).logits, trained.eval()(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("workers", "placed", "missing"),
+    [
+        ((Role.ActorRollout, Role.Critic), None, ["role_worker_mapping", "Role.RefPolicy", "KL"]),
+        (
+            (Role.ActorRollout, Role.RefPolicy),
+            None,
+            ["role_worker_mapping", "Role.Critic", "adv_estimator=gae"],
+        ),
+        (
+            (Role.ActorRolloutRef, Role.Critic),
+            (Role.ActorRolloutRef,),
+            ["resource_pool_manager.mapping", "Role.Critic", "ActorRolloutRef"],
+        ),
+        ((Role.Actor, Role.RefPolicy, Role.Critic), None, ["Role.Rollout"]),
+        ((), None, ["Role.ActorRollout", "no role"]),
+    ],
+)
+def test_a_missing_role_is_a_configuration_error_before_any_worker(
+    inputs, tmp_path, workers, placed, missing
+):
+    tokenizer = load_tokenizer(inputs / "model")
+    placed = placed or workers
+    with pytest.raises(ConfigError, match=naming(*missing)):
+        RayPPOTrainer(
+            config=load_config(overrides(inputs, tmp_path)),
+            tokenizer=tokenizer,
+            role_worker_mapping=dict.fromkeys(workers, ActorRolloutRefWorker),
+            resource_pool_manager=ResourcePoolManager({"all": [1]}, dict.fromkeys(placed, "all")),
+            ray_worker_group_cls=LocalWorkerGroup,
+            reward_fn=RewardManager(tokenizer=tokenizer, num_examine=0),
+        )
 
 
 def test_actor_rollout_and_reference_can_be_one_role(inputs, plain, tmp_path):

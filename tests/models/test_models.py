@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from strop.errors import ModelError
 from strop.models.deferred import defer_causal_lm, defer_scorer
-from strop.models.loader import end_token_ids, load_causal_lm, load_scorer, load_tokenizer, locate
+from strop.models.loader import (
+    end_token_ids,
+    hidden_token_ids,
+    load_causal_lm,
+    load_scorer,
+    load_tokenizer,
+    locate,
+)
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
 
@@ -150,6 +157,17 @@ def test_every_declared_end_token_counts(folder):
     model, tokenizer = load_causal_lm(folder), load_tokenizer(folder)
     model.generation_config.eos_token_id = [1, 7]
     assert end_token_ids(model, tokenizer) == [1, 7]
+
+
+def test_special_tokens_and_ids_without_a_token_are_hidden_by_decoding(folder):
+    model, tokenizer = load_causal_lm(folder), load_tokenizer(folder)
+    assert hidden_token_ids(model, tokenizer) == [0, 1, 2, 3]
+    model.config.vocab_size = len(tokenizer) + 2  # padded, as many vocabularies are
+    hidden = hidden_token_ids(model, tokenizer)
+    assert hidden == [0, 1, 2, 3, 19, 20]
+    texts = [tokenizer.decode([5, token_id, 6], skip_special_tokens=True) for token_id in range(21)]
+    nothing = tokenizer.decode([5, 6])
+    assert [token_id for token_id, text in enumerate(texts) if text == nothing] == hidden
 
 
 def test_a_folder_without_a_model_is_an_error_with_what_was_expected(tmp_path):

@@ -278,6 +278,17 @@ def test_examined_samples_are_printed_for_each_source(make: Make, batch_of: Batc
     ]
 
 
+def test_an_examined_sample_shows_the_special_tokens_that_its_text_lacks(make: Make, batch_of: Batch):
+    shown: list[str] = []
+    batch = batch_of(["3", "4"], ["3"] * 2, ["strop/arithmetic"] * 2)
+    batch.batch["hidden_tokens"] = torch.tensor([1, 0])
+    batch.batch["responses"][0, 1] = 0
+    batch.batch["response_mask"][0, :2] = 1
+    make(num_examine=2, printer=shown.append)(batch)
+    assert "[response] 3\n[response with special tokens] 3<pad>" in shown[0]
+    assert "special tokens" not in shown[1]
+
+
 def test_examined_samples_show_parts_and_errors(make: Make, batch_of: Batch):
     shown: list[str] = []
 

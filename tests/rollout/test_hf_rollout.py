@@ -75,6 +75,7 @@ def test_columns_have_the_shapes_types_and_values_of_the_contract():
         "response_mask": (torch.float32, (rows, 12)),
         "rollout_log_probs": (torch.float32, (rows, 12)),
         "truncated": (torch.bool, (rows,)),
+        "stop_tokens": (torch.int64, (rows,)),
     }
     assert {name: (column.dtype, tuple(column.shape)) for name, column in batch.items()} == expected
     assert list(answers.non_tensor_batch["uid"]) == [f"prompt-{row // 2}" for row in range(rows)]
@@ -163,6 +164,25 @@ def test_ignore_eos_ignores_the_eos_and_no_other_stop_token():
     assert batch["truncated"].tolist() == [row[-1] not in others for row in rows]
     assert 0 < batch["truncated"].sum() < len(rows)
     assert all(len(row) == 20 for row in rows if row[-1] not in others)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_stop_tokens_and_hidden_tokens_are_counted_where_the_policy_sampled_them(ignore_eos):
+    """Two eos ids and two stop ids; the padding is an end token too, and lies outside the mask."""
+    ends, others = (EOS, 7, 9), (40, 41)
+    params = SamplingParams(max_tokens=12, n=8, ignore_eos=ignore_eos, stop_token_ids=others, temperature=2.0)
+    rollout = rollout_of(tiny_lm(), pad=EOS, eos=ends, hidden_token_ids=[*range(20, 30), *ends, *others])
+    answers = rollout.generate(prompts_of(LENGTHS, n=8, pad=EOS), params)
+    columns, rows = answers.batch, response_ids(answers.batch)
+    stops = [sum(token in (*ends, *others) for token in row) for row in rows]
+    assert columns["stop_tokens"].tolist() == stops
+    assert (max(stops) > 1) == ignore_eos
+    inner = [row if cut else row[:-1] for row, cut in zip(rows, columns["truncated"].tolist(), strict=True)]
+    hidden = [sum(20 <= token < 30 or token in (*ends, *others) for token in row) for row in inner]
+    assert columns["hidden_tokens"].tolist() == hidden
+    assert 0 in hidden
+    assert max(hidden) > 1
+    assert "hidden_tokens" not in rollout_of(tiny_lm()).generate(prompts_of(LENGTHS, n=8), params)
 
 
 def test_long_responses_outgrow_the_first_allocation(monkeypatch):

@@ -61,6 +61,7 @@ def rollout_of(model, folder, *, dtype=torch.float32, sampling=None):
         device=torch.device("cpu"),
         pad_token_id=PAD,
         eos_token_ids=[EOS],
+        hidden_token_ids=[EOS, *range(20, 30)],
         sampling=sampling,
     )
     built.update_weights(model.named_parameters())
@@ -170,6 +171,9 @@ def test_ignore_eos_goes_on_to_the_limit_unless_a_stop_id_comes(shared):
     assert (batch["responses"] == EOS).any()
     assert batch["truncated"].all()
     assert (batch["response_mask"] == 1).all()
+    ends, hidden = batch["responses"] == EOS, (batch["responses"] >= 20) & (batch["responses"] < 30)
+    assert batch["stop_tokens"].tolist() == ends.sum(1).tolist()
+    assert batch["hidden_tokens"].tolist() == (ends | hidden).sum(1).tolist()
 
 
 @pytest.mark.parametrize(

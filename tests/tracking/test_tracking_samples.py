@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from strop.protocol import DataProto
-from strop.tracking.samples import write_samples
+from strop.tracking.samples import HiddenTokensWarning, write_samples
+
+from messages import mentions
 
 
 class Letters:
@@ -18,6 +20,9 @@ class Letters:
     def batch_decode(self, sequences, *, skip_special_tokens):
         special = "" if skip_special_tokens else "."
         return ["".join(special if i == 1 else chr(ord("a") + i - 4) for i in ids) for ids in sequences]
+
+    def decode(self, ids):
+        return self.batch_decode([ids], skip_special_tokens=False)[0]
 
 
 def two_samples() -> DataProto:
@@ -92,6 +97,39 @@ def test_numbers_keep_the_bits_that_their_column_needs(tmp_path):
         assert 0 < error <= 2**-bits
         scaled = torch.frexp(found[finite]).mantissa * 2**bits
         assert torch.equal(scaled, scaled.round())
+
+
+def with_hidden_tokens() -> DataProto:
+    """Two stop tokens in the middle of the second response."""
+    batch = two_samples()
+    batch.batch["responses"] = torch.tensor([[7, 9, 1, 0], [4, 1, 1, 5]])
+    batch.batch["hidden_tokens"] = torch.tensor([0, 2])
+    return batch
+
+
+def test_a_response_with_hidden_tokens_has_a_second_text_with_them(tmp_path):
+    write_samples(tmp_path / "s.parquet", with_hidden_tokens(), Letters())
+    first, second = pq.read_table(tmp_path / "s.parquet").to_pylist()
+    assert (first["response"], first["hidden_tokens"], first["response_with_special_tokens"]) == (
+        "df",
+        0,
+        None,
+    )
+    assert (second["response"], second["hidden_tokens"]) == ("ab", 2)
+    assert second["response_with_special_tokens"] == "a..b"
+
+
+def test_hidden_tokens_are_warned_of_once_with_the_text_of_a_response(caplog):
+    warn = HiddenTokensWarning(Letters())
+    warn(two_samples())
+    nothing_hidden = with_hidden_tokens()
+    nothing_hidden.batch["hidden_tokens"] = torch.tensor([0, 0])
+    warn(nothing_hidden)
+    assert not caplog.records
+    warn(with_hidden_tokens())
+    warn(with_hidden_tokens())
+    (record,) = caplog.records
+    assert mentions(record.getMessage(), "1 of 2", "a..b", "response/hidden_tokens")
 
 
 def test_missing_columns_are_left_out(tmp_path):

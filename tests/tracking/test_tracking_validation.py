@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -148,3 +149,10 @@ def test_wandb_has_the_samples_as_a_table(track, tmp_path):
     table = json.loads(path.read_text())
     assert table["columns"] == ["data_source", "prompt", "response", "ground_truth", "score"]
     assert table["data"] == [["openai/gsm8k", SAMPLE.prompt, SAMPLE.response, "7", 1.0]]
+
+
+def test_hidden_tokens_are_a_metric_and_a_figure_of_the_file():
+    report = ValidationReport(4, {"my/code": dataclasses.replace(CODE, hidden_tokens=1.5)})
+    assert report.metrics()["val/hidden_tokens/my/code"] == 1.5
+    assert report.as_json()["sources"]["my/code"]["hidden_tokens"] == 1.5
+    assert not any("hidden" in name for name in REPORT.metrics())

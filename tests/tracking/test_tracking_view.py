@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from test_tracking_samples import Letters, two_samples
+from test_tracking_samples import Letters, two_samples, with_hidden_tokens
 
 from strop.cli.main import main
 from strop.terminal import printable
@@ -83,6 +83,14 @@ def test_the_samples_of_the_last_step_are_shown_unless_another_is_chosen(run_dir
     assert "score 1.500" in view(capsys, run_dir, "--step", 1)
     assert "Samples of step 4: 1 of 1" in view(capsys, run_dir, "--validation")
     assert "Samples" not in view(capsys, run_dir, "--samples", 0)
+
+
+def test_special_tokens_that_the_reward_does_not_see_are_shown(run_dir, capsys):
+    write_samples(run_dir / "rollouts" / "step_000004.parquet", with_hidden_tokens(), Letters())
+    text = view(capsys, run_dir)
+    assert "1-1  score 0.250  (4 tokens, cut at the limit, 2 hidden from the reward)" in text
+    assert "a..b" in text
+    assert "1-0  score 1.500  (3 tokens, rule 1)" in text
 
 
 def test_samples_are_sorted_and_metrics_chosen_by_options(run_dir, capsys):

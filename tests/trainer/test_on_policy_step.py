@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from strop.config.load import load_config
 from strop.config.roles import why_old_log_probs_are_computed_apart
+from strop.errors import TrainingError
+from strop.models.policy import PolicyModel
 from strop.workers.policy import ActorRolloutRefWorker
 
+from messages import naming
 from runs import hashes, make_inputs, metrics, overrides, train
 
 ACTOR = "actor_rollout_ref.actor"
@@ -84,9 +90,37 @@ def test_weights_metrics_and_samples_are_those_of_a_pass_before_the_update(
     assert samples == found[True][2]
     assert len(lines) == len(samples) == 3
     assert lines[-1]["actor/grad_norm"] > 0
+    assert [line["lr"] > 0 for line in lines] == [number >= warm_up for number in range(3)]
+    assert lines[0]["lr"] == (0.0 if warm_up else lines[0]["actor/lr"])
     assert 0 < lines[-1]["training/rollout_probs_diff_max"] < 1e-5
     assert ("objective/kl" in lines[-1]) == ("grpo" in str(variant) and KL_IN_LOSS[0] in variant)
     assert all(row["old_log_probs"] and row["entropys"] for step in samples for row in step)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_sampled_token_of_probability_0_is_refused_with_its_sample(inputs, tmp_path, monkeypatch, apart):
+    """Its loss was NaN: every step of the run would have been skipped, with a count and nothing else."""
+    plain, seen = PolicyModel.forward, []
+
+    def forbids_a_sampled_token(model, batch, **options):
+        outputs = plain(model, batch, **options)
+        impossible = torch.zeros_like(outputs["log_prob"])
+        impossible[3, 0] = -torch.inf
+        seen.append(int(batch["responses"][3, 0]))
+        return {**outputs, "log_prob": outputs["log_prob"] + impossible}
+
+    monkeypatch.setattr(PolicyModel, "forward", forbids_a_sampled_token)
+    options = (*SETTINGS, "algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0")
+    one_batch = (f"{ACTOR}.ppo_micro_batch_size_per_gpu=16", f"{ACTOR}.old_log_prob_from_update={not apart}")
+    passes = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16"
+    with pytest.raises(
+        TrainingError, match=naming("old_log_probs", "1 of 16", "strop/arithmetic")
+    ) as refusal:
+        train(overrides(inputs, tmp_path, *options, *one_batch, passes))
+    text = str(refusal.value)
+    sample, token = re.search(r"sample (\d+): -inf at response token (\d+)", text).groups()
+    assert (token, f"token id {seen[0]})" in text) == ("0", True)
+    assert f"uid 1-{int(sample) // 2}," in text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections import defaultdict
 from itertools import combinations
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from strop.rewards.score.answers import answer_extractor
@@ -16,6 +17,7 @@ from strop.trainer.sample_statistics import (
     expected_worst,
     sample_counts,
 )
+from strop.trainer.validation import make_report
 
 
 def draws(n, k):
@@ -126,3 +128,21 @@ def test_answers_that_the_scorer_counts_as_one_are_one_vote(source, options, res
 def test_sources_that_compare_no_answers_have_no_vote():
     assert answer_extractor("openai/openai_humaneval") is None
     assert answer_extractor("someone/elses") is None
+
+
+def test_a_shown_sample_has_the_special_tokens_that_its_scored_text_lacks():
+    samples = pa.table(
+        {
+            "data_source": ["x", "x"],
+            "prompt": ["1+2=", "3+4="],
+            "response": ["3", "7"],
+            "response_with_special_tokens": ["3<pad><pad>", None],
+            "hidden_tokens": [2, 0],
+            "response_ids": [[7, 0, 0], [8]],
+            "score": [1.0, 0.0],
+            "truncated": [True, False],
+        }
+    )
+    report = make_report(samples, n=1, extractor_of=lambda source: None, seed=0, show=2)
+    assert [sample.response for sample in report.shown] == ["3<pad><pad>", "7"]
+    assert report.metrics() == {"val/test_score/x": 0.5, "val/hidden_tokens/x": 1.0}

@@ -24,6 +24,14 @@ def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), values, 0)
 
 
+def log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return ``log_p - log_q``, and 0 without a gradient where both are -inf: 0/0 counts as the ratio 1.
+
+    The trainer refuses such a token by name; a caller of the formulas alone gets no NaN of it.
+    """
+    return zero_masked(log_p - log_q, ~(torch.isneginf(log_p) & torch.isneginf(log_q)))
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum the selected values, over all of them or along ``dim``."""
     return zero_masked(values, mask).sum(dim=dim)
@@ -36,8 +44,8 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the unbiased variance of all selected values; 0 if fewer than two are selected."""
-    selected = mask.bool().expand_as(values)
+    """Return the unbiased variance of all selected values, float64; 0 if fewer than two are selected."""
+    values, selected = values.double(), mask.bool().expand_as(values)
     deviations = values - masked_mean(values, selected)
     return masked_sum(deviations.square(), selected) / (selected.sum() - 1).clamp(min=1)
 
@@ -45,10 +53,13 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Return ``(values - mean) / sqrt(var + 1e-8)``, masked mean and unbiased variance; 0 elsewhere.
 
-    A single selected value, or equal values, give 0 up to rounding.
+    Computed in float64, as ``advantages.group_statistics`` is: the mean of equal float32 values rounds to
+    another number, and a distance of one unit in the last place would be divided by the floor of 1e-4. So a
+    single value, or equal values, give 0.
     """
-    mean, var = masked_mean(values, mask), masked_var(values, mask)
-    return zero_masked((values - mean) * torch.rsqrt(var + 1e-8), mask)
+    exact = values.double()
+    whitened = (exact - masked_mean(exact, mask)) * torch.rsqrt(masked_var(exact, mask) + 1e-8)
+    return zero_masked(whitened, mask).to(values.dtype)
 
 
 AGGREGATION_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from strop.algorithms.aggregation import masked_mean, masked_sum, zero_masked
+from strop.algorithms.aggregation import log_ratio, masked_mean, masked_sum, zero_masked
 
 
 @torch.no_grad()
@@ -27,7 +27,7 @@ def rollout_is_weights(
     ratio of the whole sequence, exp(sum over its tokens), on each of its tokens. Truncated importance
     sampling: Ionides, 2008. Exponents are clamped to +-20.
     """
-    d_BT = zero_masked(old_log_prob - rollout_log_prob, response_mask)
+    d_BT = zero_masked(log_ratio(old_log_prob, rollout_log_prob), response_mask)
     if level == "sequence":
         d_BT = d_BT.sum(-1, keepdim=True).expand_as(d_BT)
     return zero_masked(d_BT.clamp(-20, 20).exp().clamp(max=threshold), response_mask)
@@ -58,7 +58,7 @@ def rollout_statistics(
     old_BT = zero_masked(old_log_prob, response_mask)
     rollout_BT = zero_masked(rollout_log_prob, response_mask)
     difference_BT = (old_BT.exp() - rollout_BT.exp()).abs()
-    d_BT = (old_BT - rollout_BT).clamp(-20, 20)
+    d_BT = log_ratio(old_BT, rollout_BT).clamp(-20, 20)
     weight_BT = d_BT.exp().double()  # squares of exp(20), summed
     total = masked_sum(weight_BT, response_mask)
     total_of_squares = masked_sum(weight_BT.square(), response_mask)

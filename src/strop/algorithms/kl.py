@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from strop.algorithms.aggregation import masked_mean, zero_masked
+from strop.algorithms.aggregation import log_ratio, masked_mean, zero_masked
 from strop.errors import ConfigError, TrainingError
 
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
@@ -37,7 +37,7 @@ def kl_penalty(
     if response_mask is not None:
         log_prob = zero_masked(log_prob, response_mask)
         ref_log_prob = zero_masked(ref_log_prob, response_mask)
-    d = log_prob - ref_log_prob
+    d = log_ratio(log_prob, ref_log_prob)
     match kind:
         case "kl" | "k1":
             return d

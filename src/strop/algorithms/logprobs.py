@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from strop.algorithms.output_layer import OutputLayer, log_probs_and_entropy
+from strop.algorithms.output_layer import VANISHES, OutputLayer, log_probs_and_entropy
 
 Project = Callable[[Tensor], Tensor]
 
@@ -103,14 +103,14 @@ def _measure(
     log_probs_n = log_probs_nV.gather(-1, ids_n.unsqueeze(-1)).squeeze(-1)
     entropy_n = full_kl_n = None
     if with_entropy or ref_log_probs_nV is not None:
-        # some models forbid tokens by a logit of -inf; 0 x -inf would be NaN
-        lowest = torch.finfo(torch.float32).min
-        finite_nV = log_probs_nV.clamp(min=lowest)
+        # Some models forbid tokens by a logit of -inf, and 0 x -inf would be NaN. In the backward pass this
+        # number is multiplied by the upstream gradient before the 0, so it must be far from overflow.
+        finite_nV = log_probs_nV.clamp(min=VANISHES)
         probs_nV = log_probs_nV.exp()
         if with_entropy:
             entropy_n = -(probs_nV * finite_nV).sum(-1)
         if ref_log_probs_nV is not None:
-            full_kl_n = (probs_nV * (finite_nV - ref_log_probs_nV.clamp(min=lowest))).sum(-1)
+            full_kl_n = (probs_nV * (finite_nV - ref_log_probs_nV.clamp(min=VANISHES))).sum(-1)
     return TokenLogProbs(log_probs_n, entropy_n, full_kl_n)
 
 

@@ -13,6 +13,7 @@ entropies with a gradient, so GPUs use this module too.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ _NARROWEST = 64
 _KEPT = 1 << 24
 """Largest number of logits saved for the backward pass: 64 MiB are cheaper than recomputing them."""
 _LOWEST = torch.finfo(torch.float32).min
-_VANISHES = -1000.0
+VANISHES = -1000.0
 """Stands for the -inf of a forbidden word: its exp is 0 too, and 0 times it is 0 instead of NaN."""
 
 
@@ -195,9 +196,9 @@ def _measure(blocks: _Blocks, ids_N: Tensor) -> _Known:
         below_Nv = torch.sub(logits_Nv, highest_N[:, None], out=blocks.room(1, words))
         exp_Nv = torch.exp(below_Nv, out=blocks.room(2, words))
         if blocks.layer.bias_V is not None:  # -inf in a bias forbids words
-            below_Nv.clamp_(min=_VANISHES)
+            below_Nv.clamp_(min=VANISHES)
         # a new highest logit rescales the sums so far
-        down_N = (before_N - highest_N).clamp_(min=_VANISHES)
+        down_N = (before_N - highest_N).clamp_(min=VANISHES)
         weighted_N = (weighted_N + down_N * sum_N) * down_N.exp() + below_Nv.mul_(exp_Nv).sum(dim=1)
         sum_N = sum_N * down_N.exp() + exp_Nv.sum(dim=1)
     log_sum_N = sum_N.log()
@@ -230,14 +231,10 @@ def _differentiate(
         gradient_Nv = blocks.through_layer(gradient_Nv, logits_Nv)
         if bias_gradient_V is not None:
             bias_gradient_V[words] = gradient_Nv.sum(dim=0)
-        gradient_Nv = gradient_Nv.to(hidden_NH.dtype)
-        if weight_gradient_VH is not None:
-            _product(gradient_Nv.t(), hidden_NH, weight_gradient_VH[words])
         if hidden_gradient_NH is not None:
-            if hidden_NH.dtype == torch.float32:
-                hidden_gradient_NH.addmm_(gradient_Nv, blocks.weight(words))
-            else:
-                hidden_gradient_NH += gradient_Nv @ blocks.weight(words)
+            _add_product(gradient_Nv, blocks.weight(words), hidden_gradient_NH)
+        if weight_gradient_VH is not None:
+            _product(gradient_Nv.to(hidden_NH.dtype).t(), hidden_NH, weight_gradient_VH[words])
     return hidden_gradient_NH, weight_gradient_VH, bias_gradient_V
 
 
@@ -251,7 +248,7 @@ def _logit_gradient(blocks: _Blocks, words: slice, logits_Nv: Tensor, upstream: 
         gradient_Nv = p_Nv.mul_(-g_N[:, None])
     else:
         if blocks.layer.bias_V is not None:
-            log_p_Nv.clamp_(min=_VANISHES)
+            log_p_Nv.clamp_(min=VANISHES)
         constant_N = g_N + e_N * entropy_N
         gradient_Nv = log_p_Nv.mul_(-e_N[:, None]).sub_(constant_N[:, None]).mul_(p_Nv)
     inside_N, places_N1 = _places(ids_N, words)
@@ -264,7 +261,30 @@ def _places(ids_N: Tensor, words: slice) -> tuple[Tensor, Tensor]:
     return inside_N, torch.where(inside_N, ids_N - words.start, 0)[:, None]
 
 
+def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
+    """Add a @ b to ``total``; a and total are float32, b has the dtype of the products.
+
+    Never rounds the product itself: the sum over hundreds of blocks would have hundreds of rounding errors of
+    bfloat16 where a linear layer has one.
+    """
+    if b.dtype != torch.float32 and _has_wide_products(b.device.type):
+        total += torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
+    else:
+        total.addmm_(a, b.float())
+
+
+@functools.cache
+def _has_wide_products(device: str) -> bool:
+    """Return True if torch multiplies 16-bit matrices into float32 on such devices; CPUs do not."""
+    one = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
+    try:
+        return torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write a @ b, rounded once to the dtype of the operands, as in a linear layer."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     else:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strop.algorithms.aggregation import masked_mean, zero_masked
+from strop.algorithms.aggregation import log_ratio, masked_mean, zero_masked
 from strop.algorithms.registry import register, require_parameters, resolve
 from strop.errors import ConfigError
 
@@ -177,7 +177,7 @@ def _clean(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the clamped k [B,T] and the advantages, both 0 where the mask is 0."""
-    k_BT = zero_masked(log_prob, response_mask) - zero_masked(old_log_prob, response_mask)
+    k_BT = log_ratio(zero_masked(log_prob, response_mask), zero_masked(old_log_prob, response_mask))
     return k_BT.clamp(-20, 20), zero_masked(advantages, response_mask)
 
 

@@ -29,7 +29,10 @@ from strop.tracking.text import (
 
 COURSE_WIDTH = 12
 Steps = Sequence[Mapping[str, Any]]
-_SAMPLE_COLUMNS = ("uid", "data_source", "prompt", "response", "ground_truth", "truncated", "score")
+_SAMPLE_COLUMNS = (
+    *("uid", "data_source", "prompt", "response", "ground_truth", "truncated", "score"),
+    *("hidden_tokens", "response_with_special_tokens"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,9 +183,12 @@ def _sample_panel(sample: Mapping[str, Any]) -> Panel:
     }
     facts = [f"{sample['length']} tokens" + (", cut at the limit" if sample.get("truncated") else "")]
     facts += [f"{name.removeprefix('reward/')} {format_number(value)}" for name, value in parts.items()]
+    if sample.get("hidden_tokens"):
+        facts.append(f"{sample['hidden_tokens']} hidden from the reward")
     body = Text()
     body.append(printable(sample.get("prompt") or "") + "\n", style="dim")
-    body.append(printable(sample.get("response") or ""), style="bold")
+    response = sample.get("response_with_special_tokens") or sample.get("response") or ""
+    body.append(printable(response), style="bold")
     if sample.get("ground_truth") is not None:
         body.append(f"\nground truth: {printable(sample['ground_truth'])}", style="green")
     title = literal(f"{sample.get('uid', '')}  score {format_number(score)}  ({', '.join(facts)})")

@@ -289,3 +289,13 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     declared = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
     return sorted(token_id for token_id in ids if token_id is not None)
+
+
+def hidden_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return every id that decoding without special tokens leaves out.
+
+    These are the special tokens, and the ids that the model can sample and the tokenizer has no token for.
+    """
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    nameless = {*range(model.config.get_text_config().vocab_size)} - {*tokenizer.get_vocab().values()}
+    return sorted({*tokenizer.all_special_ids, *special, *nameless})

@@ -362,8 +362,16 @@ class RewardManager(Reward):
                     score=scores_B[row].item(),
                     parts={name: value for name, value in own_parts.items() if not math.isnan(value)},
                     error=outcome.error if outcome else "",
+                    whole=self._with_special_tokens(batch, row),
                 )
             )
+
+    def _with_special_tokens(self, batch: DataProto, row: int) -> str:
+        """Decode the response with its special tokens, if some are hidden from its scored text."""
+        if "hidden_tokens" not in batch or not batch.batch["hidden_tokens"][row]:
+            return ""
+        columns = (batch.batch[name][row : row + 1] for name in ("responses", "response_mask"))
+        return self.tokenizer.decode(real_tokens(*columns)[0], skip_special_tokens=False)
 
     def _prompt(self, batch: DataProto, row: int) -> str:
         """Decode the prompt with its chat template."""

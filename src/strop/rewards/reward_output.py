@@ -190,14 +190,18 @@ def _by_source(sources: Sequence[str], contributions: Mapping[str, Tensor]) -> d
 
 
 def describe_sample(
-    sample: Sample, *, prompt: str, score: float, parts: Mapping[str, float], error: str
+    sample: Sample, *, prompt: str, score: float, parts: Mapping[str, float], error: str, whole: str = ""
 ) -> str:
-    """Format source, prompt, response, ground truth and score, one per line, for a terminal."""
+    """Format source, prompt, response, ground truth and score, one per line, for a terminal.
+
+    ``whole``: the response with special tokens, if its scored text lacks some.
+    """
     named = "".join(f", {name} {value:g}" for name, value in parts.items())
     lines = [
         _field("data source", sample.data_source),
         _field("prompt", prompt),
         _field("response", sample.solution_str),
+        *([_field("response with special tokens", whole)] if whole else []),
         _field("ground truth", sample.ground_truth),
         _field("score", f"{score:g}{named}"),
     ]

@@ -8,7 +8,7 @@ Shapes: B prompts of P columns, R = B x n samples of T token columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -188,11 +188,21 @@ def seeds_of(prompts: DataProto, params: SamplingParams) -> list[int]:
     return seeds.flatten().tolist()
 
 
-def answer(prompts: DataProto, params: SamplingParams, samples: Samples, *, pad_token_id: int) -> DataProto:
+def answer(
+    prompts: DataProto,
+    params: SamplingParams,
+    samples: Samples,
+    *,
+    pad_token_id: int,
+    eos_token_ids: Sequence[int] | None = None,
+    hidden_token_ids: Sequence[int] | None = None,
+) -> DataProto:
     """Return the batch of samples, ``params.n`` rows per prompt, with the prompts' other columns repeated.
 
     Columns: prompts [R, P], responses, response_mask, rollout_log_probs [R, T], input_ids, attention_mask,
-    position_ids [R, P + T], truncated [R]. Raises ``TrainingError`` if a log-prob is not finite.
+    position_ids [R, P + T], truncated [R]; with ``eos_token_ids`` also stop_tokens [R], with
+    ``hidden_token_ids`` (those that decoding leaves out) also hidden_tokens [R]. Raises ``TrainingError`` if
+    a log-prob is not finite.
     """
     device = prompts.batch["input_ids"].device
     lengths, truncated = samples.lengths.to(device), samples.truncated.to(device)
@@ -220,4 +230,15 @@ def answer(prompts: DataProto, params: SamplingParams, samples: Samples, *, pad_
         "rollout_log_probs": log_probs,
         "truncated": truncated,
     }
+    if eos_token_ids is not None:
+        ends = _is_any(responses, (*eos_token_ids, *params.stop_token_ids)) & sampled
+        generated["stop_tokens"] = ends.sum(1)
+    if hidden_token_ids is not None:
+        position = torch.arange(params.max_tokens, device=device)
+        is_end = ~truncated[:, None] & (position == lengths[:, None] - 1)
+        generated["hidden_tokens"] = (_is_any(responses, hidden_token_ids) & sampled & ~is_end).sum(1)
     return rest.repeat(params.n).union(DataProto.from_dict(generated))
+
+
+def _is_any(tokens: Tensor, ids: Sequence[int]) -> Tensor:
+    return torch.isin(tokens, torch.tensor(ids, dtype=tokens.dtype, device=tokens.device))

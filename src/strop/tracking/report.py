@@ -43,6 +43,8 @@ class SourceReport:
     """Share of responses that were cut at the length limit."""
     error_rate: float | None
     """Share that could not be scored; None if a user's reward function does not report it."""
+    hidden_tokens: float | None = None
+    """Mean tokens of a response that its text lacks; None if the rollout does not count them."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class ShownSample:
     data_source: str
     prompt: str
     response: str
+    """With special tokens if its scored text lacks some of them."""
     ground_truth: str | None
     score: float
 
@@ -66,10 +69,15 @@ class ValidationReport:
     shown: Sequence[ShownSample] = ()
 
     def metrics(self) -> dict[str, float]:
-        """Return ``val/test_score/<source>`` and, for n > 1, ``val/<source>/<statistic>``."""
+        """Return ``val/test_score/<source>``, ``val/hidden_tokens/<source>`` and statistics for n > 1."""
         mean = f"mean@{self.n}"
         metrics = {
             f"{VALIDATION_PREFIX}{name}": found.scores[mean].value for name, found in self.sources.items()
+        }
+        metrics |= {
+            f"val/hidden_tokens/{name}": found.hidden_tokens
+            for name, found in self.sources.items()
+            if found.hidden_tokens is not None
         }
         if self.n > 1:
             metrics |= {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,18 +20,21 @@ import pyarrow.parquet as pq
 
 from strop.columns import TOKEN_COLUMNS
 from strop.files import atomic_path
+from strop.terminal import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from strop.protocol import DataProto
 
+logger = logging.getLogger(__name__)
+
 
 def write_samples(path: Path, batch: DataProto, tokenizer: Any) -> None:
     """Write the batch to ``path`` (``write_table``).
 
     The prompt's text keeps its special tokens, as the model saw it; the response's text has none, as the
-    reward saw it.
+    reward saw it. A response with ``hidden_tokens`` has a second text with them.
     """
     write_table(path, samples_table(batch, tokenizer))
 
@@ -65,6 +69,11 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
     columns = _labels(batch.non_tensor_batch)
     columns["prompt"] = _decode_each_once(prompt_ids, tokenizer, skip_special_tokens=False)
     columns["response"] = _decode_each_once(response_ids, tokenizer, skip_special_tokens=True)
+    if "hidden_tokens" in tensors:
+        columns["hidden_tokens"] = pa.array(tensors["hidden_tokens"].astype(np.int32))
+        columns["response_with_special_tokens"] = _whole_texts(
+            response_ids, tensors["hidden_tokens"] > 0, tokenizer
+        )
     if "truncated" in tensors:
         columns["truncated"] = pa.array(tensors["truncated"].astype(bool))
     if "token_level_scores" in tensors:
@@ -81,6 +90,29 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
         if name in tensors:
             columns[name] = _lists(_rounded(tensors[name].astype(np.float32), bits), response_real_BT)
     return pa.table(columns)
+
+
+class HiddenTokensWarning:
+    """Warn once of special tokens inside responses: the text that is scored lacks them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._warned = tokenizer, False
+
+    def __call__(self, batch: DataProto) -> None:
+        """Log the warning if a sample of the batch has ``hidden_tokens``, with the text of one."""
+        if self._warned or "hidden_tokens" not in batch or not (batch.batch["hidden_tokens"] > 0).any():
+            return
+        self._warned = True
+        rows = (batch.batch["hidden_tokens"] > 0).nonzero()[:, 0]
+        row = int(rows[0])
+        mask_T = batch.batch["response_mask"][row].bool()
+        text = self._tokenizer.decode(batch.batch["responses"][row][mask_T].tolist())
+        logger.warning(
+            "warning: %d of %d responses have special tokens before their end, or ids without a token. "
+            "Rewards do not see them, because responses are decoded without special tokens; "
+            "response/hidden_tokens counts them, and samples are shown with them. The first: %s",
+            len(rows), len(batch), printable(text if len(text) <= 400 else f"{text[:400]}..."),
+        )  # fmt: skip
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:
@@ -113,6 +145,16 @@ def _decode_each_once(ids: pa.ListArray, tokenizer: Any, *, skip_special_tokens:
     texts = tokenizer.batch_decode(list(distinct.values()), skip_special_tokens=skip_special_tokens)
     text_of = dict(zip(distinct, texts, strict=True))
     return pa.array([text_of[key] for key in keys], pa.string())
+
+
+def _whole_texts(ids: pa.ListArray, wanted_B: np.ndarray, tokenizer: Any) -> pa.Array:
+    """Return the texts with special tokens of the ``wanted_B`` [B] id lists, null for the others."""
+    rows = np.flatnonzero(wanted_B)
+    if not len(rows):  # batch_decode returns one text for no lists
+        return pa.nulls(len(ids), pa.string())
+    texts = _decode_each_once(ids.take(pa.array(rows)), tokenizer, skip_special_tokens=False)
+    text_of = dict(zip(rows.tolist(), texts.to_pylist(), strict=True))
+    return pa.array([text_of.get(row) for row in range(len(ids))], pa.string())
 
 
 def _labels(objects: Mapping[str, np.ndarray]) -> dict[str, pa.Array]:

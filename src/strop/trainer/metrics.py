@@ -112,15 +112,18 @@ def batch_metrics(batch: DataProto, *, max_prompt_length: int) -> dict[str, floa
     lengths_B = real_BT.sum(dim=1)
     prompt_width = columns["attention_mask"].shape[1] - mask_BT.shape[1]
     prompts_B = columns["attention_mask"][:, :prompt_width].sum(dim=1)
-    truncated = columns["truncated"].float().mean().item()
+    if "stop_tokens" in columns:
+        metrics["val/num_stop_token_ids"] = columns["stop_tokens"].float().mean().item()
+    if "hidden_tokens" in columns:
+        metrics["response/hidden_tokens"] = columns["hidden_tokens"].float().mean().item()
+        metrics["response/hidden_rate"] = (columns["hidden_tokens"] > 0).float().mean().item()
     return {
         **metrics,
         **_spread("response_length", lengths_B),
-        "response_length/clip_ratio": truncated,
+        "response_length/clip_ratio": columns["truncated"].float().mean().item(),
         **_spread("prompt_length", prompts_B),
         "prompt_length/clip_ratio": (prompts_B >= max_prompt_length).float().mean().item(),
         "val/sequence_lengths": lengths_B.float().mean().item(),
-        "val/num_stop_token_ids": 1.0 - truncated,
     }
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from strop.algorithms.advantages import estimate, get_estimator, needs
+from strop.algorithms.aggregation import zero_masked
 from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
@@ -48,6 +49,7 @@ from strop.trainer.weight_sync import WeightSync
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 _ACTOR_COLUMNS = (*_MODEL_INPUTS, "advantages")
 _ACTOR_OPTIONAL = ("old_log_probs", "ref_log_prob", "ref_hidden", "rollout_is_weights")
+_EVALUATED = ("old_log_probs", "ref_log_prob", "values")
 _CRITIC_COLUMNS = (*_MODEL_INPUTS, "values", "returns")
 
 
@@ -72,6 +74,16 @@ def loss_inputs(config: Config) -> list[str]:
     }
     absent = [name for name, found in computed.items() if not found]
     return extra_inputs(get_policy_loss(actor.policy_loss, actor.policy_loss_kwargs, absent=absent))
+
+
+def _require_finite_columns(batch: DataProto) -> None:
+    """Raise ``TrainingError`` for a log-prob or value of a sampled token that is NaN or infinite.
+
+    A token of probability 0 under two policies has no ratio: its loss would be NaN, and every step skipped.
+    """
+    for name in _EVALUATED:
+        if name in batch:
+            require_finite(name, zero_masked(batch.batch[name], batch.batch["response_mask"]), batch)
 
 
 class PPO:
@@ -141,7 +153,10 @@ class PPO:
                 update, columns = actor.get()
             batch = batch.union(columns)
             metrics |= policy_metrics(update)
+        else:
+            metrics["lr"] = 0.0  # the critic warms up: nothing moves the policy
         if on_policy:
+            _require_finite_columns(batch)  # the step has skipped a gradient that is not finite
             metrics |= self.batch_metrics(batch, beta)
         return batch, metrics
 
@@ -203,6 +218,7 @@ class PPO:
             with timer.phase("old_log_prob"):
                 inputs = batch.select(*_MODEL_INPUTS, "ref_hidden")
                 batch = batch.union(self.groups.actor.compute_log_prob(inputs))
+        _require_finite_columns(batch)
         return batch
 
     def estimate_advantages(self, batch: DataProto, beta: float) -> DataProto:
@@ -231,7 +247,7 @@ class PPO:
             whiten=algorithm.whiten_advantages,
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
         )
-        require_finite("advantages", columns["advantages"])
+        require_finite("advantages", columns["advantages"], batch)
         actor = self.config.actor_rollout_ref.actor
         if actor.rollout_is is not None:
             columns["rollout_is_weights"] = rollout_is_weights(

@@ -18,11 +18,11 @@ from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.loader import EpochSampler, PromptLoader, collate, one_pass
 from strop.data.rl_dataset import create_rl_dataset, first_of_each_source
-from strop.errors import Attempts, RewardError
+from strop.errors import Attempts, ConfigError, RewardError
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.rewards.base import as_reward
-from strop.tracking.samples import write_samples, write_table
+from strop.tracking.samples import HiddenTokensWarning, write_samples, write_table
 from strop.tracking.text import validation_scores
 from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer, speed_metrics
@@ -41,7 +41,8 @@ class RayPPOTrainer:
 
     Args:
         role_worker_mapping: the worker class of each role.
-        resource_pool_manager: where each role lives.
+        resource_pool_manager: where each role lives. A role that the run needs and that one of the two lacks
+            is a ``ConfigError``.
         ray_worker_group_cls: the kind of group; ``LocalWorkerGroup`` runs everything in this process.
         reward_fn: maps a batch to a ``RewardOutput``, or to token-level scores [B, T].
         val_reward_fn: the same in validation; ``reward_fn`` if None.
@@ -80,6 +81,8 @@ class RayPPOTrainer:
             self.total_steps = settings.total_training_steps or len(self.train_loader) * settings.total_epochs
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()
+        self._warn_of_hidden_tokens = HiddenTokensWarning(tokenizer)
+        self._required_roles()  # raises for one that the mappings lack
         self.actor: Any = None  # worker groups: their methods are those of the workers
         self.rollout: Any = None  # the actor's group unless the two roles are apart
         self.ref: Any = None
@@ -88,19 +91,12 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Build the worker groups of the roles that this run needs, and load their models."""
-        config, mapping = self.config, self.resource_pool_manager.mapping
-        if Role.ActorRolloutRef in mapping:
-            self.actor = self.rollout = self.ref = self._group(Role.ActorRolloutRef)
-        elif Role.ActorRollout in mapping:
-            self.actor = self.rollout = self._group(Role.ActorRollout)
-        else:
-            self.actor, self.rollout = self._group(Role.Actor), self._group(Role.Rollout)
-        if uses_reference(config) and self.ref is None:
-            self.ref = self._group(Role.RefPolicy)
-        if not config.trainer.val_only and "values" in needs(get_estimator(config.algorithm.adv_estimator)):
-            self.critic = self._group(Role.Critic)
-        if config.reward_model.enable and (not config.trainer.val_only or self.validates_by_model):
-            self.reward_model = self._group(Role.RewardModel)
+        config = self.config
+        groups = {role: self._group(role) for role in self._required_roles()}
+        self.actor = next(iter(groups.values()))
+        self.rollout = groups.get(Role.Rollout, self.actor)
+        self.ref = groups.get(Role.RefPolicy, groups.get(Role.ActorRolloutRef))
+        self.critic, self.reward_model = groups.get(Role.Critic), groups.get(Role.RewardModel)
         require_shared_folder(Path(config.trainer.default_local_dir), self.groups)
         for call in [group.init_model.start() for group in self.groups.values()]:
             call.get()
@@ -115,6 +111,7 @@ class RayPPOTrainer:
             self.val_reward_fn,
             reward_model=self.reward_model if self.validates_by_model else None,
             generate=self.ppo.generate,
+            warn_of_hidden_tokens=self._warn_of_hidden_tokens,
         )
 
     @property
@@ -127,6 +124,35 @@ class RayPPOTrainer:
         except RewardError:
             return True
         return False
+
+    def _required_roles(self) -> list[Role]:
+        """Return the roles of this run, the one that trains the policy first.
+
+        Raises ``ConfigError`` for each that has no worker class or no resource pool, with the reason for it.
+        """
+        config, placed = self.config, self.resource_pool_manager.mapping
+        policy = [role for role in (Role.ActorRolloutRef, Role.ActorRollout) if role in placed][:1]
+        if not policy and {Role.Actor, Role.Rollout} & placed.keys():
+            policy = [Role.Actor, Role.Rollout]
+        needed = dict.fromkeys(policy or [Role.ActorRollout], "the policy")
+        estimator = config.algorithm.adv_estimator
+        if uses_reference(config) and Role.ActorRolloutRef not in needed:
+            needed[Role.RefPolicy] = "the KL to the reference model"
+        if not config.trainer.val_only and "values" in needs(get_estimator(estimator)):
+            needed[Role.Critic] = f"algorithm.adv_estimator={estimator}"
+        if config.reward_model.enable and (not config.trainer.val_only or self.validates_by_model):
+            needed[Role.RewardModel] = "reward_model.enable=True"
+        tables = {"role_worker_mapping": self.role_worker_mapping, "resource_pool_manager.mapping": placed}
+        problems = [
+            f"{table} lacks Role.{role.name}, which this run needs ({reason}); it has "
+            f"{', '.join(sorted(known.name for known in given)) or 'no role'}"
+            for role, reason in needed.items()
+            for table, given in tables.items()
+            if role not in given
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        return list(needed)
 
     def _group(self, role: Role) -> Any:
         return self.worker_group_cls(
@@ -159,6 +185,7 @@ class RayPPOTrainer:
         if self.ppo.trains_actor(iteration):
             self.weights.version = iteration
         self.timer.add(samples.timer)
+        self._warn_of_hidden_tokens(batch)
         return batch, metrics
 
     def fit(self) -> None:

@@ -120,11 +120,20 @@ def attach_scores(batch: DataProto, output: RewardOutput) -> DataProto:
     return batch.union(DataProto(columns, {}, {"reward_metrics": dict(output.metrics)}))
 
 
-def require_finite(name: str, values: Tensor) -> None:
-    """Raise ``TrainingError`` naming ``name`` and the first sample [B, ...] that is not finite."""
-    bad_B = ~torch.isfinite(values.reshape(len(values), -1)).all(dim=1)
-    if bad_B.any():
-        raise TrainingError(
-            f"{name}: {int(bad_B.sum())} of {len(values)} samples are NaN or infinite "
-            f"(the first is sample {int(bad_B.nonzero()[0])})"
-        )
+def require_finite(name: str, values_BT: Tensor, batch: DataProto) -> None:
+    """Raise ``TrainingError`` with ``name`` and the first sample and token [B, T] that are not finite."""
+    bad_BT = ~torch.isfinite(values_BT)
+    if not bad_BT.any():
+        return
+    row, token = bad_BT.nonzero()[0].tolist()
+    named = [
+        f"{column} {batch.non_tensor_batch[column][row]}"
+        for column in ("uid", "data_source")
+        if column in batch.non_tensor_batch
+    ]
+    if "responses" in batch:
+        named.append(f"token id {int(batch.batch['responses'][row, token])}")
+    raise TrainingError(
+        f"{name}: {int(bad_BT.any(dim=1).sum())} of {len(values_BT)} samples are NaN or infinite; the first "
+        f"is sample {row}: {values_BT[row, token].item()} at response token {token} ({', '.join(named)})"
+    )

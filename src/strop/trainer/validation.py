@@ -68,12 +68,13 @@ def _report_source(samples: pa.Table, n: int, extract: Extractor | None, *, seed
             for (name, values_P), interval in zip(by_statistic.items(), intervals, strict=True)
         },
         mean_length=float(np.mean(samples["response_ids"].combine_chunks().value_lengths())),
-        truncated=_share(samples, "truncated"),
-        error_rate=_share(samples, "reward_failed") if "reward_failed" in samples.column_names else None,
+        truncated=_mean(samples, "truncated"),
+        error_rate=_mean(samples, "reward_failed") if "reward_failed" in samples.column_names else None,
+        hidden_tokens=_mean(samples, "hidden_tokens") if "hidden_tokens" in samples.column_names else None,
     )
 
 
-def _share(samples: pa.Table, column: str) -> float:
+def _mean(samples: pa.Table, column: str) -> float:
     return float(np.mean(samples[column].to_numpy()))
 
 
@@ -81,9 +82,12 @@ def _shown(samples: pa.Table, n: int, count: int) -> list[ShownSample]:
     """Return the first sample of ``count`` prompts, the same prompts in every validation."""
     prompts = len(samples) // n
     rows = np.linspace(0, prompts - 1, min(count, prompts)).round().astype(int) * n
+    chosen = samples.take(pa.array(rows)).to_pylist()
+    for row in chosen:
+        row["response"] = row.get("response_with_special_tokens") or row["response"]
     return [
         ShownSample(**{field.name: row.get(field.name) for field in dataclasses.fields(ShownSample)})
-        for row in samples.take(pa.array(rows)).to_pylist()
+        for row in chosen
     ]
 
 
@@ -103,10 +107,12 @@ class Validator:
         *,
         reward_model: Any,
         generate: Callable[..., DataProto],
+        warn_of_hidden_tokens: Callable[[DataProto], None] = lambda batch: None,
     ) -> None:
         """``reward_model``: a worker group, or None; ``generate``: ``PPO.generate``."""
         self._config, self._tokenizer, self._loader = config, tokenizer, loader
         self._reward_fn, self._reward_model, self._generate = reward_fn, reward_model, generate
+        self._warn_of_hidden_tokens = warn_of_hidden_tokens
         self._n, self._seed = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer.seed
 
     def samples(self, timer: PhaseTimer, *, progress: Progress | None = None) -> pa.Table:
@@ -114,7 +120,9 @@ class Validator:
 
         The random stream depends on the prompt's batch alone: all validations of a run draw the same noise.
         """
-        return samples_table(self._scored(timer, progress), self._tokenizer)
+        batch = self._scored(timer, progress)
+        self._warn_of_hidden_tokens(batch)
+        return samples_table(batch, self._tokenizer)
 
     def report(self, samples: pa.Table, *, show: int = 0) -> ValidationReport:
         """Return the statistics of ``samples`` by data source, and ``show`` samples to look at."""

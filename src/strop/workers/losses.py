@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.algorithms.aggregation import aggregate, masked_sum
+from strop.algorithms.aggregation import aggregate, log_ratio, masked_sum
 from strop.algorithms.kl import kl_penalty
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss, value_loss
 from strop.algorithms.registry import call
@@ -68,7 +68,7 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
         metrics = {
             "pg_loss": pg_loss,
             "pg_clipfrac": masked_sum(policy.clipped_BT, mask_BT) / n_tokens,
-            "ppo_kl": masked_sum(old_log_probs_BT - outputs["log_prob"], mask_BT) / n_tokens,
+            "ppo_kl": masked_sum(log_ratio(old_log_probs_BT, outputs["log_prob"]), mask_BT) / n_tokens,
             "approx_kl": masked_sum(policy.approx_kl_BT, mask_BT) / n_tokens,
         }
         total = pg_loss

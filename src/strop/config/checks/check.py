@@ -106,6 +106,8 @@ RULES: tuple[Rule, ...] = (
     learning.validation_sampling,
     learning.kl_horizon,
     processes.batches,
+    processes.weights_at_start,
+    processes.cuda_graphs,
     processes.precision,
     inputs.models,
     inputs.reward_file,

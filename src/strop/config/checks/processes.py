@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import get_args
 
 from strop.config.batch_plan import MICRO_BATCHES, forward_passes, sequence_parallel_size
 from strop.config.checks.finding import Finding, error, warning
@@ -21,6 +22,7 @@ from strop.config.placement import (
 from strop.config.roles import roles_of
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import FsdpConfig
+from strop.config.schema.policy import LoadFormat
 from strop.errors import ConfigError
 
 
@@ -119,6 +121,38 @@ def batches(config: Config) -> Iterator[Finding]:
         yield error(
             f"actor_rollout_ref.rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
             f"max_num_seqs={rollout.max_num_seqs}: a step takes a token of each sequence; lower the latter"
+        )
+
+
+def weights_at_start(config: Config) -> Iterator[Finding]:
+    """Warn of a `load_format` that names a loader: it only chooses between the folder's weights and none."""
+    name = config.actor_rollout_ref.rollout.load_format
+    if not honours(config, "load_format") or name in ("auto", "dummy_dtensor"):
+        return
+    is_dummy = name.startswith("dummy_")
+    same = [
+        other for other in get_args(LoadFormat) if other.startswith("dummy_") == is_dummy and other != name
+    ]
+    start = "without weights" if is_dummy else "with the model folder's weights"
+    yield warning(
+        f"actor_rollout_ref.rollout.load_format={name} means the same as {', '.join(same)}: vLLM starts "
+        f"{start}, and the trainer sends its own, sharded or not, before the first sample"
+    )
+
+
+def cuda_graphs(config: Config) -> Iterator[Finding]:
+    """Warn of memory that the update does not get where vLLM has CUDA graphs."""
+    rollout = config.actor_rollout_ref.rollout
+    on_gpu = visible_gpus() and config.trainer.device != "cpu"
+    if (
+        honours(config, "enforce_eager")
+        and on_gpu
+        and rollout.free_cache_engine
+        and not rollout.enforce_eager
+    ):
+        yield warning(
+            "actor_rollout_ref.rollout.free_cache_engine=True with enforce_eager=False: weights and KV cache "
+            "are freed for the update, but vLLM's CUDA graphs keep their memory; enforce_eager=True has none"
         )
 
 

@@ -187,9 +187,9 @@ class RolloutConfig(VLLMSamplingConfig):
             "vLLM cannot sleep on a CPU: its weights and KV cache stay in memory during the update",
         ),
     ]
-    """Free the memory of vLLM's weights and KV cache for the update; on a GPU."""
+    """Free the memory of vLLM's weights and KV cache for the update; on a GPU. CUDA graphs keep theirs."""
     load_format: Annotated[LoadFormat, _UNUSED_BY_HF]
-    """Weights that vLLM starts with. dummy_*: none, the trainer sends all; others: the model folder's."""
+    """Weights that vLLM starts with. The dummy_* are the same: none; the others too: the model folder's."""
     tensor_model_parallel_size: Annotated[PositiveInt, _UNUSED_BY_HF]
     """Ranks over which vLLM spreads one copy of the model. If not set: 1 unless there are GPUs to divide."""
     max_num_batched_tokens: Annotated[PositiveInt, _UNUSED_BY_HF]

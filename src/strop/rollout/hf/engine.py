@@ -21,7 +21,7 @@ from strop.config.placement import rollout_dtype
 from strop.errors import ModelError
 from strop.models.deferred import defer_causal_lm
 from strop.models.heads import model_errors
-from strop.models.loader import dtype_named, end_token_ids
+from strop.models.loader import dtype_named, end_token_ids, hidden_token_ids
 from strop.protocol import DataProto
 from strop.rollout.base import (
     PROMPT_COLUMNS,
@@ -59,16 +59,19 @@ class HFRollout:
         *,
         pad_token_id: int,
         eos_token_ids: Sequence[int],
+        hidden_token_ids: Sequence[int] | None = None,
         autocast_dtype: torch.dtype | None = None,
         micro_batch_size: int | None = None,
     ) -> None:
         """Check that ``model`` can be decoded; ``ModelError`` if not.
 
-        ``micro_batch_size``: samples generated at once, None for all; it changes memory, never a sample.
+        ``hidden_token_ids``: counted in the column ``hidden_tokens``. ``micro_batch_size``: samples generated
+        at once, None for all; it changes memory, never a sample.
         """
         self.model = model
         self.pad_token_id = pad_token_id
         self.eos_token_ids = tuple(eos_token_ids)
+        self.hidden_token_ids = hidden_token_ids
         self.micro_batch_size = micro_batch_size
         self._windows = attention_windows(model.config)
         parameters = inspect.signature(model.forward).parameters
@@ -142,13 +145,21 @@ class HFRollout:
                     )
                 )
         samples = Samples(*map(torch.cat, zip(*parts, strict=True)))
-        return answer(prompts, params, samples, pad_token_id=self.pad_token_id)
+        return answer(
+            prompts,
+            params,
+            samples,
+            pad_token_id=self.pad_token_id,
+            eos_token_ids=self.eos_token_ids,
+            hidden_token_ids=self.hidden_token_ids,
+        )
 
 
 def _options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
     return {
         "pad_token_id": spec.tokenizer.pad_token_id,
         "eos_token_ids": end_token_ids(model, spec.tokenizer),
+        "hidden_token_ids": hidden_token_ids(model, spec.tokenizer),
         "micro_batch_size": spec.config.actor_rollout_ref.rollout.micro_batch_size_per_gpu,
     }
 

@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from strop.config.placement import extra_sampling
 from strop.errors import ConfigError, ModelError, TrainingError
 from strop.models.deferred import defer_causal_lm
-from strop.models.loader import end_token_ids
+from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, RolloutSpec, Samples, SamplingParams, answer, seeds_of
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
@@ -57,6 +57,7 @@ class VLLMRollout:
         device: torch.device,
         pad_token_id: int,
         eos_token_ids: Sequence[int],
+        hidden_token_ids: Sequence[int] | None = None,
         sampling: Mapping[str, Any] | None = None,
         rank: int = 0,
         world_size: int = 1,
@@ -68,6 +69,7 @@ class VLLMRollout:
         """
         self.pad_token_id = pad_token_id
         self.eos_token_ids = tuple(eos_token_ids)
+        self.hidden_token_ids = hidden_token_ids
         self._sleeps = bool(arguments.get("enable_sleep_mode"))
         self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
         self._tied = _tied_names(model)
@@ -107,6 +109,7 @@ class VLLMRollout:
             device=spec.device,
             pad_token_id=spec.tokenizer.pad_token_id,
             eos_token_ids=end_token_ids(model, spec.tokenizer),
+            hidden_token_ids=hidden_token_ids(model, spec.tokenizer),
             sampling=extra_sampling(spec.config),
             rank=spec.rank,
             world_size=spec.world_size,
@@ -133,7 +136,14 @@ class VLLMRollout:
                 use_tqdm=False,
             )
         samples = _samples(outputs[own], params.max_tokens)
-        return answer(prompts, params, samples, pad_token_id=self.pad_token_id)
+        return answer(
+            prompts,
+            params,
+            samples,
+            pad_token_id=self.pad_token_id,
+            eos_token_ids=self.eos_token_ids,
+            hidden_token_ids=self.hidden_token_ids,
+        )
 
     @contextlib.contextmanager
     def _reporting(self, own: range, n: int, finished: Finished | None) -> Generator[None]:
