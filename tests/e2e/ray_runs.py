@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 HERE = Path(__file__).parent
 MARK = "STROP_TEST_RUN"
 
@@ -39,11 +41,11 @@ class RayRun:
         environment = {
             **os.environ,
             MARK: self.mark,
-            "RAY_AUTH_MODE": "disabled",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
             "SABOTAGE": json.dumps(sabotage),
         }
+        environment.pop("RAY_AUTH_MODE", None)  # strop's default
         environment["RAY_ADDRESS"] = "local"  # and not a cluster that another test has here
         self.marker = Path(sabotage["marker"]) if sabotage else None
         self.lines: list[tuple[float, str]] = []
@@ -94,6 +96,22 @@ class RayRun:
         told = next((when for when, line in self.lines if text in line), None)
         assert told is not None, f"no {text!r} in:\n{self.console[-3000:]}"
         return told - self.wait_until_struck()
+
+    def listens_on(self) -> set[str]:
+        """The addresses at which the run's processes accept connections."""
+        found = set()
+        for pid in self.processes():
+            with contextlib.suppress(psutil.Error):
+                sockets = psutil.Process(pid).net_connections(kind="inet")
+                found |= {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+        return {address.removeprefix("::ffff:") for address in found}
+
+    def token(self) -> Path:
+        """The file with the token of the run's cluster."""
+        environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in self.processes()]
+        names = {name for text in environments for name in re.findall(rb"RAY_AUTH_TOKEN_PATH=([^\0]+)", text)}
+        assert len(names) == 1
+        return Path(names.pop().decode())
 
     def processes(self) -> dict[int, str]:
         """Process ids and command lines of everything that the run started and that is alive."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,9 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, 
     run.wait_until_struck()
     commands = " ".join(run.processes().values())
     assert all(name in commands for name in ("raylet", "gcs_server"))
+    assert run.listens_on() == {"127.0.0.1"}
+    token = run.token()
+    assert token.stat().st_mode & 0o777 == 0o600
     if how == "Ctrl-C":  # as a terminal sends it: to every process of the group
         os.killpg(run.process.pid, signal.SIGINT)
     else:
@@ -76,6 +80,7 @@ def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, 
     assert run.wait(60) == ENDS[how]
     run.seconds_until_gone(at_most=10)
     assert abandoned_shared_memory() <= abandoned
+    assert not token.parent.exists()
     if how != "SIGKILL":
         assert f"stopped by {how}; the last whole checkpoint is kept" in run.lines[-1][1]
         assert "Traceback" not in run.console
@@ -113,6 +118,21 @@ def test_a_killed_raylet_takes_its_workers_along_and_the_run_starts_again(inputs
     assert mentions(run.console, "update_actor")
     assert "Traceback" not in run.console
     assert _results(tmp_path / "run") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
+def test_ray_that_dies_while_it_starts_is_named_and_started_again(inputs, undisturbed, tmp_path, part):
+    run = RayRun(overrides(inputs, tmp_path / "run", *SETTINGS, "trainer.max_restarts=1"))
+    deadline = time.time() + 120
+    while not run.kill(lambda command: f"/{part} " in command):
+        assert time.time() < deadline
+    killed = time.time()
+    assert run.wait() == 0, run.console[-3000:]
+    told = next(when for when, line in run.lines if "Ray did not start" in line and part in line)
+    assert told - killed < 10
+    assert _results(tmp_path / "run") == undisturbed
+    assert run.seconds_until_gone() < 30
 
 
 @pytest.mark.slow

@@ -83,6 +83,7 @@ def test_a_run_goes_on_after_its_driver_or_all_of_ray_was_killed(
     options = overrides(inputs, tmp_path / "run", *SETTINGS)
     run = RayRun(options, sabotage=sabotage(tmp_path, method, 5, "sleep"))
     run.wait_until_struck()
+    assert run.listens_on() == {"127.0.0.1"}
     if victim == "driver":
         os.kill(run.process.pid, signal.SIGKILL)
     else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -18,11 +18,14 @@ from typing import Any
 import psutil
 import ray
 from ray._private import services
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from strop.controller.pools import ResourcePool
-from strop.controller.ray import orphans
+from strop.controller.ray.private import PrivateCluster
 from strop.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -85,34 +88,47 @@ def connect(processes: int) -> None:
     outnumber the cores: on a laptop four ranks are slow, not refused.
     """
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # failures are reported once, by strop
-    if ray.is_initialized():
-        if any(node["Alive"] for node in ray.nodes()):
-            return
-        ray.shutdown()  # a restart after the node itself was lost
-    # Quiet: show the output of workers only; Ray's own messages are in its log files.
-    options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
-    address = running_cluster()
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    if address is not None:
-        if re.fullmatch(r".+:\d+", address) and "://" not in address and not answers(address):
-            raise ConfigError(  # Ray itself would retry for minutes
-                f"no Ray cluster answers at {address}: start it with `ray start --head`, or unset "
-                "RAY_ADDRESS to start a private cluster"
-            )
-        ray.init(address=address, **options)
+    if ray.is_initialized() and any(node["Alive"] for node in ray.nodes()):
+        return
+    disconnect()  # in a restart after the node itself was lost
+    address, on_sigterm = running_cluster(), signal.getsignal(signal.SIGTERM)
+    if address is None:
+        _start(processes)
     else:
-        cores = os.cpu_count() or 1
-        if processes > cores:
-            logger.warning("warning: %d processes share the %d cores of this machine", processes, cores)
-        ray.init(address="local", num_cpus=max(cores, processes), include_dashboard=False, **options)
-        _watch_orphans()
+        _join(address)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would exit with status 15
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would abort, or exit with status 15
 
 
-@functools.cache
-def _watch_orphans() -> Any:
-    return orphans.watch()
+def _start(processes: int) -> None:
+    cores = os.cpu_count() or 1
+    if processes > cores:
+        logger.warning("warning: %d processes share the %d cores of this machine", processes, cores)
+    _PRIVATE.append(PrivateCluster(max(cores, processes)))
+    _PRIVATE[-1].connect()
+
+
+def _join(address: str) -> None:
+    if re.fullmatch(r".+:\d+", address) and "://" not in address and not answers(address):
+        raise ConfigError(  # Ray itself would retry for minutes
+            f"no Ray cluster answers at {address}: start it with `ray start --head`, or unset "
+            "RAY_ADDRESS to start a private cluster"
+        )
+    if "RAY_ADDRESS" not in os.environ:  # Ray does this for the clusters that it finds itself
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    # Show the output of workers; Ray's own messages are in its log files.
+    ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
+
+
+_PRIVATE: list[PrivateCluster] = []
+
+
+@atexit.register
+def disconnect() -> None:
+    """Disconnect from Ray, and end the private cluster."""
+    ray.shutdown()
+    while _PRIVATE:
+        _PRIVATE.pop().stop()
 
 
 def running_cluster() -> str | None:

@@ -129,6 +129,7 @@ class Listener:
 
 STACK_SIGNAL = signal.SIGUSR2
 """Writes the stacks of all threads into a file, even while native code holds the interpreter."""
+LOOPBACK = "127.0.0.1"
 _WATCH = "watch"
 _BESIDE = "beside"
 _LARGE_BYTES = 1 << 18
@@ -174,12 +175,20 @@ class WorkerHost:
             "thread": self._calls_thread,
         }
 
-    def open_store(self) -> int:
-        """Start the rendezvous store of the pool's processes; return its port."""
+    def open_store(self, address: str) -> int:
+        """Start the rendezvous store of the pool's processes at an address of this node; return its port.
+
+        Clients need no password, so the store does not listen on other interfaces, as it would by default.
+        """
         import torch.distributed as dist
 
-        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        return self._store.port
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return port
 
     def join(
         self, host: str, port: int, rank: int, world_size: int, *, gpu: bool, timeout_s: float | None
@@ -193,6 +202,9 @@ class WorkerHost:
 
         if gpu:
             torch.cuda.set_device(0)
+        if host == LOOPBACK:
+            interfaces = (name for _, name in socket.if_nameindex() if name.startswith("lo"))
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", next(interfaces))
         timeout = timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S if timeout_s else 7 * 24 * 3600)
         store = self._store or dist.TCPStore(host, port, timeout=timeout)
         store.set_timeout(timeout)

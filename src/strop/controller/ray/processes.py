@@ -28,7 +28,7 @@ from strop.controller.ray.failure import (
     last_phase,
     stack_by_signal,
 )
-from strop.controller.ray.host import RemoteHost
+from strop.controller.ray.host import LOOPBACK, RemoteHost
 from strop.errors import WorkerError
 
 _LIVE: dict[ResourcePool, Processes] = {}
@@ -103,8 +103,10 @@ class Processes:
         self.lifetimes = {host.lifetime.remote(): rank for rank, host in enumerate(self.hosts)}
         self.facts = self.all("prepare", sys.path, os.getcwd(), _threads(self.pool), gpus, starting=True)
         if len(self.hosts) > 1:
-            opened = self.begin(self.pool.name, "open_store", {0: self.hosts[0].open_store.remote()})
-            where = self.facts[0]["ip"], self.wait(opened, starting=True)[0]
+            one_node = len({facts["node_id"] for facts in self.facts}) == 1
+            address = LOOPBACK if one_node else self.facts[0]["ip"]
+            opened = self.begin(self.pool.name, "open_store", {0: self.hosts[0].open_store.remote(address)})
+            where = address, self.wait(opened, starting=True)[0]
             joins = {
                 rank: host.join.remote(*where, rank, len(self.hosts), gpu=gpus, timeout_s=self.timeout_s)
                 for rank, host in enumerate(self.hosts)

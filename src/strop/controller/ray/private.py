@@ -1,0 +1,180 @@
+"""The private Ray cluster of a run, which a process of its own, the keeper, starts and ends.
+
+In the driver, a raylet or GCS that dies while Ray starts would block ``ray.init`` for a minute, and then Ray
+may exit the process; a keeper is replaced. And when a driver is killed, Ray's agents would search for the
+head for a minute and hold their memory meanwhile; the keeper ends them. It runs as ``python -m
+strop.controller.ray.private CPUS FOLDER``; its standard input is a pipe that closes when the driver ends.
+
+The cluster listens on the loopback interface only, and requires a token that only this user can read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import secrets
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray._private.authentication import authentication_token_setup as authentication
+
+from strop.errors import WorkerError
+
+_PARTS = ("gcs_server", "raylet")
+_LOST = "lost "
+_INTERVAL_S = 0.2
+_START_S = 300.0
+_END_S = 10.0
+_LINES = 10
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOPBACK = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+"""On Linux too, this makes Ray listen on the loopback interface only."""
+
+
+class PrivateCluster:
+    """A Ray cluster on this machine, which ends with this process at the latest.
+
+    Args:
+        cpus: the number of processes, each with one CPU, that it has room for.
+
+    Raises:
+        WorkerError: Ray did not start; another attempt may succeed.
+    """
+
+    def __init__(self, cpus: int) -> None:
+        folder = _folder()
+        self._log = folder / "log"
+        with self._log.open("wb") as log:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(cpus), str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | _LOOPBACK,
+                start_new_session=True,  # Ctrl-C in a terminal is meant for the driver
+            )
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        self._stdin, self._stdout = self._keeper.stdin, self._keeper.stdout
+        try:
+            self.address = self._read_line(_START_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def connect(self) -> None:
+        """Call ``ray.init``; raises ``WorkerError`` if Ray dies meanwhile."""
+        errors: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                ray.init(address=self.address, logging_level=logging.ERROR, log_to_driver=True)
+            except Exception as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+
+        ray_constants.ENABLE_RAY_CLUSTER = False  # the switch of ``_LOOPBACK`` in this process
+        thread = threading.Thread(target=connect, daemon=True)  # abandoned if Ray dies
+        thread.start()
+        while thread.is_alive():
+            thread.join(_INTERVAL_S)
+            if thread.is_alive() and self._has_line(0):
+                self._read_line(0)
+        ray_constants.ENABLE_RAY_CLUSTER = True
+        if errors:
+            raise WorkerError(f"cannot connect to the Ray cluster that this run started: {errors[0]}")
+
+    def stop(self) -> None:
+        """End all processes of the cluster."""
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.wait(_END_S)
+
+    def _has_line(self, timeout_s: float) -> bool:
+        return bool(select.select([self._stdout], [], [], timeout_s)[0])
+
+    def _read_line(self, timeout_s: float) -> str:
+        """Return the address from the keeper; raise ``WorkerError`` if Ray died instead."""
+        if not self._has_line(timeout_s):
+            cause = f"it was not ready after {timeout_s:.0f} s"
+        elif not (line := self._stdout.readline().decode().strip()):
+            cause = "the process that starts it ended"
+        elif line.startswith(_LOST):
+            cause = f"its process {line.removeprefix(_LOST)} died"
+        else:
+            return line
+        output = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        message = f"Ray did not start on this machine: {cause}; see /tmp/ray/session_latest/logs"
+        raise WorkerError("\n".join([message, *output[-_LINES:]]))
+
+
+@functools.cache
+def _folder() -> Path:
+    """Return a folder of this process, with the token of its clusters unless the user chose authentication.
+
+    Ray itself would write a token into the home folder, and later clusters of the user would require it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="strop-ray-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if not any(f"RAY_AUTH_{name}" in os.environ for name in ("MODE", "TOKEN", "TOKEN_PATH")):
+        token = folder / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+        logging.getLogger(authentication.__name__).setLevel(logging.ERROR)  # advice on how to disable it
+        authentication.enable_token_auth_by_default()
+    return folder
+
+
+class _Keeper:
+    """The keeper's side: start Ray, report its address or the loss of a part, end it with the driver."""
+
+    def __init__(self, cpus: int, folder: Path) -> None:
+        self._cpus, self._folder, self._driver = cpus, folder, os.getppid()
+        self._parts: dict[int, str] = {}
+        self._lost = False
+
+    def run(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        threading.Thread(target=self._watch, daemon=True).start()
+        ray.init(address="local", num_cpus=self._cpus, include_dashboard=False, logging_level=logging.ERROR)
+        print(ray.get_runtime_context().gcs_address, flush=True)  # noqa: T201 - read by the driver
+        threading.Event().wait()  # ``_watch`` ends this process
+
+    def _watch(self) -> None:
+        """Report a part that dies; end everything when the driver ends."""
+        while not select.select([sys.stdin], [], [], _INTERVAL_S)[0]:
+            alive = set()
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):
+                    if child.name() in _PARTS:
+                        self._parts[child.pid] = child.name()
+                        alive |= {child.pid} if child.status() != psutil.STATUS_ZOMBIE else set()
+            for pid in () if self._lost else self._parts.keys() - alive:
+                print(f"{_LOST}{self._parts[pid]} (pid {pid})", flush=True)  # noqa: T201
+                self._lost = True
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        with contextlib.suppress(ChildProcessError):
+            while True:  # in a container, process 1 may leave zombies
+                os.wait()
+        if os.getppid() != self._driver:  # it was killed
+            shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)  # Ray's own exit would wait for the processes that were killed
+
+
+if __name__ == "__main__":
+    _Keeper(int(sys.argv[1]), Path(sys.argv[2])).run()
