@@ -109,7 +109,7 @@ def test_the_first_ratio_of_an_on_policy_update_is_one(inputs, tmp_path):
     assert lines[0]["training/rollout_probs_diff_max"] < 1e-5
     samples = pq.read_table(tmp_path / "rollouts" / "step_000001.parquet").to_pylist()
     for row in samples:
-        assert row["old_log_probs"] == pytest.approx(row["rollout_log_probs"], abs=1e-5)
+        assert row["old_log_probs"] == pytest.approx(row["rollout_log_probs"], rel=2**-15)
 
 
 def test_critic_warm_up_leaves_the_actor_as_it_was(inputs, tmp_path):

@@ -111,7 +111,7 @@ def test_samples_depend_on_their_seeds_alone(micro_batch_size):
     again = rollout.generate(prompts[order], params).batch
     assert all(torch.equal(again[name], shuffled[name]) for name in again)
     assert torch.equal(torch.get_rng_state(), before)
-    alone = rollout.generate(prompts[1], params).batch
+    alone = rollout.generate(prompts[[1]], params).batch
     assert torch.equal(alone["responses"], whole["responses"][3:6])
     other_seeds = prompts.select("input_ids", "attention_mask", "position_ids")
     other_seeds.batch["seeds"] = prompts.batch["seeds"] + 1

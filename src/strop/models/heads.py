@@ -25,6 +25,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from strop.errors import ModelError, StropError
+from strop.models.attention import portable_attention
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -113,7 +114,9 @@ def check_causal(model: PreTrainedModel) -> None:
     """Raise ``ModelError`` if hidden states depend on tokens that come later; needs the weights."""
     vocabulary = model.config.get_text_config().vocab_size
     ids_BL = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]], device=model.device) % vocabulary
-    first_BLH = decoder_of(model)(input_ids=ids_BL, use_cache=False).last_hidden_state[:, :3].float()
+    with portable_attention(model):
+        hidden_BLH = decoder_of(model)(input_ids=ids_BL, use_cache=False).last_hidden_state
+    first_BLH = hidden_BLH[:, :3].float()
     difference = float((first_BLH[0] - first_BLH[1]).norm() / first_BLH.norm())
     if not difference < 0.01:  # rounding gives at most 0.001, in 16 bits
         raise ModelError(
