@@ -4,6 +4,8 @@ Every family of ``MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`` is written to a folder and
 yardstick is transformers alone: its eager attention, one sequence at a time, without padding, in float32. A
 role is ``exact`` if log-probs (values of a critic) agree within 1e-4 and gradients within 1e-3 of their norm,
 in the modes of inference and of the update. Otherwise it must be refused by an error of strop's.
+
+vLLM takes longer to start than all other comparisons of a family, so ``--vllm`` samples from some families.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tiny_families import VOCABULARY, families, model_type_of, save_tiny
+from tiny_families import VOCABULARY, families, model_type_of, save_tiny, tiny_config
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -32,11 +34,22 @@ from strop.engines.torch.engine import TorchEngine
 from strop.errors import StropError
 from strop.models.base import RoleModel
 from strop.protocol import DataProto
-from strop.rollout.base import SamplingParams
+from strop.rollout.base import RolloutEngine, SamplingParams
 from strop.rollout.hf.engine import HFRollout
+from strop.rollout.weights import checksums, require_equal_checksums
 
 LOG_PROBS, GRADIENTS = 1e-4, 1e-3
 COLUMNS = ("padded", "packed", "hf rollout", "critic")
+IN_VLLM = (
+    *("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2"),
+    *("gemma3_text", "phi3", "granite", "olmo2", "gpt_neox", "opt", "falcon", "gpt_oss", "phimoe"),
+)
+"""The most used families that vLLM has."""
+WIDE_HEADS = {
+    **dict.fromkeys(("hidden_size", "word_embed_proj_dim"), 128),
+    "head_dim": 32,
+}
+"""Sizes of models for vLLM, whose attention on a CPU takes no heads of 8 dimensions."""
 EXACT = "exact"
 PROMPTS, RESPONSES = (1, 7, 3, 5), (6, 2, 4, 1)
 FIRST_TOKEN = 3  # ids below are special
@@ -154,9 +167,9 @@ def verdict(
 class Family:
     """A tiny model of a family on disk, with transformers' own results on it."""
 
-    def __init__(self, family: str, folder: Path) -> None:
+    def __init__(self, family: str, folder: Path, **settings: Any) -> None:
         self.folder = folder
-        self.reference = save_tiny(family, folder)
+        self.reference = save_tiny(family, folder, **settings)
         self.columns = batch()
 
     @functools.cached_property
@@ -190,9 +203,39 @@ class Family:
         return self.compare(self.role("policy", packed=packed), "log_prob", *self.log_probs)
 
     def rollout(self) -> str:
-        """Compare the log-probs that a rollout records with transformers', and the trainer's with them."""
+        """Compare the samples of ``rollout.name=hf``."""
         trainer = self.role("policy")
-        rollout = HFRollout(trainer.hugging_face_model, pad_token_id=0, eos_token_ids=[1])
+        return self.sampled(HFRollout(trainer.hugging_face_model, pad_token_id=0, eos_token_ids=[1]), trainer)
+
+    def vllm(self) -> str:
+        """Compare the samples of ``rollout.name=vllm``, with weights that the trainer sends."""
+        from strop.rollout.vllm.engine import VLLMRollout
+
+        trainer = self.role("policy")
+        arguments = {
+            "model": str(self.folder),
+            "skip_tokenizer_init": True,
+            "dtype": torch.float32,
+            "load_format": "dummy",
+            "max_model_len": 32,
+            "max_num_seqs": 16,
+            "kv_cache_memory_bytes": 1 << 24,
+            "enforce_eager": True,
+        }
+        rollout = VLLMRollout(
+            trainer.hugging_face_model,
+            arguments,
+            device=torch.device("cpu"),
+            pad_token_id=0,
+            eos_token_ids=[1],
+        )
+        weights = trainer.hugging_face_model.named_parameters
+        rollout.update_weights(weights())
+        require_equal_checksums(rollout.checksums(), checksums(weights(), torch.float32), version=1)
+        return self.sampled(rollout, trainer)
+
+    def sampled(self, rollout: RolloutEngine, trainer: RoleModel) -> str:
+        """Compare the log-probs that a rollout records with transformers', and the trainer's with them."""
         width = max(PROMPTS)
         prompts = {
             name: self.columns[name][:, :width] for name in ("input_ids", "attention_mask", "position_ids")
@@ -298,6 +341,25 @@ def run(names: list[str]) -> Iterator[Findings]:
             yield examine(name, Path(folder))
 
 
+def sample_with_vllm(family: str) -> str:
+    """Return the verdict of a family in vLLM; all engines run in this process, one after another."""
+    from vllm import ModelRegistry
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    names = tiny_config(family).to_dict()
+    sizes = {name: size for name, size in WIDE_HEADS.items() if name in names}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        built = Family(family, Path(folder), **sizes)
+        (architecture,) = built.reference.config.architectures
+        if architecture not in ModelRegistry.get_supported_archs():
+            return f"vLLM has no {architecture}"
+        try:
+            return attempt(built.vllm)
+        finally:
+            cleanup_dist_env_and_memory()
+
+
 def table(found: list[Findings]) -> str:
     """Return a Markdown table of all families, with the messages of refusals below it."""
     columns = ("padded", "packed", "hf rollout", "vLLM", "critic", "Megatron")
@@ -309,7 +371,7 @@ def table(found: list[Findings]) -> str:
                 f"| {family.family} | {family.model} | not a text decoder: {family.excluded} |||||| "
             )
             continue
-        verdicts = {**family.verdicts, "vLLM": "not run", "Megatron": "no"}
+        verdicts = {"vLLM": "not run", **family.verdicts, "Megatron": "no"}
         cells = [_cell(verdicts[column], notes) for column in columns]
         lines.append(f"| {family.family} | {family.model} | {' | '.join(cells)} |")
     messages = "\n".join(f"{number}. {note}" for note, number in notes.items())
@@ -343,16 +405,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="model types or variants; default: all")
     parser.add_argument("--write", action="store_true", help="write the table into docs/models.md")
+    parser.add_argument(
+        "--vllm",
+        nargs="*",
+        metavar="FAMILY",
+        help="sample from these families with vLLM as well; without names, from the most used ones",
+    )
     arguments = parser.parse_args()
-    found = []
+    found = {}
     for family in run(arguments.families or families()):
-        found.append(family)
+        found[family.family] = family
         print(
             json.dumps({"family": family.family, "excluded": family.excluded, **family.verdicts}), flush=True
         )
+    for name in () if arguments.vllm is None else arguments.vllm or IN_VLLM:
+        found[name].verdicts["vLLM"] = sample_with_vllm(name)
+        print(json.dumps({"family": name, "vLLM": found[name].verdicts["vLLM"]}), flush=True)
     if arguments.write:
-        PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + "\n" + table(found))
-    if wrong := {family.family: family.wrong for family in found if family.wrong}:
+        PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + "\n" + table([*found.values()]))
+    if wrong := {family.family: family.wrong for family in found.values() if family.wrong}:
         raise SystemExit(f"not exact, and not refused: {json.dumps(wrong, indent=2)}")
 
 

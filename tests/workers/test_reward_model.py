@@ -12,7 +12,7 @@ from strop.controller.pools import ResourcePoolManager, Role
 from strop.errors import StropError
 from strop.models.loader import load_scorer, load_tokenizer
 from strop.protocol import DataProto
-from strop.trainer.build import build_trainer
+from strop.trainer.build import build_trainer, check_models
 from strop.workers.critic import CriticWorker
 from strop.workers.reward_model import RewardModelWorker
 
@@ -38,11 +38,14 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def _save_reward_model(folder, *, characters, template=tiny_model.CHAT_TEMPLATE):
+def _save_reward_model(folder, *, characters, template=tiny_model.CHAT_TEMPLATE, rows=None):
     tokenizer = tiny_model.build_tokenizer(characters)
     tokenizer.chat_template = template
     body = folder.with_name(f"{folder.name}-body")
-    tiny_model.build_model(tokenizer, hidden=32, seed=3).save_pretrained(body)
+    model = tiny_model.build_model(tokenizer, hidden=32, seed=3)
+    if rows:
+        model.resize_token_embeddings(rows)
+    model.save_pretrained(body)
     load_scorer(body, fresh_head_seed=4).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -213,19 +216,41 @@ def test_sharded_beside_the_critic_and_in_a_separate_pool_it_scores_as_in_one_pr
         group.shutdown()
 
 
-def test_another_vocabulary_is_refused_before_a_model_loads(inputs, tmp_path):
-    def refusal(characters):
-        _save_reward_model(tmp_path / "other", characters=characters)
-        options = [f"reward_model.model.path={tmp_path / 'other'}", "reward_model.enable=true"]
-        config = load_config(overrides(inputs, tmp_path, *options, "reward_model.model.input_tokenizer=null"))
-        with pytest.raises(StropError, match=naming("reward_model.model.input_tokenizer")) as caught:
-            build_trainer(config)
-        return str(caught.value)
+def test_a_smaller_or_another_vocabulary_is_refused_and_rows_to_spare_are_not(inputs, tmp_path):
+    other = tmp_path / "other"
+    config = load_config(
+        overrides(
+            inputs,
+            tmp_path,
+            f"reward_model.model.path={other}",
+            f"critic.model.path={other}",
+            "reward_model.enable=true",
+            "reward_model.model.input_tokenizer=null",
+        )
+    )
+
+    def check(characters, rows=None):
+        _save_reward_model(other, characters=characters, rows=rows)
+        check_models(config, load_tokenizer(inputs / "model"))
+
+    def refusal(characters, rows=None):
+        with pytest.raises(
+            StropError, match=naming("reward_model.model.input_tokenizer", "critic.model")
+        ) as e:
+            check(characters, rows)
+        return str(e.value)
 
     digits = tiny_model.CHARACTERS
-    assert mentions(refusal(f"{digits}X"), "19 tokens", "20 tokens")
+    assert mentions(refusal(digits, rows=18), "19 tokens", "18 tokens")
     swapped = f"1{digits[0]}{digits[2:]}"
     assert mentions(refusal(swapped), "19 tokens", "2 ids", "4", "'0'", "'1'")
+    assert mentions(refusal(f"X{digits}"), "20 tokens", "the first, 4", "'0'", "'X'")
+    check(digits, rows=64)
+    check(f"{digits}X")
+    for file in other.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(StropError, match=naming("19 tokens", "20 tokens", "no tokenizer", "critic.model")):
+        check_models(config, load_tokenizer(inputs / "model"))
 
 
 def test_a_shared_tokenizer_that_ends_conversations_differently_is_a_warning(inputs, tmp_path, caplog):

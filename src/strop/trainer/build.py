@@ -87,8 +87,8 @@ def check_model(
     """Check the model of a section against the ids that it will read; return the size of its vocabulary.
 
     ``key`` is the section's; ``tokenizer`` makes the ids (None: the model's own does), ``size`` is that of
-    the policy's vocabulary. Tokens that one tokenizer lacks and added tokens may differ. Of a model without a
-    tokenizer, only the size is compared.
+    the policy's vocabulary. Tokens that one tokenizer lacks and added tokens may differ, and a larger
+    embedding matrix has rows to spare. Of a model without a tokenizer, the size must be the policy's.
 
     Raises:
         ModelError: ids are out of range, or mean other tokens to the model.
@@ -113,18 +113,23 @@ def check_model(
         )
     own_size = own_config.get_text_config().vocab_size
     if tokenizer is not None:
-        if size is not None and own_size != size:
+        found = f"{key}.path={model.path}"
+        compared = own_size >= (size or 0) and _require_same_tokens(
+            found, folder, own_size, tokenizer, remedy, trust=trust
+        )
+        if size is not None and own_size != size and not compared:
+            reason = "" if own_size < size else ", and no tokenizer by which to compare them"
             raise ModelError(
-                f"{key}.path={model.path}: the vocabularies differ: the policy has {size} tokens, this model "
-                f"has {own_size} tokens. {remedy}"
+                f"{found}: the vocabularies differ: the policy has {size} tokens, this model has {own_size} "
+                f"tokens{reason}. {remedy}"
             )
-        _require_same_tokens(f"{key}.path={model.path}", folder, own_size, tokenizer, remedy, trust=trust)
     return own_size
 
 
 def _require_same_tokens(
     found: str, folder: Path, size: int, tokenizer: Any, remedy: str, *, trust: bool
-) -> None:
+) -> bool:
+    """Raise ``ModelError`` if ids mean other tokens to the model; return False if it has no tokenizer."""
     remedy = remedy or "Set data.tokenizer to null, or to a tokenizer of this model"
     ours = _ordinary_tokens(tokenizer)
     if (largest := max(ours, default=0)) >= size:
@@ -133,11 +138,11 @@ def _require_same_tokens(
             f"{remedy}"
         )
     if tokenizer.name_or_path == str(folder):
-        return
+        return True
     try:
         theirs = _ordinary_tokens(load_tokenizer(folder, trust_remote_code=trust))
     except ModelError:
-        return
+        return False
     differing = sorted(token_id for token_id in ours.keys() & theirs if ours[token_id] != theirs[token_id])
     if differing:
         first = differing[0]
@@ -146,6 +151,7 @@ def _require_same_tokens(
             f"than to the tokenizer: the first, {first}, is {ours[first]!r} to the tokenizer and "
             f"{theirs[first]!r} to the model. {remedy}"
         )
+    return True
 
 
 def _ordinary_tokens(tokenizer: Any) -> dict[int, str]:
