@@ -104,6 +104,8 @@ def test_a_sampled_token_of_probability_0_is_refused_with_its_sample(inputs, tmp
 
     def forbids_a_sampled_token(model, batch, **options):
         outputs = plain(model, batch, **options)
+        if len(outputs["log_prob"]) < 16:  # the comparison at start-up
+            return outputs
         impossible = torch.zeros_like(outputs["log_prob"])
         impossible[3, 0] = -torch.inf
         seen.append(int(batch["responses"][3, 0]))
