@@ -66,8 +66,12 @@ def same_answer(found: str, expected: str) -> bool:
     """Return True if two answers are equal as text, before or after normalization."""
     if found == expected:
         return True
-    normalized = normalize_answer(expected)
-    return bool(normalized) and normalize_answer(found) == normalized
+    return not _readings(found).isdisjoint(_readings(expected))
+
+
+def _readings(answer: str) -> set[str]:
+    """Return the normal forms of an answer: two for ``70,110``, a number or a list, none for signs alone."""
+    return {normalize_answer(answer, grouped=grouped) for grouped in (True, False)} - {""}
 
 
 def same_value(found: str, expected: str) -> bool:
