@@ -15,10 +15,12 @@ _CLOSE = r"[)\]}*_`\"'$.,:;!\s]*"
 _END = r"(?=\s*(?:$|\n|[)\]}*_`\"'$.,:;!])|\s+(?:[(–—-]|because\b))"
 # "B. A person would": an "A" at the start of a sentence, unless it joins another label.
 _ARTICLE = r"(?<=[.):!?*\"”]\s)A (?!(?:or|and)\b)[a-z]"
+# The word in any case; starting with a letter, it is found twice as fast as with \b.
+_ANSWER = r"[aA](?<!\w.)(?i:nswer)\b"
 # "answer: ", "The answer is ", "**Answer**: "
-_MARK = r"(?i:\banswer\b)[*_]*\s*(?:is\b\s*:?|:)"
+_MARK = rf"{_ANSWER}[*_]*\s*(?:is\b\s*:?|:)"
 # A mark that decides even when no label follows; "that answer is certain" is prose.
-_ANNOUNCED = re.compile(r"(?i:\banswer\b[*_]*\s*(?:is\s*)?:|\bthe\s+(?:\w+\s+)?answer\s+is\b)")
+_ANNOUNCED = re.compile(rf"{_ANSWER}[*_]*\s*(?:is\s*)?:|[tT](?<!\w.)(?i:he\s+(?:\w+\s+)?answer\s+is\b)")
 # "C, possibly D", "C\nor D", and "C, E" whatever the labels; "C. and he leaves" is the ending itself.
 _JOINED = re.compile(
     rf"[)\]}}*_`\"'$]*(?:(?:[ \t]*[,;(–—-]|[.:;!]?[ \t]*\n)\s*(?i:{JOINING})|[ \t]*[,;][ \t]*(?!I\b)[A-Z]\b)"

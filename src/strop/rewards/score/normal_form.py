@@ -71,7 +71,7 @@ _ARRAY = re.compile(
 _ROW_END = re.compile(r"\\\\\[[0-9.]+[a-z]+\]")
 _LAST_WORDS = re.compile(
     rf"(?:{_TEXT}|(?<![a-zA-Z\\{{])([a-zA-Z]+(?:[ ./]+[a-zA-Z]+)*))"
-    r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?(?:[\s.$~]|\\[!,;:)\] ])*\\?$"
+    r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?(?:[\s.,;$~]|\\[!,;:)\] ])*\\?$"
 )
 _LAST_SPACES = re.compile(r"(?:\s|~|\\[!,;: ])+$")
 _QUANTITY = re.compile(r"[0-9]|\\pi")
