@@ -18,7 +18,7 @@ _SIGN = rf"(?<![0-9a-zA-Z)])[{_MINUS}+](?:(?<![0-9)%][ ].)[ ])?"
 _NUMBER = re.compile(
     rf"(?P<sign>{_SIGN})?(?:\\?[{_CURRENCY}][ ]?(?P<inner>[{_MINUS}+])?)?(?P<digits>{_DIGITS})"
 )
-_OPENING = re.compile(r"(?:[ \t*_`\"'(\[]|\$?\\boxed\{)+")
+_MARKED = re.compile(rf"[ \t](?:[ \t*_`\"'(\[]|\$?\\boxed\{{)*{_NUMBER.pattern}")
 _AROUND_UNIT = f" \t\r.,;:!%°()[]{{}}\"'`*_\\{_CURRENCY}"
 _CONTINUED = re.compile(rf"(?i:{JOINING})|(?:to |[{_MINUS}+*/,;&|=])? ?[{_CURRENCY}]?[0-9]")
 
@@ -59,10 +59,8 @@ def extract_number(text: str, *, method: Method = "strict") -> str | None:
         last = deque(_NUMBER.finditer(text), maxlen=1)
         return _shortest(last[0]) if last else None
     _, marker, answer = text.rpartition("####")
-    if not marker or not answer.startswith((" ", "\t")):
-        return None
-    found = _NUMBER.match(answer, _OPENING.match(answer).end())
-    if not found:
+    found = _MARKED.match(answer)
+    if not marker or not found:
         return None
     line, _, further = answer[found.end() :].partition("\n")
     unit = line.replace(r"\text", "").strip(_AROUND_UNIT)
