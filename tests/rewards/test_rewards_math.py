@@ -122,6 +122,28 @@ SAME = [
     (r"(x,y) = (1,2)", "(1,2)"),
     ("10 000", "10000"),
     (r"x^{12}", "x^12"),
+    ("45,135", r"45^\circ, 135^\circ"),
+    ("70, 110", "70,110"),  # MATH writes lists as it writes thousands
+    (r"-2, 1 \text{ and } 5", "-2,1,5"),
+    (r"7, -2, \text{ and } -5", "7,-2,-5"),
+    (r"(1,\frac{-3}{2})", r"(1,-\frac{3}{2})"),
+    (r"2+\frac{-1}{2}i", r"2-\frac12i"),
+    (r"2{\sqrt3}", r"2\sqrt{3}"),
+    (r"{3}/{4}", r"\frac34"),
+    ("{x = 5}", "5"),
+    ("f(2) = 5", "5"),
+    (r"\text{5 cups of tea}", "5"),
+    (r"\text{5 km/h}", "5"),
+    (r"27\text{°C}", "27"),
+    ("√10", r"\sqrt{10}"),
+    (r"\text{Even}", "even"),
+    (r"\left(\begin{array}{rr}1&2\\3&4\end{array}\right)", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+    (r"\left[ \begin{matrix}1\\2\end{matrix} \right]", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (
+        r"\begin{pmatrix}\frac{-1}{5}\\[4pt]\frac{-2}{5}\\\end{pmatrix}",
+        r"\begin{pmatrix}-1/5\\-2/5\end{pmatrix}",
+    ),
+    ("5\\ ", "5"),
 ]
 
 DIFFERENT = [
@@ -176,6 +198,17 @@ DIFFERENT = [
     ("x+1", "1+x"),  # text is compared, not values
     (r"\sqrt{8}", r"2\sqrt{2}"),
     (r"\%", r"\$"),  # nothing but signs
+    ("45135", "45, 135"),
+    ("45, 135", "45135"),
+    ("2/1/1", "2"),
+    ("1/2/3", r"\frac32"),
+    (r"2\text{ and }", "2"),
+    (r"2\text{ and a half}", "2"),
+    (r"\text{2 million}", "2"),
+    (r"\text{2x}", "2"),
+    ("2{3}", "23"),
+    ("ABC", "abc"),
+    (r"\begin{vmatrix}1\\2\end{vmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
 ]
 
 
@@ -290,6 +323,7 @@ def test_any_text_can_be_normalised(text: str, command: str):
     "answer",
     [
         "^{" * 98 + "}" * 98,
+        "{a" * 130 + "}" * 130,
         r"\frac{" * 57 + "1" + "}{2}" * 57,
         "(" * 199 + "2" + ")" * 199,
         "2 abc" + " ." * 190,

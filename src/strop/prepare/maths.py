@@ -13,7 +13,7 @@ from typing import Any
 
 from strop.errors import DataError
 from strop.prepare.source import Split, make_row, read_splits, text_field
-from strop.rewards.score.normal_form import closing_brace
+from strop.rewards.score.math import last_boxed
 
 GSM8K = "openai/gsm8k"
 MATH = "lighteval/MATH"
@@ -84,21 +84,11 @@ def final_number(answer: str) -> str:
 
 
 def boxed_answer(solution: str) -> str:
-    r"""Return the content of the last ``\boxed{...}`` or ``\fbox{...}``; ``\boxed 5`` gives ``5``."""
-    command, start = max(
-        ((name, solution.rfind(name)) for name in ("\\boxed", "\\fbox")), key=lambda found: found[1]
-    )
-    if start < 0:
-        raise DataError(r"field solution: there is no \boxed{...}")
-    rest = solution[start + len(command) :].lstrip()
-    if not rest.startswith("{"):
-        # TeX takes the next token only; the data set means everything up to the formula's end.
-        answer = rest.split("$", 1)[0].strip()
-    else:
-        end = closing_brace(rest)
-        if end is None:
-            raise DataError(r"field solution: the braces of the last \boxed do not balance")
-        answer = rest[1:end].strip()
-    if not answer:
-        raise DataError(r"field solution: the last \boxed is empty")
+    r"""Return the answer in the last ``\boxed{...}``, as the scorer reads it."""
+    answer = last_boxed(solution)
+    if answer is None:
+        raise DataError(
+            r"field solution: expected an answer in a last \boxed{...}; "
+            "it is missing, empty, not closed, or in another box"
+        )
     return answer

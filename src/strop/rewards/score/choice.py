@@ -9,18 +9,22 @@ from strop.rewards.score.phrases import JOINING
 
 Method = Literal["strict", "flexible"]
 
-_OPEN = r"(?:\\boxed\{|\\text\{|[\s(\[{*_\"'$])*"
-_CLOSE = r"[)\]}*_\"'$.,:;!\s]*"
+_OPEN = r"(?:\\boxed\{|\\(?:text(?:bf)?|math(?:rm|bf))\{|(?i:option|choice)\b|[\s(\[{*_`\"'$])*"
+_CLOSE = r"[)\]}*_`\"'$.,:;!\s]*"
 # Valid after a label; "Answer: A man" starts with a word.
-_END = r"(?=\s*(?:$|\n|[)\]}*_\"'$.,:;!]))"
+_END = r"(?=\s*(?:$|\n|[)\]}*_`\"'$.,:;!])|\s+(?:[(–—-]|because\b))"
 # "B. A person would": an "A" at the start of a sentence, unless it joins another label.
 _ARTICLE = r"(?<=[.):!?*\"”]\s)A (?!(?:or|and)\b)[a-z]"
+# The word in any case; starting with a letter, it is found twice as fast as with \b.
+_ANSWER = r"[aA](?<!\w.)(?i:nswer)\b"
 # "answer: ", "The answer is ", "**Answer**: "
-_MARK = r"(?i:\banswer\b)[*_]*\s*(?:is\b\s*:?|:)"
+_MARK = rf"{_ANSWER}[*_]*\s*(?:is\b\s*:?|:)"
 # A mark that decides even when no label follows; "that answer is certain" is prose.
-_ANNOUNCED = re.compile(r"(?i:\banswer\b[*_]*\s*(?:is\s*)?:|\bthe\s+(?:\w+\s+)?answer\s+is\b)")
-# "C, possibly D", "C\nor D"; "C. and he leaves" is the ending itself.
-_JOINED = re.compile(rf"[)\]}}*_\"'$]*(?:[ \t]*[,;(–—-]|[.:;!]?[ \t]*\n)\s*(?i:{JOINING})")
+_ANNOUNCED = re.compile(rf"{_ANSWER}[*_]*\s*(?:is\s*)?:|[tT](?<!\w.)(?i:he\s+(?:\w+\s+)?answer\s+is\b)")
+# "C, possibly D", "C\nor D", and "C, E" whatever the labels; "C. and he leaves" is the ending itself.
+_JOINED = re.compile(
+    rf"[)\]}}*_`\"'$]*(?:(?:[ \t]*[,;(–—-]|[.:;!]?[ \t]*\n)\s*(?i:{JOINING})|[ \t]*[,;][ \t]*(?!I\b)[A-Z]\b)"
+)
 
 
 def compute_score(
@@ -53,7 +57,7 @@ def extract_label(text: str, *, labels: str = "ABCD", method: Method = "strict")
     ``\boxed{}``, a label alone in the last line, and one at the start as in "C. ending". Labels are
     case-sensitive. Two labels ("C or D", "Answer: C, possibly D") are no choice.
     """
-    label = rf"{_OPEN}([{re.escape(labels)}])(?!\w)"
+    label = rf"{_OPEN}([{re.escape(labels)}])(?!_*[^\W_])"
     marked, announced = _last(_MARK + label, text), _last(_ANNOUNCED, text)
     if announced and not (marked and marked.end() > announced.end()):
         return None
@@ -81,7 +85,9 @@ def _only_label(found: re.Match[str], text: str, labels: str) -> str | None:
         return None
     another = rf"(?<![\w'’-])(?!{_ARTICLE})[{re.escape(labels)}](?![\w'’-])"
     line, _, further = rest.partition("\n")
-    goes_on = re.search(another, line) or re.match(rf"{_OPEN}{another}{_CLOSE}(?:$|\n)", further)
+    goes_on = re.search(another, line) or re.match(
+        rf"[-–—/&|+,; \t]*{_OPEN}{another}{_CLOSE}(?:$|\n)", further
+    )
     return None if goes_on else found[1]
 
 

@@ -18,7 +18,8 @@ _SIGN = rf"(?<![0-9a-zA-Z)])[{_MINUS}+](?:(?<![0-9)%][ ].)[ ])?"
 _NUMBER = re.compile(
     rf"(?P<sign>{_SIGN})?(?:\\?[{_CURRENCY}][ ]?(?P<inner>[{_MINUS}+])?)?(?P<digits>{_DIGITS})"
 )
-_AROUND_UNIT = f" \t\r.,;:!%°()[]{{}}\"'*_\\{_CURRENCY}"
+_MARKED = re.compile(rf"[ \t](?:[ \t*_`\"'(\[]|\$?\\boxed\{{)*{_NUMBER.pattern}")
+_AROUND_UNIT = f" \t\r.,;:!%°()[]{{}}\"'`*_\\{_CURRENCY}"
 _CONTINUED = re.compile(rf"(?i:{JOINING})|(?:to |[{_MINUS}+*/,;&|=])? ?[{_CURRENCY}]?[0-9]")
 
 
@@ -48,22 +49,20 @@ def compute_score(
 
 
 def extract_number(text: str, *, method: Method = "strict") -> str | None:
-    """Return the response's number in its shortest notation (1,200.50 as ``1200.5``), or None.
+    r"""Return the response's number in its shortest notation (1,200.50 as ``1200.5``), or None.
 
     ``strict``: the number after the last ``####`` and a space; only a unit and punctuation may follow in its
-    line. ``flexible``: the last number anywhere in the response.
+    line, and only markup may stand around it (``**18**``, ``\boxed{18}``). ``flexible``: the last number
+    anywhere in the response.
     """
     if method == "flexible":
         last = deque(_NUMBER.finditer(text), maxlen=1)
         return _shortest(last[0]) if last else None
     _, marker, answer = text.rpartition("####")
-    stripped = answer.lstrip(" \t")
-    if not marker or stripped == answer:
+    found = _MARKED.match(answer)
+    if not marker or not found:
         return None
-    found = _NUMBER.match(stripped)
-    if not found:
-        return None
-    line, _, further = stripped[found.end() :].partition("\n")
+    line, _, further = answer[found.end() :].partition("\n")
     unit = line.replace(r"\text", "").strip(_AROUND_UNIT)
     if (unit and not is_unit(unit)) or _CONTINUED.match(further.lstrip()):
         return None

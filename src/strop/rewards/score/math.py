@@ -63,11 +63,20 @@ def last_boxed(text: str) -> str | None:
 
 
 def same_answer(found: str, expected: str) -> bool:
-    """Return True if two answers are equal as text, before or after normalization."""
+    """Return True if two answers are equal as text, before or after normalization.
+
+    ``70,110`` is a number, and where the other answer is the list ``70, 110`` that list.
+    """
     if found == expected:
         return True
-    normalized = normalize_answer(expected)
-    return bool(normalized) and normalize_answer(found) == normalized
+    normalized, other = normalize_answer(expected), normalize_answer(found)
+    if other == normalized:
+        return bool(normalized)
+    lists = "," in found and "," in expected
+    return lists and (
+        normalize_answer(expected, grouped=False) == other
+        or normalize_answer(found, grouped=False) == normalized
+    )
 
 
 def same_value(found: str, expected: str) -> bool:

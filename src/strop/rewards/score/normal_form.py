@@ -51,11 +51,27 @@ _UNICODE = str.maketrans(
     }
 )
 
-_TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|operatorname)\s*\{(?P<words>[^{}]*)\}"
+_UNICODE_ROOT = re.compile("√([0-9]+)")
+
+_TEXT = (
+    r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|boldsymbol|operatorname)"
+    r"\s*\{(?P<words>[^{}]*)\}"
+)
 _ALL_TEXT = re.compile(_TEXT)
+_AND = re.compile(
+    r"(?:,(?:\\[,;: ])?)?\s*(?:\\(?:text|mbox)\s*\{\s*and\s*\}|(?<![a-zA-Z\\])and(?![a-zA-Z]))"
+    r"(?=\s*(?:[-+]\s*)?(?:[0-9]|\\(?!text|mbox|math)))"
+)
+_TITLE_CASE = re.compile("[A-Z][a-z]{2,}")
+_ARRAY = re.compile(
+    r"(?:\\left)?\s*[(\[]\s*\\begin\{(array|(?:small)?matrix)\}(?:\s*\{[lcr| ]*\})?(.*?)"
+    r"\\end\{\1\}\s*(?:\\right)?\s*[)\]]",
+    re.DOTALL,
+)
+_ROW_END = re.compile(r"\\\\\[[0-9.]+[a-z]+\]")
 _LAST_WORDS = re.compile(
     rf"(?:{_TEXT}|(?<![a-zA-Z\\{{])([a-zA-Z]+(?:[ ./]+[a-zA-Z]+)*))"
-    r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?(?:[\s.$~]|\\[!,;:)\] ])*$"
+    r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?(?:[\s.,;$~]|\\[!,;:)\] ])*\\?$"
 )
 _LAST_SPACES = re.compile(r"(?:\s|~|\\[!,;: ])+$")
 _QUANTITY = re.compile(r"[0-9]|\\pi")
@@ -70,8 +86,9 @@ _TOKEN = re.compile(
     r"""
     (?P<skipped>  \s+ | ~ | \\[!,;:()\[\] ]
                 | \\(?:left|right|displaystyle|quad|qquad|[bB]igg?[lrm]?)(?![a-zA-Z])
-                | \\?[$%€£] | \\degree(?![a-zA-Z]) | \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\}) )
-  | (?P<ratio>    (?!0[0-9])(?P<top>[0-9]+)\s*/\s*(?P<bottom>[1-9][0-9]*)(?!\s*[\^_!]|[.,]?[0-9]) )
+                | \\\Z | \\?[$%€£] | \\degree(?![a-zA-Z]) | \^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\}) )
+  | (?P<ratio>    (?<!/)(?<!/[ ])(?!0[0-9])(?P<top>[0-9]+)\s*/\s*(?P<bottom>[1-9][0-9]*)
+                  (?!\s*[\^_!/]|[.,]?[0-9]) )
   | (?P<number>   (?!0[0-9])
                   (?: [0-9]{1,3}(?:(?:,\s*\\!\s*|\{,\}\s*|\\[,;: ]|[ ~])[0-9]{3})+(?![0-9]|\s*/)(?:\.[0-9]+)?
                     | [0-9]+(?:\.[0-9]+)? | \.[0-9]+ ) )
@@ -96,8 +113,11 @@ _SYNONYMS = {
     r"\lbrace": r"\{",
     r"\rbrace": r"\}",
     r"\varnothing": r"\emptyset",
-    r"\begin{bmatrix}": r"\begin{pmatrix}",
-    r"\end{bmatrix}": r"\end{pmatrix}",
+    **{
+        rf"\{place}{{{name}}}": rf"\{place}{{pmatrix}}"
+        for place in ("begin", "end")
+        for name in ("bmatrix", "psmallmatrix", "bsmallmatrix")
+    },
 }
 _OPENING = frozenset(["(", "[", "{", r"\{", ",", "&", r"\\", "=", r"\in"])
 _OPEN, _CLOSE = frozenset(["(", "[", "{", r"\{"]), frozenset([")", "]", "}", r"\}"])
@@ -108,7 +128,7 @@ _FACTOR = re.compile(r"[a-zA-Z(]|\\(?!pm)[a-zA-Z]")
 
 # "x =", "AB =", "\theta =", "x_1 =", "f(x) =", "(x,y) =", "x \in"
 _NAME = re.compile(
-    r"(?:[a-zA-Z]{1,2}|\\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|omega))(?:_(?:.|\{[^{}]*\}))?(?:\([a-zA-Z]\))?"
+    r"(?:[a-zA-Z]{1,2}|\\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|omega))(?:_(?:.|\{[^{}]*\}))?(?:\((?:[a-zA-Z]|-?[0-9]+)\))?"
     r"|\((?:[a-z],)+[a-z]\)"
 )
 
@@ -116,27 +136,38 @@ Part = str | int | Fraction
 """Number or other text of an answer."""
 
 
-def normalize_answer(answer: str) -> str:
-    """Return the normal form of an answer; it is empty if the answer is only units and signs."""
+def normalize_answer(answer: str, *, grouped: bool = True) -> str:
+    r"""Return the normal form of an answer; it is empty if the answer is only units and signs.
+
+    ``1,200`` is a number, or with ``grouped=False`` a list of two; ``1,\!200`` is always a number.
+    """
     text = answer.strip()
     if len(text) > MAX_LENGTH:
         return text
     if not text.isascii():
-        text = text.translate(_UNICODE)
+        text = _UNICODE_ROOT.sub(r"\\sqrt{\1}", text).translate(_UNICODE)
+    while text.startswith("{") and closing_brace(text) == len(text) - 1:
+        text = text[1:-1].strip()
     if r"\begin" not in text:  # undo double escaping; in a matrix, two backslashes end a row
         text = text.replace(r"\\", "\\")
-    if whole := _ALL_TEXT.fullmatch(text):
+    else:
+        text = _ARRAY.sub(r"\\begin{pmatrix}\2\\end{pmatrix}", _ROW_END.sub(r"\\\\", text))
+    whole = _ALL_TEXT.fullmatch(text)
+    if whole:
         text = whole[1].strip()
-    text = _without_units(text)
-    if "," in text and _GROUPED.fullmatch(text):
+    if "and" in text:
+        text = _AND.sub(", ", text)
+    text = _without_units(text, is_text=whole is not None)
+    if grouped and "," in text and _GROUPED.fullmatch(text):
         text = text.replace(",", "")
     parts = _read(text)
     if len(parts) > 1 and parts[-1] in (".", ",", ";", ":"):
         parts.pop()
-    return _write(_without_brackets(_without_name(parts)))
+    text = _write(_without_brackets(_without_name(parts)))
+    return text.lower() if _TITLE_CASE.fullmatch(text) else text
 
 
-def _without_units(text: str) -> str:
+def _without_units(text: str, *, is_text: bool) -> str:
     r"""Strip units: ``5\text{ cm}^2`` and ``5 dollars`` -> ``5``; keep words that are the answer."""
     while found := _LAST_WORDS.search(text):
         quantity = _LAST_SPACES.sub("", text[: found.start()])
@@ -144,11 +175,13 @@ def _without_units(text: str) -> str:
             break
         in_text, bare = found.groups()
         glued = len(quantity) == found.start()
-        if bare and not all(
-            word in _SHORT_UNITS or (len(word) > 2 and not glued) for word in _WORD.findall(bare)
+        if (
+            bare
+            and not is_text
+            and not all(word in _SHORT_UNITS or (len(word) > 2 and not glued) for word in _WORD.findall(bare))
         ):
             break
-        words = (in_text or bare or "").strip(" \t\n.,;()$")
+        words = (in_text or bare or "").replace(r"\degree", "").strip(" \t\n.,;()$~")
         if words and not is_unit(words):
             break
         text = quantity
@@ -187,6 +220,14 @@ def _read(text: str) -> list[Part]:
             part += script if len(script) == 1 else f"{{{script}}}"
         elif kind == "times":
             part = _TIMES
+        elif part == "{" and (end := closing_brace(text, position - 1)):
+            inside = _read(text[position:end])
+            is_argument = parts and re.match(r"\\[a-zA-Z]|[\]}_^]", str(parts[-1]))
+            position = end + 1
+            if len(inside) != 1 or is_argument:
+                parts += [part, *inside, "}"]
+                continue
+            part = inside[0]
         else:
             part = _SYNONYMS.get(part, part)
         _append(parts, part, is_fraction=kind in ("ratio", "fraction"))
@@ -198,6 +239,14 @@ def _append(parts: list[Part], part: Part, *, is_fraction: bool) -> None:
     last = parts[-1] if parts else "("
     if part == "+" and isinstance(last, str) and (last in _OPENING or last.startswith(r"\begin")):
         return
+    if not isinstance(part, str) and part < 0 and isinstance(last, str):
+        if last == "+":
+            parts.pop()
+        if last == "+" or last in _OPENING or last.startswith(r"\begin"):
+            parts.append("-")
+            part = -part
+    if part == r"\end{pmatrix}" and last == r"\\":
+        parts.pop()
     if is_fraction and isinstance(part, Fraction) and 0 < part < 1 and type(last) is int and last > 0:
         parts[-1] = last + part
         return

@@ -12,7 +12,7 @@ _WORDS = """
     eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths tens mn mil mln
     bil bn tn k grand lakh crore pi double triple twice squared cubed factorial doubled tripled
     plus minus divided multiplied power equals mod
-    or and nor to till until through versus vs either neither both between but over under above
+    or and nor to till until through versus vs either neither both between but under above
     below than at up if unless except instead rather otherwise alternatively also then else off
     maybe perhaps possibly probably likely might may could should would approximately approx about
     around roughly nearly almost circa ca ish presumably apparently supposedly hopefully estimated
