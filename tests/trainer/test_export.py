@@ -148,10 +148,18 @@ def test_an_exported_model_that_changed_is_not_evaluated(saved, tmp_path, capsys
     lengths = ["--max-prompt-length", "8", "--max-response-length", "2", "trainer.device=cpu"]
     command = ["eval", str(model), "--data", str(tmp_path / "val.parquet"), *lengths]
     assert main([*command, "--out", str(tmp_path / "whole")]) == 0
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(model, tokenizer)
+    vocabulary = (tokenizer / "tokenizer.json").read_text()
+    (tokenizer / "tokenizer.json").write_text(vocabulary.replace('"7"', '"x"'))  # loads, with another token
     flip(model / "model.safetensors")
-    capsys.readouterr()
-    assert main([*command, "--out", str(tmp_path / "changed")]) == 2
-    assert mentions(capsys.readouterr().err, "CheckpointError", "model.safetensors", "manifest.json")
+    for changed, file in (
+        ([f"data.tokenizer={tokenizer}"], "tokenizer.json"),
+        ([], "model.safetensors"),
+    ):
+        capsys.readouterr()
+        assert main([*command, "--out", str(tmp_path / "changed"), *changed]) == 2
+        assert mentions(capsys.readouterr().err, "CheckpointError", file, "manifest.json")
 
 
 def test_an_export_that_fails_leaves_nothing(saved, tmp_path):
