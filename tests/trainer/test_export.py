@@ -136,6 +136,16 @@ def test_a_flipped_bit_is_not_exported(saved, tmp_path, step, suffix, remote):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_that_was_added_is_not_exported(saved, tmp_path):
+    shutil.copytree(
+        saved[0] / "global_step_2", tmp_path / "global_step_2"
+    )  # of a background save: no weights
+    weights = "actor/huggingface/model.safetensors"
+    shutil.copy(saved[0] / "global_step_1" / weights, tmp_path / "global_step_2" / weights)
+    with pytest.raises(CheckpointError, match=naming(weights)):
+        export(tmp_path / "global_step_2", tmp_path / "out")
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
