@@ -75,6 +75,16 @@ def test_a_manifest_of_another_program_is_ignored(tmp_path, content):
     assert manifest.covering(tmp_path) == {}
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda text: "", lambda text: text[:-1], lambda text: text.replace("size", "sIze", 1)]
+)
+def test_a_damaged_manifest_is_not_taken_for_one_of_another_program(folder, damage):
+    path = folder / "manifest.json"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(CheckpointError, match=naming(str(folder), "manifest.json")):
+        manifest.covering(folder / "actor")
+
+
 def test_sizes_alone_are_compared_where_an_earlier_version_wrote_no_digests(folder):
     (folder / "manifest.json").write_text('{"trainer.pt": 5}')
     found = manifest.parse((folder / "manifest.json").read_bytes(), "here")

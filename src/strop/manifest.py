@@ -21,6 +21,8 @@ from strop.files import atomic_write_text
 MANIFEST = "manifest.json"
 _SIZE, _DIGEST = "size", "xxh3_128"
 _LEFT = f".{_DIGEST}"
+IF_ON_PURPOSE = f"; if the model was changed on purpose, delete its {MANIFEST}"
+"""What to do about an exported model that its manifest does not describe."""
 new_digest: Callable[[], xxhash.xxh3_128] = xxhash.xxh3_128
 
 
@@ -139,15 +141,20 @@ def covering(folder: Path) -> Manifest:
     """Return the digests of the files below ``folder``, relative to it.
 
     They are in its own manifest (an exported model), or in that of the checkpoint of which it is a part.
-    Empty without such a manifest.
+    Empty without such a manifest; ``CheckpointError`` for a damaged one.
     """
     place, prefix = folder, ""
     for _ in range(3):  # exported, global_step_N/actor, global_step_N/actor/huggingface
         if (place / MANIFEST).is_file():
-            found = parse((place / MANIFEST).read_bytes(), str(place)) or {}
+            content = (place / MANIFEST).read_bytes()
+            found = parse(content, str(place))
+            if found is None and (not content or _DIGEST.encode() in content):  # not another program's file
+                raise CheckpointError(
+                    f"{place} is damaged: {MANIFEST} is not what was written{IF_ON_PURPOSE}"
+                )
             return {
                 name.removeprefix(prefix): entry
-                for name, entry in found.items()
+                for name, entry in (found or {}).items()
                 if name.startswith(prefix) and entry.digest is not None
             }
         place, prefix = place.parent, f"{place.name}/{prefix}"

@@ -7,6 +7,8 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from strop.engines.torch.engine import TorchEngine
 from strop.engines.torch.state import materialize, save
 from strop.errors import CheckpointError, TrainingError, WorkerError
 from strop.models.policy import PolicyModel
+from strop.trainer.loop import Run
 
 import forked
 import tiny_model
@@ -150,6 +153,33 @@ def test_a_state_of_the_driver_that_holds_code_is_not_run(tmp_path):
     with pytest.raises(CheckpointError, match=naming("trainer.pt")):
         checkpoints.load(folder, {"actor": Group(1)})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda state: state.pop("random"), "random"),
+        (lambda state: state.pop("global_step"), "global_step"),
+        (lambda state: state.update(global_step="third"), "third"),
+        (lambda state: state["random"].pop("numpy"), "numpy"),
+        (lambda state: state["random"].update(python=[1, 2]), "unpack"),
+        (lambda state: state.pop("loader"), "loader"),
+        (lambda state: state.update(seconds=None), "None"),
+    ],
+)
+def test_a_state_of_the_driver_with_other_values_is_named(tmp_path, monkeypatch, change, part):
+    monkeypatch.setattr(Run, "__abstractmethods__", frozenset())
+    checkpoints = Checkpoints(tmp_path)
+    folder = checkpoints.save(3, {}, {**STATE, "loader": {}})
+    state = torch.load(folder / "trainer.pt")
+    change(state)
+    torch.save(state, folder / "trainer.pt")
+    checkpoint_folder.seal(folder)
+    run = object.__new__(Run)
+    run.checkpoints, run.settings = checkpoints, SimpleNamespace(val_only=False)
+    run.trainer = SimpleNamespace(groups={}, train_loader=Mock(), total_steps=9)
+    with pytest.raises(CheckpointError, match=naming("trainer.pt", part)):
+        run.resume(folder, goes_on=True)
 
 
 def test_workers_are_given_absolute_folders(tmp_path, monkeypatch):

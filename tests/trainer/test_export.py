@@ -136,6 +136,16 @@ def test_a_flipped_bit_is_not_exported(saved, tmp_path, step, suffix, remote):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_that_was_added_is_not_exported(saved, tmp_path):
+    shutil.copytree(
+        saved[0] / "global_step_2", tmp_path / "global_step_2"
+    )  # of a background save: no weights
+    weights = "actor/huggingface/model.safetensors"
+    shutil.copy(saved[0] / "global_step_1" / weights, tmp_path / "global_step_2" / weights)
+    with pytest.raises(CheckpointError, match=naming(weights)):
+        export(tmp_path / "global_step_2", tmp_path / "out")
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -148,10 +158,18 @@ def test_an_exported_model_that_changed_is_not_evaluated(saved, tmp_path, capsys
     lengths = ["--max-prompt-length", "8", "--max-response-length", "2", "trainer.device=cpu"]
     command = ["eval", str(model), "--data", str(tmp_path / "val.parquet"), *lengths]
     assert main([*command, "--out", str(tmp_path / "whole")]) == 0
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(model, tokenizer)
+    vocabulary = (tokenizer / "tokenizer.json").read_text()
+    (tokenizer / "tokenizer.json").write_text(vocabulary.replace('"7"', '"x"'))  # loads, with another token
     flip(model / "model.safetensors")
-    capsys.readouterr()
-    assert main([*command, "--out", str(tmp_path / "changed")]) == 2
-    assert mentions(capsys.readouterr().err, "CheckpointError", "model.safetensors", "manifest.json")
+    for changed, file in (
+        ([f"data.tokenizer={tokenizer}"], "tokenizer.json"),
+        ([], "model.safetensors"),
+    ):
+        capsys.readouterr()
+        assert main([*command, "--out", str(tmp_path / "changed"), *changed]) == 2
+        assert mentions(capsys.readouterr().err, "CheckpointError", file, "manifest.json")
 
 
 def test_an_export_that_fails_leaves_nothing(saved, tmp_path):

@@ -172,7 +172,7 @@ def test_a_remote_checkpoint_without_a_whole_manifest_does_not_count(url, tmp_pa
         download(RemoteCheckpoints(url).url_of(2), tmp_path / "copy")
 
 
-@pytest.mark.parametrize("hint", [b"", b"1", b"77\n", b"nonsense\n"])
+@pytest.mark.parametrize("hint", [b"", b"1", b"77\n", b"nonsense\n", b"\xb1\n"])
 def test_a_name_that_was_cut_off_or_names_nothing_is_only_a_hint(memory_fs, tmp_path, hint):
     run_of(1, 12, folder=tmp_path / "run", url=REMOTE)
     memory_fs.pipe("/bucket/run/latest_checkpointed_iteration.txt", hint)

@@ -21,7 +21,7 @@ from strop.checkpoint.remote import download, read_manifest
 from strop.config.paths import is_url
 from strop.engines.torch.export import export_from_shards
 from strop.errors import CheckpointError, ConfigError
-from strop.manifest import describe, require_unchanged, write
+from strop.manifest import MANIFEST, describe, require_unchanged, write
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -68,6 +68,12 @@ def _local_role(checkpoint: str | Path, role: str, scratch: Path) -> Path:
     local = Path(checkpoint).expanduser()
     files = verify(local)
     _require_role(str(local), role, {path.name for path in local.iterdir() if path.is_dir()})
+    copied = (path for path in (local / role / "huggingface").rglob("*") if path.is_file())
+    if added := sorted({path.relative_to(local).as_posix() for path in copied} - files.keys()):
+        raise CheckpointError(
+            f"{local} holds {added[0]}, which its {MANIFEST} does not name: it was added after the save. "
+            "Export would copy it into the model: remove it"
+        )
     needed = _needed(files, role)
     require_unchanged(
         str(local), local, {name: entry for name, entry in files.items() if name.startswith(needed)}

@@ -54,7 +54,7 @@ class RemoteCheckpoints:
         """Return the iteration to resume from: the one that ``LATEST`` names, or the newest whole one."""
         candidates = sorted(self._steps(), reverse=True)
         try:
-            named = self._fs.cat_file(f"{self._root}/{LATEST}").decode()
+            named = self._fs.cat_file(f"{self._root}/{LATEST}").decode(errors="replace")
         except FileNotFoundError:
             named = ""
         if named.endswith("\n") and named.strip().isdecimal():  # without the line end, digits may be missing

@@ -269,6 +269,9 @@ class Checkpoints:
         checkpoint = checkpoint.absolute()
         own = {name: entry for name, entry in files.items() if name == TRAINER}
         require_unchanged(str(checkpoint), checkpoint, own)  # workers compare what they read
+        with reading_state_of(checkpoint):
+            state = torch.load(checkpoint / TRAINER, weights_only=True)
+            generators, step = state.pop("random"), int(state["global_step"])
         for name in self.trained:
             if name in groups:
                 if not (checkpoint / name).is_dir():
@@ -277,22 +280,14 @@ class Checkpoints:
                         f"found {[path.name for path in checkpoint.iterdir()]}"
                     )
                 groups[name].load_checkpoint(checkpoint / name)
-        try:
-            state = torch.load(checkpoint / TRAINER, weights_only=True)
-        except pickle.UnpicklingError as error:  # torch's message recommends to run what the file names
-            raise CheckpointError(
-                f"{checkpoint / TRAINER} cannot be read: it is damaged, or holds more than tensors and plain "
-                "values, as no checkpoint of strop does"
-            ) from error
-        except (OSError, RuntimeError, EOFError) as error:
-            raise CheckpointError(f"{checkpoint / TRAINER} cannot be read: {error}") from error
-        restore_random_state(state.pop("random"))
+        with reading_state_of(checkpoint):
+            restore_random_state(generators)
         if self._uploader is not None and checkpoint.parent == self.folder:
             # The run may have been killed before these were uploaded.
-            for step in saved_steps(self.folder):
-                if step <= state["global_step"]:
-                    path, is_latest = self.folder / f"{PREFIX}{step}", step == state["global_step"]
-                    self._uploader.submit(step, path, only_if_missing=True, is_latest=is_latest)
+            for saved in saved_steps(self.folder):
+                if saved <= step:
+                    path = self.folder / f"{PREFIX}{saved}"
+                    self._uploader.submit(saved, path, only_if_missing=True, is_latest=saved == step)
         return state
 
     def go_on_from(self, step: int) -> None:
@@ -356,6 +351,27 @@ class Checkpoints:
             path = self.folder / f"global_step_{step}"
             if step not in kept and (self._uploader is None or self._uploader.release(path)):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def reading_state_of(checkpoint: Path) -> Generator[None]:
+    """Raise ``CheckpointError`` if the body cannot read or use what ``trainer.pt`` holds."""
+    try:
+        yield
+    except StropError:
+        raise
+    except pickle.UnpicklingError as error:  # torch's message recommends to run what the file names
+        raise CheckpointError(
+            f"{checkpoint / TRAINER} cannot be read: it is damaged, or holds more than tensors and plain "
+            "values, as no checkpoint of strop does"
+        ) from error
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{checkpoint / TRAINER} cannot be read: {error}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{checkpoint / TRAINER} does not hold the state of this kind of run ({type(error).__name__}: "
+            f"{error}); give a checkpoint that the same command has saved"
+        ) from error
 
 
 def _is_final_failure(error: BaseException) -> bool:

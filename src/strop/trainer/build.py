@@ -27,6 +27,7 @@ from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows
 from strop.data.tokenize import tokenizer_fingerprint
 from strop.errors import Attempts, ModelError
+from strop.manifest import IF_ON_PURPOSE, covering, require_unchanged
 from strop.models.attention import attention_for, score_cap
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
 from strop.rewards.base import Reward
@@ -185,12 +186,16 @@ def fetch_tokenizer(
     """Prepare this process for a run, download what is on the hub, and return the tokenizer of ``model``.
 
     ``weights=False`` leaves the weights of ``models`` on the hub; processes on Ray fetch their own.
+    Raises ``CheckpointError`` if the tokenizer is of an exported model and has changed since.
     """
     seed_global_generators(config.trainer.seed)
     import_external_lib(model.external_lib)
     cache_dir, weights = config.data.cache_dir, weights and not runs_on_ray(config)
     require_from_hub(models=models, tokenizers=tokenizers, cache_dir=cache_dir, weights=weights)
     folder = local_tokenizer(config.data.tokenizer or model.path, cache_dir)
+    # Workers compare the weights, of folders from which they load a model.
+    files = {name: entry for name, entry in covering(folder).items() if not name.endswith(".safetensors")}
+    require_unchanged(str(folder), folder, files, IF_ON_PURPOSE)
     return load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
 
 

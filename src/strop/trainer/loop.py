@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from strop.checkpoint.store import Checkpoints
+from strop.checkpoint.store import Checkpoints, reading_state_of
 from strop.errors import ConfigError, TrainingError
 from strop.files import crash_point
 from strop.protocol import DataProto
@@ -77,7 +77,9 @@ class Run(ABC):
         have been killed after the last one, and what follows is done then.
         """
         trainer = self.trainer
-        self.load_state_dict(self.checkpoints.load(checkpoint, trainer.groups))
+        state = self.checkpoints.load(checkpoint, trainer.groups)
+        with reading_state_of(checkpoint):
+            self.load_state_dict(state)
         if trainer.global_step < trainer.total_steps or self.settings.val_only:
             return
         state = f"{checkpoint} is already at iteration {trainer.global_step} of {trainer.total_steps}"
@@ -151,10 +153,10 @@ class Run(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by ``state_dict``."""
         trainer = self.trainer
-        trainer.global_step = state["global_step"]
+        trainer.global_step = int(state["global_step"])
         if not self.settings.val_only:
             trainer.train_loader.batches.load_state_dict(state["loader"])
-        self.seconds_before = state["seconds"]
+        self.seconds_before = float(state["seconds"])
 
     def _draw(self) -> None:
         """Draw the curves, also after an error; failing to draw never fails the run."""

@@ -36,7 +36,7 @@ from strop.engines.base import (
 )
 from strop.engines.micro_batches import MicroBatching
 from strop.errors import CheckpointError, ConfigError, ModelError
-from strop.manifest import MANIFEST, Manifest, covering, describe, leave_digest, require_unchanged, write
+from strop.manifest import IF_ON_PURPOSE, Manifest, covering, describe, leave_digest, require_unchanged, write
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.protocol import DataProto
 
@@ -95,9 +95,7 @@ class Worker(Generic[Root]):
                 f"model {path}: the machines have different versions of it, {', '.join(sorted(versions))}; "
                 f"bring all to the newest with `hf download {path}`"
             )
-        self._require_unchanged(
-            folder, covering(folder), f"; if the model was changed on purpose, delete its {MANIFEST}"
-        )
+        self._require_unchanged(folder, covering(folder), IF_ON_PURPOSE)
         return folder
 
     def load_tokenizer_from(self, path: str, *, trust_remote_code: bool) -> Any:
