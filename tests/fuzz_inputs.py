@@ -1,6 +1,6 @@
 """Random configurations and broken files, each given to ``strop check`` and ``strop train`` in this process.
 
-python tests/fuzz_inputs.py --seed 3 --configurations 1000 --files    prints what ends in a traceback
+``PYTHONPATH=examples python tests/fuzz_inputs.py --seed 3 --configurations 1000 --files`` shows failures.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -111,3 +112,47 @@ def test_ctrl_c_mentions_the_checkpoint_if_there_is_one(inputs, tmp_path, monkey
     ending = "; the last whole checkpoint is kept (iteration 7)\n" if saved else "\n"
     assert main(["train", *overrides(inputs, tmp_path)]) == 130
     assert capsys.readouterr().err.endswith(f"stopped by Ctrl-C{ending}")
+
+
+_ANSWER = '{"data_source": "openai/gsm8k", "response": "#### 3", "ground_truth": "3"}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["score", "deep.jsonl"], "deep.jsonl, line 1: not JSON"),
+        (["score", "digits.jsonl"], "digits.jsonl, line 1: not JSON"),
+        (["score", "~nobody-here/answers.jsonl"], "~nobody-here/answers.jsonl"),
+        (["score", "answers.jsonl", "--workers", "100000"], "--workers 100000: .*at most 1024"),
+        (["score", "answers.jsonl", "--timeout", "nan"], "--timeout nan"),
+        (["view", "~nobody-here/run"], "~nobody-here/run"),
+        (["view", "run", "--metrics", "*"], r"metrics.jsonl, line 1: expected a JSON object of numbers"),
+        (["export", "~nobody-here/global_step_1", "--out", "model"], "~nobody-here/global_step_1"),
+        (["export", "global_step_1", "--out", "model"], "global_step_1"),
+        (["export", "global_step_1", "--out", "s3://bucket/model"], "s3://bucket/model"),
+        (["prepare", "gsm8k", "--source", "~nobody-here/gsm8k", "--out", "made"], "~nobody-here/gsm8k"),
+        (["prepare", "gsm8k", "--source", "surrogate", "--out", "made"], "lone surrogate"),
+        (["prepare", "arithmetic", "--out", "s3://bucket/made"], "s3://bucket/made"),
+        (["prepare", "arithmetic", "--out", "made", "--held-out", "nan"], "held_out=nan"),
+        (["prepare", "arithmetic", "--out", "made", "--held-out", "inf"], "held_out=inf"),
+        (["prepare", "arithmetic", "--out", "made", "--seed=-1"], "seed=-1"),
+        (["prepare", "arithmetic", "--out", "made", "--max-operand", "9" * 30], "max_operand=999"),
+        (["check", "--config-path", "~nobody-here/own.yaml"], "~nobody-here/own.yaml"),
+    ],
+)
+def test_broken_files_and_arguments_end_with_status_2_and_a_message(
+    tmp_path, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run", "global_step_1", "surrogate"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "answers.jsonl").write_text(_ANSWER)
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    (tmp_path / "digits.jsonl").write_text(_ANSWER.replace('"3"', "1" * 5000))
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "lr": "\\u001b[31m"}\n{"step": 2}\n')
+    (tmp_path / "global_step_1" / "manifest.json").write_text("[" * 100_000)
+    record = r'{"question": "\ud800", "answer": "#### 3"}'
+    (tmp_path / "surrogate" / "train.jsonl").write_text(record)
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err.replace("\n", " ")
+    assert re.search(message, printed), printed

@@ -20,7 +20,7 @@ def test_a_sample_of_configurations_and_broken_files(inputs, tmp_path):
         "latest is a superscript",
         "data is a pipe",
     ]
-    assert run_all(0, 15, names, inputs, tmp_path) == []
+    assert run_all(0, 10, names, inputs, tmp_path) == []
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ def atomic_path(path: str | Path, *, durable: bool = True) -> Generator[Path]:
 
     An OSError of the body that names no file, as for a full disk, gets ``path``.
     """
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     # Some writers choose the format by the suffix.
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp{path.suffix}")

@@ -82,7 +82,7 @@ def parse(text: str | bytes, where: str) -> Manifest | None:
     """
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     entries = (
         {name: _entry(value) for name, value in content.items()} if type(content) is dict else {"": None}

@@ -17,6 +17,7 @@ from strop.data.tokenize import tokenize_table
 from chat_tokenizers import FAMILIES
 
 families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+examples = pytest.mark.parametrize("n_examples", [30, pytest.param(300, marks=pytest.mark.slow)])
 
 
 @functools.cache
@@ -65,11 +66,12 @@ def in_order(tokenizer, ids):
     return [token for token in tokenizer.convert_ids_to_tokens(ids) if token in names]
 
 
+@examples
 @families
-def test_harmless_text_has_the_ids_of_the_template(family):
+def test_harmless_text_has_the_ids_of_the_template(family, n_examples):
     tokenizer = load(family)
 
-    @settings(max_examples=150)
+    @settings(max_examples=n_examples)
     @given(chats(harmless))
     def check(chat):
         if not has_control_token(tokenizer, chat):
@@ -78,12 +80,13 @@ def test_harmless_text_has_the_ids_of_the_template(family):
     check()
 
 
+@examples
 @families
-def test_a_break_anywhere_changes_no_id_of_harmless_text(family):
+def test_a_break_anywhere_changes_no_id_of_harmless_text(family, n_examples):
     """The copy that removes breaks is otherwise the same tokenizer."""
     tokenizer = load(family)
 
-    @settings(max_examples=150)
+    @settings(max_examples=n_examples)
     @given(harmless, st.integers(0, 100), st.booleans())
     def check(text, place, added):
         place = max(place % (len(text) + 1), 1)  # as everywhere in an escaped text
@@ -96,12 +99,13 @@ def test_a_break_anywhere_changes_no_id_of_harmless_text(family):
     check()
 
 
+@examples
 @families
-def test_hostile_text_adds_no_control_token_and_loses_nothing(family):
+def test_hostile_text_adds_no_control_token_and_loses_nothing(family, n_examples):
     """Oracles: the control tokens that the template has around empty texts, and the rendered text itself."""
     tokenizer = load(family)
 
-    @settings(max_examples=150)
+    @settings(max_examples=n_examples)
     @given(chats(hostile(tokenizer)))
     def check(chat):
         (ids,) = encode_prompts([chat], tokenizer)
@@ -115,11 +119,12 @@ def test_hostile_text_adds_no_control_token_and_loses_nothing(family):
     check()
 
 
+@examples
 @families
-def test_plain_prompts_answers_and_raw_text_have_no_control_tokens(family):
+def test_plain_prompts_answers_and_raw_text_have_no_control_tokens(family, n_examples):
     tokenizer = load(family)
 
-    @settings(max_examples=100)
+    @settings(max_examples=n_examples)
     @given(hostile(tokenizer).filter(bool))
     def check(text):
         added = in_order(tokenizer, tokenizer("")["input_ids"])

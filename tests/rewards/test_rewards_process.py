@@ -490,3 +490,13 @@ def test_imports_of_a_scorer_happen_before_the_deadline_of_the_first_sample(runn
 
     with RewardProcess(look) as process:
         assert process.evaluate(Sample("d", "")).score == 1.0
+
+
+def test_output_cannot_control_the_terminal(process: RewardProcess, capsys: pytest.CaptureFixture[str]):
+    assert run(
+        process, r"print('\x1b[2J\x9b31m red'); print('\x1b]0;title\x07', file=__import__('sys').stderr)"
+    )
+    process.close()
+    text = capsys.readouterr().err
+    assert r"\x1b[2J\x9b31m red" in text
+    assert not any(character in text for character in "\x1b\x9b\x07")

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from strop.checkpoint.folder import verify
 from strop.checkpoint.remote import download, read_manifest
-from strop.config.paths import is_url
+from strop.config.paths import expand, is_url
 from strop.engines.torch.export import export_from_shards
 from strop.errors import CheckpointError, ConfigError
 from strop.manifest import MANIFEST, describe, require_unchanged, write
@@ -34,7 +34,9 @@ def export(checkpoint: str | Path, out: str | Path, *, role: str = "actor", dtyp
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
-    out = Path(out).expanduser()
+    if is_url(out):
+        raise ConfigError(f"{out}: models are exported to a folder of this machine; name one, and copy it")
+    out = Path(expand(out))
     if out.exists():
         raise CheckpointError(f"{out} exists already; name a folder that does not")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +67,7 @@ def _local_role(checkpoint: str | Path, role: str, scratch: Path) -> Path:
         needed = _needed(names, role)
         download(url, local, wanted=lambda name: name.startswith(needed))
         return local / role
-    local = Path(checkpoint).expanduser()
+    local = Path(expand(checkpoint))
     files = verify(local)
     _require_role(str(local), role, {path.name for path in local.iterdir() if path.is_dir()})
     copied = (path for path in (local / role / "huggingface").rglob("*") if path.is_file())

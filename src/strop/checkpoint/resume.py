@@ -8,7 +8,7 @@ from pathlib import Path
 
 from strop.checkpoint.folder import building_folder, latest_checkpoint, publish, seal
 from strop.checkpoint.remote import RemoteCheckpoints, download, read_manifest
-from strop.config.paths import is_url
+from strop.config.paths import expand, is_url
 from strop.errors import CheckpointError
 
 
@@ -26,7 +26,7 @@ def find_checkpoint(folder: Path, resume_mode: str, remote: RemoteCheckpoints | 
         return _fetch_latest(folder, remote) if found is None and remote is not None else found
     if is_url(resume_mode):
         return _fetch_named(folder, resume_mode.rstrip("/"))
-    return Path(resume_mode).expanduser()
+    return Path(expand(resume_mode))
 
 
 def _fetch_latest(folder: Path, remote: RemoteCheckpoints) -> Path | None:

@@ -46,6 +46,7 @@ from strop.checkpoint.folder import (
 )
 from strop.checkpoint.remote import RemoteCheckpoints, Uploader
 from strop.checkpoint.resume import find_checkpoint
+from strop.config.paths import expand
 from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError, StropError, WorkerError, is_interrupt
 from strop.files import crash_point
@@ -105,7 +106,7 @@ class Checkpoints:
         trained: Sequence[str] = TRAINED,
     ) -> None:
         """Open the checkpoints in ``folder``; ``trained`` names the groups whose state is saved."""
-        self.folder = folder.expanduser().absolute()  # workers have other working directories
+        self.folder = Path(expand(folder)).absolute()  # workers have other working directories
         self.max_to_keep = max_to_keep
         self.background = background
         self.trained = trained

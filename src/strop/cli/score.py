@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from strop.config.paths import expand
 from strop.config.reward_parts import SCORERS
+from strop.config.schema.base import MOST_PROCESSES, MOST_SECONDS
 from strop.errors import ConfigError, DataError, RewardError
 from strop.prepare.source import read_records
 from strop.rewards.custom import load_custom_reward
@@ -94,10 +96,11 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
 
     All rows are read, and every data source checked, before the first answer is scored.
     """
-    for option in ("limit", "timeout", "workers"):
+    for option, most in {"limit": math.inf, "timeout": MOST_SECONDS, "workers": MOST_PROCESSES}.items():
         value = getattr(arguments, option)
-        if value is not None and value <= 0:
-            raise ConfigError(f"--{option} {value}: expected a number above 0")
+        if value is not None and not 0 < value <= most:
+            bound = f", at most {most}" if math.isfinite(most) else ""
+            raise ConfigError(f"--{option} {value}: expected a number above 0{bound}")
     console = console or Console()
     scorer = _scorer(arguments)
     samples = list(_samples(arguments))
@@ -173,7 +176,7 @@ def _require_time(require_ready: Callable[[float], None], timeout_s: float) -> N
 
 
 def _samples(arguments: argparse.Namespace) -> Iterator[Sample]:
-    path = Path(arguments.file).expanduser()
+    path = Path(expand(arguments.file))
     response, truth = arguments.response_column, arguments.ground_truth_column
     if path.suffix not in (".parquet", ".jsonl", ".json", ".gz"):
         raise DataError(f"{path}: expected a .parquet or .jsonl file")

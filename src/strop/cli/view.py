@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from strop.config.paths import expand
 from strop.errors import DataError
 from strop.terminal import literal, printable
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the run; DataError when the folder is not a run folder or has no such step."""
-    run_dir = Path(args.run_dir).expanduser()
+    run_dir = Path(expand(args.run_dir))
     steps = read_metrics(run_dir / METRICS_FILE)
     if not steps:
         raise DataError(f"{run_dir / METRICS_FILE}: no step has been logged yet")

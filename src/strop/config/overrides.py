@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from strop.config.keys import nearest
+from strop.config.paths import expand
 from strop.config.schema import RootConfig
 from strop.errors import ConfigError
 
@@ -117,7 +118,7 @@ def locate(config_path: str | Path | None, config_name: str | None, default_name
             f"--config-name {config_name}: strop ships only {default_name} for this command; "
             "for your own file, give its folder with --config-path"
         )
-    path = Path(config_path).expanduser().resolve()
+    path = Path(expand(config_path)).resolve()
     if path.is_file() and config_name is None:
         return path
     if not path.is_dir():

@@ -14,9 +14,12 @@ def is_url(path: str | Path) -> bool:
     return "://" in str(path)
 
 
-def expand(path: str) -> str:
-    """Return `path` with a leading `~` expanded; URLs and hub names (Qwen/Qwen2.5-0.5B) are unchanged."""
-    return path if is_url(path) else os.path.expanduser(path)
+def expand(path: str | Path) -> str:
+    """Return `path` with a leading `~` expanded; URLs and hub names (Qwen/Qwen2.5-0.5B) are unchanged.
+
+    The `~` of an unknown user stays, as in shells; `Path.expanduser` would raise.
+    """
+    return str(path) if is_url(path) else os.path.expanduser(path)
 
 
 def may_be_a_hub_name(path: str) -> bool:

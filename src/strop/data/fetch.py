@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from strop.config.paths import is_url
+from strop.config.paths import expand, is_url
 from strop.errors import DataError
 
 DEFAULT_CACHE_DIR = "~/.cache/strop"
@@ -54,7 +54,7 @@ def progress_bar(description: str, total: int, *, show: bool = True) -> Generato
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
     """Return the folder for downloads: ``cache_dir``, or ``~/.cache/strop``, with ``~`` expanded."""
-    return Path(cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    return Path(expand(cache_dir or DEFAULT_CACHE_DIR))
 
 
 def local_path(url: str | Path, cache_dir: str | Path | None = None) -> Path:
@@ -68,7 +68,7 @@ def local_path(url: str | Path, cache_dir: str | Path | None = None) -> Path:
     Raises :class:`DataError` when the URL cannot be found, read or written.
     """
     if not is_url(url):
-        return Path(url).expanduser()
+        return Path(expand(url))
     url = str(url)
     fs, remote = open_filesystem(url)
     with _io_errors(url):

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
 )
 
-from strop.config.paths import is_url, may_be_a_hub_name
+from strop.config.paths import expand, is_url, may_be_a_hub_name
 from strop.data.fetch import cache_folder, local_path
 from strop.errors import ModelError
 
@@ -39,7 +39,7 @@ _FORMATS = (
 
 def is_hub_name(path: str | Path) -> bool:
     """Return True if ``path`` is not a URL, not on this disk, and could be a hub name (owner/name)."""
-    return not is_url(path) and may_be_a_hub_name(str(path)) and not Path(path).expanduser().exists()
+    return not is_url(path) and may_be_a_hub_name(str(path)) and not Path(expand(path)).exists()
 
 
 def local_model(path: str | Path, cache_dir: str | Path | None = None) -> Path:

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from strop.config.backends import load_backend
+from strop.config.paths import expand, is_url
 from strop.data.fetch import progress_bar
 from strop.errors import DataError
 from strop.files import atomic_path, atomic_write_text
@@ -61,8 +62,10 @@ def prepare(name: str, source: str | Path | None, out_dir: str | Path, **options
         DataError: an unknown data set or option, an unusable source, a split without a usable record, or a
             file with other columns in its place.
     """
+    if is_url(out_dir):
+        raise DataError(f"{out_dir}: files are prepared in a folder of this machine; name one, and copy it")
     splits = _function(name, options)(source, **options)
-    folder = Path(out_dir).expanduser()
+    folder = Path(expand(out_dir))
     return {split: _write_split(folder, split, records) for split, records in splits.items()}
 
 
@@ -94,8 +97,18 @@ def _write_split(folder: Path, split: str, records: Split) -> Prepared:
         reason = f"; row {rejected[0]['row']}: {rejected[0]['reason']}" if rejected else ""
         raise DataError(f"split {split}: none of {len(records.records)} records can be used{reason}")
     with atomic_path(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows), temporary)
+        pq.write_table(_table(split, rows), temporary)
     return Prepared(path, len(rows))
+
+
+def _table(split: str, rows: list[dict[str, Any]]) -> pa.Table:
+    try:
+        return pa.Table.from_pylist(rows)
+    except UnicodeEncodeError as error:
+        text = f"{error.object!r:.60}"
+        raise DataError(f"split {split}: a text is not Unicode (a lone surrogate): {text}") from error
+    except (OverflowError, pa.ArrowException) as error:
+        raise DataError(f"split {split}: the rows fit into no parquet file: {error}") from error
 
 
 def _require_same_columns(path: Path, rows: list[dict[str, Any]]) -> None:

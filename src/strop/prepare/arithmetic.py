@@ -13,6 +13,7 @@ from strop.prepare.source import Split, make_row
 
 DATA_SOURCE = "strop/arithmetic"
 _MAX_ROWS = 5_000_000  # they are made in memory
+_LARGEST_OPERAND = 10**9  # numbers of pairs are 64 bits
 
 
 def splits(
@@ -37,15 +38,19 @@ def splits(
         raise DataError(
             f"question={question!r}: expected a text with {{a}} and {{b}}, like 'What is {{a}}+{{b}}?'"
         )
-    if not 0 <= min_operand <= max_operand:
+    if not 0 <= min_operand <= max_operand <= _LARGEST_OPERAND:
         raise DataError(
-            "expected 0 <= min_operand <= max_operand, "
+            f"expected 0 <= min_operand <= max_operand <= {_LARGEST_OPERAND}, "
             f"found min_operand={min_operand}, max_operand={max_operand}"
         )
     operands = max_operand - min_operand + 1
     pairs = operands * operands
-    if held_out < 0 or (held_out >= 1 and held_out != int(held_out)):
-        raise DataError(f"held_out={held_out}: expected a fraction below 1 or a whole number of pairs")
+    if seed < 0:
+        raise DataError(f"seed={seed}: expected a number of at least 0")
+    if not 0 <= held_out <= pairs or (held_out >= 1 and held_out != int(held_out)):
+        raise DataError(
+            f"held_out={held_out}: expected a fraction below 1 or a whole number of the {pairs} pairs"
+        )
     test_rows = int(held_out) if held_out >= 1 else round(held_out * pairs)
     train_rows = pairs - test_rows if train_size is None else train_size
     if train_rows < 1 or train_rows + test_rows > pairs:

@@ -6,6 +6,7 @@ import gzip
 import importlib
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,14 +107,15 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             for number, data in enumerate(lines, 1):
                 line = data.decode("utf-8").strip()
-                record = json.loads(line) if line else {}
+                try:
+                    record = json.loads(line) if line else {}
+                except (ValueError, RecursionError) as error:  # numbers of 4,300 digits, too
+                    raise DataError(f"{path}, line {number}: not JSON: {error}") from error
                 if not isinstance(record, dict):
                     raise DataError(f"{path}, line {number}: expected an object, found {line:.60}")
                 if line:
                     yield record
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {number}: not JSON: {error}") from error
-    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 

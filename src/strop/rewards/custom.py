@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from strop.config.paths import expand
 from strop.errors import ConfigError
 from strop.rewards.worker.records import KEYWORDS
 
@@ -25,7 +26,7 @@ class CustomReward:
     """A function from a Python file; it is pickled as path and name, and reloaded from there."""
 
     def __init__(self, path: str, name: str) -> None:
-        self.path = str(Path(path).expanduser().absolute())
+        self.path = str(Path(expand(path)).absolute())
         self.name = name
         self.function = _find_function(_load_module(self.path), self.path, name)
         require_score_signature(self.function, f"{KEY}.name={name!r} in {self.path}")

@@ -11,9 +11,10 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from strop.errors import DataError, TrainingError
 from strop.files import atomic_path
@@ -69,13 +70,13 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Return the steps of a ``metrics.jsonl`` in file order, ``null`` as NaN; lines of one step are merged.
 
     A half-written last line (of a running or killed process) is ignored. Raises DataError when the file
-    is missing or another line is not a JSON object with a ``step``.
+    is missing or another line is not a JSON object of numbers with a ``step``.
     """
     steps: list[dict[str, Any]] = []
     lines = _read_lines(Path(path))
     for number, (_, record) in enumerate(lines, start=1):
         if record is None and number < len(lines):
-            raise DataError(f"{path}, line {number}: expected a JSON object with an integer 'step'")
+            raise DataError(f"{path}, line {number}: expected a JSON object of numbers, one an int 'step'")
         if record is None:
             break
         record = {name: math.nan if value is None else value for name, value in record.items()}
@@ -112,8 +113,16 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
     for line in content.removesuffix(b"\n").split(b"\n") if content else ():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
-        lines.append((line, record if is_record else None))
+        lines.append((line, record if _is_record(record) else None))
     return lines
+
+
+def _is_record(found: Any) -> TypeGuard[dict[str, Any]]:
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        return False
+    return all(
+        value is None or (isinstance(value, int | float) and not abs(value) > sys.float_info.max)
+        for value in found.values()
+    )

@@ -73,9 +73,13 @@ def format_number(value: float | None) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 10 else f"{value:.3f}"
 
 
+_LARGEST = 1e300
+"""Sums and differences of what is drawn are finite."""
+
+
 def sparkline(values: Sequence[float], width: int = 24) -> str:
     """Return ``values`` as at most ``width`` block characters, each the mean of an equal share of them."""
-    finite = [value for value in values if math.isfinite(value)]
+    finite = [value for value in values if abs(value) < _LARGEST]
     if not finite:
         return ""
     n_bars = min(width, len(finite))

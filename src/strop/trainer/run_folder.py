@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from strop.checkpoint.folder import LATEST
 from strop.config.load import to_yaml
+from strop.config.paths import expand
 from strop.config.placement import settled
 from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError
@@ -48,7 +49,7 @@ class RunFolder:
     """The names of a run's files."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().absolute()  # workers have other working directories
+        self.path = Path(expand(path)).absolute()  # workers have other working directories
         self.path.mkdir(parents=True, exist_ok=True)
 
     def rollouts(self, step: int) -> Path:
@@ -147,7 +148,7 @@ def require_shared_folder(
     Call it when the worker processes run and before they load a model. ``patience_s``: network file systems
     may show a new file with a delay.
     """
-    folder = folder.expanduser().absolute()
+    folder = Path(expand(folder)).absolute()
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -115,6 +115,7 @@ SMALLEST_FLOAT = 1.2e-38
 """Bounds of positive floats without bounds of their own, those of float32: beyond, they are infinite or 0."""
 MOST_PROCESSES = 1024
 LARGEST_SIZE = 2**63 - 1
+MOST_SECONDS = 10**8
 
 
 def _not_a_bool(value: Any) -> Any:
@@ -172,7 +173,7 @@ Every = Annotated[PositiveOrAll, Expected("int > 0, or -1 for never")]
 
 PositiveFloat = Annotated[Number, Field(gt=0, ge=SMALLEST_FLOAT)]
 
-Seconds = Annotated[Number, Field(gt=0, ge=SMALLEST_FLOAT, le=10**8)]
+Seconds = Annotated[Number, Field(gt=0, ge=SMALLEST_FLOAT, le=MOST_SECONDS)]
 
 NonNegativeFloat = Annotated[Number, Field(ge=0)]
 

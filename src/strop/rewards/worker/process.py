@@ -26,6 +26,7 @@ from strop.rewards.process_tree import MARKER, describe_exit, hold_descendants, 
 from strop.rewards.worker import wire
 from strop.rewards.worker.feed import Feed
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, read_outcome
+from strop.terminal import printable
 
 _CHUNK = 1 << 16
 _PIPE_BYTES = 1 << 20  # more than a pipe holds
@@ -98,7 +99,7 @@ class OutputReader:
             passed += "\n[the reward function prints too much; the rest of this sample is not shown]\n"
         # The terminal may be gone, and at exit this thread outlives most of the interpreter.
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(passed)
+            sys.stderr.write(printable(passed))
             sys.stderr.flush()
 
 
