@@ -122,19 +122,19 @@ class PrivateCluster:
 
 @functools.cache
 def _folder() -> Path:
-    """Return a folder of this process, with the token of its clusters unless the user chose authentication.
+    """Return a folder of this process, with the token of its clusters unless the user names one.
 
     Ray itself would write a token into the home folder, and later clusters of the user would require it.
     """
     folder = Path(tempfile.mkdtemp(prefix="strop-ray-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    if not any(f"RAY_AUTH_{name}" in os.environ for name in ("MODE", "TOKEN", "TOKEN_PATH")):
+    if not any(os.environ.get(f"RAY_AUTH_{name}") for name in ("TOKEN", "TOKEN_PATH")):
         token = folder / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
-        logging.getLogger(authentication.__name__).setLevel(logging.ERROR)  # advice on how to disable it
-        authentication.enable_token_auth_by_default()
+    logging.getLogger(authentication.__name__).setLevel(logging.ERROR)  # advice on how to disable it
+    authentication.enable_token_auth_by_default()  # unless RAY_AUTH_MODE says otherwise
     return folder
 
 
