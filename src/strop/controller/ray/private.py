@@ -34,6 +34,7 @@ from strop.errors import WorkerError
 
 _PARTS = ("gcs_server", "raylet")
 _LOST = "lost "
+_CONNECTED = b"connected"
 _INTERVAL_S = 0.2
 _START_S = 300.0
 _END_S = 10.0
@@ -56,12 +57,15 @@ class PrivateCluster:
     def __init__(self, cpus: int) -> None:
         folder = _folder()
         self._log = folder / "log"
-        with self._log.open("wb") as log:
+        console = os.dup(2)
+        with self._log.open("wb") as log, os.fdopen(console, "wb"):
             self._keeper = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(cpus), str(folder)],
+                [sys.executable, "-P", "-m", __name__, str(cpus), str(folder), str(console)],
+                bufsize=0,  # ``select`` does not see what a buffer holds
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                pass_fds=[console],
                 env=os.environ | _LOOPBACK,
                 start_new_session=True,  # Ctrl-C in a terminal is meant for the driver
             )
@@ -75,7 +79,11 @@ class PrivateCluster:
             raise
 
     def connect(self) -> None:
-        """Call ``ray.init``; raises ``WorkerError`` if Ray dies meanwhile."""
+        """Call ``ray.init``; raises ``WorkerError`` if Ray dies meanwhile.
+
+        For a fraction of a second in ``ray.init``, the death of the raylet ends this process with status 1, in
+        native code; then the keeper reports the cause.
+        """
         errors: list[Exception] = []
 
         def connect() -> None:
@@ -94,6 +102,8 @@ class PrivateCluster:
         ray_constants.ENABLE_RAY_CLUSTER = True
         if errors:
             raise WorkerError(f"cannot connect to the Ray cluster that this run started: {errors[0]}")
+        with contextlib.suppress(OSError):  # the keeper was killed
+            self._stdin.write(_CONNECTED)
 
     def stop(self) -> None:
         """End all processes of the cluster."""
@@ -116,8 +126,11 @@ class PrivateCluster:
         else:
             return line
         output = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
-        message = f"Ray did not start on this machine: {cause}; see /tmp/ray/session_latest/logs"
-        raise WorkerError("\n".join([message, *output[-_LINES:]]))
+        raise WorkerError("\n".join([_not_started(cause), *output[-_LINES:]]))
+
+
+def _not_started(cause: str) -> str:
+    return f"Ray did not start on this machine: {cause}; see /tmp/ray/session_latest/logs"
 
 
 @functools.cache
@@ -139,12 +152,17 @@ def _folder() -> Path:
 
 
 class _Keeper:
-    """The keeper's side: start Ray, report its address or the loss of a part, end it with the driver."""
+    """The keeper's side: start Ray, report its address or the loss of a part, end it with the driver.
 
-    def __init__(self, cpus: int, folder: Path) -> None:
-        self._cpus, self._folder, self._driver = cpus, folder, os.getppid()
+    Args:
+        cpus: the number of CPUs of the cluster.
+        folder: to delete if the driver is killed.
+        console: descriptor of the driver's standard error.
+    """
+
+    def __init__(self, cpus: int, folder: Path, console: int) -> None:
+        self._cpus, self._folder, self._console, self._driver = cpus, folder, console, os.getppid()
         self._parts: dict[int, str] = {}
-        self._lost = False
 
     def run(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -154,17 +172,14 @@ class _Keeper:
         threading.Event().wait()  # ``_watch`` ends this process
 
     def _watch(self) -> None:
-        """Report a part that dies; end everything when the driver ends."""
-        while not select.select([sys.stdin], [], [], _INTERVAL_S)[0]:
-            alive = set()
-            for child in psutil.Process().children():
-                with contextlib.suppress(psutil.Error):
-                    if child.name() in _PARTS:
-                        self._parts[child.pid] = child.name()
-                        alive |= {child.pid} if child.status() != psutil.STATUS_ZOMBIE else set()
-            for pid in () if self._lost else self._parts.keys() - alive:
-                print(f"{_LOST}{self._parts[pid]} (pid {pid})", flush=True)  # noqa: T201
-                self._lost = True
+        """Report a part that dies before the driver is connected; end everything when the driver ends."""
+        lost = None
+        while lost is None and not select.select([0], [], [], _INTERVAL_S)[0]:
+            if lost := self._lost_part():
+                print(f"{_LOST}{lost}", flush=True)  # noqa: T201
+        while os.read(0, len(_CONNECTED)) == _CONNECTED:
+            self._parts.clear()  # the driver itself detects later deaths
+        lost = lost or self._lost_part()
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()
@@ -173,8 +188,22 @@ class _Keeper:
                 os.wait()
         if os.getppid() != self._driver:  # it was killed
             shutil.rmtree(self._folder, ignore_errors=True)
+            if lost:
+                cause = f"its process {lost} died, which ended the run too; start the run again"
+                with contextlib.suppress(OSError):
+                    os.write(self._console, f"WorkerError: {_not_started(cause)}\n".encode())
         os._exit(0)  # Ray's own exit would wait for the processes that were killed
+
+    def _lost_part(self) -> str | None:
+        """Return name and process id of a part that was alive at an earlier call and is not now."""
+        alive = set()
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if child.name() in _PARTS and child.status() != psutil.STATUS_ZOMBIE:
+                    self._parts[child.pid] = child.name()
+                    alive.add(child.pid)
+        return next((f"{name} (pid {pid})" for pid, name in self._parts.items() if pid not in alive), None)
 
 
 if __name__ == "__main__":
-    _Keeper(int(sys.argv[1]), Path(sys.argv[2])).run()
+    _Keeper(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])).run()
