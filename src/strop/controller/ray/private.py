@@ -23,12 +23,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from pathlib import Path
 
 import psutil
 import ray
 from ray._private import ray_constants
 from ray._private.authentication import authentication_token_setup as authentication
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 
 from strop.errors import WorkerError
 
@@ -40,8 +43,8 @@ _START_S = 300.0
 _END_S = 10.0
 _LINES = 10
 _PR_SET_CHILD_SUBREAPER = 36
-_LOOPBACK = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
-"""On Linux too, this makes Ray listen on the loopback interface only."""
+_ENVIRONMENT = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", "RAY_USAGE_STATS_ENABLED": "0"}
+"""The first makes Ray listen on the loopback interface only, on Linux too; the second is ``ray.init``'s."""
 
 
 class PrivateCluster:
@@ -66,7 +69,7 @@ class PrivateCluster:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 pass_fds=[console],
-                env=os.environ | _LOOPBACK,
+                env=os.environ | _ENVIRONMENT,
                 start_new_session=True,  # Ctrl-C in a terminal is meant for the driver
             )
         assert self._keeper.stdin is not None
@@ -81,8 +84,8 @@ class PrivateCluster:
     def connect(self) -> None:
         """Call ``ray.init``; raises ``WorkerError`` if Ray dies meanwhile.
 
-        For a fraction of a second in ``ray.init``, the death of the raylet ends this process with status 1, in
-        native code; then the keeper reports the cause.
+        For a fraction of a second in ``ray.init``, the death of the raylet ends this process in native code,
+        with status 1; then the keeper reports the cause.
         """
         errors: list[Exception] = []
 
@@ -92,7 +95,7 @@ class PrivateCluster:
             except Exception as error:  # noqa: BLE001 - raised below
                 errors.append(error)
 
-        ray_constants.ENABLE_RAY_CLUSTER = False  # the switch of ``_LOOPBACK`` in this process
+        ray_constants.ENABLE_RAY_CLUSTER = False  # the switch of ``_ENVIRONMENT`` in this process
         thread = threading.Thread(target=connect, daemon=True)  # abandoned if Ray dies
         thread.start()
         while thread.is_alive():
@@ -120,7 +123,7 @@ class PrivateCluster:
         if not self._has_line(timeout_s):
             cause = f"it was not ready after {timeout_s:.0f} s"
         elif not (line := self._stdout.readline().decode().strip()):
-            cause = "the process that starts it ended"
+            cause = "the process that starts it failed"
         elif line.startswith(_LOST):
             cause = f"its process {line.removeprefix(_LOST)} died"
         else:
@@ -167,8 +170,14 @@ class _Keeper:
     def run(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         threading.Thread(target=self._watch, daemon=True).start()
-        ray.init(address="local", num_cpus=self._cpus, include_dashboard=False, logging_level=logging.ERROR)
-        print(ray.get_runtime_context().gcs_address, flush=True)  # noqa: T201 - read by the driver
+        # As ``ray.init`` does, but without a connection: its native code may end this process with the raylet.
+        parameters = RayParams(num_cpus=self._cpus, include_dashboard=False)
+        try:
+            address = Node(parameters, head=True, shutdown_at_exit=False, ray_init_cluster=True).gcs_address
+        except Exception:  # noqa: BLE001 - the driver shows the end of the log
+            traceback.print_exc()
+            address = ""
+        print(address, flush=True)  # noqa: T201 - read by the driver
         threading.Event().wait()  # ``_watch`` ends this process
 
     def _watch(self) -> None:
