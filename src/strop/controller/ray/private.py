@@ -170,7 +170,7 @@ class _Keeper:
     def run(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         threading.Thread(target=self._watch, daemon=True).start()
-        # As ``ray.init`` does, but without a connection: its native code may end this process with the raylet.
+        # As ``ray.init`` does, but without a connection: native code may end a connected process with Ray.
         parameters = RayParams(num_cpus=self._cpus, include_dashboard=False)
         try:
             address = Node(parameters, head=True, shutdown_at_exit=False, ray_init_cluster=True).gcs_address
