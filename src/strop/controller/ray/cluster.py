@@ -22,6 +22,7 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 from ray._private.state import available_resources_per_node
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from strop.controller.pools import ResourcePool
@@ -117,7 +118,13 @@ def _join(address: str) -> None:
     if "RAY_ADDRESS" not in os.environ:  # Ray does this for the clusters that it finds itself
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     # Show the output of workers; Ray's own messages are in its log files.
-    ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
+    try:
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
+    except (ConnectionError, AuthenticationError) as error:
+        raise ConfigError(
+            f"cannot connect to the Ray cluster at {address}: {error}. If it requires a token, set "
+            "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH if the token is not in ~/.ray/auth_token"
+        ) from error
 
 
 _PRIVATE: list[PrivateCluster] = []

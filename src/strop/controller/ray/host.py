@@ -203,8 +203,9 @@ class WorkerHost:
         if gpu:
             torch.cuda.set_device(0)
         if host == LOOPBACK:
-            interfaces = (name for _, name in socket.if_nameindex() if name.startswith("lo"))
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", next(interfaces))
+            loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
         timeout = timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S if timeout_s else 7 * 24 * 3600)
         store = self._store or dist.TCPStore(host, port, timeout=timeout)
         store.set_timeout(timeout)

@@ -23,24 +23,28 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from pathlib import Path
 
 import psutil
 import ray
 from ray._private import ray_constants
 from ray._private.authentication import authentication_token_setup as authentication
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 
 from strop.errors import WorkerError
 
 _PARTS = ("gcs_server", "raylet")
 _LOST = "lost "
+_CONNECTED = b"connected"
 _INTERVAL_S = 0.2
 _START_S = 300.0
 _END_S = 10.0
 _LINES = 10
 _PR_SET_CHILD_SUBREAPER = 36
-_LOOPBACK = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
-"""On Linux too, this makes Ray listen on the loopback interface only."""
+_ENVIRONMENT = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", "RAY_USAGE_STATS_ENABLED": "0"}
+"""The first makes Ray listen on the loopback interface only, on Linux too; the second is ``ray.init``'s."""
 
 
 class PrivateCluster:
@@ -56,13 +60,16 @@ class PrivateCluster:
     def __init__(self, cpus: int) -> None:
         folder = _folder()
         self._log = folder / "log"
-        with self._log.open("wb") as log:
+        console = os.dup(2)
+        with self._log.open("wb") as log, os.fdopen(console, "wb"):
             self._keeper = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(cpus), str(folder)],
+                [sys.executable, "-P", "-m", __name__, str(cpus), str(folder), str(console)],
+                bufsize=0,  # ``select`` does not see what a buffer holds
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=os.environ | _LOOPBACK,
+                pass_fds=[console],
+                env=os.environ | _ENVIRONMENT,
                 start_new_session=True,  # Ctrl-C in a terminal is meant for the driver
             )
         assert self._keeper.stdin is not None
@@ -75,7 +82,11 @@ class PrivateCluster:
             raise
 
     def connect(self) -> None:
-        """Call ``ray.init``; raises ``WorkerError`` if Ray dies meanwhile."""
+        """Call ``ray.init``; raises ``WorkerError`` if Ray dies meanwhile.
+
+        For a fraction of a second in ``ray.init``, the death of the raylet ends this process in native code,
+        with status 1; then the keeper reports the cause.
+        """
         errors: list[Exception] = []
 
         def connect() -> None:
@@ -84,7 +95,7 @@ class PrivateCluster:
             except Exception as error:  # noqa: BLE001 - raised below
                 errors.append(error)
 
-        ray_constants.ENABLE_RAY_CLUSTER = False  # the switch of ``_LOOPBACK`` in this process
+        ray_constants.ENABLE_RAY_CLUSTER = False  # the switch of ``_ENVIRONMENT`` in this process
         thread = threading.Thread(target=connect, daemon=True)  # abandoned if Ray dies
         thread.start()
         while thread.is_alive():
@@ -94,6 +105,8 @@ class PrivateCluster:
         ray_constants.ENABLE_RAY_CLUSTER = True
         if errors:
             raise WorkerError(f"cannot connect to the Ray cluster that this run started: {errors[0]}")
+        with contextlib.suppress(OSError):  # the keeper was killed
+            self._stdin.write(_CONNECTED)
 
     def stop(self) -> None:
         """End all processes of the cluster."""
@@ -110,61 +123,72 @@ class PrivateCluster:
         if not self._has_line(timeout_s):
             cause = f"it was not ready after {timeout_s:.0f} s"
         elif not (line := self._stdout.readline().decode().strip()):
-            cause = "the process that starts it ended"
+            cause = "the process that starts it failed"
         elif line.startswith(_LOST):
             cause = f"its process {line.removeprefix(_LOST)} died"
         else:
             return line
         output = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
-        message = f"Ray did not start on this machine: {cause}; see /tmp/ray/session_latest/logs"
-        raise WorkerError("\n".join([message, *output[-_LINES:]]))
+        raise WorkerError("\n".join([_not_started(cause), *output[-_LINES:]]))
+
+
+def _not_started(cause: str) -> str:
+    return f"Ray did not start on this machine: {cause}; see /tmp/ray/session_latest/logs"
 
 
 @functools.cache
 def _folder() -> Path:
-    """Return a folder of this process, with the token of its clusters unless the user chose authentication.
+    """Return a folder of this process, with the token of its clusters unless the user names one.
 
     Ray itself would write a token into the home folder, and later clusters of the user would require it.
     """
     folder = Path(tempfile.mkdtemp(prefix="strop-ray-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    if not any(f"RAY_AUTH_{name}" in os.environ for name in ("MODE", "TOKEN", "TOKEN_PATH")):
+    if not any(os.environ.get(f"RAY_AUTH_{name}") for name in ("TOKEN", "TOKEN_PATH")):
         token = folder / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
-        logging.getLogger(authentication.__name__).setLevel(logging.ERROR)  # advice on how to disable it
-        authentication.enable_token_auth_by_default()
+    logging.getLogger(authentication.__name__).setLevel(logging.ERROR)  # advice on how to disable it
+    authentication.enable_token_auth_by_default()  # unless RAY_AUTH_MODE says otherwise
     return folder
 
 
 class _Keeper:
-    """The keeper's side: start Ray, report its address or the loss of a part, end it with the driver."""
+    """The keeper's side: start Ray, report its address or the loss of a part, end it with the driver.
 
-    def __init__(self, cpus: int, folder: Path) -> None:
-        self._cpus, self._folder, self._driver = cpus, folder, os.getppid()
+    Args:
+        cpus: the number of CPUs of the cluster.
+        folder: to delete if the driver is killed.
+        console: descriptor of the driver's standard error.
+    """
+
+    def __init__(self, cpus: int, folder: Path, console: int) -> None:
+        self._cpus, self._folder, self._console, self._driver = cpus, folder, console, os.getppid()
         self._parts: dict[int, str] = {}
-        self._lost = False
 
     def run(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         threading.Thread(target=self._watch, daemon=True).start()
-        ray.init(address="local", num_cpus=self._cpus, include_dashboard=False, logging_level=logging.ERROR)
-        print(ray.get_runtime_context().gcs_address, flush=True)  # noqa: T201 - read by the driver
+        # As ``ray.init`` does, but without a connection: native code may end a connected process with Ray.
+        parameters = RayParams(num_cpus=self._cpus, include_dashboard=False)
+        try:
+            address = Node(parameters, head=True, shutdown_at_exit=False, ray_init_cluster=True).gcs_address
+        except Exception:  # noqa: BLE001 - the driver shows the end of the log
+            traceback.print_exc()
+            address = ""
+        print(address, flush=True)  # noqa: T201 - read by the driver
         threading.Event().wait()  # ``_watch`` ends this process
 
     def _watch(self) -> None:
-        """Report a part that dies; end everything when the driver ends."""
-        while not select.select([sys.stdin], [], [], _INTERVAL_S)[0]:
-            alive = set()
-            for child in psutil.Process().children():
-                with contextlib.suppress(psutil.Error):
-                    if child.name() in _PARTS:
-                        self._parts[child.pid] = child.name()
-                        alive |= {child.pid} if child.status() != psutil.STATUS_ZOMBIE else set()
-            for pid in () if self._lost else self._parts.keys() - alive:
-                print(f"{_LOST}{self._parts[pid]} (pid {pid})", flush=True)  # noqa: T201
-                self._lost = True
+        """Report a part that dies before the driver is connected; end everything when the driver ends."""
+        lost = None
+        while lost is None and not select.select([0], [], [], _INTERVAL_S)[0]:
+            if lost := self._lost_part():
+                print(f"{_LOST}{lost}", flush=True)  # noqa: T201
+        while os.read(0, len(_CONNECTED)) == _CONNECTED:
+            self._parts.clear()  # the driver itself detects later deaths
+        lost = lost or self._lost_part()
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()
@@ -173,8 +197,22 @@ class _Keeper:
                 os.wait()
         if os.getppid() != self._driver:  # it was killed
             shutil.rmtree(self._folder, ignore_errors=True)
+            if lost:
+                cause = f"its process {lost} died, which ended the run too; start the run again"
+                with contextlib.suppress(OSError):
+                    os.write(self._console, f"WorkerError: {_not_started(cause)}\n".encode())
         os._exit(0)  # Ray's own exit would wait for the processes that were killed
+
+    def _lost_part(self) -> str | None:
+        """Return name and process id of a part that was alive at an earlier call and is not now."""
+        alive = set()
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if child.name() in _PARTS and child.status() != psutil.STATUS_ZOMBIE:
+                    self._parts[child.pid] = child.name()
+                    alive.add(child.pid)
+        return next((f"{name} (pid {pid})" for pid, name in self._parts.items() if pid not in alive), None)
 
 
 if __name__ == "__main__":
-    _Keeper(int(sys.argv[1]), Path(sys.argv[2])).run()
+    _Keeper(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])).run()

@@ -1,0 +1,60 @@
+"""The private cluster of a run, in separate drivers: its token, and a loss while a driver connects."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+CONNECT = """
+import ray
+from strop.controller.ray import cluster
+
+cluster.connect(1)
+assert ray.get(ray.remote(lambda: 7).remote()) == 7
+"""
+LOSE_THE_RAYLET = """
+import psutil
+import ray
+
+init = ray.init
+
+
+def kill_and_init(**options):
+    for process in psutil.Process().children(recursive=True):
+        if process.name() == "raylet":
+            process.kill()
+    init(**options)
+
+
+ray.init = kill_and_init
+"""
+
+
+def drive(program, home, **authentication):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    environment |= {"HOME": str(home), "RAY_ADDRESS": "local", **authentication}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=200
+    )
+
+
+@pytest.mark.parametrize(
+    "authentication",
+    [{"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_TOKEN": "0123456789" * 4}],
+    ids=lambda names: next(iter(names)),
+)
+def test_nothing_is_written_to_the_home_folder_whatever_the_authentication(tmp_path, authentication):
+    done = drive(CONNECT, tmp_path, **authentication)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_raylet_that_dies_while_the_driver_connects_is_named(tmp_path):
+    """Ray's native code ends the driver then, so the process that started Ray has to report it."""
+    done = drive(LOSE_THE_RAYLET + CONNECT, tmp_path)
+    assert done.returncode != 0
+    assert "WorkerError: Ray did not start on this machine: its process raylet (pid " in done.stderr
