@@ -46,8 +46,8 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	$(BIN)/python benchmarks/rewards.py --data $(DATA)/math_test/test.jsonl
 	$(BIN)/python benchmarks/sandbox.py --out benchmarks/results/sandbox_$(TODAY).md
 
-families: .venv/dev  ## compare every model family with transformers, and write docs/models.md
-	$(BIN)/python benchmarks/model_families.py --write
+families: .venv/dev .venv/vllm  ## compare every model family with transformers, and write docs/models.md
+	$(BIN)/python benchmarks/model_families.py --vllm --write
 
 docs: .venv/dev  ## regenerate the generated pages
 	$(BIN)/python docs/generate_config_reference.py

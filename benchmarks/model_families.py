@@ -394,6 +394,7 @@ _GENERAL = {
     r"\b\d+(\.\d+)?(e[-+]\d+)?\b(?=\)| \(of| in | of their norm,)": "X",
     r"\['[^]]*'\]": "[...]",
     r"generate with \w+:": "generate with TYPE:",
+    r"(?s)(?<=does not load them: ).*": "vLLM's message, with a name of a weight",
     r"\n": " ",
 }
 """Parts of messages that depend on the model, for one number per message."""

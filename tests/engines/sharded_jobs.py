@@ -174,6 +174,26 @@ def save_untied(folder: Path, layers: int = 4) -> Path:
     return folder
 
 
+def save_granite(folder: Path) -> Path:
+    """A Granite with the tiny tokenizer."""
+    tokenizer = tiny_model.build_tokenizer()
+    torch.manual_seed(3)
+    config = transformers.GraniteConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        embedding_multiplier=3.0,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    transformers.GraniteForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def save_as_bin(source: Path, folder: Path) -> None:
     """The same model in a file that is not safetensors."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source)

@@ -7,10 +7,11 @@ from functools import partial
 import pytest
 import sharded_jobs as jobs
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.export import export_from_shards
+from strop.models.heads import scorer_config
 
 import tiny_model
 from messages import mentions
@@ -180,13 +181,21 @@ def test_a_state_of_another_model_is_refused_by_name(folder, untied, ranks, tmp_
         assert mentions(message, "CheckpointError", "model.hugging_face_model.model.layers.2")
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "critic"])
-def test_an_export_is_what_transformers_loads(folder, untied, ranks, tmp_path, kind):
-    source, role = (untied if kind == "untied" else folder), ("critic" if kind == "critic" else "actor")
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory):
+    """A language model of a family for which transformers has no sequence-classification class."""
+    return jobs.save_granite(tmp_path_factory.mktemp("granite"))
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "critic", "granite critic"])
+def test_an_export_is_what_transformers_loads(folder, untied, granite, ranks, tmp_path, kind):
+    source = {"untied": untied, "granite critic": granite}.get(kind, folder)
+    role = "critic" if "critic" in kind else "actor"
     found = ranks.run(2, jobs.export_both_ways, source, role, tmp_path)
     out = tmp_path / "from_shards"
     export_from_shards(tmp_path / "state", tmp_path / "no_weights", out, max_bytes=20_000)
     auto = AutoModelForSequenceClassification if role == "critic" else AutoModelForCausalLM
+    scorer_config(AutoConfig.from_pretrained(out))  # registers the class that transformers lacks
     for name in ("streamed", "from_shards"):
         loaded, info = auto.from_pretrained(tmp_path / name, output_loading_info=True)
         assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -133,10 +133,12 @@ def _require_same_tokens(
     """Raise ``ModelError`` if ids mean other tokens to the model; return False if it has no tokenizer."""
     remedy = remedy or "Set data.tokenizer to null, or to a tokenizer of this model"
     ours = _ordinary_tokens(tokenizer)
-    if (largest := max(ours, default=0)) >= size:
+    ends = {tokenizer.pad_token_id, tokenizer.eos_token_id} - {None}  # passes read them, even if added
+    if (largest := max([*ours, *ends], default=0)) >= size:
         raise ModelError(
-            f"{found}: its vocabulary has {size} tokens, and the tokenizer makes ids up to {largest}. "
-            f"{remedy}"
+            f"{found}: its vocabulary has {size} tokens, and the tokenizer makes ids up to {largest} "
+            f"({tokenizer.convert_ids_to_tokens(largest)!r}). {remedy}, or add the tokens to the model by "
+            "resize_token_embeddings"
         )
     if tokenizer.name_or_path == str(folder):
         return True
