@@ -55,9 +55,7 @@ def main() -> None:
     follow_to_death(int(sys.argv[1]))
     if memory_mb := int(sys.argv[2]):
         resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
-    with contextlib.suppress(
-        OSError
-    ):  # if the machine's memory runs out, its kernel should kill this process
+    with contextlib.suppress(OSError):  # if memory runs out, the kernel should kill this process
         Path("/proc/self/oom_score_adj").write_text("1000")
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
