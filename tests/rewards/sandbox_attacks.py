@@ -182,6 +182,15 @@ REACHES: dict[str, tuple[str, object]] = {
         "import ctypes\nreturn _errno(ctypes.CDLL(None, use_errno=True).inotify_init1(0))",
         1,
     ),
+    "huge pages": (  # PR_GET_THP_DISABLE, PR_SET_THP_DISABLE
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "return [libc.prctl(42, 0, 0, 0, 0), _errno(libc.prctl(41, 0, 0, 0, 0)), libc.prctl(42, 0, 0, 0, 0)]",
+        [1, 1, 1],
+    ),
+    "pages in a pipe (vmsplice)": (
+        "import ctypes\nreturn _errno(ctypes.CDLL(None, use_errno=True).vmsplice(os.pipe()[1], None, 0, 0))",
+        1,
+    ),
     "the terminal": ("return os.path.exists('/dev/tty') or os.openpty()", "FileNotFoundError"),
     "installed packages": (
         "sys.path += [path for path, _, _ in os.walk('/') if path.endswith('-packages')]\nimport torch",

@@ -177,6 +177,7 @@ HOSTILE = {
     "other modules": "import sys\nsys.modules = {}",
     "no built-in functions": "import builtins\nvars(builtins).clear()",
     "one built-in function less": "import builtins\ndel builtins.len",
+    "other functions": "import pickle\npickle.loads = None",
     "no descriptors": "import os\nos.closerange(0, 4096)",
     "no requests": CLOSES_THE_FIRST_PIPE,
     "other descriptors": REPLACES_DESCRIPTORS,
@@ -209,6 +210,41 @@ def test_a_hostile_scorer_costs_its_own_samples_alone(process: RewardProcess, co
 def test_a_fork_cannot_answer_even_after_its_sample(process: RewardProcess, times: str):
     writes = WRITES.format(text=b"x" * 4096 + b"\n").replace("\n", "\n        ")
     assert statuses_around(process, f"import os\nif os.fork() == 0:\n    {times}:{writes}") == ["scored"] * 2
+
+
+FORGED_WITH_THE_TOKEN = """
+import json, os, sys
+frame = sys._getframe()
+while "token" not in frame.f_locals:
+    frame = frame.f_back
+forged = {"token": frame.f_locals["token"], "status": "scored", "score": 1.0, "parts": {}, "error": ""}
+os.write(frame.f_locals["answers"].fileno(), json.dumps(forged).encode() + b"\\n")
+"""
+LATER = """
+import threading
+def later():
+    import time
+    time.sleep(0.1)
+    {what}
+threading.Thread(target=later).start()
+result = 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        FORGED_WITH_THE_TOKEN,
+        LATER.format(what=WRITES.format(text=b"junk\n").replace("\n", "\n    ")),
+        LATER.format(what="import os; os._exit(3)"),
+        "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\nresult = 1.0",
+    ],
+    ids=["forged", "late writing", "late exit", "late alarm"],
+)
+def test_what_a_sample_leaves_behind_costs_no_later_one(process: RewardProcess, code: str):
+    codes = [code, "import time\ntime.sleep(0.5)\nresult = 2.0", "result = 3.0"]
+    found = process.evaluate_all(Feed.of([Sample("d", code) for code in codes]))
+    assert [outcome.score for outcome in found] == [1.0, 2.0, 3.0]
 
 
 RETURNED = """

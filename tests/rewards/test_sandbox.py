@@ -120,6 +120,34 @@ def test_tests_may_use_classes_exceptions_and_iterators_of_the_program():
     assert run_assert_tests(program, tests, limits=PATIENT) == Verdict(True)
 
 
+def test_iterators_of_the_program_behave_as_such():
+    program = (
+        "def count(n=10**9):\n  for i in range(n): yield i\n"
+        "def broken(n):\n  yield from range(n)\n  raise KeyError('k')\n"
+        "class Down:\n"
+        "  def __init__(self, n): self.n = n\n"
+        "  def __iter__(self): return self\n"
+        "  def __next__(self):\n"
+        "    if not self.n: raise StopIteration\n"
+        "    self.n -= 1\n    return self.n\n"
+        "class Bag:\n  def __iter__(self): return iter([1, 2])\n"
+    )
+    ends = "try:\n    next({0})\n    assert False\nexcept StopIteration: pass"
+    tests = [
+        "it = count(3)\nassert (next(it), next(it), list(it), list(it)) == (0, 1, [2], [])\n"
+        + ends.format("it"),
+        "it = Down(2)\nassert next(it) == 1 and list(it) == [0] and iter(it) is it\n" + ends.format("it"),
+        "it = iter([1])\nnext(it)\n" + ends.format("it"),  # the tests' own
+        "import itertools\nassert list(itertools.islice(count(), 99)) == list(range(99))",
+        "assert sum(count(100_000)) == 4_999_950_000",
+        "bag = Bag()\nassert list(bag) == list(bag) == [1, 2] and next(iter(bag)) == 1",
+        "for n in (0, 1, 500):\n    got = []\n    try:\n        for x in broken(n): got.append(x)\n"
+        "        assert False\n    except KeyError: assert got == list(range(n))",
+        "try:\n    next(bag)\n    assert False\nexcept TypeError: pass",
+    ]
+    assert run_assert_tests(program, tests, limits=PATIENT) == Verdict(True)
+
+
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("trick", TRICKS)
 def test_tricks_do_not_score(trick: str):

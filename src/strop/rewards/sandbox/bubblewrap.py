@@ -214,9 +214,9 @@ def _package_folders() -> list[str]:
     return sorted(_inside(str(path)) for path in found if path.is_dir())
 
 
-# They create memory that neither RLIMIT_AS nor the memory watch counts (memfd_create, shmget, inotify_init),
-# reach other processes or namespaces, show the host's paths (statmount), or widen the kernel's attack
-# surface. No honest solution needs one.
+# They create or keep memory that neither RLIMIT_AS nor the memory watch counts (memfd_create, shmget,
+# inotify_init, vmsplice), reach other processes or namespaces, show the host's paths (statmount), or widen
+# the kernel's attack surface. No honest solution needs one.
 _REFUSED_CALLS = [
     "add_key", "bpf", "fanotify_init", "finit_module", "fsmount", "fsopen", "fspick", "init_module",
     "inotify_init", "inotify_init1", "io_setup", "io_uring_enter", "io_uring_register", "io_uring_setup",
@@ -224,17 +224,18 @@ _REFUSED_CALLS = [
     "mount_setattr", "move_mount", "mq_open", "msgget", "name_to_handle_at", "open_by_handle_at",
     "open_tree", "perf_event_open", "pidfd_getfd", "pivot_root", "process_madvise", "process_vm_readv",
     "process_vm_writev", "ptrace", "quotactl", "request_key", "semget", "setns", "shmat", "shmctl",
-    "shmget", "swapon", "umount2", "unshare", "userfaultfd",
+    "shmget", "swapon", "umount2", "unshare", "userfaultfd", "vmsplice",
 ]  # fmt: skip
 _REFUSED_NUMBERS = [457, 458]  # statmount, listmount: the same everywhere, and later than libseccomp 2.5
 
 # Refused values of arguments, (call, {index: (comparison, value)}): families of sockets other than AF_UNIX
 # (1), AF_INET (2) and AF_INET6 (10); protocols above UDP, which load modules of the kernel; larger buffers of
-# sockets, which are memory of the kernel. The kernel cuts these arguments to 32 bits: a comparison for
-# equality must do so too, or be one of a set with all larger values.
+# sockets, which are memory of the kernel; having huge pages again (see process.py). The kernel cuts these
+# arguments to 32 bits: a comparison for equality must do so too, or be one of a set with all larger values.
 _EQUAL, _GREATER, _EQUAL_32_BITS = 4, 6, 7  # SCMP_CMP_EQ, SCMP_CMP_GT, SCMP_CMP_MASKED_EQ
 _OTHER_FAMILIES = [(_EQUAL, family) for family in (0, *range(3, 10))] + [(_GREATER, 10)]
 _SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and those of privileged programs
+PR_SET_THP_DISABLE = 41
 _REFUSED_ARGUMENTS: list[tuple[str, dict[int, tuple[int, int]]]] = [
     *((call, {0: family}) for call in ("socket", "socketpair") for family in _OTHER_FAMILIES),
     ("socket", {2: (_GREATER, 17)}),
@@ -242,6 +243,7 @@ _REFUSED_ARGUMENTS: list[tuple[str, dict[int, tuple[int, int]]]] = [
         ("setsockopt", {1: (_EQUAL_32_BITS, _SOL_SOCKET), 2: (_EQUAL_32_BITS, option)})
         for option in _BUFFER_SIZES
     ),
+    ("prctl", {0: (_EQUAL_32_BITS, PR_SET_THP_DISABLE)}),
 ]
 _LIBSECCOMP = "libseccomp.so.2"
 _ALLOW, _EPERM = 0x7FFF0000, 0x00050001  # SCMP_ACT_ALLOW, SCMP_ACT_ERRNO(EPERM)

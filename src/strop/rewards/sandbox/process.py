@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
 import subprocess
+import threading
+from collections.abc import Generator
 from typing import Any
 
 from strop.rewards.process_tree import (
@@ -17,7 +20,13 @@ from strop.rewards.process_tree import (
     kill_held,
     read_process_file,
 )
-from strop.rewards.sandbox.bubblewrap import Limits, memory_file, open_filter, sandbox_command
+from strop.rewards.sandbox.bubblewrap import (
+    PR_SET_THP_DISABLE,
+    Limits,
+    memory_file,
+    open_filter,
+    sandbox_command,
+)
 
 _START = """\
 import sys
@@ -63,15 +72,16 @@ class SandboxedProcess:
         # A sandboxed program can read the environment that its first process started with: keep it minimal.
         marker = {MARKER: os.environ[MARKER]} if MARKER in os.environ else {}
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                pass_fds=(job_file, filter_file, *descriptors.values()),
-                env={"PATH": "/usr/bin:/bin"} | marker,
-                cwd="/",
-            )
+            with _without_huge_pages():
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    pass_fds=(job_file, filter_file, *descriptors.values()),
+                    env={"PATH": "/usr/bin:/bin"} | marker,
+                    cwd="/",
+                )
         except BaseException:
             os.close(self._errors)
             raise
@@ -102,6 +112,26 @@ class SandboxedProcess:
         os.set_blocking(self._errors, False)
         with open(self._errors, "rb") as errors:
             return (errors.read(_ERROR_BYTES) or b"")[-_SHOWN_BYTES:].decode(errors="replace").strip()
+
+
+_switching = threading.Lock()
+
+
+@contextlib.contextmanager
+def _without_huge_pages() -> Generator[None]:
+    """Start processes without transparent huge pages, for them and all that they start.
+
+    One small page in use keeps the huge page around it, and counts as small: a program that unmaps the rest
+    holds gigabytes. The switch is inherited, and Python cannot set it between fork and exec without a copy of
+    this process; here it is set only for that moment.
+    """
+    control = ctypes.CDLL(None).prctl
+    with _switching:
+        control(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+        try:
+            yield
+        finally:
+            control(PR_SET_THP_DISABLE, 0, 0, 0, 0)
 
 
 def resident_bytes(root: int) -> int:

@@ -43,6 +43,10 @@ _MAX_ERROR_CHARACTERS = 8000
 _NEEDED = {
     name: sys.modules[name] for name in ("builtins", "json", "os", "pickle", "random", "sys", "traceback")
 }
+_CALLED = [
+    (module, name, getattr(module, name))
+    for module, name in ((json, "dumps"), (pickle, "load"), (pickle, "loads"), (traceback, "format_exc"))
+]
 _BUILT_IN = frozenset(vars(builtins))
 
 
@@ -51,9 +55,7 @@ def main() -> None:
     follow_to_death(int(sys.argv[1]))
     if memory_mb := int(sys.argv[2]):
         resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
-    with contextlib.suppress(
-        OSError
-    ):  # if the machine's memory runs out, its kernel should kill this process
+    with contextlib.suppress(OSError):  # if memory runs out, the kernel should kill this process
         Path("/proc/self/oom_score_adj").write_text("1000")
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -98,6 +100,8 @@ def _broken(pipes: Mapping[int, tuple[int, int]]) -> str:
     """Return what a scorer took from this process that the next samples need; "" if nothing is missing."""
     if any(sys.modules.get(name) is not module for name, module in _NEEDED.items()):
         return "modules"
+    if any(getattr(module, name, None) is not function for module, name, function in _CALLED):
+        return "functions of the standard library"
     if not vars(builtins).keys() >= _BUILT_IN:
         return "built-in functions"
     with contextlib.suppress(OSError):  # it is closed

@@ -175,7 +175,9 @@ class RewardProcess:
 
         Sends as many samples ahead as fit into the pipe, so that the process never waits for the next one. It
         answers in order: if it hangs or ends, the first sample without an answer is at fault, and those
-        behind it are sent again to the next process. Closing the generator early kills the process.
+        behind it are sent again to the next process. What ended a process or wrote into its pipe may be left
+        from an earlier sample: if the process has answered any, the first one is sent again, too. Closing the
+        generator early kills the process.
 
         Raises ``Cancelled`` if ``samples`` are cancelled, and ``RewardError`` as ``start`` does.
         """
@@ -224,7 +226,7 @@ class RewardProcess:
     def _receive(
         self, child: _Child, lane: wire.Lane, token: str, deadline: float, samples: Feed
     ) -> Outcome | None:
-        """Return the next outcome; None if there is none yet, but room for more samples."""
+        """Return the next outcome; None if there is room for more samples, or a new process is needed."""
 
         def is_alive() -> bool:
             samples.require_wanted()  # polled: cancelling must not wait for a sample that hangs
@@ -233,18 +235,22 @@ class RewardProcess:
         try:
             answer = lane.exchange(deadline, is_alive)
             outcome = None if answer is None else read_outcome(answer, token)
-            if outcome is not None and outcome.status == "crashed":
-                self._drop()
+            if outcome is not None:
+                child.has_answered = True
+                if outcome.status == "crashed":
+                    self._drop()
             return outcome
         except TimeoutError:
             self._drop()
             return Outcome(
                 "timeout", error=f"the reward function took longer than {self.timeout_s:g} s and was cut off"
             )
-        except EOFError:
-            return Outcome("crashed", error=f"the reward function ended its process: {self._drop()}")
-        except ValueError as error:
-            self._drop()
+        except (EOFError, ValueError) as error:
+            ending = self._drop()
+            if child.has_answered:
+                return None
+            if isinstance(error, EOFError):
+                return Outcome("crashed", error=f"the reward function ended its process: {ending}")
             return Outcome("crashed", error=f"the reward function wrote into its process's pipe: {error}")
 
     def close(self) -> None:
@@ -351,6 +357,7 @@ class _Child:
         os.set_blocking(self.requests, False)
         os.set_blocking(self.answers, False)
         self.output = OutputReader(errors)
+        self.has_answered = False
 
     def is_alive(self) -> bool:
         """Return True if it runs; do not reap it, so that its process id stays reserved."""

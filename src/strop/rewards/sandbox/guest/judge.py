@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -76,12 +77,14 @@ class Remote:
     Comparing it raises: the program would decide the result. Tests must compare plain values.
     """
 
-    __slots__ = ("_strop_number", "_strop_peer")
+    __slots__ = ("_strop_items", "_strop_number", "_strop_peer", "_strop_taken")
     __hash__ = None
 
     def __init__(self, peer: Peer, number: int) -> None:
         object.__setattr__(self, "_strop_peer", peer)
         object.__setattr__(self, "_strop_number", number)
+        object.__setattr__(self, "_strop_items", deque())
+        object.__setattr__(self, "_strop_taken", 0)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._strop_peer.ask(self._strop_number, "call", [arguments, named])
@@ -95,7 +98,20 @@ class Remote:
         self._strop_peer.ask(self._strop_number, "set", [name, value])
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._strop_peer.ask(self._strop_number, "items", []))
+        found = self._strop_peer.ask(self._strop_number, "iter", [])
+        if found is None:  # an iterator itself
+            return self
+        return found if type(found) is Remote else iter(found)
+
+    def __next__(self) -> Any:
+        """Take the next item; read one sixteenth of what was taken ahead, as an exchange takes 0.1 ms."""
+        items = self._strop_items
+        if not items:
+            items += self._strop_peer.ask(self._strop_number, "take", [1 + self._strop_taken // 16])
+            object.__setattr__(self, "_strop_taken", self._strop_taken + len(items))
+        if not items:
+            raise StopIteration
+        return items.popleft()
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError("the program returned an object that is not a plain value; it cannot be compared")

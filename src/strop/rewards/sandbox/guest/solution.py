@@ -6,7 +6,6 @@ program gains nothing by reading, changing or killing everything in its reach.
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
@@ -25,7 +24,7 @@ from .channel import (
     read_job,
 )
 
-_ITEMS = 1_000_000
+_END = object()
 
 
 def main(job_descriptor: int) -> None:
@@ -68,6 +67,7 @@ class Objects:
 
     def __init__(self, module: types.ModuleType) -> None:
         self._objects: list[Any] = [module]
+        self._interrupted: dict[int, Exception] = {}
 
     def serve(self, channel: Channel) -> None:
         """Answer requests in a loop."""
@@ -91,8 +91,28 @@ class Objects:
             case "call":
                 positional, named = arguments
                 return target(*positional, **named)
-            case _:  # "items"
-                return list(itertools.islice(target, _ITEMS))
+            case "iter":
+                iterator = iter(target)
+                return None if iterator is target else iterator
+            case _:  # "take"
+                return self._take(request["object"], *arguments)
+
+    def _take(self, number: int, count: int) -> list[Any]:
+        """Return the next items of an iterator, at most ``count``; none at its end.
+
+        Exceptions come in their turn, after the items before them.
+        """
+        if number in self._interrupted:
+            raise self._interrupted.pop(number)
+        items: list[Any] = []
+        try:
+            while len(items) < count and (item := next(self._objects[number], _END)) is not _END:
+                items.append(item)
+        except Exception as error:
+            if not items:
+                raise
+            self._interrupted[number] = error
+        return items
 
     def _refer(self, value: Any) -> int:
         self._objects.append(value)
