@@ -220,12 +220,13 @@ while "token" not in frame.f_locals:
 forged = {"token": frame.f_locals["token"], "status": "scored", "score": 1.0, "parts": {}, "error": ""}
 os.write(frame.f_locals["answers"].fileno(), json.dumps(forged).encode() + b"\\n")
 """
-LATER = """
+WRITES_JUNK = WRITES.format(text=b"junk\n")
+LATER = f"""
 import threading
 def later():
     import time
     time.sleep(0.1)
-    {what}
+{textwrap.indent(WRITES_JUNK, "    ")}
 threading.Thread(target=later).start()
 result = 1.0
 """
@@ -235,13 +236,11 @@ result = 1.0
     "code",
     [
         FORGED_WITH_THE_TOKEN,
-        LATER.format(what=WRITES.format(text=b"junk\n").replace("\n", "\n    ")),
-        LATER.format(what="import os; os._exit(3)"),
-        "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\nresult = 1.0",
+        LATER,
     ],
-    ids=["forged", "late writing", "late exit", "late alarm"],
+    ids=["forged", "late writing"],
 )
-def test_what_a_sample_leaves_behind_costs_no_later_one(process: RewardProcess, code: str):
+def test_what_a_sample_leaves_in_the_pipe_costs_no_later_one(process: RewardProcess, code: str):
     codes = [code, "import time\ntime.sleep(0.5)\nresult = 2.0", "result = 3.0"]
     found = process.evaluate_all(Feed.of([Sample("d", code) for code in codes]))
     assert [outcome.score for outcome in found] == [1.0, 2.0, 3.0]

@@ -175,9 +175,9 @@ class RewardProcess:
 
         Sends as many samples ahead as fit into the pipe, so that the process never waits for the next one. It
         answers in order: if it hangs or ends, the first sample without an answer is at fault, and those
-        behind it are sent again to the next process. What ended a process or wrote into its pipe may be left
-        from an earlier sample: if the process has answered any, the first one is sent again, too. Closing the
-        generator early kills the process.
+        behind it are sent again to the next process. So is that sample if there is something else than its
+        answer in the pipe, and the process has answered others before: one of these may have written it.
+        Closing the generator early kills the process.
 
         Raises ``Cancelled`` if ``samples`` are cancelled, and ``RewardError`` as ``start`` does.
         """
@@ -245,12 +245,12 @@ class RewardProcess:
             return Outcome(
                 "timeout", error=f"the reward function took longer than {self.timeout_s:g} s and was cut off"
             )
-        except (EOFError, ValueError) as error:
-            ending = self._drop()
+        except EOFError:
+            return Outcome("crashed", error=f"the reward function ended its process: {self._drop()}")
+        except ValueError as error:
+            self._drop()
             if child.has_answered:
                 return None
-            if isinstance(error, EOFError):
-                return Outcome("crashed", error=f"the reward function ended its process: {ending}")
             return Outcome("crashed", error=f"the reward function wrote into its process's pipe: {error}")
 
     def close(self) -> None:
