@@ -23,7 +23,11 @@ def inputs(tmp_path_factory):
     """A policy, the same with other characters, and one with a cap of attention scores."""
     inputs = make_inputs(tmp_path_factory.mktemp("inputs"))
     ours = tiny_model.CHARACTERS
-    for name, characters in {"larger": f"{ours}X", "swapped": f"1{ours[0]}{ours[2:]}"}.items():
+    for name, characters in {
+        "larger": f"{ours}X",
+        "smaller": ours[:-1],
+        "swapped": f"1{ours[0]}{ours[2:]}",
+    }.items():
         tokenizer = tiny_model.build_tokenizer(characters)
         tiny_model.build_model(tokenizer, hidden=32).save_pretrained(inputs / name)
         tokenizer.save_pretrained(inputs / name)
@@ -53,14 +57,15 @@ def refusal(inputs, tmp_path):
 
 def test_a_critic_with_another_vocabulary(inputs, refusal):
     key = "critic.model.path"
-    assert mentions(refusal(f"{key}={inputs / 'larger'}"), key, "19 tokens", "20 tokens")
+    assert mentions(refusal(f"{key}={inputs / 'smaller'}"), key, "19 tokens", "18 tokens")
+    assert refusal(f"{key}={inputs / 'larger'}") == ""  # the same ids, and a row to spare
     assert mentions(refusal(f"{key}={inputs / 'swapped'}"), key, "2 ids", "4", "'0'", "'1'")
     (inputs / "swapped" / "tokenizer.json").rename(inputs / "away")
     (inputs / "swapped" / "tokenizer_config.json").rename(inputs / "away too")
     assert refusal(f"{key}={inputs / 'swapped'}", f"critic.model.tokenizer_path={inputs / 'model'}") == ""
     (inputs / "away").rename(inputs / "swapped" / "tokenizer.json")
     (inputs / "away too").rename(inputs / "swapped" / "tokenizer_config.json")
-    assert refusal(f"{key}={inputs / 'larger'}", "algorithm.adv_estimator=grpo") == ""  # no critic
+    assert refusal(f"{key}={inputs / 'smaller'}", "algorithm.adv_estimator=grpo") == ""  # no critic
 
 
 def test_a_tokenizer_of_another_policy(inputs, refusal):
