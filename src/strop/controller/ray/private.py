@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -40,7 +41,7 @@ _LOST = "lost "
 _CONNECTED = b"connected"
 _INTERVAL_S = 0.2
 _START_S = 300.0
-_END_S = 10.0
+_END_S = 3.0
 _LINES = 10
 _PR_SET_CHILD_SUBREAPER = 36
 _ENVIRONMENT = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -112,15 +113,26 @@ class PrivateCluster:
         """End all processes of the cluster."""
         with contextlib.suppress(OSError):
             self._stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self._keeper.wait(_END_S)
+        except subprocess.TimeoutExpired:  # native code of Ray holds its interpreter
+            keeper = psutil.Process(self._keeper.pid)
+            for process in [*keeper.children(recursive=True), keeper]:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            self._keeper.wait()
 
     def _has_line(self, timeout_s: float) -> bool:
         return bool(select.select([self._stdout], [], [], timeout_s)[0])
 
     def _read_line(self, timeout_s: float) -> str:
         """Return the address from the keeper; raise ``WorkerError`` if Ray died instead."""
-        if not self._has_line(timeout_s):
+        deadline, lost = time.monotonic() + timeout_s, None
+        while not (arrived := self._has_line(_INTERVAL_S)) and time.monotonic() < deadline and lost is None:
+            lost = self._unnoticed_loss()
+        if lost:
+            cause = f"its process {lost} died"
+        elif not arrived:
             cause = f"it was not ready after {timeout_s:.0f} s"
         elif not (line := self._stdout.readline().decode().strip()):
             cause = "the process that starts it failed"
@@ -130,6 +142,14 @@ class PrivateCluster:
             return line
         output = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
         raise WorkerError("\n".join([_not_started(cause), *output[-_LINES:]]))
+
+    def _unnoticed_loss(self) -> str | None:
+        """Return name and process id of a dead part, also while the keeper is stuck in native code of Ray."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._keeper.pid).children():
+                if child.name() in _PARTS and child.status() == psutil.STATUS_ZOMBIE:
+                    return f"{child.name()} (pid {child.pid})"
+        return None
 
 
 def _not_started(cause: str) -> str:
@@ -165,7 +185,7 @@ class _Keeper:
 
     def __init__(self, cpus: int, folder: Path, console: int) -> None:
         self._cpus, self._folder, self._console, self._driver = cpus, folder, console, os.getppid()
-        self._parts: dict[int, str] = {}
+        self._node = Node.__new__(Node)  # ``_watch`` sees the processes that its constructor has started
 
     def run(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -173,7 +193,8 @@ class _Keeper:
         # As ``ray.init`` does, but without a connection: native code may end a connected process with Ray.
         parameters = RayParams(num_cpus=self._cpus, include_dashboard=False)
         try:
-            address = Node(parameters, head=True, shutdown_at_exit=False, ray_init_cluster=True).gcs_address
+            self._node.__init__(parameters, head=True, shutdown_at_exit=False, ray_init_cluster=True)
+            address = self._node.gcs_address
         except Exception:  # noqa: BLE001 - the driver shows the end of the log
             traceback.print_exc()
             address = ""
@@ -186,9 +207,10 @@ class _Keeper:
         while lost is None and not select.select([0], [], [], _INTERVAL_S)[0]:
             if lost := self._lost_part():
                 print(f"{_LOST}{lost}", flush=True)  # noqa: T201
-        while os.read(0, len(_CONNECTED)) == _CONNECTED:
-            self._parts.clear()  # the driver itself detects later deaths
         lost = lost or self._lost_part()
+        if os.read(0, len(_CONNECTED)) == _CONNECTED:
+            lost = None  # the driver itself detects later deaths
+            os.read(0, 1)  # until the driver ends
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()
@@ -204,14 +226,13 @@ class _Keeper:
         os._exit(0)  # Ray's own exit would wait for the processes that were killed
 
     def _lost_part(self) -> str | None:
-        """Return name and process id of a part that was alive at an earlier call and is not now."""
-        alive = set()
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
-                if child.name() in _PARTS and child.status() != psutil.STATUS_ZOMBIE:
-                    self._parts[child.pid] = child.name()
-                    alive.add(child.pid)
-        return next((f"{name} (pid {pid})" for pid, name in self._parts.items() if pid not in alive), None)
+        """Return name and process id of a part that was started and has ended."""
+        started = getattr(self._node, "all_processes", {})
+        for name in _PARTS:
+            for part in started.get(name, ()):
+                if part.process.poll() is not None:
+                    return f"{name} (pid {part.process.pid})"
+        return None
 
 
 if __name__ == "__main__":
