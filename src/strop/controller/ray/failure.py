@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from strop.controller.ray.host import STACK_SIGNAL
 from strop.errors import StropError
@@ -43,9 +50,14 @@ class Failure:
     @property
     def weight(self) -> int:
         """Likelihood of being the cause: a death (2), an exception (1), the loss of a peer (0)."""
-        if isinstance(self.error, RayActorError):
+        if self.is_a_death:
             return 2
         return 0 if self.is_a_loss or any(words in str(self.error) for words in _LOST_PEER) else 1
+
+    @property
+    def is_a_death(self) -> bool:
+        """True if the process ended; Ray's memory monitor has an error of its own."""
+        return isinstance(self.error, RayActorError | OutOfMemoryError)
 
     @property
     def is_a_loss(self) -> bool:
@@ -66,6 +78,12 @@ class Failure:
             if isinstance(cause, StropError):
                 return f"{where}, in {self.method}: {type(cause).__name__}: {cause}"
             return f"{where} raised in {self.method}:\n{_own_traceback(str(self.error))}"
+        if isinstance(self.error, OutOfMemoryError):
+            reason = next((line for line in str(self.error).splitlines() if "exceeded" in line), "")
+            return (
+                f"{where} died in {self.method} (out of memory): Ray's memory monitor killed processes of "
+                f"its node. {reason.removeprefix('OOM kill reason: ')}"
+            )
         if not isinstance(self.error, RayActorError):
             return f"{where} failed in {self.method}: {type(self.error).__name__}: {self.error}"
         text = f"{where} died in {self.method}"

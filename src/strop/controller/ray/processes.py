@@ -171,7 +171,7 @@ class Processes:
             self._fail_without_head(call)
         done, _ = ray.wait(references, num_returns=len(references), timeout=0)
         failure = max(_failures(call, done) or failures, key=lambda failure: failure.weight)
-        if isinstance(failure.error, RayActorError) and (phase := last_phase(failure.facts)):
+        if failure.is_a_death and (phase := last_phase(failure.facts)):
             failure = replace(failure, role=phase[0], method=phase[1])
         error = WorkerError(failure.describe(last_lines(failure.facts)), is_final=failure.is_final)
         end_all(error)
