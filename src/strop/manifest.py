@@ -22,12 +22,12 @@ MANIFEST = "manifest.json"
 _SIZE, _DIGEST = "size", "xxh3_128"
 _LEFT = f".{_DIGEST}"
 IF_ON_PURPOSE = f"; if the model was changed on purpose, delete its {MANIFEST}"
-"""What to do about an exported model that its manifest does not describe."""
+"""Remedy, in errors, for an exported model that its manifest does not describe."""
 new_digest: Callable[[], xxhash.xxh3_128] = xxhash.xxh3_128
 
 
 class Entry(NamedTuple):
-    """What the manifest says about one file."""
+    """Size and digest of one file."""
 
     size: int
     """In bytes."""

@@ -156,40 +156,29 @@ def train_offloaded(folder: Path, micro: MicroBatching, offloads: bool) -> tuple
 
 def save_untied(folder: Path, layers: int = 4) -> Path:
     """A Llama whose output layer is not tied, in several files, with the tiny tokenizer."""
-    tokenizer = tiny_model.build_tokenizer()
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100KB")
-    tokenizer.save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers}
+    return _save(folder, transformers.LlamaConfig, files_of="100KB", tie_word_embeddings=False, **sizes)
 
 
 def save_granite(folder: Path) -> Path:
     """A Granite with the tiny tokenizer."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return _save(folder, transformers.GraniteConfig, embedding_multiplier=3.0, **sizes)
+
+
+def _save(folder: Path, config_class: Any, *, files_of: str = "50GB", **options: Any) -> Path:
     tokenizer = tiny_model.build_tokenizer()
     torch.manual_seed(3)
-    config = transformers.GraniteConfig(
+    config = config_class(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        embedding_multiplier=3.0,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        **options,
     )
-    transformers.GraniteForCausalLM(config).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder, max_shard_size=files_of)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -115,8 +115,12 @@ def log_first(errors: Sequence[str], name: Callable[[int], str]) -> None:
     """Log the first error of a batch."""
     for row, error in enumerate(errors):
         if error:
-            logger.warning("could not score %s:\n%s", name(row), error)
+            _log_error(name(row), error)
             return
+
+
+def _log_error(name: str, error: str) -> None:
+    logger.warning("could not score %s:\n%s", name, printable(error))
 
 
 class ScoringJob:
@@ -207,24 +211,26 @@ class ScoringJob:
         errors: list[str] = []  # in the order of the feed
 
         def name(number: int) -> str:
-            row = self._rows[number]
-            sample = self.samples[row]
-            return (
-                ""
-                if sample is None
-                else name_sample(row, sample.data_source, sample.extra_info, sample.solution_str)
-            )
+            return name_row(self.samples, self._rows[number])
 
         with contextlib.closing(self._process.evaluate_all(self._feed)) as outcomes:
             for number, outcome in enumerate(outcomes):
                 self._outcomes[self._rows[number]] = outcome
                 self._n_done = number + 1
                 if outcome.error and not any(errors):
-                    logger.warning("could not score %s:\n%s", name(number), printable(outcome.error))
+                    _log_error(name(number), outcome.error)
                 errors.append(outcome.error)
                 if self._budget.count(bool(outcome.error)):
                     raise self._budget.exceeded(errors, len(self.samples), name)
         self._budget.end(bool(outcome.error) for outcome in self._outcomes if outcome is not None)
+
+
+def name_row(samples: Sequence[Sample | None], row: int) -> str:
+    """Describe a row for an error text; "" if its sample was not added."""
+    sample = samples[row]
+    if sample is None:
+        return ""
+    return name_sample(row, sample.data_source, sample.extra_info, sample.solution_str)
 
 
 def name_sample(row: int, data_source: Any, extra_info: Any, response: str | None = None) -> str:

@@ -20,7 +20,7 @@ from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE, read
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
 from strop.rewards.base import BatchReward, PendingReward, Reward
-from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, log_first, name_sample, real_tokens
+from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, log_first, name_row, real_tokens
 from strop.rewards.custom import load_custom_reward, require_score_signature
 from strop.rewards.parts import Composition, UnusedParts, part_scorers
 from strop.rewards.reward_output import (
@@ -213,7 +213,7 @@ class RewardManager(Reward):
             parts, added = weigh(outcomes, None if model_B is None else model_B.masked_fill(lost_B, math.nan))
             scores_B = sum(added.values(), torch.zeros(len(samples)))
         errors = ["" if outcome is None else outcome.error for outcome in outcomes]
-        self._final_budget.require(errors, functools.partial(_name_row, samples))
+        self._final_budget.require(errors, functools.partial(name_row, samples))
         if self.composition.non_stop_penalty and not validating:
             penalty_B = parts[NON_STOP_PENALTY] = self._penalty(batch, scores_B)
             added[NON_STOP_PENALTY] = penalty_B.nan_to_num()
@@ -396,13 +396,8 @@ def _with_errors(
         if not ((outcome := changed[row]) and outcome.error):
             errors[row] = f"{found} {values_B[row].item()}"
             changed[row] = Outcome("raised", error=errors[row])
-    log_first(errors, functools.partial(_name_row, samples))
+    log_first(errors, functools.partial(name_row, samples))
     return changed
-
-
-def _name_row(samples: Sequence[Sample], row: int) -> str:
-    sample = samples[row]
-    return name_sample(row, sample.data_source, sample.extra_info, sample.solution_str)
 
 
 def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
