@@ -405,11 +405,10 @@ def commands(line: str) -> set[int]:
     return found
 
 
-def test_a_process_that_died_between_two_samples_is_not_charged_to_the_next(
-    process: RewardProcess, running: Running
-):
-    run(process, "import os, threading\nthreading.Timer(0.05, os._exit, [1]).start()")
-    assert none_within(running, 5.0)
+def test_a_process_that_died_between_two_samples_is_not_charged_to_the_next(process: RewardProcess):
+    code = "import os, threading\nthreading.Timer(0.05, os._exit, [1]).start()\nresult = float(os.getpid())"
+    pid = int(run(process, code).score)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its environment in /proc is empty before it has ended
     assert run(process, "result = 3.0") == Outcome("scored", 3.0)
 
 
