@@ -92,8 +92,37 @@ class RolloutEngine(Protocol):
     ) -> DataProto:
         """Return ``params.n`` adjacent rows for every prompt, with the columns that ``answer`` makes.
 
-        ``finished`` is called at most once for a sample; samples that end late may be left out.
+        ``finished`` is called at most once for a sample; samples that end late may be left out. Samples in
+        flight (``admit``) wait meanwhile.
         """
+        ...
+
+    def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
+        """Queue ``params.n`` samples of every prompt as batch number ``batch``, behind those queued before.
+
+        Nothing is computed before the next ``finish``. The columns are those of ``generate``.
+        """
+        ...
+
+    def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
+        """Generate until every sample of ``batch``, the oldest one queued, is complete; return and forget it.
+
+        Samples of later batches are generated beside it and stay in flight: they keep their tokens and
+        log-probs, also over ``update_weights``, after which they are continued with the new weights (keys and
+        values are computed again). How far they get depends on the queue alone, never on the clock.
+
+        ``version`` is that of the weights. The columns are those of ``generate``, and ``rollout_versions``
+        [R, T] int32, the version that sampled each token (-1 beyond the response). ``finished`` is also called
+        for samples that were complete before this call.
+        """
+        ...
+
+    def in_flight(self) -> dict[str, Any]:
+        """Return what is generated of the queued batches, as tensors and plain values for ``torch.save``."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what ``in_flight`` returned; the same batches have been admitted again before."""
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
