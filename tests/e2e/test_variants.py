@@ -177,7 +177,7 @@ def test_an_update_without_a_transfer_fails_at_the_next_generation(inputs, tmp_p
     to_rollout = WeightSync.to_rollout
 
     def forget_the_second(weights, *arguments):
-        return to_rollout(weights, *arguments) if weights.version != 1 else weights.version
+        return to_rollout(weights, *arguments) if weights.version != 1 else []
 
     monkeypatch.setattr(WeightSync, "to_rollout", forget_the_second)
     with pytest.raises(ModelError, match=naming("version 0", "version 1")):

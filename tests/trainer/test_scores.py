@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -158,18 +157,8 @@ def test_a_failure_elsewhere_does_not_wait_for_scores(make, tmp_path, monkeypatc
 
 def test_a_failure_elsewhere_cancels_greedy_scores_too():
     cancelled = []
-
-    @contextlib.contextmanager
-    def cancelled_on_error(name):
-        try:
-            yield
-        except ModelError:
-            cancelled.append(name)
-            raise
-
     scores, greedy = (
-        SimpleNamespace(cancelled_on_error=functools.partial(cancelled_on_error, name))
-        for name in ("scores", "greedy")
+        SimpleNamespace(cancel=functools.partial(cancelled.append, name)) for name in ("scores", "greedy")
     )
     samples = Samples(DataProto(), scores, PhaseTimer(), greedy)
     with pytest.raises(ModelError), samples.cancelled_on_error():

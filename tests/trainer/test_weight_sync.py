@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from strop.controller.group import Future, GroupMethod
 from strop.trainer.metrics import PhaseTimer
 from strop.trainer.weight_sync import WeightSync
 from strop.workers.policy import ActorRolloutRefWorker
@@ -26,7 +27,11 @@ class Group:
         return next(self._buckets)
 
     def __getattr__(self, name):
-        return lambda *args: self.calls.append((name, args))
+        def start(*args):
+            self.calls.append((name, args))
+            return Future(lambda: None)
+
+        return GroupMethod(start)
 
 
 @pytest.mark.parametrize(("every", "verified"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (0, [])])
@@ -52,6 +57,13 @@ def test_a_rollout_apart_gets_buckets_and_then_their_version():
         ("load_weights", ("second",)),
         ("load_weights", (None, 1)),
     ]
+
+
+def test_a_rollout_that_generates_ahead_is_sent_weights_without_waiting():
+    actor, rollout = Group(), Group()
+    weights = WeightSync(actor, rollout, verify_every=1, ahead=True)
+    assert len(weights.to_rollout(PhaseTimer())) == 4  # two buckets, the version, the comparison
+    assert weights.to_rollout(PhaseTimer()) == []
 
 
 def test_in_a_run_the_rollout_is_released_before_every_update(tmp_path, monkeypatch):

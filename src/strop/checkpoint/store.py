@@ -7,6 +7,7 @@
     global_step_N/trainer.pt      the loop (``Run.state_dict``, extended by ``ReinforcementRun``): iteration,
                                   position in the data, KL coefficient, best score, seconds; and the driver's
                                   global random generators, for users' code
+    global_step_N/in_flight/      samples that are generated ahead of training (``trainer/pipeline.py``)
     global_step_N/manifest.json   size and digest of every file (``strop/manifest.py``)
 
 Ranks write into ``global_step_N.tmp``; then the driver writes the manifest, makes all durable, renames the
@@ -58,6 +59,8 @@ TRAINED = ("actor", "critic")
 """The groups of reinforcement learning with a state; reference and reward model never change."""
 AFTER_AN_INTERRUPT_S = 300.0
 """Limit, after an interrupt, for the save in flight and then for uploads, as either may hang."""
+IN_FLIGHT = "in_flight"
+"""Folder in a checkpoint."""
 _POLL_S = 0.1
 
 
@@ -204,9 +207,19 @@ class Checkpoints:
         if (newest := latest_step(self.folder)) is not None:
             self._prune(newest=newest)
 
-    def save(self, step: int, groups: Mapping[str, Any], trainer_state: dict[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        groups: Mapping[str, Any],
+        trainer_state: dict[str, Any],
+        *,
+        later: Callable[[Path], Any | None] | None = None,
+    ) -> Path:
         """Write ``global_step_<step>``; with ``background`` it appears after ``finish`` or a later ``poll``.
 
+        ``later`` gets the folder, and returns a part of the checkpoint that is complete only later, with the
+        methods ``save_is_done()`` and ``finish_save()``, or None. With such a part the checkpoint appears as
+        with ``background``.
         A save in flight is finished first. A failure (a full disk) raises ``CheckpointError`` and leaves
         earlier checkpoints intact.
         """
@@ -224,8 +237,10 @@ class Checkpoints:
                     started.append(groups[name])
                 groups[name].save_checkpoint(building / name, background=self.background)
             torch.save({**trainer_state, "random": random_state()}, building / TRAINER)
+            if later is not None and (part := later(building)) is not None:
+                started.append(part)
         self._in_flight = step, started
-        if not self.background:
+        if not started:
             self.finish()
         return self.folder / f"global_step_{step}"
 
@@ -268,7 +283,7 @@ class Checkpoints:
         """Restore worker groups and global random generators; return the trainer's state."""
         files = verify(checkpoint)
         checkpoint = checkpoint.absolute()
-        own = {name: entry for name, entry in files.items() if name == TRAINER}
+        own = {name: entry for name, entry in files.items() if name == TRAINER or name.startswith(IN_FLIGHT)}
         require_unchanged(str(checkpoint), checkpoint, own)  # workers compare what they read
         with reading_state_of(checkpoint):
             state = torch.load(checkpoint / TRAINER, weights_only=True)

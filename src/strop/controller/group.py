@@ -1,8 +1,8 @@
 """Worker groups: the interface between the driver and the processes that compute.
 
 ``register`` marks the methods of a worker that a group may call, and how arguments are distributed. The
-trainer sees a group only; ``LocalWorkerGroup`` runs its worker in this process, ``strop.controller.ray`` on a
-cluster.
+trainer sees a group only; ``LocalWorkerGroup`` runs its worker in this process (in a thread, if there are
+several pools), ``strop.controller.ray`` on a cluster.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from strop.config.schema.trainer import RunConfig
 from strop.controller.pools import ResourcePool
+from strop.controller.threads import PoolThread
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -90,7 +91,9 @@ class Future:
     """The result of a call in flight."""
 
     get: Callable[[], Any]
-    """Function that waits for the result, and raises what the call raised."""
+    """Function that waits for the result, and raises what the call raised. Call it once."""
+    is_done: Callable[[], bool] = lambda: True
+    """Function that returns True if ``get`` will not wait for the workers."""
 
 
 class GroupMethod:
@@ -114,7 +117,8 @@ class GroupMethod:
 class LocalWorkerGroup:
     """A group of one rank in this process, where a debugger can step into the worker.
 
-    Every dispatch is the plain call: nothing is split, copied or moved.
+    Every dispatch is the plain call: nothing is split, copied or moved. With several pools in the run, each
+    has a thread (``strop.controller.threads``), in which the calls to its groups run.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class LocalWorkerGroup:
     ) -> None:
         self.name = name or worker_cls.__name__
         self.worker = worker_cls(**init_kwargs)
+        self._thread = PoolThread.of(resource_pool)
 
     @property
     def world_size(self) -> int:
@@ -139,17 +144,23 @@ class LocalWorkerGroup:
         return []
 
     def shutdown(self) -> None:
-        """Drop the worker and its model."""
+        """Drop the worker and its model; end the calls to the groups of its pool, if it has a thread."""
+        if self._thread is not None:
+            self._thread.end()
         self.worker = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "worker":
             raise AttributeError(name)
-        require_mark(type(self.worker), name, self.name)
-        method = getattr(self.worker, name)
+        mark = require_mark(type(self.worker), name, self.name)
+        method, thread = getattr(self.worker, name), self._thread
 
         def start(*args: Any, **kwargs: Any) -> Future:
-            result = method(*args, **kwargs)
-            return Future(lambda: result)
+            # Models are loaded one after the other: libraries change state of the process meanwhile.
+            if thread is None or mark.beside_calls or name == "init_model":
+                result = method(*args, **kwargs)
+                return Future(lambda: result)
+            future = thread.submit(method, *args, **kwargs)
+            return Future(future.result, future.done)
 
         return GroupMethod(start)

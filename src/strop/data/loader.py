@@ -5,6 +5,7 @@ Shapes: B rows, P = max_prompt_length.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -151,6 +152,10 @@ class PromptLoader:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    def ahead(self) -> Iterator[DataProto]:
+        """Return the batches that follow; iterating over them leaves the position of this loader as it is."""
+        return iter(PromptLoader(self.dataset, copy.copy(self.batches), self.collate_fn))
 
     def __iter__(self) -> Iterator[DataProto]:
         for rows in self.batches:

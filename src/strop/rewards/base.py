@@ -30,6 +30,10 @@ class PendingReward(Protocol):
         """Cancel scoring; the result will not be read."""
         return
 
+    def is_done(self) -> bool:
+        """Return True if ``get`` of the complete batch will not wait for scorers."""
+        return True
+
     def get(self, model_scores: Tensor | None = None) -> RewardOutput | Tensor:
         """Wait for the rewards; ``model_scores`` [B] are those of the reward model."""
         ...

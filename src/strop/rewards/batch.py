@@ -176,6 +176,10 @@ class ScoringJob:
         """Wait for the thread, and ignore its errors."""
         self._thread.join()
 
+    def is_done(self) -> bool:
+        """Return True if ``outcomes`` will not wait."""
+        return not self._thread.is_alive()
+
     def outcomes(self) -> list[Outcome | None]:
         """Wait for the outcomes, by row; None for rows that were not added. Log progress of a long wait.
 
@@ -297,6 +301,10 @@ class PendingSamples(PendingReward):
     def cancel(self) -> None:
         """Cancel scoring; the rewards will not be read."""
         self._job.cancel()
+
+    def is_done(self) -> bool:
+        """Return True if all samples are scored."""
+        return self._job.is_done()
 
     def get(self, model_scores: Tensor | None = None) -> RewardOutput:
         """Wait for the rewards; ``model_scores`` [B] are the reward model's. Raises as the manager does."""

@@ -111,11 +111,15 @@ class Run(ABC):
             self.checkpoints.poll()
             if self.is_due(settings.save_freq):
                 with trainer.timer.phase("save_checkpoint"):
-                    self.checkpoints.save(trainer.global_step, trainer.groups, self.state_dict())
+                    self.save()
             if trainer.global_step == trainer.total_steps:
                 break
         if settings.save_freq <= 0:
             trainer.groups[self.trained[0]].export(self.folder.final_model)
+
+    def save(self) -> None:
+        """Save a checkpoint."""
+        self.checkpoints.save(self.trainer.global_step, self.trainer.groups, self.state_dict())
 
     def is_due(self, every: int) -> bool:
         """Return True after each ``every`` iterations and after the last one; never for -1."""

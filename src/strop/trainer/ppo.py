@@ -63,6 +63,44 @@ class Groups(NamedTuple):
     reward_model: Any = None
 
 
+class _Sampling(NamedTuple):
+    """A call of the rollout in flight, and the scores of its samples."""
+
+    call: Future
+    scores: PendingScores
+
+    def finish(self, timer: PhaseTimer, phase: str) -> DataProto:
+        """Wait for the samples, and hand them to the scorers."""
+        with timer.phase(phase):
+            batch = self.call.get()
+        with timer.phase("reward"):
+            self.scores.complete(batch)
+        return batch
+
+
+class Generation(NamedTuple):
+    """A batch of samples that is being generated."""
+
+    batch: int
+    """Number of the batch, from 1."""
+    loading: list[Future]
+    """Calls that load the weights."""
+    sampled: _Sampling
+    greedy: _Sampling | None
+    """The greedy responses, for ReMax."""
+    timer: PhaseTimer
+
+    def is_done(self) -> bool:
+        """Return True if ``PPO.finish`` will not wait."""
+        return self.sampled.call.is_done() and (self.greedy is None or self.greedy.call.is_done())
+
+    def cancel(self) -> None:
+        """Cancel scoring; the scores will not be read."""
+        for sampling in (self.sampled, self.greedy):
+            if sampling is not None:
+                sampling.scores.cancel()
+
+
 def loss_inputs(config: Config) -> list[str]:
     """Return the further columns that the policy loss takes; ``ConfigError`` if this run lacks one."""
     has_critic = "values" in needs(get_estimator(config.algorithm.adv_estimator))
@@ -115,18 +153,53 @@ class PPO:
 
     def collect(self, prompts: DataProto, iteration: int) -> Samples:
         """Generate ``rollout.n`` responses to each prompt; their scores are computed in the background."""
-        timer, n = PhaseTimer(), self.config.actor_rollout_ref.rollout.n
-        uids = [f"{iteration}-{row}" for row in range(len(prompts))]
-        prompts = prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
-        seeds_PN = sample_seeds(self.config.trainer.seed, "rollout", iteration, len(prompts), n)
-        batch, scores = self._generate_and_score(prompts, seeds_PN, timer, mode="train", phase="gen")
+        return self.finish(self.start(prompts, iteration))
+
+    def start(self, prompts: DataProto, batch: int) -> Generation:
+        """Start to generate batch number ``batch`` with the current policy, and to score finished samples.
+
+        Waits for nothing where the rollout has a separate pool and ``weights`` are sent ahead.
+        """
+        prompts, seeds_PN = self.named(prompts, batch), self._seeds(batch, len(prompts))
+        loading = self.weights.to_rollout(timer := PhaseTimer())
+        number = batch if self.config.trainer.async_steps else None
+        sampled = self._start(self._request(prompts, seeds_PN, "train", number), timer, "gen")
         greedy = None
         if "baseline_scores" in self._estimator_needs:  # ReMax: the score of the greedy response
-            with scores.cancelled_on_error():
-                _, greedy = self._generate_and_score(
-                    prompts, seeds_PN[:, :1], timer, mode="greedy", phase="gen_greedy"
-                )
-        return Samples(batch, scores, timer, greedy)
+            with sampled.scores.cancelled_on_error():
+                request = self._request(prompts, seeds_PN[:, :1], "greedy")
+                greedy = self._start(request, timer, "gen_greedy")
+        return Generation(batch, loading, sampled, greedy, timer)
+
+    def finish(self, generation: Generation, *, phase: str = "gen") -> Samples:
+        """Wait for what ``start`` began; the time of waiting is that of ``phase``."""
+        _, loading, sampled, greedy, timer = generation
+        try:
+            with timer.phase(phase):
+                for call in loading:
+                    call.get()
+            batch = sampled.finish(timer, phase)
+            if greedy is not None:
+                greedy.finish(timer, f"{phase}_greedy")
+        except BaseException:
+            generation.cancel()
+            raise
+        return Samples(batch, sampled.scores, timer, None if greedy is None else greedy.scores)
+
+    def admit(self, prompts: DataProto, batch: int) -> Future:
+        """Send the prompts of a batch to the rollout, which generates it beside batches started earlier."""
+        request = self._request(self.named(prompts, batch), self._seeds(batch, len(prompts)), "train", batch)
+        return self.groups.rollout.admit_prompts.start(request)
+
+    def _seeds(self, batch: int, n_prompts: int) -> Tensor:
+        n = self.config.actor_rollout_ref.rollout.n
+        return sample_seeds(self.config.trainer.seed, "rollout", batch, n_prompts, n)
+
+    @staticmethod
+    def named(prompts: DataProto, batch: int) -> DataProto:
+        """Add the column ``uid``, the name of each prompt of batch number ``batch``."""
+        uids = [f"{batch}-{row}" for row in range(len(prompts))]
+        return prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
 
     def learn(self, samples: Samples, iteration: int) -> tuple[DataProto, dict[str, float]]:
         """Compute advantages and update critic and actor; returns the finished batch and its metrics."""
@@ -164,17 +237,12 @@ class PPO:
         """Return True once the critic's warm-up is over."""
         return self.groups.critic is None or iteration > self.config.trainer.critic_warmup
 
-    def _generate_and_score(
-        self, prompts: DataProto, seeds_PN: Tensor, timer: PhaseTimer, *, mode: str, phase: str
-    ) -> tuple[DataProto, PendingScores]:
-        n, reward_model = seeds_PN.shape[1], self.groups.reward_model
-        scores = PendingScores(prompts, n, self.reward_fn, reward_model, self._score_check)
-        with scores.cancelled_on_error():
-            with timer.phase(phase):
-                batch = self.generate(prompts, seeds_PN, timer, mode=mode, finished=scores.finished)
-            with timer.phase("reward"):
-                scores.complete(batch)
-        return batch, scores
+    def _start(self, request: DataProto, timer: PhaseTimer, phase: str) -> _Sampling:
+        n, reward_model = request.batch["seeds"].shape[1], self.groups.reward_model
+        scores = PendingScores(request, n, self.reward_fn, reward_model, self._score_check)
+        with scores.cancelled_on_error(), timer.phase(phase):
+            call = self.groups.rollout.generate_sequences.start(request, finished=scores.finished)
+        return _Sampling(call, scores)
 
     def generate(
         self,
@@ -186,10 +254,19 @@ class PPO:
         finished: Finished | None = None,
     ) -> DataProto:
         """Generate with the current policy. ``mode``: ``train``, ``greedy`` or ``validate``."""
-        version = self.weights.to_rollout(timer)
-        meta_info = {**prompts.meta_info, "mode": mode, "weights_version": version}
-        request = DataProto({**prompts.batch, "seeds": seeds_PN}, prompts.non_tensor_batch, meta_info)
-        return self.groups.rollout.generate_sequences(request, finished=finished)
+        for call in self.weights.to_rollout(timer):
+            call.get()
+        return self.groups.rollout.generate_sequences(
+            self._request(prompts, seeds_PN, mode), finished=finished
+        )
+
+    def _request(
+        self, prompts: DataProto, seeds_PN: Tensor, mode: str, batch: int | None = None
+    ) -> DataProto:
+        meta_info = {**prompts.meta_info, "mode": mode, "weights_version": self.weights.version}
+        if batch is not None:
+            meta_info["batch"] = batch
+        return DataProto({**prompts.batch, "seeds": seeds_PN}, prompts.non_tensor_batch, meta_info)
 
     def _start_evaluation(
         self, batch: DataProto, timer: PhaseTimer, *, with_old_log_probs: bool

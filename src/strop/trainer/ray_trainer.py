@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.algorithms.advantages import get_estimator, needs
-from strop.checkpoint.store import TRAINED
+from strop.checkpoint.store import TRAINED, reading_state_of
 from strop.config.checks.check import check
 from strop.config.load import as_config
 from strop.config.roles import uses_reference
@@ -26,6 +26,7 @@ from strop.tracking.samples import HiddenTokensWarning, write_samples, write_tab
 from strop.tracking.text import validation_scores
 from strop.trainer.loop import Run
 from strop.trainer.metrics import PhaseTimer, speed_metrics
+from strop.trainer.pipeline import Pipeline
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
 from strop.trainer.validation import Validator
@@ -51,6 +52,8 @@ class RayPPOTrainer:
     ppo: PPO
     weights: WeightSync
     validator: Validator
+    pipeline: Pipeline | None = None
+    """Generates ahead of training; None with ``trainer.async_steps=0``."""
 
     def __init__(
         self,
@@ -101,9 +104,14 @@ class RayPPOTrainer:
         for call in [group.init_model.start() for group in self.groups.values()]:
             call.get()
         every = config.actor_rollout_ref.rollout.verify_weights_every
-        self.weights = WeightSync(self.actor, self.rollout, verify_every=every)
+        ahead = config.trainer.async_steps
+        self.weights = WeightSync(self.actor, self.rollout, verify_every=every, ahead=ahead > 0)
         groups = Groups(self.actor, self.rollout, self.ref, self.critic, self.reward_model)
         self.ppo = PPO(config, groups, self.reward_fn, self.weights, total_iterations=self.total_steps)
+        if ahead and not config.trainer.val_only:
+            self.pipeline = Pipeline(
+                self.ppo, self.train_loader, async_steps=ahead, total_iterations=self.total_steps
+            )
         self.validator = Validator(
             config,
             self.tokenizer,
@@ -176,9 +184,15 @@ class RayPPOTrainer:
         return {name: group for name, group in named.items() if group is not None}
 
     def step(self, prompts: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Run one iteration on a batch of prompts; returns the finished samples and the metrics."""
+        """Run one iteration on a batch of prompts; returns the finished samples and the metrics.
+
+        With ``trainer.async_steps`` the samples of these prompts were begun in an earlier iteration.
+        """
         iteration = self.global_step + 1
-        samples = self.ppo.collect(prompts, iteration)
+        if self.pipeline is None:
+            samples = self.ppo.collect(prompts, iteration)
+        else:
+            samples = self.pipeline.take(iteration)
         with samples.cancelled_on_error():
             self.weights.release()  # a co-located copy of the weights makes room for the update
             batch, metrics = self.ppo.learn(samples, iteration)
@@ -207,6 +221,32 @@ class ReinforcementRun(Run):
     def __init__(self, trainer: RayPPOTrainer) -> None:
         super().__init__(trainer)
         self.best_score: float | None = None
+
+    def fit(self) -> None:
+        """See ``Run.fit``."""
+        try:
+            super().fit()
+        except BaseException:
+            if self.trainer.pipeline is not None:  # only now: a checkpoint may have waited for the scores
+                self.trainer.pipeline.cancel()
+            raise
+
+    def resume(self, checkpoint: Path, *, goes_on: bool) -> None:
+        """See ``Run.resume``."""
+        super().resume(checkpoint, goes_on=goes_on)
+        if self.trainer.pipeline is not None:
+            with reading_state_of(checkpoint):
+                self.trainer.pipeline.restore(checkpoint, self.trainer.global_step)
+
+    def save(self) -> None:
+        """See ``Run.save``; samples in flight are a part of the checkpoint."""
+        pipeline = self.trainer.pipeline
+        self.checkpoints.save(
+            self.trainer.global_step,
+            self.trainer.groups,
+            self.state_dict(),
+            later=None if pipeline is None else pipeline.save,
+        )
 
     def one_iteration(self, batch: DataProto) -> dict[str, float]:
         """Run one iteration of PPO, log samples and validate; return all metrics."""
@@ -257,6 +297,8 @@ class ReinforcementRun(Run):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``Run.load_state_dict``."""
         super().load_state_dict(state)
+        trainer = self.trainer
+        trainer.weights.version = trainer.global_step if trainer.ppo.trains_actor(trainer.global_step) else 0
         self.trainer.ppo.kl_controller.load_state_dict(state["kl_controller"])
         self.best_score = state["best_score"]
 

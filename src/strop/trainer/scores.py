@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,10 @@ class PendingScores:
         if self._reward_model is not None:
             self._model = self._reward_model.compute_rm_score.start(batch)
 
+    def is_done(self) -> bool:
+        """Return True if ``get`` of the complete batch will not wait."""
+        return self._rewards.is_done() and (self._model is None or self._model.is_done())
+
     def get(self) -> DataProto:
         """Wait for the scores; returns the batch with those of ``attach_scores`` and ``rm_scores`` [B]."""
         batch = self._batch
@@ -66,22 +71,28 @@ class PendingScores:
         rewards = self._rewards.get(batch.batch.get("rm_scores"))
         return attach_scores(batch, self._check(rewards, batch))
 
+    def cancel(self) -> None:
+        """Cancel scoring; the scores will not be read."""
+        self._rewards.cancel()
+
     @contextlib.contextmanager
     def cancelled_on_error(self) -> Generator[None]:
         """Cancel scoring if the body raises."""
         try:
             yield
         except BaseException:
-            self._rewards.cancel()
+            self.cancel()
             raise
 
 
-class Samples(NamedTuple):
+@dataclass
+class Samples:
     """Generated samples with pending scores."""
 
     batch: DataProto
-    scores: PendingScores
-    timer: PhaseTimer
+    scores: PendingScores | None = None
+    """None: ``batch`` has its scores."""
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
     """Seconds by phase of this iteration; it travels with the samples, so two iterations may overlap."""
     greedy_scores: PendingScores | None = None
     """Scores of the greedy response to each prompt, for ReMax."""
@@ -89,22 +100,36 @@ class Samples(NamedTuple):
     @contextlib.contextmanager
     def cancelled_on_error(self) -> Generator[None]:
         """Cancel scoring if the body raises."""
-        with contextlib.ExitStack() as stack:
-            for scores in (self.scores, self.greedy_scores):
-                if scores is not None:
-                    stack.enter_context(scores.cancelled_on_error())
+        try:
             yield
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Cancel scoring; the scores will not be read."""
+        for scores in (self.scores, self.greedy_scores):
+            if scores is not None:
+                scores.cancel()
+
+    def is_scored(self) -> bool:
+        """Return True if ``scored`` will not wait."""
+        return all(scores is None or scores.is_done() for scores in (self.scores, self.greedy_scores))
 
     def scored(self) -> DataProto:
         """Wait for the scores; returns the batch with them and, for ReMax, ``baseline_scores`` [B]."""
+        if self.scores is None:
+            return self.batch
         batch = self.scores.get()
-        if self.greedy_scores is None:
-            return batch
-        greedy = self.greedy_scores.get()
-        scores_B = masked_sum(greedy.batch["token_level_scores"], greedy.batch["response_mask"], dim=1)
-        baseline_B = scores_B.repeat_interleave(len(batch) // len(greedy))
-        metrics = {f"greedy_{name}": value for name, value in greedy.meta_info["reward_metrics"].items()}
-        return batch.union(DataProto({"baseline_scores": baseline_B}, {}, {"greedy_reward_metrics": metrics}))
+        if self.greedy_scores is not None:
+            greedy = self.greedy_scores.get()
+            scores_B = masked_sum(greedy.batch["token_level_scores"], greedy.batch["response_mask"], dim=1)
+            baseline_B = scores_B.repeat_interleave(len(batch) // len(greedy))
+            metrics = {f"greedy_{name}": value for name, value in greedy.meta_info["reward_metrics"].items()}
+            meta_info = {"greedy_reward_metrics": metrics}
+            batch = batch.union(DataProto({"baseline_scores": baseline_B}, {}, meta_info))
+        self.batch, self.scores, self.greedy_scores = batch, None, None
+        return batch
 
 
 def attach_scores(batch: DataProto, output: RewardOutput) -> DataProto:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from strop.controller.group import Future
 from strop.trainer.metrics import PhaseTimer
 
 
@@ -15,24 +16,31 @@ class WeightSync:
     through Ray's object store; with ``trainer.handles`` the driver passes on references only.
     """
 
-    def __init__(self, actor: Any, rollout: Any, *, verify_every: int) -> None:
-        """``verify_every``: transfers between two comparisons of checksums; 0: none."""
+    def __init__(self, actor: Any, rollout: Any, *, verify_every: int, ahead: bool = False) -> None:
+        """``verify_every``: transfers between two comparisons of checksums; 0: none.
+
+        ``ahead``: the rollout may be generating. It loads what is sent when its earlier calls are done, and
+        the actor goes on meanwhile.
+        """
         self._actor, self._rollout = actor, rollout
-        self._verify_every = verify_every
+        self._verify_every, self._ahead = verify_every, ahead
         self._together = rollout is actor
         self._transfers = 0
+        self._loading: list[Future] = []
         self.version = 0
         """Current version of the policy: the last iteration that updated the actor, set by the trainer."""
         self.rollout_version: int | None = None
-        """Version of the rollout's weights; None if it holds none."""
+        """Version of the weights that the rollout has, or has been sent; None if it holds none."""
 
-    def to_rollout(self, timer: PhaseTimer) -> int:
-        """Transfer the current weights unless the rollout has them; returns their version.
+    def to_rollout(self, timer: PhaseTimer) -> list[Future]:
+        """Transfer the current weights unless the rollout has them; returns the calls that load them.
 
-        Raises ``ModelError`` naming the weights that did not arrive intact.
+        Without ``ahead`` these are complete. They raise ``ModelError`` naming the weights that did not arrive
+        intact.
         """
+        self._loading = []
         if self.rollout_version == self.version:
-            return self.version
+            return []
         with timer.phase("sync_weights"):
             if self._together:
                 self._actor.sync_rollout(self.version)
@@ -41,18 +49,24 @@ class WeightSync:
         if self._verify_every and self._transfers % self._verify_every == 0:
             with timer.phase("verify_weights"):
                 expected = None if self._together else self._actor.weight_checksums()
-                self._rollout.verify_rollout(self.version, expected)
+                self._load(self._rollout.verify_rollout.start(self.version, expected))
         self._transfers += 1
         self.rollout_version = self.version
-        return self.version
+        return self._loading
 
     def _send_buckets(self) -> None:
         """Send buckets in order; a last call without one names the version."""
         bucket = self._actor.weight_bucket(restart=True)
         while bucket is not None:
-            self._rollout.load_weights(bucket)
+            self._load(self._rollout.load_weights.start(bucket))
             bucket = self._actor.weight_bucket(restart=False)
-        self._rollout.load_weights(None, self.version)
+        self._load(self._rollout.load_weights.start(None, self.version))
+
+    def _load(self, call: Future) -> None:
+        if self._ahead:
+            self._loading.append(call)
+        else:
+            call.get()
 
     def release(self) -> None:
         """Free the co-located rollout's weights for the update; the next transfer reloads them."""

@@ -120,6 +120,7 @@ RULES: tuple[Rule, ...] = (
 PLACEMENT_RULES: tuple[Rule, ...] = (
     processes.tensor_parallelism,
     processes.placement,
+    processes.generation_ahead,
     processes.hybrid_sharding,
     processes.shared_sequences,
 )

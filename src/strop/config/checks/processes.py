@@ -30,11 +30,14 @@ def worker_group(config: RootConfig) -> Iterator[Finding]:
     """Require a kind of worker group that suits the number of processes."""
     processes = process_count(config)
     if config.trainer.worker_group == "local" and processes > 1:
-        keys = "trainer.n_gpus_per_node and trainer.nnodes"
+        keys, each = "trainer.n_gpus_per_node and trainer.nnodes", ""
         if isinstance(config, Config) and config.trainer.resource_pools:
-            keys = "trainer.resource_pools"
+            if all(sum(spec) == 1 for spec in config.trainer.resource_pools.values()):
+                return  # threads
+            keys, each = "trainer.resource_pools", ", with pools of one: [1]"
         yield error(
-            f"trainer.worker_group=local is one process, but {keys} give {processes}; set it to auto or ray"
+            f"trainer.worker_group=local is one process{each}, but {keys} give {processes}; set it to auto "
+            "or ray"
         )
     elif runs_on_ray(config) and importlib.util.find_spec("ray") is None:
         yield error(f"{processes} processes run on Ray, which is not installed: pip install 'strop[ray]'")
@@ -51,6 +54,27 @@ def placement(config: Config) -> Iterator[Finding]:
     for role in trainer.placement:
         if role not in present and role in placed.roles and not trainer.val_only:
             yield warning(f"no effect: trainer.placement.{role}: this run has no such role")
+
+
+def generation_ahead(config: Config) -> Iterator[Finding]:
+    """Require a pool for the rollout alone if it generates ahead of training."""
+    steps, placed = config.trainer.async_steps, Placement.from_config(config).roles
+    if not steps or config.trainer.val_only:
+        return
+    given = f"trainer.async_steps={steps}"
+    if "Rollout" not in placed or placed["Rollout"] == placed["Actor"]:
+        yield error(
+            f"{given}: the rollout cannot generate while the actor in the same processes is updated; set "
+            "actor_rollout_ref.hybrid_engine=False, trainer.resource_pools={learner: [1], rollout: [1]} and "
+            "trainer.placement={Rollout: rollout}"
+        )
+        return
+    beside = [role for role in roles_of(config) if role != "Rollout" and placed[role] == placed["Rollout"]]
+    if beside:
+        yield warning(
+            f"{given}: {' and '.join(beside)} in the rollout's pool ({placed['Rollout']}) waits for each "
+            "generation to end; place it in another pool by trainer.placement"
+        )
 
 
 def hybrid_sharding(config: Config) -> Iterator[Finding]:

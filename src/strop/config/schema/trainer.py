@@ -36,6 +36,11 @@ _OTHER_POOLS = no_effect(
 
 _ONE_PROCESS = no_effect("with one process", lambda at: bool(at.value) and not at.on_ray)
 
+_ONE_POOL = no_effect(
+    "with one process",
+    lambda at: bool(at.value) and not at.on_ray and len(at.section.resource_pools) < 2,
+)
+
 _NO_ROLLOUTS = no_effect("with trainer.log_rollouts=False", lambda at: not at.section.log_rollouts)
 
 _NO_VALIDATION = no_effect(
@@ -100,10 +105,12 @@ _ProcessesPerNode = Annotated[list[Processes], Field(min_length=1), Expected("pr
 class TrainerConfig(RunConfig):
     """The run, and the placement of its roles."""
 
-    resource_pools: Annotated[dict[str, _ProcessesPerNode], _ONE_PROCESS]
+    resource_pools: Annotated[dict[str, _ProcessesPerNode], _ONE_POOL]
     """Named groups of processes: {name: [processes on each node]}; {}: one, n_gpus_per_node on nnodes."""
-    placement: Annotated[dict[RoleName, str], _ONE_PROCESS]
+    placement: Annotated[dict[RoleName, str], _ONE_POOL]
     """The pool of a role ({Critic: name}); Actor and Rollout, in place of ActorRollout, split those two."""
+    async_steps: Count
+    """Iterations by which generation may run ahead of training; 0: none (docs/asynchronous.md)."""
     critic_warmup: Annotated[Count, NO_CRITIC]
     """Iterations at the start that update the critic only."""
     log_val_generations: Count

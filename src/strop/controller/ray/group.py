@@ -145,7 +145,7 @@ class RayWorkerGroup:
                 return shards.join(results)
             return results[0]
 
-        return Future(result)
+        return Future(result, call.is_done)
 
     def _batch_of(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]

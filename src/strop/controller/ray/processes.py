@@ -52,6 +52,11 @@ class Call:
     references: dict[int, Any]
     """Rank -> reference of its result."""
 
+    def is_done(self) -> bool:
+        """Return True if every rank has returned, raised or died."""
+        references = list(self.references.values())
+        return len(ray.wait(references, num_returns=len(references), timeout=0)[0]) == len(references)
+
 
 def processes_of(pool: ResourcePool, *, gpus: bool, timeout_s: float | None) -> Processes:
     """Return the processes of a pool; the first call reserves places for all pools and starts them."""

@@ -1,0 +1,108 @@
+"""Generation ahead of training: one result whatever is slow, and exact resume with samples in flight."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop import ActorRolloutRefWorker
+from strop.checkpoint.folder import verify
+from strop.rewards.worker.process import RewardProcess
+
+from killing import kill
+from runs import hashes, make_inputs, metrics, overrides, train
+
+ROWS = 16  # two iterations per epoch
+SETTINGS = (
+    "actor_rollout_ref.hybrid_engine=false",
+    "trainer.resource_pools={learner: [1], rollout: [1]}",
+    "trainer.placement={Rollout: rollout}",
+    "trainer.worker_group=local",
+    "actor_rollout_ref.actor.rollout_is=token",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "algorithm.kl_ctrl.horizon=200",
+    "trainer.total_training_steps=5",
+    "trainer.save_freq=1",
+    "trainer.test_freq=2",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return make_inputs(tmp_path_factory.mktemp("inputs"), rows=ROWS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs) -> Any:
+    """The runs that all others must equal, by ``async_steps``."""
+
+    @functools.cache
+    def run(steps: int) -> tuple[Path, dict[str, str]]:
+        folder = inputs / f"undisturbed_{steps}"
+        return folder, trained(overrides(inputs, folder, *SETTINGS, f"trainer.async_steps={steps}"))
+
+    return run
+
+
+def trained(options: list[str]) -> dict[str, str]:
+    """Train; return the hashes."""
+    trainer = train(options)
+    try:
+        return hashes(trainer)
+    finally:
+        trainer.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (ActorRolloutRefWorker, "generate_sequences"),
+        (ActorRolloutRefWorker, "update_actor"),
+        (RewardProcess, "evaluate_all"),
+    ],
+)
+def test_the_result_does_not_depend_on_what_is_slow(
+    inputs, undisturbed, tmp_path, monkeypatch, owner, method
+):
+    plain = getattr(owner, method)
+
+    @functools.wraps(plain)
+    def delayed(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.3)
+        return plain(*args, **kwargs)
+
+    other, expected = undisturbed(1)
+    monkeypatch.setattr(owner, method, delayed)
+    assert trained(overrides(inputs, tmp_path, *SETTINGS, "trainer.async_steps=1")) == expected
+    assert metrics(tmp_path) == metrics(other)
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("point", "iteration"),
+    [
+        ("in_flight", 4),
+        ("latest", 2),
+        slow("update", 3),
+        slow("log", 3),
+        slow("save actor", 3),
+        slow("seal", 3),
+        slow("rename", 3),
+    ],
+)
+def test_a_killed_run_resumes_with_its_samples_in_flight(inputs, undisturbed, tmp_path, point, iteration):
+    other, expected = undisturbed(1)
+    options = overrides(inputs, tmp_path, *SETTINGS, "trainer.async_steps=1")
+    kill(point, iteration, options)
+    assert trained(options) == expected
+    assert metrics(tmp_path) == metrics(other)
+    for checkpoint in tmp_path.glob("global_step_*"):
+        verify(checkpoint)
