@@ -240,7 +240,9 @@ class Checkpoints:
             if later is not None and (part := later(building)) is not None:
                 started.append(part)
         self._in_flight = step, started
-        if not started:
+        if started:
+            self.poll()
+        else:
             self.finish()
         return self.folder / f"global_step_{step}"
 

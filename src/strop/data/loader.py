@@ -153,6 +153,18 @@ class PromptLoader:
     def __len__(self) -> int:
         return len(self.batches)
 
+    @property
+    def yielded(self) -> int:
+        """Number of batches that an :class:`EpochSampler` has yielded, over all epochs."""
+        batches: Any = self.batches
+        return batches.epoch * len(batches) + batches.position
+
+    def batch(self, number: int) -> DataProto:
+        """Return batch ``number``, from 1, of the endless sequence of an :class:`EpochSampler`."""
+        batches: Any = copy.copy(self.batches)
+        batches.epoch, batches.position = divmod(number - 1, len(batches))
+        return next(iter(PromptLoader(self.dataset, batches, self.collate_fn)))
+
     def ahead(self) -> Iterator[DataProto]:
         """Return the batches that follow; iterating over them leaves the position of this loader as it is."""
         return iter(PromptLoader(self.dataset, copy.copy(self.batches), self.collate_fn))

@@ -112,8 +112,8 @@ class RolloutEngine(Protocol):
         values are computed again). How far they get depends on the queue alone, never on the clock.
 
         ``version`` is that of the weights. The columns are those of ``generate``, and ``rollout_versions``
-        [R, T] int32, the version that sampled each token (-1 beyond the response). ``finished`` is also called
-        for samples that were complete before this call.
+        [R, T] int32, the version that sampled each token (-1 beyond the response). ``finished`` is also
+        called for samples that were complete before this call.
         """
         ...
 

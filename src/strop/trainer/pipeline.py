@@ -26,8 +26,12 @@ from strop.controller.group import Future
 from strop.data.loader import PromptLoader
 from strop.files import crash_point
 from strop.protocol import DataProto
+from strop.trainer.group_filter import GroupFilter
 from strop.trainer.ppo import PPO, Generation
 from strop.trainer.scores import Samples
+
+KEPT = "kept.pt"
+"""File of samples that passed the filter of groups and that no iteration has used."""
 
 
 class Batch:
@@ -39,7 +43,8 @@ class Batch:
     def samples(self, ppo: PPO) -> Samples:
         """Wait until it is generated."""
         if isinstance(self._source, Generation):
-            self._source = ppo.finish(self._source, phase="wait_samples")
+            phase = "wait_samples" if ppo.config.trainer.async_steps else "gen"
+            self._source = ppo.finish(self._source, phase=phase)
         return self._source
 
     def is_scored(self, ppo: PPO) -> bool:
@@ -56,103 +61,145 @@ class Batch:
 class InFlight:
     """The part of a checkpoint with the batches in flight; it is written when they are complete."""
 
-    def __init__(self, ppo: PPO, folder: Path, batches: list[Batch]) -> None:
-        self._ppo, self.folder, self._batches = ppo, folder, batches
-        self.tail: Future | None = None
-        """Call by which the rollout writes its unfinished samples."""
+    def __init__(self, ppo: PPO, folder: Path, batches: list[Batch], *, with_tail: bool) -> None:
+        self._ppo, self._folder, self._batches = ppo, folder, batches
+        self._with_tail = with_tail
+        self._tail: Future | None = None
+
+    def cut(self) -> None:
+        """Have the rollout write its unfinished samples, before it takes the weights of the checkpoint."""
+        if self._with_tail and self._tail is None:
+            self._tail = self._ppo.groups.rollout.save_in_flight.start(self._folder)
 
     def save_is_done(self) -> bool:
         """Return True if ``finish_save`` will not wait."""
-        return all(batch.is_scored(self._ppo) for batch in self._batches) and (
-            self.tail is None or self.tail.is_done()
-        )
+        if not all(batch.is_scored(self._ppo) for batch in self._batches):
+            return False
+        self.cut()
+        return self._tail is None or self._tail.is_done()
 
     def finish_save(self) -> None:
         """Wait for the batches, and write them."""
+        self.cut()
         for batch in self._batches:
-            scored = batch.samples(self._ppo).scored()
-            tensors = {name: column.clone() for name, column in scored.batch.items()}
             crash_point("in_flight", batch.number)
-            path = self.folder / f"batch_{batch.number}.pt"
-            torch.save({"tensors": tensors, "meta_info": scored.meta_info}, path)
-        if self.tail is not None:
-            self.tail.get()
+            _save(batch.samples(self._ppo).scored(), self._folder / f"batch_{batch.number}.pt")
+        if self._tail is not None:
+            self._tail.get()
+            self._tail, self._with_tail = None, False  # an interrupted save may be finished again
 
 
 class Pipeline:
     """The batches between rollout and learner.
 
     Args:
-        loader: of the prompts; its position stays that of the batches that were learned from.
-        async_steps: S of the module's schedule.
+        loader: of the prompts; its position is that of the batches that were learned from.
+        total_iterations: of the run; nothing is begun that these do not need.
     """
 
-    def __init__(self, ppo: PPO, loader: PromptLoader, *, async_steps: int, total_iterations: int) -> None:
+    def __init__(self, ppo: PPO, loader: PromptLoader, *, total_iterations: int) -> None:
         self.ppo, self.loader, self.total = ppo, loader, total_iterations
-        self.async_steps, self.tail = async_steps, async_steps // 2
-        self.ahead = async_steps - self.tail
+        config, steps = ppo.config, ppo.config.trainer.async_steps
+        self.tail = steps // 2
+        self.ahead = steps - self.tail
+        self.n = config.actor_rollout_ref.rollout.n
+        self._filter: GroupFilter | None = None
+        if (settings := config.algorithm.filter_groups).enable:
+            self._filter = GroupFilter(settings, size=config.data.train_batch_size, n=self.n)
         self._batches: deque[Batch] = deque()  # begun
-        self._prompts: deque[DataProto] = deque()  # admitted, of the batches after these
+        self._admitted: deque[DataProto] = deque()  # prompts of the batches after these
         self._loading: list[Future] = []
         self._coming: Iterator[DataProto] = loader.ahead()
-        self._last = 0  # number of the last batch begun
+        self._taken = self._last = 0  # number of the last batch taken, and begun
         self._cut: InFlight | None = None
 
     def take(self, iteration: int) -> Samples:
-        """Begin what the schedule has before the update of ``iteration``; wait for its samples."""
-        if self._cut is not None and self.tail:  # before the rollout takes the weights of the checkpoint
-            self._cut.tail = self.ppo.groups.rollout.save_in_flight.start(self._cut.folder)
-        self._cut = None
-        while self._last < min(iteration + self.ahead, self.total):
-            self._admit(up_to=min(self._last + 1 + self.tail, self.total))
+        """Begin what the schedule has before the update of ``iteration``; wait for its samples.
+
+        With ``algorithm.filter_groups`` an iteration takes as many batches as it needs.
+        """
+        if self._cut is not None:
+            self._cut.cut()
+            self._cut = None
+        if self._filter is None:
+            return self._next(iteration)
+        self._filter.add(self._next(iteration))
+        while not self._filter.is_full:
+            next(iter(self.loader.batches))  # the loop has moved the loader by one batch
+            self._filter.add(self._next(iteration))
+        return self._filter.take()
+
+    def _next(self, iteration: int) -> Samples:
+        left = self.total - iteration
+        while self._last < self._taken + 1 + min(self.ahead, left):
+            self._admit(up_to=self._taken + 1 + min(self.ahead + self.tail, left))
             self._last += 1
-            generation = self.ppo.start(self._prompts.popleft(), self._last)
+            generation = self.ppo.start(self._admitted.popleft(), self._last)
             generation.loading.extend(self._loading)
             self._loading = []
             self._batches.append(Batch(self._last, generation))
         samples = self._batches[0].samples(self.ppo)
         self._batches.popleft()
+        self._taken += 1
         return samples
 
     def _admit(self, *, up_to: int) -> None:
         """Send the prompts of batches up to this number to the rollout."""
-        while self._last + len(self._prompts) < up_to:
-            prompts = next(self._coming)
-            self._prompts.append(prompts)
+        while self._last + len(self._admitted) < up_to:
+            self._admitted.append(next(self._coming))
             if self.tail:
-                self._loading.append(self.ppo.admit(prompts, self._last + len(self._prompts)))
+                number = self._last + len(self._admitted)
+                self._loading.append(self.ppo.admit(self._admitted[-1], number))
 
     def save(self, checkpoint: Path) -> InFlight | None:
         """Return the part of a checkpoint that is complete later; None if nothing is in flight.
 
         Call it after an update; the part may be finished after the next ``take``.
         """
-        if not self._batches and not self._prompts:
+        kept = [] if self._filter is None else self._filter.kept
+        if not self._batches and not self._admitted and not kept:
             return None
         folder = checkpoint / IN_FLIGHT
         folder.mkdir()
-        self._cut = InFlight(self.ppo, folder, list(self._batches))
+        for rows in kept:  # at most one
+            _save(rows, folder / KEPT)
+        self._cut = InFlight(self.ppo, folder, list(self._batches), with_tail=self.tail > 0)
         return self._cut
 
-    def restore(self, checkpoint: Path, iteration: int) -> None:
-        """Continue from a checkpoint after ``iteration``, with the batches that were in flight."""
-        self._last = iteration
+    def restore(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint with the batches that were in flight; the loader has its position."""
+        self._taken = self._last = self.loader.yielded
         self._coming = self.loader.ahead()
         folder = checkpoint / IN_FLIGHT
+        if self._filter is not None and (folder / KEPT).exists():
+            self._filter.kept = [self._load(folder / KEPT)]
         while (path := folder / f"batch_{self._last + 1}.pt").exists():
-            saved = torch.load(path, weights_only=True)
             self._last += 1
-            prompts = self.ppo.named(next(self._coming), self._last)
-            columns = prompts.repeat(self.ppo.config.actor_rollout_ref.rollout.n).non_tensor_batch
-            batch = DataProto(saved["tensors"], columns, saved["meta_info"])
-            self._batches.append(Batch(self._last, Samples(batch)))
-        if self.tail and folder.is_dir() and self._last < self.total:
+            next(self._coming)
+            self._batches.append(Batch(self._last, Samples(self._load(path))))
+        if self.tail and folder.is_dir():
             self._admit(up_to=min(self._last + self.tail, self.total))
             for call in (*self._loading, self.ppo.groups.rollout.load_in_flight.start(folder)):
                 call.get()
             self._loading = []
 
+    def _load(self, path: Path) -> DataProto:
+        """Return saved samples; columns that are not tensors are those of their prompts."""
+        saved = torch.load(path, weights_only=True)
+        places = [(int(batch), int(row)) for batch, row in (uid.split("-") for uid in saved["uids"])]
+        numbers = {number for number, _ in places}
+        prompts = {number: self.ppo.named(self.loader.batch(number), number) for number in numbers}
+        rows = [prompts[number][[row]] for number, row in places[:: self.n]]
+        columns = DataProto.concat(rows).repeat(self.n).non_tensor_batch
+        return DataProto(saved["tensors"], columns, saved["meta_info"])
+
     def cancel(self) -> None:
         """Cancel scoring of all batches; their samples will not be read."""
         for batch in self._batches:
             batch.cancel()
+
+
+def _save(scored: DataProto, path: Path) -> None:
+    tensors = {name: column.clone() for name, column in scored.batch.items()}
+    uids = scored.non_tensor_batch["uid"].tolist()
+    torch.save({"tensors": tensors, "uids": uids, "meta_info": scored.meta_info}, path)

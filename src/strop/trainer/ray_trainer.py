@@ -53,7 +53,7 @@ class RayPPOTrainer:
     weights: WeightSync
     validator: Validator
     pipeline: Pipeline | None = None
-    """Generates ahead of training; None with ``trainer.async_steps=0``."""
+    """Generates ahead of training, or further batches where groups are filtered; else None."""
 
     def __init__(
         self,
@@ -108,10 +108,8 @@ class RayPPOTrainer:
         self.weights = WeightSync(self.actor, self.rollout, verify_every=every, ahead=ahead > 0)
         groups = Groups(self.actor, self.rollout, self.ref, self.critic, self.reward_model)
         self.ppo = PPO(config, groups, self.reward_fn, self.weights, total_iterations=self.total_steps)
-        if ahead and not config.trainer.val_only:
-            self.pipeline = Pipeline(
-                self.ppo, self.train_loader, async_steps=ahead, total_iterations=self.total_steps
-            )
+        if (ahead or config.algorithm.filter_groups.enable) and not config.trainer.val_only:
+            self.pipeline = Pipeline(self.ppo, self.train_loader, total_iterations=self.total_steps)
         self.validator = Validator(
             config,
             self.tokenizer,
@@ -236,7 +234,7 @@ class ReinforcementRun(Run):
         super().resume(checkpoint, goes_on=goes_on)
         if self.trainer.pipeline is not None:
             with reading_state_of(checkpoint):
-                self.trainer.pipeline.restore(checkpoint, self.trainer.global_step)
+                self.trainer.pipeline.restore(checkpoint)
 
     def save(self) -> None:
         """See ``Run.save``; samples in flight are a part of the checkpoint."""
@@ -265,7 +263,7 @@ class ReinforcementRun(Run):
         timing = trainer.timer.take()
         return {
             "episode": float(step * trainer.config.data.train_batch_size),
-            "epoch": step / len(trainer.train_loader),
+            "epoch": trainer.train_loader.yielded / len(trainer.train_loader),
             **metrics,
             **timing,
             **speed_metrics(samples, timing, devices=trainer.actor.world_size),

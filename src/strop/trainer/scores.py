@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,6 +144,17 @@ def attach_scores(batch: DataProto, output: RewardOutput) -> DataProto:
         **{f"reward/{name}": values_B.float() for name, values_B in output.parts.items()},
     }
     return batch.union(DataProto(columns, {}, {"reward_metrics": dict(output.metrics)}))
+
+
+def with_equal_columns(batches: list[DataProto]) -> list[DataProto]:
+    """Fill parts of the score that only some batches have with NaN in the others."""
+    names = {name for batch in batches for name in batch.batch if name.startswith("reward/")}
+    return [
+        batch.union(
+            DataProto({name: torch.full((len(batch),), math.nan) for name in names - batch.batch.keys()})
+        )
+        for batch in batches
+    ]
 
 
 def require_finite(name: str, values_BT: Tensor, batch: DataProto) -> None:

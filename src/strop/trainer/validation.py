@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from strop.config.schema import Config
 from strop.protocol import DataProto
@@ -28,7 +26,7 @@ from strop.trainer.sample_statistics import (
     expected_worst,
     sample_counts,
 )
-from strop.trainer.scores import PendingScores
+from strop.trainer.scores import PendingScores, with_equal_columns
 from strop.trainer.seeds import sample_seeds
 
 
@@ -158,7 +156,7 @@ class Validator:
                 progress(done)
         if waiting is not None:
             scored.append(waiting.get())
-        return DataProto.concat(_with_equal_columns(scored))
+        return DataProto.concat(with_equal_columns(scored))
 
 
 def _counting(progress: Progress, done: int, finished: Finished | None) -> Finished:
@@ -171,14 +169,3 @@ def _counting(progress: Progress, done: int, finished: Finished | None) -> Finis
             finished(prompt, number, token_ids)
 
     return count
-
-
-def _with_equal_columns(batches: list[DataProto]) -> list[DataProto]:
-    """Fill parts of the score that only some batches have with NaN in the others."""
-    names = {name for batch in batches for name in batch.batch if name.startswith("reward/")}
-    return [
-        batch.union(
-            DataProto({name: torch.full((len(batch),), math.nan) for name in names - batch.batch.keys()})
-        )
-        for batch in batches
-    ]

@@ -102,6 +102,7 @@ RULES: tuple[Rule, ...] = (
     learning.pluggable_names,
     learning.reward_parts,
     learning.groups,
+    learning.filtered_groups,
     learning.sampling,
     learning.validation_sampling,
     learning.kl_horizon,

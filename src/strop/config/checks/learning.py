@@ -43,6 +43,15 @@ def groups(config: Config) -> Iterator[Finding]:
         )
 
 
+def filtered_groups(config: Config) -> Iterator[Finding]:
+    """Require several answers to a prompt where groups without a difference are dropped."""
+    if config.algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:
+        yield error(
+            f"algorithm.filter_groups.enable=True with {_ROLLOUT}.n=1: one answer differs from no other, so "
+            "every prompt would be dropped (expected n >= 2)"
+        )
+
+
 def kl_horizon(config: Config) -> Iterator[Finding]:
     """Require a horizon with which one iteration cannot take the adaptive coefficient to 0."""
     control = config.algorithm.kl_ctrl

@@ -10,6 +10,7 @@ from pydantic import PrivateAttr
 from strop.config.names import estimators
 from strop.config.schema.base import (
     At,
+    Count,
     Fraction,
     KlKind,
     Limit,
@@ -17,6 +18,7 @@ from strop.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Text,
     no_effect,
 )
 from strop.config.schema.critic import NO_CRITIC, CriticConfig
@@ -70,6 +72,20 @@ def _argument(name: str, *, neutral: float) -> Limit:
     )
 
 
+_NO_FILTER = no_effect("with algorithm.filter_groups.enable=False", lambda at: not at.section.enable)
+
+
+class FilterGroupsConfig(Section):
+    """Dynamic sampling (DAPO): train on prompts whose answers differ, and generate until there are enough."""
+
+    enable: bool
+    """Drop prompts whose answers all have one score, and generate further batches in their place."""
+    metric: Annotated[Text, _NO_FILTER]
+    """What must differ: score, acc (the rule's part), or another part of the score."""
+    max_num_gen_batches: Annotated[Count, _NO_FILTER]
+    """End the run with an error if an iteration would need more batches than this; 0: no limit."""
+
+
 class AlgorithmConfig(Section):
     """From scores to advantages."""
 
@@ -89,6 +105,7 @@ class AlgorithmConfig(Section):
     ]
     """Estimator of the KL between policy and reference in the reward and in metrics."""
     kl_ctrl: KlControlConfig
+    filter_groups: FilterGroupsConfig
 
 
 class RootConfig(Section):

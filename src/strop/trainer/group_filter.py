@@ -1,0 +1,130 @@
+"""Dynamic sampling (DAPO): train on prompts whose samples differ in score; generate until there are enough.
+
+If all samples of a prompt have one score, group-relative advantages are 0 and the group teaches nothing.
+
+Shapes: B samples of G prompts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.aggregation import masked_sum
+from strop.config.schema.root import FilterGroupsConfig
+from strop.errors import RewardError, TrainingError
+from strop.protocol import DataProto
+from strop.trainer.metrics import PhaseTimer
+from strop.trainer.scores import Samples, with_equal_columns
+
+
+def differing_groups(batch: DataProto, n: int, metric: str) -> Tensor:
+    """Return whether the samples of each prompt differ in ``metric``: bool [G].
+
+    ``batch`` has scores and ``n`` adjacent samples of each prompt. ``metric``: ``score``, the whole score, or
+    the name of one of its parts; ``acc`` is the part of that name, or else the rule's. Samples that the part
+    does not apply to are left out. Raises ``RewardError`` if there is no such part.
+    """
+    columns = batch.batch
+    if metric == "score":
+        values_B = masked_sum(columns["token_level_scores"], columns["response_mask"], dim=1)
+    else:
+        names = [f"reward/{metric}", *(["reward/rule"] if metric == "acc" else [])]
+        found = [name for name in names if name in columns]
+        if not found:
+            parts = [
+                "score",
+                *(name.removeprefix("reward/") for name in columns if name.startswith("reward/")),
+            ]
+            raise RewardError(
+                f"algorithm.filter_groups.metric={metric}: the rewards have no such part; they have "
+                f"{', '.join(parts)}"
+            )
+        values_B = columns[found[0]]
+    values_GN = values_B.double().reshape(-1, n)
+    known_GN = values_GN.isfinite()
+    highest_G = values_GN.masked_fill(~known_GN, -torch.inf).amax(1)
+    lowest_G = values_GN.masked_fill(~known_GN, torch.inf).amin(1)
+    return highest_G > lowest_G
+
+
+class GroupFilter:
+    """Collects groups that differ over several batches; those beyond ``size`` are used in the next iteration.
+
+    Args:
+        size: prompts of an iteration.
+        n: samples of a prompt.
+    """
+
+    def __init__(self, settings: FilterGroupsConfig, *, size: int, n: int) -> None:
+        self.settings, self.size, self.n = settings, size, n
+        self.kept: list[DataProto] = []
+        """Scored samples that no iteration has used, oldest first."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._timer = PhaseTimer()
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def is_full(self) -> bool:
+        """True if there are enough groups for an iteration."""
+        return sum(map(len, self.kept)) >= self.size * self.n
+
+    def add(self, samples: Samples) -> None:
+        """Wait for the scores of a batch, and keep its groups that differ.
+
+        Raises ``TrainingError`` if that is the last of ``max_num_gen_batches`` and there are not enough.
+        """
+        with self._timer.phase("reward"):
+            batch = samples.scored()
+        differ_G = differing_groups(batch, self.n, self.settings.metric)
+        differ_B = differ_G.repeat_interleave(self.n)
+        tokens_B, rewards = batch.batch["response_mask"].sum(1), batch.meta_info["reward_metrics"]
+        self._timer.add(samples.timer)
+        self._counts.update(
+            batches=1,
+            groups=len(differ_G),
+            kept=int(differ_G.sum()),
+            tokens=int(tokens_B.sum()),
+            dropped_tokens=int(tokens_B[~differ_B].sum()),
+            **{name: int(rewards.get(f"reward/{name}", 0)) for name in ("errors", "timeouts")},
+        )
+        if differ_G.any():
+            self.kept.append(batch[differ_B])
+        limit = self.settings.max_num_gen_batches
+        if not self.is_full and limit and self._counts["batches"] >= limit:
+            found = sum(map(len, self.kept)) // self.n
+            raise TrainingError(
+                f"algorithm.filter_groups: after {limit} batches, {found} of {self.size} prompts have "
+                f"answers with different {self.settings.metric} (max_num_gen_batches={limit}). Are the "
+                "prompts too easy or too hard? Use others, sample more answers (rollout.n), lower "
+                "data.train_batch_size, or raise max_num_gen_batches (0: no limit)"
+            )
+
+    def take(self) -> Samples:
+        """Return the samples of an iteration, the oldest first."""
+        every, rows, counts = (
+            DataProto.concat(with_equal_columns(self.kept)),
+            self.size * self.n,
+            self._counts,
+        )
+        taken, rest = every[:rows], every[rows:]
+        parts = {name: values_B for name, values_B in taken.batch.items() if name.startswith("reward/")}
+        taken.meta_info["reward_metrics"] = {
+            "reward/errors": float(counts["errors"]),
+            "reward/error_rate": counts["errors"] / (counts["groups"] * self.n),
+            "reward/timeouts": float(counts["timeouts"]),
+            **{f"{name}/mean": values_B.nanmean().item() for name, values_B in parts.items()},
+            "filter/batches": float(counts["batches"]),
+            "filter/kept_groups": counts["kept"] / counts["groups"],
+            "filter/generated_tokens": float(counts["tokens"]),
+            "filter/dropped_tokens": float(counts["dropped_tokens"]),
+            "filter/groups_carried_over": len(rest) / self.n,
+        }
+        samples = Samples(taken, timer=self._timer)
+        self.kept = [rest] if len(rest) else []
+        self._begin()
+        return samples

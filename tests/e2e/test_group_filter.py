@@ -1,0 +1,108 @@
+"""Dynamic sampling: the groups that stay, the batches it takes, and exact resume with groups carried over."""
+
+from __future__ import annotations
+
+import math
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from strop.errors import RewardError, TrainingError
+from strop.protocol import DataProto
+from strop.trainer.group_filter import differing_groups
+
+from killing import kill
+from messages import naming
+from runs import hashes, make_inputs, metrics, overrides, train
+
+NAN = math.nan
+
+
+def scored(scores, **parts):
+    scores_B = torch.tensor(scores)
+    zeros_B = torch.zeros_like(scores_B)
+    columns = {f"reward/{name}": torch.tensor(values) for name, values in parts.items()}
+    levels = torch.stack([zeros_B, scores_B], dim=1)
+    return DataProto({"token_level_scores": levels, "response_mask": torch.ones_like(levels), **columns})
+
+
+def test_groups_differ_in_the_score_or_in_a_part():
+    batch = scored([1.0, 1.0, 0.0, 0.5], rule=[0.0, 1.0, 1.0, 1.0], length=[NAN, 2.0, NAN, NAN])
+    assert differing_groups(batch, 2, "score").tolist() == [False, True]
+    assert differing_groups(batch, 2, "rule").tolist() == [True, False]
+    assert differing_groups(batch, 2, "acc").tolist() == [True, False]
+    assert differing_groups(batch, 2, "length").tolist() == [False, False]
+    with pytest.raises(RewardError, match=naming("metric=other", "score, rule, length")):
+        differing_groups(batch, 2, "other")
+
+
+REWARD = "def compute_score(solution_str, **sample):\n    return float(len(solution_str) % 2)\n"
+SETTINGS = (
+    "algorithm.filter_groups.enable=true",
+    "algorithm.adv_estimator=grpo",
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=1",
+    "trainer.test_freq=-1",
+)
+AHEAD = (
+    "actor_rollout_ref.hybrid_engine=false",
+    "trainer.resource_pools={learner: [1], rollout: [1]}",
+    "trainer.placement={Rollout: rollout}",
+    "trainer.worker_group=local",
+    "actor_rollout_ref.actor.rollout_is=token",
+    "trainer.async_steps=1",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = make_inputs(tmp_path_factory.mktemp("inputs"), rows=24)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def trained(inputs, run, *extra):
+    trainer = train(options(inputs, run, *extra))
+    try:
+        return hashes(trainer)
+    finally:
+        trainer.shutdown()
+
+
+def options(inputs, run, *extra):
+    return overrides(inputs, run, f"custom_reward_function.path={inputs / 'reward.py'}", *SETTINGS, *extra)
+
+
+@pytest.mark.parametrize("ahead", [(), AHEAD], ids=["synchronous", "ahead"])
+def test_every_group_that_is_trained_on_differs_and_a_killed_run_resumes(inputs, tmp_path, ahead):
+    expected = trained(inputs, tmp_path / "whole", *ahead)
+    seen = []
+    for line in metrics(tmp_path / "whole")[1:]:
+        rows = pq.read_table(tmp_path / "whole" / "rollouts" / f"step_{line['step']:06d}.parquet").to_pylist()
+        scores = [row["score"] for row in rows]
+        assert len(rows) == 16
+        assert all(a != b for a, b in zip(scores[::2], scores[1::2], strict=True))
+        assert line["filter/batches"] >= 1
+        tokens = sum(len(row["response_ids"]) for row in rows)
+        assert line["filter/generated_tokens"] - line["filter/dropped_tokens"] >= tokens - 4 * 16
+        seen += [row["uid"] for row in rows[::2]]
+    assert len(set(seen)) == len(seen)
+    assert seen == sorted(seen, key=lambda uid: tuple(map(int, uid.split("-"))))
+    assert max(line["filter/batches"] for line in metrics(tmp_path / "whole")[1:]) > 1
+    assert any(line["filter/groups_carried_over"] for line in metrics(tmp_path / "whole")[1:])
+
+    kill("update", 4, options(inputs, tmp_path / "killed", *ahead))
+    assert trained(inputs, tmp_path / "killed", *ahead) == expected
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+
+
+def test_a_task_without_differences_ends_with_an_error(inputs, tmp_path):
+    (inputs / "same.py").write_text("def compute_score(**sample):\n    return 1.0\n")
+    with pytest.raises(TrainingError, match=naming("after 2 batches, 0 of 8 prompts")):
+        trained(
+            inputs,
+            tmp_path,
+            f"custom_reward_function.path={inputs / 'same.py'}",
+            "algorithm.filter_groups.max_num_gen_batches=2",
+        )
