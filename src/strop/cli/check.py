@@ -20,11 +20,11 @@ from rich.text import Text
 from strop.cli.train import add_config_arguments, config_from
 from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
 from strop.config.checks.check import CheckResult, check
-from strop.config.forecast import Forecast, SampleFiles, forecast, sample_files
+from strop.config.forecast import Forecast, SampleFiles, forecast, read_model_facts, sample_files
 from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import Placement, runs_on_ray
-from strop.config.roles import why_old_log_probs_are_computed_apart
+from strop.config.roles import Schedule, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config
 from strop.errors import Attempts, DataError
 from strop.terminal import literal
@@ -100,6 +100,8 @@ def render(result: CheckResult, config: Config) -> Group:
     parts: list[RenderableType] = [Syntax(to_yaml(config), "yaml", background_color="default")]
     if result.plan is not None:
         parts += [plan_table(result.plan, config), placement_table(config, result.plan)]
+        if config.trainer.async_steps and not config.trainer.val_only:
+            parts.append(schedule_table(config))
         parts.append(memory_table(forecast(config, result.plan)))
         if config.trainer.log_rollouts and not config.trainer.val_only:
             parts.append(disk_table(sample_files(config, result.plan)))
@@ -139,6 +141,7 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
     """Return a table of the models and the processes that they run in."""
     devices = {"auto": "the GPU if there is one, else the CPU", "cpu": "the CPU", "cuda": "the GPU"}
     placement, on_ray = Placement.from_config(config), runs_on_ray(config)
+    local = "this process" if len(placement.pools) == 1 else "this process, thread of the pool {}"
     table = _two_columns("Placement")
     generator = config.actor_rollout_ref.rollout.name
     names = {
@@ -156,8 +159,26 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
             where = f"{count} process{'es' if count > 1 else ''}, each on {devices[config.trainer.device]}"
             nodes = ", ".join(map(str, placement.pools[pool]))
             table.add_row(
-                name, literal(f"{where}; pool {pool}, by node: {nodes}" if on_ray else "this process")
+                name, literal(f"{where}; pool {pool}, by node: {nodes}" if on_ray else local.format(pool))
             )
+    return table
+
+
+def schedule_table(config: Config) -> Table:
+    """Return a table of the schedule of generation ahead of training."""
+    schedule, steps = Schedule.of(config), config.trainer.async_steps
+    table = _two_columns(f"Generation ahead of training: trainer.async_steps={steps}")
+    table.add_row("whole batches generated ahead", f"{schedule.ahead}")
+    table.add_row("further batches begun beside them", f"{schedule.beside}")
+    table.add_row(
+        "batch b is completed with the policy after update", f"b - {schedule.ahead + 1} (0: the start)"
+    )
+    table.add_row("updates between a token and its use, at most", f"{steps}")
+    facts = read_model_facts(config.actor_rollout_ref.model.path)
+    size = None if facts is None or facts.parameters is None else facts.parameters * 4
+    table.add_row("versions of the weights in transfer, at most", f"{schedule.ahead + 1}")
+    total = None if size is None else size * (schedule.ahead + 1)
+    table.add_row("their memory, in float32 on the CPU", _size(total))
     return table
 
 

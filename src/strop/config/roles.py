@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from strop.config.names import needs_critic
 from strop.config.schema import Config
@@ -18,6 +18,21 @@ def uses_reference(config: Config) -> bool:
 def uses_critic(config: Config) -> bool:
     """Return True if there are updates whose advantage estimator needs values."""
     return needs_critic(config.algorithm.adv_estimator) and not config.trainer.val_only
+
+
+class Schedule(NamedTuple):
+    """How far generation runs ahead of training (``strop.trainer.pipeline``)."""
+
+    ahead: int
+    """Whole batches that are generated before the one that is learned from is done."""
+    beside: int
+    """Further batches that are begun beside the one being generated."""
+
+    @classmethod
+    def of(cls, config: Config) -> Schedule:
+        """Return the schedule of ``trainer.async_steps``, the sum of both."""
+        steps = config.trainer.async_steps
+        return cls(steps - steps // 2, steps // 2)
 
 
 def policy_roles(config: Config) -> list[str]:

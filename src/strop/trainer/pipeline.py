@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from strop.checkpoint.store import IN_FLIGHT
+from strop.config.roles import Schedule
 from strop.controller.group import Future
 from strop.data.loader import PromptLoader
 from strop.files import crash_point
@@ -99,9 +100,8 @@ class Pipeline:
 
     def __init__(self, ppo: PPO, loader: PromptLoader, *, total_iterations: int) -> None:
         self.ppo, self.loader, self.total = ppo, loader, total_iterations
-        config, steps = ppo.config, ppo.config.trainer.async_steps
-        self.tail = steps // 2
-        self.ahead = steps - self.tail
+        config = ppo.config
+        self.ahead, self.beside = Schedule.of(config)
         self.n = config.actor_rollout_ref.rollout.n
         self._filter: GroupFilter | None = None
         if (settings := config.algorithm.filter_groups).enable:
@@ -132,7 +132,7 @@ class Pipeline:
     def _next(self, iteration: int) -> Samples:
         left = self.total - iteration
         while self._last < self._taken + 1 + min(self.ahead, left):
-            self._admit(up_to=self._taken + 1 + min(self.ahead + self.tail, left))
+            self._admit(up_to=self._taken + 1 + min(self.ahead + self.beside, left))
             self._last += 1
             generation = self.ppo.start(self._admitted.popleft(), self._last)
             generation.loading.extend(self._loading)
@@ -147,7 +147,7 @@ class Pipeline:
         """Send the prompts of batches up to this number to the rollout."""
         while self._last + len(self._admitted) < up_to:
             self._admitted.append(next(self._coming))
-            if self.tail:
+            if self.beside:
                 number = self._last + len(self._admitted)
                 self._loading.append(self.ppo.admit(self._admitted[-1], number))
 
@@ -163,7 +163,7 @@ class Pipeline:
         folder.mkdir()
         for rows in kept:  # at most one
             _save(rows, folder / KEPT)
-        self._cut = InFlight(self.ppo, folder, list(self._batches), with_tail=self.tail > 0)
+        self._cut = InFlight(self.ppo, folder, list(self._batches), with_tail=self.beside > 0)
         return self._cut
 
     def restore(self, checkpoint: Path) -> None:
@@ -177,8 +177,8 @@ class Pipeline:
             self._last += 1
             next(self._coming)
             self._batches.append(Batch(self._last, Samples(self._load(path))))
-        if self.tail and folder.is_dir():
-            self._admit(up_to=min(self._last + self.tail, self.total))
+        if self.beside and folder.is_dir():
+            self._admit(up_to=min(self._last + self.beside, self.total))
             for call in (*self._loading, self.ppo.groups.rollout.load_in_flight.start(folder)):
                 call.get()
             self._loading = []
