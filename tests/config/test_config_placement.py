@@ -173,3 +173,28 @@ def test_ranks_divide_the_heads_among_them(eight_ranks, tmp_path):
     critic = "critic.ulysses_sequence_parallel_size=4"
     assert eight_ranks(critic, f"{PACKED}=True") == [Message(critic, "6", tmp_path, "3")]
     assert eight_ranks(critic, f"{PACKED}=True", "critic.model.path=some/name") == []  # not here to be read
+
+
+APART = ("actor_rollout_ref.hybrid_engine=False", "trainer.resource_pools={learner: [1], rollout: [1]}")
+
+
+def test_generation_ahead_needs_a_pool_for_the_rollout_alone():
+    def findings(*overrides):
+        config = load_config(["trainer.async_steps=1", *overrides])
+        return [(level, text) for level, text in processes.generation_ahead(config)]
+
+    for overrides in ((), ("actor_rollout_ref.hybrid_engine=False",), APART):
+        ((level, text),) = findings(*overrides)
+        assert level == "error"
+        assert mentions(text, "hybrid_engine=False", "trainer.resource_pools", "trainer.placement")
+    assert findings(*APART, "trainer.placement={Rollout: rollout}") == []
+    ((level, text),) = findings(*APART, "trainer.placement={Rollout: rollout, Critic: rollout}")
+    assert level == "warning"
+    assert mentions(text, "Critic", "trainer.placement")
+
+
+def test_pools_of_one_process_may_be_threads():
+    config = load_config([*APART, "trainer.worker_group=local"])
+    assert list(processes.worker_group(config)) == []
+    (found,) = processes.worker_group(load_config([POOLS, "trainer.worker_group=local"]))
+    assert found[0] == "error"

@@ -106,3 +106,14 @@ def test_a_killed_run_resumes_with_its_samples_in_flight(inputs, undisturbed, tm
     assert metrics(tmp_path) == metrics(other)
     for checkpoint in tmp_path.glob("global_step_*"):
         verify(checkpoint)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1)])
+def test_a_run_resumes_with_another_number_of_steps_and_says_what_is_lost(
+    inputs, tmp_path, caplog, before, after
+):
+    options = overrides(inputs, tmp_path, *SETTINGS)
+    kill("update", 4, [*options, f"trainer.async_steps={before}"])
+    trained([*options, f"trainer.async_steps={after}"])
+    assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3, 4, 5]
+    assert ("samples in flight are not used" in caplog.text) == (before == 1)

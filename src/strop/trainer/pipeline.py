@@ -166,13 +166,18 @@ class Pipeline:
         self._cut = InFlight(self.ppo, folder, list(self._batches), with_tail=self.beside > 0)
         return self._cut
 
-    def restore(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint with the batches that were in flight; the loader has its position."""
+    def restore(self, checkpoint: Path, *, with_batches: bool = True) -> None:
+        """Continue from a checkpoint; the loader has its position.
+
+        ``with_batches``: with the batches that were in flight; they are of this schedule.
+        """
         self._taken = self._last = self.loader.yielded
         self._coming = self.loader.ahead()
         folder = checkpoint / IN_FLIGHT
         if self._filter is not None and (folder / KEPT).exists():
             self._filter.kept = [self._load(folder / KEPT)]
+        if not with_batches:
+            return
         while (path := folder / f"batch_{self._last + 1}.pt").exists():
             self._last += 1
             next(self._coming)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.algorithms.advantages import get_estimator, needs
-from strop.checkpoint.store import TRAINED, reading_state_of
+from strop.checkpoint.store import IN_FLIGHT, TRAINED, reading_state_of
 from strop.config.checks.check import check
 from strop.config.load import as_config
 from strop.config.roles import uses_reference
@@ -219,6 +219,7 @@ class ReinforcementRun(Run):
     def __init__(self, trainer: RayPPOTrainer) -> None:
         super().__init__(trainer)
         self.best_score: float | None = None
+        self.async_steps_before = 0
 
     def fit(self) -> None:
         """See ``Run.fit``."""
@@ -232,9 +233,19 @@ class ReinforcementRun(Run):
     def resume(self, checkpoint: Path, *, goes_on: bool) -> None:
         """See ``Run.resume``."""
         super().resume(checkpoint, goes_on=goes_on)
-        if self.trainer.pipeline is not None:
+        trainer, steps = self.trainer, self.settings.async_steps
+        is_same = self.async_steps_before == steps
+        if not is_same and (checkpoint / IN_FLIGHT).is_dir() and not self.settings.val_only:
+            logger.warning(
+                "%s was saved with trainer.async_steps=%d: its samples in flight are not used, and their "
+                "prompts are generated again, with newer weights (trainer.async_steps=%d)",
+                checkpoint,
+                self.async_steps_before,
+                steps,
+            )
+        if trainer.pipeline is not None:
             with reading_state_of(checkpoint):
-                self.trainer.pipeline.restore(checkpoint)
+                trainer.pipeline.restore(checkpoint, with_batches=is_same)
 
     def save(self) -> None:
         """See ``Run.save``; samples in flight are a part of the checkpoint."""
@@ -289,8 +300,12 @@ class ReinforcementRun(Run):
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Run.state_dict``."""
-        kl_controller = self.trainer.ppo.kl_controller.state_dict()
-        return {**super().state_dict(), "kl_controller": kl_controller, "best_score": self.best_score}
+        return {
+            **super().state_dict(),
+            "kl_controller": self.trainer.ppo.kl_controller.state_dict(),
+            "best_score": self.best_score,
+            "async_steps": self.settings.async_steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``Run.load_state_dict``."""
@@ -299,6 +314,7 @@ class ReinforcementRun(Run):
         trainer.weights.version = trainer.global_step if trainer.ppo.trains_actor(trainer.global_step) else 0
         self.trainer.ppo.kl_controller.load_state_dict(state["kl_controller"])
         self.best_score = state["best_score"]
+        self.async_steps_before = state.get("async_steps", 0)
 
 
 def build_loaders(
