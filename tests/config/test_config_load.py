@@ -162,6 +162,7 @@ def test_a_file_may_be_named_as_the_path_and_may_be_called_like_the_defaults(fol
     ("text", "said"),
     [
         ("- a\n- b\n", "DictConfig"),
+        ("just text", "just text"),
         ("a: [\n", "node content"),
         ("a: 1\na: 2\n", "duplicate key"),
         ("defaults: [wrong]\n", "wrong"),
