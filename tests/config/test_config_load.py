@@ -178,6 +178,20 @@ def test_a_file_that_cannot_be_composed_is_one_line_that_names_it(folder, text, 
     assert "\n" not in problem
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("trainer: {resource_pools: [1]}", ("trainer.resource_pools", "[1]")),
+        ("trainer: {logger: {a: 1}}", ("trainer.logger", "{'a': 1}")),
+        ("data: {train_files: {a: 1}}", ("data.train_files", "{'a': 1}")),
+        ("critic: {optim: [1]}", ("critic.optim", "[1]")),
+    ],
+)
+def test_a_list_in_the_place_of_a_mapping_and_the_reverse_name_the_key(folder, text, said):
+    (folder / "own.yaml").write_text(text)
+    assert Message(*said) in problems_of(config_path=folder / "own.yaml")
+
+
 def test_missing_files_and_folders_are_errors_with_the_alternatives(folder):
     assert problems_of(config_path=folder, config_name="nope") == [
         Message(
