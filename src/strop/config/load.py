@@ -82,12 +82,14 @@ def _build(tree: Tree[Root], layer: DictConfig, settings: list[Override], proble
     """Lay `layer` and `settings` over the defaults, resolve, validate; `problems` are known already."""
     given = cast(dict[Any, Any], OmegaConf.to_container(layer, resolve=False))
     in_file = written_paths(given)
-    merged = cast(DictConfig, OmegaConf.merge(tree.defaults()))  # a copy
-    OmegaConf.set_readonly(merged, False)
-    for path in _of_another_kind(OmegaConf.to_container(merged, resolve=False), given):
+    defaults = cast(DictConfig, OmegaConf.merge(tree.defaults()))  # a copy
+    OmegaConf.set_readonly(defaults, False)
+    for path in _of_another_kind(OmegaConf.to_container(defaults, resolve=False), given):
         section, _, name = path.rpartition(".")
-        del (OmegaConf.select(merged, section) if section else merged)[name]  # OmegaConf cannot merge the two
-    merged.merge_with(layer)
+        # OmegaConf cannot merge the two.
+        del (OmegaConf.select(defaults, section) if section else defaults)[name]
+    merged = cast(DictConfig, OmegaConf.merge(defaults, layer))
+    OmegaConf.set_readonly(merged, False)
     overridden: set[str] = set()
     problems = list(problems)
     for override in settings:

@@ -113,7 +113,7 @@ class AnsweredDataset:
     def _require_differing(self, chosen: str, rejected: str) -> None:
         """Raise ``DataError`` if both answers are the same in every row; warn if in some."""
         table, files = self._table.table, ", ".join(self._table.files)
-        n_same = pc.sum(pc.equal(table.column(chosen), table.column(rejected))).as_py()
+        n_same = table.filter(pc.field(chosen) == pc.field(rejected)).num_rows
         if n_same == len(table):
             raise DataError(
                 f"{files}: {chosen!r} (data.chosen_key) and {rejected!r} (data.rejected_key) are the same in "
