@@ -1,34 +1,44 @@
-"""Random configurations and broken files, each given to ``strop check`` and ``strop train`` in this process.
+"""Random configurations and broken files, each given to the commands that read it, in this process.
 
-``PYTHONPATH=examples python tests/fuzz_inputs.py --seed 3 --configurations 1000 --files`` shows failures.
+``PYTHONPATH=examples python tests/fuzz_inputs.py --seed 3 --configurations 1000 --files`` shows failures;
+``--several`` draws configurations of several processes, ``--command sft`` those of another command.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import io
-import json
-import os
 import random
+import re
 import shutil
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
 
 from strop.cli.main import main
 from strop.config.keys import all_keys
-from strop.config.load import load_config
-from strop.config.placement import runs_on_ray
+from strop.config.load import load_tree
+from strop.config.placement import process_count, runs_on_ray
+from strop.config.trees import PPO, REWARD_MODELLING, SFT
+from strop.controller.ray import cluster
 from strop.errors import ConfigError, StropError
 
-from runs import make_inputs, overrides
+import runs
+import supervised_runs
+from broken_files import broken_files
+
+TREES: dict[str, Any] = {"train": PPO, "sft": SFT, "train-rm": REWARD_MODELLING}
 
 _WORDS = (
     "0 1 -1 2 3 7 0.5 1.5 -0.5 1e30 -1e30 1e-300 1e300 2147483647 2147483648 1000000000000000000000000000000 "
@@ -43,8 +53,55 @@ YAML_VALUES = [
     *("!!binary aGk=", ".nan", ".inf", "0o17", "on", "1e3", "&a [*a]", "!!python/object:os.system {}"),
     *("[1, {a: 1}]", "{1: 2}", "'${data}'", '"\\ud800"', "9" * 400, "- x", "1.e-400"),
 ]
-_HEAVY = ("num_workers", "nnodes", "n_gpus_per_node", "resource_pools")
-"""Keys whose large values are tried without starting processes."""
+_SEVERAL = {
+    "trainer.nnodes": "1 1 2 0",
+    "trainer.worker_group": "auto auto ray local",
+    "trainer.resource_pools": (
+        "{a:[2]} {a:[2],b:[1]} {a:[1],b:[1],c:[1]} {a:[1,1],b:[2]} {a:[3],b:[2]} {global_pool:[2],b:[2]} {} "
+        "{a:[]} {a:[0]} {a:2} {a:[-1],b:[2]} {'':[1]} {a:[1000],b:[1000]} {'[/red]':[2]} {a:[1.5]} "
+        "{a:[true]} {1:[2]} [2]"
+    ),
+    "trainer.placement": (
+        "{Critic:b} {Critic:b,RefPolicy:b} {Actor:a,Rollout:b} {Actor:a,Rollout:b,Critic:b} {Rollout:b} "
+        "{ActorRollout:a,Critic:b} {RefPolicy:b} {RewardModel:a} {Nobody:a} {Critic:''} {Critic:null} [a] a"
+    ),
+    "actor_rollout_ref.hybrid_engine": "True False False",
+    "actor_rollout_ref.rollout.name": "hf hf auto vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "1 2 3 4 0 -1",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "1 2 2 3 4 0",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": "1 2 3",
+    "critic.ulysses_sequence_parallel_size": "1 2 2 3 4",
+    "actor_rollout_ref.model.use_remove_padding": "True True False",
+    "critic.model.use_remove_padding": "True True False",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": "-1 1 2 2 3 4 0",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "True",
+    "critic.model.fsdp_config.fsdp_size": "-1 1 2 3 4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "4 2 1 3 8",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "1 2 3 4 8 16",
+    "actor_rollout_ref.actor.ppo_micro_batch_size": "1 2 4 8",
+    "actor_rollout_ref.actor.use_dynamic_bsz": "True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "6 12 24 48",
+    "critic.ppo_mini_batch_size": "1 2 4 8",
+    "data.train_batch_size": "8 4 6 1",
+    "data.val_batch_size": "1 3 100",
+    "actor_rollout_ref.rollout.n": "1 2 3",
+    "algorithm.adv_estimator": "gae grpo grpo remax",
+    "actor_rollout_ref.actor.use_kl_loss": "True",
+    "algorithm.kl_penalty": "kl full",
+    "trainer.async_save": "True",
+    "trainer.max_restarts": "0 1",
+    "trainer.val_only": "True",
+    "trainer.device": "cpu cpu auto cuda",
+}
+"""Keys of runs with several processes, beside the number of these, with values for a model of two heads."""
+_MOST_REAL = 4
+"""Processes of the largest run with several that is really trained."""
+_HANG_S = 300
+_NAMED = re.compile(
+    r"\bdata_source\b|"
+    r"\b(actor_rollout_ref|algorithm|critic|custom_reward_function|data|model|reward_model|trainer)\.\w"
+)
+"""The names of columns and keys in errors."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +115,11 @@ class Result:
     def ok(self) -> bool:
         return self.status in (0, 2)
 
+    def names(self, text: str) -> bool:
+        """Return True if an error names the path ``text``, or a key."""
+        error = self.text[self.text.find("Error: ") :]
+        return self.status == 0 or text in error or _NAMED.search(error) is not None
+
 
 class ReachedModel(StropError):
     """Raised in place of loading a model: everything before has been accepted."""
@@ -70,9 +132,11 @@ def command(name: str, arguments: list[str], *, stop_at_model: bool = False) -> 
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(out))
         stack.enter_context(mock.patch("strop.trainer.loop.draw_curves"))
-        if stop_at_model:
+        for trainer in ("ray_trainer.RayPPOTrainer", "supervised.SupervisedTrainer") if stop_at_model else ():
             reached = mock.Mock(side_effect=ReachedModel("a model"))
-            stack.enter_context(mock.patch("strop.trainer.ray_trainer.RayPPOTrainer.init_workers", reached))
+            stack.enter_context(mock.patch(f"strop.trainer.{trainer}.init_workers", reached))
+        faulthandler.dump_traceback_later(_HANG_S, exit=True, file=sys.__stderr__)
+        stack.callback(faulthandler.cancel_dump_traceback_later)
         try:
             status: int | None = main([name, *arguments])
         except SystemExit as end:
@@ -87,9 +151,9 @@ def command(name: str, arguments: list[str], *, stop_at_model: bool = False) -> 
     return Result(0 if "ReachedModel" in text else status, text)
 
 
-def configurations(chance: random.Random, folder: Path) -> Iterator[list[str]]:
+def configurations(chance: random.Random, folder: Path, kind: str) -> Iterator[list[str]]:
     """Yield arguments, without end: one or two keys, in overrides, in YAML or misspelt."""
-    keys = all_keys()
+    keys = all_keys(TREES[kind].schema)
     plain = [path for path, key in keys.items() if not key.is_section]
     order = chance.sample(plain, len(plain))  # every key comes before one comes twice
     for number in range(10**9):
@@ -111,6 +175,17 @@ def configurations(chance: random.Random, folder: Path) -> Iterator[list[str]]:
         else:
             paths = [path, *([chance.choice(plain)] if how == "pair" else [])]
             yield [f"{one}={_value(keys[one].expected, chance)}" for one in paths]
+
+
+def several_processes(chance: random.Random, folder: Path, kind: str) -> Iterator[list[str]]:
+    """Yield arguments, without end: a number of processes and up to six keys of ``_SEVERAL``."""
+    one_key = configurations(chance, folder, kind)
+    usable = [key for key in _SEVERAL if key in all_keys(TREES[kind].schema)]
+    while True:
+        keys = chance.sample(usable, min(chance.randint(0, 6), len(usable)))
+        drawn = [f"{key}={chance.choice(_SEVERAL[key].split())}" for key in keys]
+        further = next(one_key) if chance.random() < 0.2 else []
+        yield [f"trainer.n_gpus_per_node={chance.randint(2, 4)}", *drawn, *further]
 
 
 def _value(expected: str, chance: random.Random) -> str:
@@ -137,262 +212,105 @@ def _yaml(path: str, value: str) -> str:
     return "\n".join([*lines, f"{'  ' * len(sections)}{key}: {value}", ""])
 
 
-def try_configuration(arguments: list[str], inputs: Path, *, train_for_real: bool = False) -> str | None:
-    """Return what is wrong with the way in which the commands take it, or None."""
+def make_inputs(folder: Path) -> Path:
+    """Write a model, and data that every command reads, to ``folder``; return it."""
+    runs.make_inputs(folder)
+    for name in ("train", "val"):
+        rows = pq.read_table(folder / f"{name}.parquet")
+        right = [one["ground_truth"] for one in rows["reward_model"].to_pylist()]
+        answers = {"response": right, "chosen": right, "rejected": ["0"] * len(rows)}
+        for column, values in answers.items():
+            rows = rows.append_column(column, pa.array(values))
+        pq.write_table(rows, folder / f"{name}.parquet")
+    return folder
+
+
+def arguments_of(kind: str, inputs: Path, run: Path, *extra: str) -> list[str]:
+    """Return the arguments of a command on ``inputs``."""
+    if kind == "score":
+        own = (one.replace("custom_reward_function.path=", "--custom=") for one in extra)
+        return [str(inputs / "train.parquet"), *own]
+    if kind == "eval":
+        data = f"--data={inputs / 'train.parquet'}"
+        short = ("--max-response-length=4", f"data.cache_dir={inputs / 'cache'}", "trainer.device=cpu")
+        return [str(inputs / "model"), data, f"--out={run}", *short, *extra]
+    build = runs.overrides if kind == "train" else supervised_runs.overrides
+    return build(inputs, run, "trainer.total_training_steps=1", "trainer.test_freq=-1", *extra)
+
+
+def try_configuration(
+    arguments: list[str], inputs: Path, *, kind: str = "train", train_for_real: bool = False
+) -> str | None:
+    """Return what is wrong with the way in which the commands take it, or None.
+
+    ``strop check`` reads configurations of ``strop train`` only; those of other commands are built.
+    """
     run = inputs / "run"
     shutil.rmtree(run, ignore_errors=True)
-    quick = ("resume_mode=disable", "val_before_train=False", "test_freq=-1", "save_freq=-1")
-    base = overrides(inputs, run, "trainer.total_training_steps=1", *(f"trainer.{one}" for one in quick))
+    quick = ["trainer.resume_mode=disable", "trainer.save_freq=-1"]
+    quick += ["trainer.val_before_train=False"] if kind == "train" else []
     named = {one.lstrip("+").partition("=")[0] for one in arguments}
-    base = [one for one in base if one.partition("=")[0] not in named]
+    base = [one for one in arguments_of(kind, inputs, run, *quick) if one.partition("=")[0] not in named]
     given = [*base, *arguments]
-    if any(
-        f"{key}=" in one and one.rpartition("=")[2] not in ("1", "2") for key in _HEAVY for one in arguments
-    ):
-        try:
-            load_config([one for one in given if not one.startswith("--")])
-        except ConfigError:
-            return None
-        except Exception:  # noqa: BLE001
-            return traceback.format_exc()
-        return None
-    checked = command("check", given)
+    if any("num_workers=" in one and one.rpartition("=")[2] not in ("1", "2") for one in arguments):
+        return _loads(kind, given)  # many processes
+    checked = command("check", given) if kind == "train" else command(kind, given, stop_at_model=True)
     if not checked.ok:
-        return f"check {arguments}\n{checked.text[-2000:]}"
+        return f"{'check' if kind == 'train' else kind} {arguments}\n{checked.text[-2000:]}"
     if checked.status:
-        return None
+        return None if "Error" in checked.text or "error" in checked.text else f"no error: {arguments}"
     with contextlib.suppress(ConfigError):
-        if runs_on_ray(load_config([one for one in given if not one.startswith("--")])):
-            return None
-    trained = command("train", given, stop_at_model=not train_for_real)
+        config = load_tree(TREES[kind], [one for one in given if not one.startswith("--")])
+        if runs_on_ray(config) and (process_count(config) > _MOST_REAL or not ray.is_initialized()):
+            train_for_real = False
+    trained = command(kind, given, stop_at_model=not train_for_real)
     if not trained.ok or (trained.status and not train_for_real):
-        return f"check accepts, train ends: {arguments}\n{trained.text[-2000:]}"
+        return f"check accepts, {kind} ends: {arguments}\n{trained.text[-2000:]}"
     return None
 
 
-Breaker = Callable[[Path], list[str]]
-"""Breaks a file in a copy of the inputs; returns the overrides that name it."""
+def _loads(kind: str, given: list[str]) -> str | None:
+    try:
+        load_tree(TREES[kind], [one for one in given if not one.startswith("--")])
+    except ConfigError:
+        return None
+    except Exception:  # noqa: BLE001
+        return traceback.format_exc()
+    return None
 
 
-def broken_files() -> dict[str, Breaker]:
-    """Return the ways to break an input by name."""
-    return {**_data_files(), **_model_folders(), **_other_files()}
-
-
-def _data_files() -> dict[str, Breaker]:
-    def parquet(edit: Callable[[bytes], bytes]) -> Breaker:
-        def make(folder: Path) -> list[str]:
-            file = folder / "train.parquet"
-            file.write_bytes(edit(file.read_bytes()))
-            return []
-
-        return make
-
-    def table(edit: Callable[[pa.Table], pa.Table]) -> Breaker:
-        def make(folder: Path) -> list[str]:
-            pq.write_table(edit(pq.read_table(folder / "train.parquet")), folder / "train.parquet")
-            return []
-
-        return make
-
-    def column(name: str, values: Callable[[int], pa.Array]) -> Breaker:
-        def edit(rows: pa.Table) -> pa.Table:
-            at = rows.column_names.index(name) if name in rows.column_names else rows.num_columns
-            rows = rows.drop_columns(name) if name in rows.column_names else rows
-            return rows.add_column(at, name, values(len(rows)))
-
-        return table(edit)
-
-    def replaced(by: Callable[[Path], None]) -> Breaker:
-        def make(folder: Path) -> list[str]:
-            (folder / "train.parquet").unlink()
-            by(folder / "train.parquet")
-            return []
-
-        return make
-
-    def not_utf8(rows: int) -> pa.Array:
-        offsets = pa.array(range(rows + 1), pa.int32()).buffers()[1]
-        return pa.Array.from_buffers(pa.string(), rows, [None, offsets, pa.py_buffer(b"\xff" * rows)])
-
-    def messages(*contents: object) -> Callable[[int], pa.Array]:
-        return lambda rows: pa.array(
-            [[{"role": "user", "content": contents[row % len(contents)]}] for row in range(rows)]
-        )
-
-    return {
-        "data cut in half": parquet(lambda content: content[: len(content) // 2]),
-        "data empty": parquet(lambda content: b""),
-        "data wrong magic": parquet(lambda content: b"XXXX" + content[4:-4] + b"XXXX"),
-        "data footer of zeros": parquet(lambda content: content[:-200] + bytes(192) + content[-8:]),
-        "data footer length": parquet(lambda content: content[:-8] + b"\xff\xff\xff\x7f" + content[-4:]),
-        "data pages of zeros": parquet(lambda content: content[:4] + bytes(400) + content[404:]),
-        "data is text": parquet(lambda content: b"a,b\n1,2\n"),
-        "data is JSON": parquet(lambda content: b'{"prompt": "1"}\n'),
-        "data without rows": table(lambda rows: rows.slice(0, 0)),
-        "data without prompt": table(lambda rows: rows.drop_columns("prompt")),
-        "data without source": table(lambda rows: rows.drop_columns("data_source")),
-        "data without ground truth": table(lambda rows: rows.drop_columns("reward_model")),
-        "data without columns": table(lambda rows: rows.select([])),
-        "prompt of numbers": column("prompt", lambda rows: pa.array(range(rows))),
-        "prompt null": column("prompt", lambda rows: pa.nulls(rows)),
-        "prompt binary": column("prompt", lambda rows: pa.array([b"\xff"] * rows)),
-        "prompt not UTF-8": column("prompt", not_utf8),
-        "prompt of lists of numbers": column("prompt", lambda rows: pa.array([[1]] * rows)),
-        "prompt of empty lists": column("prompt", lambda rows: pa.array([[]] * rows, pa.list_(pa.string()))),
-        "prompt with null messages": column(
-            "prompt", lambda rows: pa.array([[None, {"role": "user"}]] * rows)
-        ),
-        "prompt with null contents": column("prompt", messages("1", None)),
-        "prompt huge": column("prompt", messages("1" * 200_000, "1")),
-        "prompt with control characters": column("prompt", messages("\x1b[31m\x00", "\ufdd0", "1")),
-        "prompt with control tokens": column("prompt", messages("<end>", "1<assistant>2")),
-        "source not UTF-8": column("data_source", not_utf8),
-        "source null": column("data_source", lambda rows: pa.nulls(rows, pa.string())),
-        "source of numbers": column("data_source", lambda rows: pa.array([1.5] * rows)),
-        "source is markup": column("data_source", lambda rows: pa.array(["[/red]"] * rows)),
-        "reward_model is text": column("reward_model", lambda rows: pa.array(["1"] * rows)),
-        "ground truth null": column("reward_model", lambda rows: pa.array([{"ground_truth": None}] * rows)),
-        "ground truth NaN": column(
-            "reward_model", lambda rows: pa.array([{"ground_truth": float("nan")}] * rows)
-        ),
-        "extra_info is a list": column("extra_info", lambda rows: pa.array([[1]] * rows)),
-        "column with a reserved name": column("input_ids", lambda rows: pa.array(range(rows))),
-        "column of times": column("at", lambda rows: pa.array([2**60] * rows, pa.timestamp("ms"))),
-        "data is a folder": replaced(lambda path: path.mkdir()),
-        "data is a loop": replaced(lambda path: path.symlink_to(path)),
-        "data is a pipe": replaced(lambda path: os.mkfifo(path)),
-        "data is missing": replaced(lambda path: None),
-        "data has a long name": lambda folder: [f"data.train_files={folder}/{'x' * 300}.parquet"],
-    }
-
-
-def _model_folders() -> dict[str, Breaker]:
-    def model(edit: Callable[[Path], object]) -> Breaker:
-        def make(folder: Path) -> list[str]:
-            edit(folder / "model")
-            return []
-
-        return make
-
-    def setting(file: str, **values: object) -> Breaker:
-        def edit(path: Path) -> None:
-            settings = json.loads((path / file).read_text()) | values
-            (path / file).write_text(json.dumps(settings))
-
-        return model(edit)
-
-    weights = "model.safetensors"
-    index = json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}})
-    return {
-        "model without config": model(lambda path: (path / "config.json").unlink()),
-        "config is broken JSON": model(lambda path: (path / "config.json").write_text("{")),
-        "config is a list": model(lambda path: (path / "config.json").write_text("[]")),
-        "config is not UTF-8": model(lambda path: (path / "config.json").write_bytes(b"\xff\xfe{}")),
-        "config without a type": setting("config.json", model_type=None),
-        "config of an unknown type": setting("config.json", model_type="nosuch"),
-        "config with a wrong shape": setting("config.json", hidden_size=48),
-        "config with a text for a number": setting("config.json", hidden_size="x"),
-        "config with no layers": setting("config.json", num_hidden_layers=0),
-        "config with heads that do not divide": setting("config.json", num_attention_heads=7),
-        "weights cut": model(lambda path: (path / weights).write_bytes((path / weights).read_bytes()[:1000])),
-        "weights empty": model(lambda path: (path / weights).write_bytes(b"")),
-        "weights missing": model(lambda path: (path / weights).unlink()),
-        "weights with a wrong header": model(lambda path: (path / weights).write_bytes(b"\xff" * 5000)),
-        "shard missing": model(
-            lambda path: ((path / weights).unlink(), (path / f"{weights}.index.json").write_text(index))
-        ),
-        "tokenizer missing": model(lambda path: [file.unlink() for file in path.glob("tokenizer*")]),
-        "tokenizer is broken JSON": model(lambda path: (path / "tokenizer.json").write_text("{")),
-        "tokenizer is another JSON": model(lambda path: (path / "tokenizer.json").write_text("{}")),
-        "template with a mistake": model(_break_template),
-    }
-
-
-def _break_template(path: Path) -> None:
-    settings = json.loads((path / "tokenizer_config.json").read_text())
-    settings.pop("chat_template", None)
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (path / "chat_template.jinja").write_text("{% for message in %}")
-
-
-def _other_files() -> dict[str, Breaker]:
-    def reward(text: str | bytes) -> Breaker:
-        def make(folder: Path) -> list[str]:
-            (folder / "reward.py").write_bytes(text if isinstance(text, bytes) else text.encode())
-            return [f"custom_reward_function.path={folder}/reward.py"]
-
-        return make
-
-    def checkpoint(*entries: str, latest: str | None = None, resume: str = "auto") -> Breaker:
-        def make(folder: Path) -> list[str]:
-            (folder / "run").mkdir()
-            for entry in entries:
-                (folder / "run" / entry).mkdir(parents=True)
-            if latest is not None:
-                (folder / "run" / "latest_checkpointed_iteration.txt").write_bytes(latest.encode("latin-1"))
-            return [f"trainer.resume_mode={resume.format(folder / 'run')}", "trainer.save_freq=1"]
-
-        return make
-
-    def file(text: str) -> Breaker:
-        def make(folder: Path) -> list[str]:
-            (folder / "own.yaml").write_text(text)
-            return [f"--config-path={folder}/own.yaml"]
-
-        return make
-
-    return {
-        "reward with a syntax error": reward("def compute_score(:\n"),
-        "reward without the function": reward("x = 1\n"),
-        "reward that raises": reward("raise RuntimeError('no')\n"),
-        "reward that exits": reward("import sys; sys.exit(3)\n"),
-        "reward of null bytes": reward(b"\0\0"),
-        "reward that is not UTF-8": reward(b"x = '\xff'\n"),
-        "reward is a number": reward("compute_score = 3\n"),
-        "reward with other parameters": reward("def compute_score(a, b): return 0\n"),
-        "checkpoint named by a superscript": checkpoint("global_step_²"),
-        "checkpoint named by nothing": checkpoint("global_step_", "global_step_x.tmp"),
-        "checkpoint that is missing": checkpoint(latest="5\n"),
-        "checkpoint that is empty": checkpoint("global_step_5", latest="5\n"),
-        "latest is text": checkpoint(latest="five"),
-        "latest is a superscript": checkpoint(latest="²"),
-        "latest is not UTF-8": checkpoint(latest="\xff\xfe"),
-        "resume from a folder without a checkpoint": checkpoint("global_step_5", resume="{}/global_step_5"),
-        "YAML with tabs": file("data:\n\tseed: 1\n"),
-        "YAML that is a list": file("- a\n- b\n"),
-        "YAML that is a text": file("just text"),
-        "YAML with a broken quote": file("data: {prompt_key: 'x}\n"),
-        "YAML with a loop of defaults": file("defaults: [own]\n"),
-        "YAML with an object": file("data: !!python/object/apply:os.system ['true']\n"),
-    }
-
-
-def try_broken(name: str, inputs: Path, folder: Path) -> str | None:
+def try_broken(kind: str, name: str, inputs: Path, folder: Path) -> str | None:
     """Break a copy of ``inputs`` in ``folder``; return what is wrong with the commands' answers, or None."""
     copied = folder / "copy"
     shutil.rmtree(copied, ignore_errors=True)
     shutil.copytree(inputs, copied)
-    extra = broken_files()[name](copied)
-    given = [
-        *overrides(copied, copied / "run", "trainer.total_training_steps=1", "trainer.test_freq=-1"),
-        *extra,
-    ]
-    checked = command("check", given)
+    given = arguments_of(kind, copied, copied / "run", *broken_files()[kind][name](copied))
+    checked = command("check", given) if kind == "train" else Result(0, "")
     if not checked.ok:
         return f"{name}: check\n{checked.text[-2000:]}"
-    before = command("train", given, stop_at_model=True)
-    if checked.status == 0 and before.status != 0:
+    before = Result(0, "") if kind == "score" else command(kind, given, stop_at_model=True)
+    if kind == "train" and checked.status == 0 and before.status != 0:
         return f"{name}: check accepts, train refuses\n{before.text[-2000:]}"
-    trained = command("train", given)
-    if not trained.ok:
-        return f"{name}: train\n{trained.text[-2000:]}"
+    trained = command(kind, given) if before.status == 0 else before
+    unscored = kind == "score" and trained.status == 1  # some answers, the first of which it shows
+    if not (trained.ok or unscored) or not trained.names(str(copied)):
+        return f"{name}: {kind} ends with {trained.status}\n{trained.text[-2000:]}"
     return None
 
 
-def run_all(seed: int, n_configurations: int, names: list[str], inputs: Path, folder: Path) -> list[str]:
-    """Try configurations and broken files; return a text for each failure."""
+def run_all(
+    seed: int,
+    n_configurations: int,
+    names: Iterable[tuple[str, str]],
+    inputs: Path,
+    folder: Path,
+    *,
+    kind: str = "train",
+    several: bool = False,
+) -> list[str]:
+    """Try configurations of a command, and broken files (command, name); return a text for each failure."""
     chance, found = random.Random(seed), []
+    draw = (several_processes if several else configurations)(chance, folder, kind)
 
     def note(problem: str | None) -> None:
         if problem is not None:
@@ -400,10 +318,14 @@ def run_all(seed: int, n_configurations: int, names: list[str], inputs: Path, fo
             found.append(problem)
 
     with contextlib.chdir(folder):  # some values are relative paths
-        for number, arguments in zip(range(n_configurations), configurations(chance, folder), strict=False):
-            note(try_configuration(arguments, inputs, train_for_real=number % 20 == 0))
-        for name in names:
-            note(try_broken(name, inputs, folder))
+        for number, arguments in zip(range(n_configurations), draw, strict=False):
+            note(
+                try_configuration(
+                    arguments, inputs, kind=kind, train_for_real=number % (4 if several else 20) == 0
+                )
+            )
+        for command_name, name in names:
+            note(try_broken(command_name, name, inputs, folder))
     return found
 
 
@@ -411,13 +333,26 @@ def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--configurations", type=int, default=0)
+    parser.add_argument("--several", action="store_true", help="processes: train some of them on Ray")
     parser.add_argument("--files", action="store_true")
+    parser.add_argument("--command", choices=[*broken_files()], help="only this one (configurations: train)")
     arguments = parser.parse_args()
+    kinds = [arguments.command] if arguments.command else [*broken_files()]
+    names = [(kind, name) for kind in kinds for name in broken_files()[kind]] if arguments.files else []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inputs = make_inputs(folder / "inputs")
-        names = list(broken_files()) if arguments.files else []
-        failures = run_all(arguments.seed, arguments.configurations, names, inputs, folder)
+        if arguments.several:
+            cluster.connect(_MOST_REAL)
+        failures = run_all(
+            arguments.seed,
+            arguments.configurations,
+            names,
+            inputs,
+            folder,
+            kind=arguments.command or "train",
+            several=arguments.several,
+        )
     print(f"{arguments.configurations} configurations, {len(names)} broken files: {len(failures)} failures")
 
 

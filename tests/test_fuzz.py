@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fuzz_inputs import broken_files, run_all
-from runs import make_inputs
+from broken_files import broken_files
+from fuzz_inputs import make_inputs, run_all
 
 
 @pytest.fixture(scope="module")
@@ -15,21 +15,37 @@ def inputs(tmp_path_factory):
 
 def test_a_sample_of_configurations_and_broken_files(inputs, tmp_path):
     names = [
-        "prompt not UTF-8",
-        "config with a text for a number",
-        "latest is a superscript",
-        "data is a pipe",
+        ("train", "prompt not UTF-8"),
+        ("train", "config with a text for a number"),
+        ("train", "latest is a superscript"),
+        ("train", "YAML that is a text"),
+        ("sft", "answers of numbers"),
+        ("sft", "weights of NaN"),
+        ("train-rm", "rejected null"),
+        ("eval", "data is a pipe"),
+        ("score", "data is a pipe"),
+        ("score", "ground truth null"),
     ]
     assert run_all(0, 10, names, inputs, tmp_path) == []
 
 
+def test_a_sample_of_configurations_of_several_processes(inputs, tmp_path):
+    assert run_all(0, 8, [], inputs, tmp_path, several=True) == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_a_thousand_configurations(inputs, tmp_path):
-    assert run_all(1, 1000, [], inputs, tmp_path) == []
+@pytest.mark.parametrize(
+    ("kind", "several", "number"),
+    [("train", False, 1000), ("train", True, 500), ("sft", False, 200), ("train-rm", True, 200)],
+)
+def test_many_configurations(inputs, tmp_path, kind, several, number):
+    assert run_all(1, number, [], inputs, tmp_path, kind=kind, several=several) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", broken_files())
-def test_a_broken_file(inputs, tmp_path, name):
-    assert run_all(0, 0, [name], inputs, tmp_path) == []
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, files in broken_files().items() for name in files]
+)
+def test_a_broken_file(inputs, tmp_path, kind, name):
+    assert run_all(0, 0, [(kind, name)], inputs, tmp_path) == []

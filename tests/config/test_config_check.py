@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from inspect import signature
+from pathlib import Path
 
 import pytest
 
@@ -290,6 +292,13 @@ def test_values_that_no_run_can_take_are_out_of_bounds(override):
 )
 def test_what_a_run_would_stop_at_is_found_without_running_it(report, override, parts):
     assert Message(*parts) in report(override).errors
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_reward_file_that_is_no_file_is_named_without_waiting_for_a_writer(report, tmp_path, make):
+    make(tmp_path / "reward.py")
+    (line,) = report(f"custom_reward_function.path={tmp_path}/reward.py").errors
+    assert mentions(line, "custom_reward_function.path", "reward.py", "expected a file")
 
 
 def test_a_reward_file_with_a_mistake_is_named_with_its_line(report, tmp_path):

@@ -162,6 +162,7 @@ def test_a_file_may_be_named_as_the_path_and_may_be_called_like_the_defaults(fol
     ("text", "said"),
     [
         ("- a\n- b\n", "DictConfig"),
+        ("just text", "just text"),
         ("a: [\n", "node content"),
         ("a: 1\na: 2\n", "duplicate key"),
         ("defaults: [wrong]\n", "wrong"),
@@ -175,6 +176,20 @@ def test_a_file_that_cannot_be_composed_is_one_line_that_names_it(folder, text, 
     assert problem.startswith(f"{folder.resolve()}/broken.yaml: ")
     assert said in problem
     assert "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("trainer: {resource_pools: [1]}", ("trainer.resource_pools", "[1]")),
+        ("trainer: {logger: {a: 1}}", ("trainer.logger", "{'a': 1}")),
+        ("data: {train_files: {a: 1}}", ("data.train_files", "{'a': 1}")),
+        ("critic: {optim: [1]}", ("critic.optim", "[1]")),
+    ],
+)
+def test_a_list_in_the_place_of_a_mapping_and_the_reverse_name_the_key(folder, text, said):
+    (folder / "own.yaml").write_text(text)
+    assert Message(*said) in problems_of(config_path=folder / "own.yaml")
 
 
 def test_missing_files_and_folders_are_errors_with_the_alternatives(folder):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from strop.data.parquet import read_prompt_table, require_ground_truths
@@ -8,7 +10,7 @@ from strop.errors import DataError
 from messages import naming
 
 
-def row(source: str, ground_truth: str | None, style: str = "rule"):
+def row(source: str, ground_truth: str | float | None, style: str = "rule"):
     return {
         "prompt": "w1",
         "data_source": source,
@@ -23,6 +25,7 @@ RULE, ANOTHER, MODEL = row("a", None), row("b", None), row("a", None, "model")
     ("rows", "sources", "by_model", "parts"),
     [
         ([row("a", "1"), ANOTHER, RULE, RULE], {"a"}, False, ["row 2", "reward_model.ground_truth", "null"]),
+        ([row("a", 1.0), row("a", math.nan)], {"a"}, False, ["row 1", "reward_model.ground_truth", "NaN"]),
         ([row("a", "1"), ANOTHER, RULE, RULE], {"c"}, False, None),
         ([RULE], set(), False, None),
         ([MODEL, row("a", "1")], {"a"}, True, None),  # the reward model needs no answer

@@ -5,6 +5,8 @@ Where they are not, an engine is not built.
 
 from __future__ import annotations
 
+import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import sharded_jobs as jobs
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from strop.config.load import load_config
@@ -212,6 +215,17 @@ def test_the_other_kinds_of_model_are_compared_too(folders, kind):
     with pytest.raises(ModelError, match=naming("the role", "=sdpa", "attn_implementation=eager")):
         build(folder, kind, sdpa=True, packed=True)
     build(folder, kind, packed=True)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", ["policy", "value", "score"])
+def test_weights_that_are_not_numbers_are_named_as_the_cause(folders, tmp_path, kind, packed):
+    shutil.copytree(folders("Gemma2", KINDS[kind]), tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.embed_tokens.weight"][5] = math.nan
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=naming(str(tmp_path / "model"), "NaN", "damaged")):
+        build(tmp_path / "model", kind, packed=packed)
 
 
 class _NoisyMLP(nn.Module):

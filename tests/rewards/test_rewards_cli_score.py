@@ -3,6 +3,8 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +171,8 @@ def test_code_without_a_sandbox_is_one_error_and_not_one_for_each_row(
         ("a.jsonl", '{"response": "7"}', [], "row 1: .*reward_model.ground_truth .*--ground-truth-column"),
         ("a.jsonl", '{"response": "7", "ground_truth": 7}', [], r"row 1: .*'data_source'"),
         ("a.jsonl", '{"response": 7, "ground_truth": 7}', [], "row 1: .*response .*7"),
+        ("a.jsonl", json.dumps({**ROWS[0], "reward_model": {"ground_truth": None}}), [], "row 1: .*None"),
+        ("a.jsonl", json.dumps({**ROWS[0], "reward_model": {"ground_truth": math.nan}}), [], "row 1: .*nan"),
         ("a.jsonl", '{"response": "7"}', ["--response-column", "x.y"], "reward_model"),
         (
             "a.jsonl",
@@ -196,6 +200,15 @@ def test_a_file_that_cannot_be_used_is_one_message(
         (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
         score(tmp_path / name, *options)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+def test_a_pipe_is_an_error_without_waiting_for_a_writer(
+    score: Callable[..., Any], tmp_path: Path, name: str
+):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name}: expected a data file"):
+        score(tmp_path / name)
 
 
 def test_the_prepared_data_sets_score_1_on_their_own_answers(score: Callable[..., Any], tmp_path: Path):

@@ -212,6 +212,23 @@ def test_rows_that_are_too_long_are_dropped_counted_or_cut(inputs, tokenizer, tm
     assert tokenizer.decode(cut[2]["response"]) == "123456"  # and no end: it is not where the answer ends
 
 
+def test_answers_that_are_the_same_are_counted_and_refused_in_every_row(tokenizer, tmp_path, caplog):
+    draw = random.Random(0)
+    rows = [{**row(draw, index), "chosen": "1", "rejected": "1" if index < 3 else "2"} for index in range(4)]
+    options = {
+        "prompt_key": "prompt",
+        "answer_keys": {"chosen": "chosen", "rejected": "rejected"},
+        "max_prompt_length": 10,
+        "max_response_length": 6,
+    }
+    assert len(AnsweredDataset(write_rows(tmp_path / "some.parquet", rows), tokenizer, **options)) == 4
+    assert "the same in 3 of 4 rows" in caplog.text
+    with pytest.raises(
+        DataError, match=naming("all.parquet", "data.chosen_key", "data.rejected_key", "every")
+    ):
+        AnsweredDataset(write_rows(tmp_path / "all.parquet", rows[:3]), tokenizer, **options)
+
+
 def test_a_missing_column_is_named_with_its_key(inputs, tmp_path):
     options = overrides(inputs, tmp_path, "data.response_key=answer")
     with pytest.raises(DataError, match=naming("column 'answer'", "data.response_key")):

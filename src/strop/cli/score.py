@@ -189,6 +189,8 @@ def _samples(arguments: argparse.Namespace) -> Iterator[Sample]:
             if not isinstance(text, str):
                 raise DataError(f"column {response} holds {text!r:.80}: expected a text")
             ground_truth = None if truth is None else value_at(row, truth)
+            if truth and not arguments.custom and (ground_truth is None or ground_truth != ground_truth):
+                raise DataError(f"column {truth} holds {ground_truth}: expected the answer")
             yield Sample(_source(arguments, row), text, ground_truth, row.get("extra_info"))
         except KeyError as error:
             raise DataError(

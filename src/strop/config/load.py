@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -80,8 +80,15 @@ def to_yaml(config: RootConfig) -> str:
 
 def _build(tree: Tree[Root], layer: DictConfig, settings: list[Override], problems: list[str]) -> Root:
     """Lay `layer` and `settings` over the defaults, resolve, validate; `problems` are known already."""
-    in_file = written_paths(cast(dict[Any, Any], OmegaConf.to_container(layer, resolve=False)))
-    merged = cast(DictConfig, OmegaConf.merge(tree.defaults(), layer))  # a copy
+    given = cast(dict[Any, Any], OmegaConf.to_container(layer, resolve=False))
+    in_file = written_paths(given)
+    defaults = cast(DictConfig, OmegaConf.merge(tree.defaults()))  # a copy
+    OmegaConf.set_readonly(defaults, False)
+    for path in _of_another_kind(OmegaConf.to_container(defaults, resolve=False), given):
+        section, _, name = path.rpartition(".")
+        # OmegaConf cannot merge the two.
+        del (OmegaConf.select(defaults, section) if section else defaults)[name]
+    merged = cast(DictConfig, OmegaConf.merge(defaults, layer))
     OmegaConf.set_readonly(merged, False)
     overridden: set[str] = set()
     problems = list(problems)
@@ -108,6 +115,15 @@ def _build(tree: Tree[Root], layer: DictConfig, settings: list[Override], proble
     changed = {path for path in in_file if path in keys and _differs(merged, tree, path)}
     config.note_written(written, meant=overridden | changed)
     return config
+
+
+def _of_another_kind(default: Any, given: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths at which one is a list and the other a mapping."""
+    if {type(default), type(given)} == {dict, list}:
+        yield path
+    elif isinstance(default, dict) and isinstance(given, dict):
+        for key in default.keys() & given.keys():
+            yield from _of_another_kind(default[key], given[key], f"{path}.{key}" if path else key)
 
 
 def written_paths(mapping: dict[Any, Any], prefix: str = "") -> set[str]:

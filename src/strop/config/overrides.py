@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from strop.config.keys import nearest
 from strop.config.paths import expand
@@ -146,10 +146,15 @@ def compose_file(file: Path, group_overrides: Sequence[str], default_name: str) 
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", message=".*missing `_self_`")  # it then comes last, as expected
+            root = yaml.compose(file.read_bytes())
+            if isinstance(root, yaml.ScalarNode) and root.value:  # Hydra takes a text for a key
+                raise ValueError(
+                    f"expected keys and values, as in `data:`, found the text {root.value!r:.60}"
+                )
             layer = compose(file.name, overrides=list(group_overrides))
     except RecursionError as error:
         raise ConfigError(f"{file}: its `defaults:` list leads back to itself") from error
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
     OmegaConf.set_struct(layer, False)
     return layer

@@ -5,11 +5,13 @@ Batches have the layout of rollouts, which every model's forward pass understand
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+logger = logging.getLogger(__name__)
+
+
 class AnsweredDataset:
     """Prompts with one or more answers each, read into memory and tokenized at construction.
 
@@ -36,7 +41,8 @@ class AnsweredDataset:
     ``middle``: see ``RLHFDataset``). An answer that is cut keeps its first tokens and loses its end token,
     like a response that reaches the length limit.
 
-    Raises :class:`DataError` for unusable files and rows, and when no row is left.
+    Raises :class:`DataError` for unusable files and rows, when no row is left, and if both answers
+    are the same in every row.
     """
 
     def __init__(
@@ -74,6 +80,8 @@ class AnsweredDataset:
                 for name, column in answer_keys.items()
             },
         }
+        if len(answer_keys) > 1:
+            self._require_differing(*answer_keys.values())
         self._sources = [UNNAMED_SOURCE] * len(self._table)
         if "data_source" in self._table.names:
             self._sources = [str(source) for source in self._table.table.column("data_source").to_pylist()]
@@ -101,6 +109,25 @@ class AnsweredDataset:
     def data_sources(self) -> set[str]:
         """Return the distinct values of the column ``data_source``."""
         return set(self._sources)
+
+    def _require_differing(self, chosen: str, rejected: str) -> None:
+        """Raise ``DataError`` if both answers are the same in every row; warn if in some."""
+        table, files = self._table.table, ", ".join(self._table.files)
+        n_same = table.filter(pc.field(chosen) == pc.field(rejected)).num_rows
+        if n_same == len(table):
+            raise DataError(
+                f"{files}: {chosen!r} (data.chosen_key) and {rejected!r} (data.rejected_key) are the same in "
+                "every row, so there is no preference to learn"
+            )
+        if n_same:
+            logger.warning(
+                "%s: %r and %r are the same in %d of %d rows, which teach nothing",
+                files,
+                chosen,
+                rejected,
+                n_same,
+                len(table),
+            )
 
     def _limit(self, name: str) -> int:
         return self.max_prompt_length if name == "input_ids" else self.max_response_length

@@ -88,9 +88,7 @@ def read_prompt_table(
     paths, tables = [], []
     for name in names:
         paths.append(path := local_path(name, cache_dir))
-        if not path.is_file():
-            found = "a folder" if path.is_dir() else "nothing"
-            raise DataError(f"{name}: expected a parquet file, found {found} (looked at {path.absolute()})")
+        require_file(path, name)
         with _reading(name):
             tables.append(pq.read_table(path))
             found = tables[-1].column_names
@@ -108,6 +106,13 @@ def read_prompt_table(
         ) from error
     starts = itertools.accumulate((table.num_rows for table in tables[:-1]), initial=0)
     return PromptTable(whole, tuple(names), tuple(paths), tuple(starts))
+
+
+def require_file(path: Path, name: str) -> None:
+    """Raise :class:`DataError` unless ``path`` is a regular file: the first read of a pipe never returns."""
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "no regular file" if path.exists() else "nothing"
+        raise DataError(f"{name}: expected a data file, found {found} (looked at {path.absolute()})")
 
 
 @contextmanager
@@ -199,8 +204,8 @@ def require_ground_truths(
     fields = {field.name for field in rows.schema.field(_TARGET).type}
     problem = f"found only the fields {sorted(fields)}"
     if "ground_truth" in fields:
-        problem = "found null"
-        rows = rows.filter(pc.field(_TARGET, "ground_truth").is_null())
+        problem = "found null or NaN"
+        rows = rows.filter(pc.field(_TARGET, "ground_truth").is_null(nan_is_null=True))
     if by_model and "style" in fields:
         style = pc.field(_TARGET, "style")
         rows = rows.filter(style.is_null() | (style != "model"))

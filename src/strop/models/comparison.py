@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from strop.errors import ModelError
 from strop.models.attention import attention_set_to
 from strop.models.base import RoleModel
+from strop.models.heads import require_numbers
 
 TOLERANCE = 1e-3
 """Largest difference of a log-prob, value or score in float32, where rounding gives about 1e-5."""
@@ -63,6 +64,7 @@ def require_eager_figures(
         module.eval()
         with torch.no_grad(), attention_set_to(model, "eager") if replaceable else nullcontext():
             expected = module.own_figures(batch)
+            require_numbers(model, expected)
             bound = TOLERANCE
             if dtype != torch.float32:
                 with _embeddings_rounded(model, torch.finfo(dtype).eps / 2):

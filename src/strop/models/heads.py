@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -109,6 +109,15 @@ def model_errors(model: PreTrainedModel, prefix: str = "") -> Generator[None]:
         ) from error
 
 
+def require_numbers(model: PreTrainedModel, outputs: Tensor) -> None:
+    """Raise ``ModelError`` for NaN in ``outputs`` for ordinary tokens: no comparison would name the cause."""
+    if outputs.isnan().any():
+        raise ModelError(
+            f"model {model.name_or_path}: {type(model).__name__} computes NaN for a few tokens; its weights "
+            f"are damaged, or too large for {model.dtype}"
+        )
+
+
 @torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
     """Raise ``ModelError`` if hidden states depend on tokens that come later; needs the weights."""
@@ -117,6 +126,7 @@ def check_causal(model: PreTrainedModel) -> None:
     with portable_attention(model):
         hidden_BLH = decoder_of(model)(input_ids=ids_BL, use_cache=False).last_hidden_state
     first_BLH = hidden_BLH[:, :3].float()
+    require_numbers(model, first_BLH)
     difference = float((first_BLH[0] - first_BLH[1]).norm() / first_BLH.norm())
     if not difference < 0.01:  # rounding gives at most 0.001, in 16 bits
         raise ModelError(

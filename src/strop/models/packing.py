@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from strop.errors import ModelError
 from strop.models.attention import Runs, is_flash, packed_attention, portable_attention, row_attention
-from strop.models.heads import decoder_of
+from strop.models.heads import decoder_of, require_numbers
 from strop.models.ulysses import SequenceGroup, SharedRow
 
 _WINDOW = 2
@@ -140,6 +140,7 @@ def check_packed_pass(model: PreTrainedModel, key: str, group: SequenceGroup | N
     }
     with portable_attention(model), _short_windows(model):
         padded_NH = decoder_of(model)(**batch, use_cache=False).last_hidden_state[mask_BL.bool()]
+        require_numbers(model, padded_NH)
         try:
             packed_NH = _whole_hidden_states(model, batch, Packing(mask_BL, group))
         except (TypeError, ModelError) as error:  # a layer rejects the option or does not pass it on

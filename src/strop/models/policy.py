@@ -20,7 +20,7 @@ from strop.algorithms.output_layer import OutputLayer
 from strop.errors import ModelError
 from strop.models.attention import portable_attention
 from strop.models.base import ResponseTokens, RoleModel, Unpadded
-from strop.models.heads import decoder_of, model_errors
+from strop.models.heads import decoder_of, model_errors, require_numbers
 
 Projection = Callable[[Tensor], Tensor]
 _CHUNK = 256  # tokens whose logits are in memory at once if the head is more than a matrix
@@ -78,6 +78,7 @@ def check_projection(model: PreTrainedModel, project: Projection) -> None:
     ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
     with portable_attention(model):
         own = model(input_ids=ids, use_cache=False).logits.float()
+        require_numbers(model, own)
         ours = project(decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state).float()
     if not torch.allclose(own, ours, atol=1e-3, rtol=1e-3):
         raise ModelError(

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from strop.config.paths import is_url
 from strop.data.fetch import local_path
-from strop.data.parquet import require_readable
+from strop.data.parquet import require_file, require_readable
 from strop.errors import DataError, MissingExtraError
 
 Splits = Mapping[str, Sequence[dict[str, Any]]]
@@ -97,6 +97,7 @@ def _split_of(stem: str) -> str | None:
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a parquet file or of JSON lines; ``DataError`` names the file and the line."""
     try:
+        require_file(path, str(path))
         if path.suffix == ".parquet":
             first_row = 0
             for batch in pq.ParquetFile(path).iter_batches():

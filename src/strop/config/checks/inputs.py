@@ -73,8 +73,12 @@ def reward_file(config: Config) -> Iterator[Finding]:
     path = config.custom_reward_function.path
     if path is None or is_url(path):
         return
+    file = Path(expand(path))
     try:
-        compile(Path(expand(path)).read_bytes(), path, "exec")
+        if file.exists() and not file.is_file():  # the first read of a pipe never returns
+            yield error(f"custom_reward_function.path={path}: expected a file, found a folder or a pipe")
+            return
+        compile(file.read_bytes(), path, "exec")
     except OSError as problem:
         yield error(f"custom_reward_function.path={path}: cannot be read ({problem.strerror})")
     except (SyntaxError, ValueError) as problem:  # the latter: null bytes
