@@ -28,7 +28,7 @@ from strop.config.load import load_config
 from strop.config.placement import runs_on_ray
 from strop.errors import ConfigError, StropError
 
-from runs import make_inputs, overrides
+from runs import make_inputs, overrides, undrawn
 
 _WORDS = (
     "0 1 -1 2 3 7 0.5 1.5 -0.5 1e30 -1e30 1e-300 1e300 2147483647 2147483648 1000000000000000000000000000000 "
@@ -69,7 +69,7 @@ def command(name: str, arguments: list[str], *, stop_at_model: bool = False) -> 
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(out))
-        stack.enter_context(mock.patch("strop.trainer.loop.draw_curves"))
+        stack.enter_context(undrawn())
         if stop_at_model:
             reached = mock.Mock(side_effect=ReachedModel("a model"))
             stack.enter_context(mock.patch("strop.trainer.ray_trainer.RayPPOTrainer.init_workers", reached))
