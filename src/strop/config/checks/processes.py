@@ -13,6 +13,7 @@ from strop.config.keys import divisors, nearest_in_words, value_at
 from strop.config.placement import (
     Placement,
     honours,
+    pools_of,
     process_count,
     rollout_dtype,
     runs_on_ray,
@@ -29,7 +30,7 @@ from strop.errors import ConfigError
 def worker_group(config: RootConfig) -> Iterator[Finding]:
     """Require a kind of worker group that suits the number of processes."""
     processes = process_count(config)
-    if config.trainer.worker_group == "local" and processes > 1:
+    if config.trainer.worker_group == "local" and max(map(sum, pools_of(config).values())) > 1:
         keys = "trainer.n_gpus_per_node and trainer.nnodes"
         if isinstance(config, Config) and config.trainer.resource_pools:
             keys = "trainer.resource_pools"
