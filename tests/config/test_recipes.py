@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import tulu3_data  # examples/ is on the path, see conftest.py
 
 from strop.cli.main import main
 from strop.config.checks.check import check
+from strop.config.keys import all_keys
 from strop.config.load import load_config
 from strop.config.placement import Placement
+from strop.config.schema import Config
 
 import tiny_model
 from builders import write_prompts
@@ -88,6 +91,14 @@ def test_the_tulu_recipe_has_the_values_of_the_reference():
     assert config.reward_model.parts["rule"] == 10
     assert not config.reward_model.enable
     assert (config.reward_model.non_stop_penalty, config.reward_model.penalty_reward_value) == (True, -10)
+
+
+def test_every_key_of_the_table_of_options_exists():
+    text = (EXAMPLES.parent / "docs" / "from_open_instruct.md").read_text()
+    sections = "|".join(Config.model_fields)
+    keys = set(re.findall(rf"`((?:{sections})\.[a-z_.]+)", text))
+    assert len(keys) > 60
+    assert keys - all_keys().keys() == set()
 
 
 def test_the_data_of_the_tulu_recipe_is_converted(tmp_path, monkeypatch, capsys):
