@@ -7,6 +7,7 @@ import re
 import string
 from pathlib import Path
 
+import demo
 import pyarrow.parquet as pq
 import pytest
 import tulu3_data  # examples/ is on the path, see conftest.py
@@ -91,6 +92,26 @@ def test_the_tulu_recipe_has_the_values_of_the_reference():
     assert config.reward_model.parts["rule"] == 10
     assert not config.reward_model.enable
     assert (config.reward_model.non_stop_penalty, config.reward_model.penalty_reward_value) == (True, -10)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_demo_runs_ahead_with_the_rollout_in_a_separate_pool(tmp_path, steps):
+    data = write_prompts(tmp_path / "train.parquet", 200)
+    files = [f"data.{key}={data}" for key in ("train_files", "val_files")]
+    options = [*demo.asynchronous(steps), *files, "actor_rollout_ref.model.path=owner/name"]
+    config = load_config(options, config_path=EXAMPLES / "demo.yaml")
+    assert check(config).errors == []
+    assert config.trainer.async_steps == steps
+    roles = Placement.from_config(config).roles
+    expected = ("rollout", "learner") if steps else (None, "global_pool")
+    assert (roles.get("Rollout"), roles["Critic"]) == expected
+
+
+@pytest.mark.parametrize("pools", ["{a: [1], b: [1]}", "{a: [1], b: [2]}", "{a: [1, 1]}"])
+def test_pools_of_one_process_fit_into_one_process(pools):
+    errors = check(load_config([f"trainer.resource_pools={pools}", "trainer.worker_group=local"])).errors
+    refused = any("trainer.worker_group=local is one process" in error for error in errors)
+    assert refused == (pools != "{a: [1], b: [1]}")
 
 
 def test_every_key_of_the_table_of_options_exists():
