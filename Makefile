@@ -2,6 +2,7 @@
 PYTHON ?= python3
 SEED ?= 1
 ALGORITHM ?= ppo
+ASYNC ?= 0
 DEMO_DIR ?= runs/demo
 DATA ?= ../shared/data
 
@@ -11,8 +12,8 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint r
 
 .PHONY: demo preferences test test-all check format bench families docs clean
 
-demo: .venv/core  ## train a tiny model with PPO; show accuracy before and after
-	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --out $(DEMO_DIR)
+demo: .venv/core  ## train a tiny model with PPO; show accuracy before and after; ASYNC=1: generate while it learns
+	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --async-steps $(ASYNC) --out $(DEMO_DIR)
 
 preferences: .venv/core  ## SFT, reward model and PPO from comparisons, evaluated by a known ground truth
 	$(BIN)/python examples/preferences.py --seed $(SEED)

@@ -12,7 +12,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from strop.tracking.curves import COLOURS, draw_curve, series
+from strop.tracking.curves import draw_curve, series
+from strop.tracking.figures import COLOURS
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 
 LABELS = {"ppo": "PPO", "grpo": "GRPO", "reinforce++": "REINFORCE++", "rloo": "RLOO", "remax": "ReMax"}

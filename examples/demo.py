@@ -43,6 +43,20 @@ ALGORITHMS = {  # value of algorithm.adv_estimator; only gae trains a critic
 console = Console()
 
 
+def asynchronous(steps: int) -> list[str]:
+    """Return the overrides with which generation runs up to ``steps`` iterations ahead, in a thread."""
+    if steps == 0:
+        return []
+    return [
+        f"trainer.async_steps={steps}",
+        "trainer.worker_group=local",
+        "trainer.resource_pools={learner: [1], rollout: [1]}",
+        "trainer.placement={Rollout: rollout}",  # other roles are in the first pool
+        "actor_rollout_ref.hybrid_engine=False",
+        "actor_rollout_ref.actor.rollout_is=token",  # samples are of an earlier policy
+    ]
+
+
 def make_task(out: Path, seed: int) -> int:
     """Write the train, test and warm-up parquet files; return the number of training rows."""
     prepare("arithmetic", None, out, max_operand=99, held_out=500, seed=seed)
@@ -118,6 +132,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="ppo")
+    parser.add_argument(
+        "--async-steps", type=int, default=0, metavar="N",
+        help="generate up to N iterations ahead of training (0)",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of examples/demo.yaml")
     options = parser.parse_intermixed_args()
@@ -125,7 +143,8 @@ def main() -> None:
     torch.set_num_threads(1)  # a model this small is no faster with more threads
     out, started = options.out, time.perf_counter()
     data, start, warm_up_run = out / "data", out / "start", out / "warm_up"
-    run = out / f"{options.algorithm}-seed{options.seed}"
+    ahead = f"-async{options.async_steps}" if options.async_steps else ""
+    run = out / f"{options.algorithm}{ahead}-seed{options.seed}"
 
     n_pairs = make_task(data, options.seed)
     tokenizer = tiny_model.build_tokenizer()
@@ -139,7 +158,8 @@ def main() -> None:
     warmed_up, before = first_right(models, problems)
     console.print(f"training starts from warm-up checkpoint {warmed_up.parents[1].name}: {before}")
 
-    train(warmed_up, data, run, seed=options.seed, algorithm=options.algorithm, overrides=options.overrides)
+    overrides = [*asynchronous(options.async_steps), *options.overrides]
+    train(warmed_up, data, run, seed=options.seed, algorithm=options.algorithm, overrides=overrides)
 
     trained = load_causal_lm(run / "final_model")
     after = evaluate(trained, tokenizer, problems)
@@ -150,7 +170,7 @@ def main() -> None:
         f"curves:          {run / 'curves.png'}\n"
         f"trained model:   {run / 'final_model'}\n"
         f"inspect samples: .venv/bin/strop view {run}\n"
-        f"try next:        make demo ALGORITHM=grpo   (or rloo, remax, reinforce++; SEED=2)"
+        f"try next:        make demo ALGORITHM=grpo   (or rloo, remax, reinforce++; SEED=2; ASYNC=1)"
     )
 
 

@@ -131,7 +131,7 @@ def command(name: str, arguments: list[str], *, stop_at_model: bool = False) -> 
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(out))
-        stack.enter_context(mock.patch("strop.trainer.loop.draw_curves"))
+        stack.enter_context(runs.undrawn())
         for trainer in ("ray_trainer.RayPPOTrainer", "supervised.SupervisedTrainer") if stop_at_model else ():
             reached = mock.Mock(side_effect=ReachedModel("a model"))
             stack.enter_context(mock.patch(f"strop.trainer.{trainer}.init_workers", reached))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,9 +54,16 @@ def overrides(inputs: Path, run: Path, *extra: str) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def undrawn() -> Generator[None]:
+    """Draw no pictures in the body: they take longer than the runs of tests."""
+    with mock.patch("strop.trainer.loop.draw_curves"), mock.patch("strop.trainer.loop.draw_lengths"):
+        yield
+
+
 def fit(trainer: Any) -> None:
-    """Train without drawing curves, which takes longer than these runs."""
-    with mock.patch("strop.trainer.loop.draw_curves"):
+    """Train without drawing pictures."""
+    with undrawn():
         trainer.fit()
 
 

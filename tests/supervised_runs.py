@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +15,7 @@ from strop.config.trees import REWARD_MODELLING, SFT
 from strop.trainer.supervised import RewardModelTrainer, SftTrainer, build
 
 import tiny_model
-from runs import metrics  # noqa: F401 - re-exported
+from runs import metrics, undrawn  # noqa: F401 - metrics is re-exported
 
 KINDS = {"sft": (SFT, SftTrainer), "train-rm": (REWARD_MODELLING, RewardModelTrainer)}
 
@@ -70,9 +69,9 @@ def overrides(inputs: Path, run: Path, *extra: str) -> list[str]:
 
 
 def train(kind: str, options: list[str]) -> Any:
-    """Train as ``strop sft`` or ``strop train-rm``, without drawing curves; return the trainer."""
+    """Train as ``strop sft`` or ``strop train-rm``, without drawing pictures; return the trainer."""
     tree, trainer_cls = KINDS[kind]
-    with mock.patch("strop.trainer.loop.draw_curves"):
+    with undrawn():
         trainer = build(trainer_cls, load_tree(tree, options))
         trainer.init_workers()
         trainer.fit()

@@ -27,7 +27,8 @@ CHECK = (
             "torch transformers",
         ),
         (
-            "strop.tracking.jsonl strop.tracking.console strop.tracking.curves strop.tracking.samples",
+            "strop.tracking.jsonl strop.tracking.console strop.tracking.curves strop.tracking.lengths "
+            "strop.tracking.samples",
             "",
             "torch matplotlib wandb tensorboard",
         ),

@@ -74,6 +74,7 @@ def test_every_stage_takes_what_the_one_before_made(monkeypatch, tmp_path, capsy
     monkeypatch.setattr(preferences, "SFT", ("data.train_batch_size=16", "trainer.total_epochs=1"))
     monkeypatch.setattr(preferences, "REWARD_MODEL", ("data.train_batch_size=8", "trainer.total_epochs=1"))
     monkeypatch.setattr("strop.trainer.loop.draw_curves", lambda folder: folder)
+    monkeypatch.setattr("strop.trainer.loop.draw_lengths", lambda columns, folder: folder)
     steps = ("data.train_batch_size=16", "trainer.total_training_steps=2", "trainer.test_freq=1")
     _run(monkeypatch, tmp_path, *steps)
     shown = capsys.readouterr().out

@@ -7,7 +7,9 @@ import struct
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.image import imsave
 
 from strop.errors import ConfigError
 from strop.tracking import Tracking
@@ -128,6 +130,25 @@ def test_wandb_offline_records_every_step_and_a_resume_continues_the_run(tmp_pat
     assert run.run_id == again.run_id == (tmp_path / "wandb_run_id.txt").read_text().strip()
     assert history(first) == [(0, 0.0), (1, 0.125), (2, 0.25)]
     assert history(second) == [(2, 1.25), (3, 1.375)]
+
+
+@pytest.mark.usefixtures("wandb_offline")
+def test_wandb_keeps_a_picture_with_its_step(tmp_path, track):
+    drawn = np.zeros((20, 30, 3))
+    imsave(tmp_path / "picture.png", drawn)
+    with track(tmp_path / "run", ["wandb"]) as tracking:
+        tracking.log(1, {"critic/score/mean": 0.5})
+        tracking.log_image(1, "data/token_lengths", tmp_path / "picture.png")
+    (records,) = wandb_records(tmp_path / "run", 1)
+    items = {
+        tuple(item.nested_key): json.loads(item.value_json)
+        for record in records
+        if kind_of(record) == "history"
+        for item in record.history.item
+    }
+    logged = [items["data/token_lengths", name] for name in ("_type", "width", "height")]
+    assert (logged, items[("step",)]) == (["image-file", 30, 20], 1)
+    assert list((tmp_path / "run").rglob("media/images/data/token_lengths_*.png"))
 
 
 @pytest.mark.usefixtures("wandb_offline")

@@ -11,7 +11,8 @@ import pytest
 from matplotlib.image import imread
 
 from strop.errors import DataError
-from strop.tracking.curves import COLOURS, draw_curves, running_mean
+from strop.tracking.curves import draw_curves, running_mean
+from strop.tracking.figures import COLOURS
 
 
 def pixels(path: Path) -> np.ndarray:

@@ -18,7 +18,7 @@ from torch import Tensor
 from strop.data.loader import collate
 from strop.data.parquet import UNNAMED_SOURCE, Files, read_prompt_table
 from strop.data.prompts import encode_responses
-from strop.data.rl_dataset import truncate, usable_rows
+from strop.data.rl_dataset import TokenLengths, truncate, usable_rows
 from strop.data.tokenize import tokenize_table
 from strop.errors import DataError
 from strop.protocol import DataProto
@@ -85,11 +85,10 @@ class AnsweredDataset:
         self._sources = [UNNAMED_SOURCE] * len(self._table)
         if "data_source" in self._table.names:
             self._sources = [str(source) for source in self._table.table.column("data_source").to_pylist()]
-        limits = dict.fromkeys(answer_keys.values(), ("data.max_response_length", max_response_length))
         self._rows = usable_rows(
             self._table,
             {self._columns[name]: tokens for name, tokens in self._tokens.items()},
-            {**limits, prompt_key: ("data.max_prompt_length", max_prompt_length)},
+            {self._columns[name]: (self._limit_key(name), self._limit(name)) for name in self._tokens},
             truncation=truncation,
             filter_overlong=filter_overlong,
         )
@@ -129,8 +128,20 @@ class AnsweredDataset:
                 len(table),
             )
 
+    def token_lengths(self) -> dict[str, TokenLengths]:
+        """See ``MeasuredDataset``; an answer's length includes its end token."""
+        return {
+            "prompt" if name == "input_ids" else name: TokenLengths(
+                tokens.lengths, self._limit(name), self._limit_key(name)
+            )
+            for name, tokens in self._tokens.items()
+        }
+
     def _limit(self, name: str) -> int:
         return self.max_prompt_length if name == "input_ids" else self.max_response_length
+
+    def _limit_key(self, name: str) -> str:
+        return f"data.max_{'prompt' if name == 'input_ids' else 'response'}_length"
 
 
 Rows = Sequence[dict[str, Any]]

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,6 +31,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("strop.data")
 
 TRUNCATIONS = ("error", "left", "right", "middle")
+_PROMPT_LIMIT = "data.max_prompt_length"
+
+
+class TokenLengths(NamedTuple):
+    """Token lengths of one column of a data set's files, before rows are dropped or cut."""
+
+    lengths: np.ndarray
+    """Tokens per row of the files, int64 [rows]."""
+    limit: int
+    """Most tokens of a row that is used whole."""
+    key: str
+    """The configuration key of ``limit``."""
+
+
+@runtime_checkable
+class MeasuredDataset(Protocol):
+    """A data set that knows its token lengths."""
+
+    def __len__(self) -> int: ...
+
+    def token_lengths(self) -> dict[str, TokenLengths]:
+        """Return the lengths by name of the column: ``prompt`` and those of its answers."""
+        ...
 
 
 class RLHFDataset:
@@ -81,7 +104,7 @@ class RLHFDataset:
         self._rows = usable_rows(
             self._table,
             {prompt_key: self._tokens},
-            {prompt_key: ("data.max_prompt_length", max_prompt_length)},
+            {prompt_key: (_PROMPT_LIMIT, max_prompt_length)},
             truncation=truncation,
             filter_overlong=filter_overlong_prompts,
         )
@@ -109,6 +132,10 @@ class RLHFDataset:
         if self.reward_fn_key not in self._table.names:
             return {UNNAMED_SOURCE}
         return set(self._table.table.column(self.reward_fn_key).unique().to_pylist())
+
+    def token_lengths(self) -> dict[str, TokenLengths]:
+        """See ``MeasuredDataset``."""
+        return {"prompt": TokenLengths(self._tokens.lengths, self.max_prompt_length, _PROMPT_LIMIT)}
 
     def no_sources(self) -> DataError:
         """Return the error for files without the column that selects a scorer, where one is needed."""

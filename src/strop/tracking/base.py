@@ -8,11 +8,12 @@ failures in a row the tracker is switched off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from strop.tracking.lengths import ColumnLengths
 from strop.tracking.report import ValidationReport
 
 
@@ -50,4 +51,22 @@ class ValidationTracker(Protocol):
 
     def log_validation(self, step: int, report: ValidationReport) -> None:
         """Show or record ``report``, of the policy after ``step`` iterations; ``log`` gets its numbers."""
+        ...
+
+
+@runtime_checkable
+class LengthsTracker(Protocol):
+    """Optional method of a tracker, for the token lengths of the run's data sets."""
+
+    def log_lengths(self, columns: Sequence[ColumnLengths]) -> None:
+        """Show ``columns``, before the first step."""
+        ...
+
+
+@runtime_checkable
+class ImageTracker(Protocol):
+    """Optional method of a tracker, for a picture of the run."""
+
+    def log_image(self, step: int, name: str, path: Path) -> None:
+        """Record the PNG file ``path`` under ``name``."""
         ...

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from threading import Lock
 from typing import TextIO
@@ -23,6 +23,7 @@ from rich.table import Table
 
 from strop.terminal import literal, printable
 from strop.tracking.base import RunInfo
+from strop.tracking.lengths import ColumnLengths, lengths_table
 from strop.tracking.report import ValidationReport, report_table, shown_table
 from strop.tracking.text import HEADLINES, format_number, sparkline, validation_scores
 
@@ -87,6 +88,10 @@ class PlainLines:
         """Print a validation's tables."""
         plain_console().print(_validation(step, report))
 
+    def log_lengths(self, columns: Sequence[ColumnLengths]) -> None:
+        """Print the table of token lengths."""
+        plain_console().print(lengths_table(columns))
+
     def close(self) -> None:
         """Do nothing: every line is already written."""
 
@@ -116,6 +121,10 @@ class LiveTable:
     def log_validation(self, step: int, report: ValidationReport) -> None:
         """Print a validation's tables, above the live display."""
         self._live.console.print(_validation(step, report))
+
+    def log_lengths(self, columns: Sequence[ColumnLengths]) -> None:
+        """Print the table of token lengths, above the live display."""
+        self._live.console.print(lengths_table(columns))
 
     def close(self) -> None:
         """Draw the last state and give the terminal back."""

@@ -1,8 +1,4 @@
-"""The picture of a run: its main metrics over the steps, read from ``metrics.jsonl``.
-
-Drawn with matplotlib's Figure objects and the Agg renderer: no display is needed, and pyplot's global
-state, which a notebook or a user's reward function may use, stays untouched.
-"""
+"""The picture of a run: its main metrics over the steps, read from ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.errors import DataError
-from strop.files import atomic_path
+from strop.tracking.figures import COLOURS, agg_figure, plain_axes, save_figure
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.text import VALIDATION_PREFIX, names_in_order
 
@@ -24,9 +20,6 @@ CURVES_FILE = "curves.png"
 PANELS_PER_ROW = 3
 SMOOTH_FROM = 40
 """A curve of this many points or more is drawn faintly, with its running mean on top."""
-
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 Steps = Sequence[Mapping[str, Any]]
 
@@ -103,9 +96,6 @@ def draw_curves(run_dir: Path | str) -> Path:
 
     Raises DataError when the folder has no readable ``metrics.jsonl`` or it holds no steps.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     run_dir = Path(run_dir)
     path = run_dir / METRICS_FILE
     steps = read_metrics(path)
@@ -121,8 +111,7 @@ def draw_curves(run_dir: Path | str) -> Path:
         raise DataError(f"{path}: has none of the metrics that are drawn; found {names}")
     n_columns = min(PANELS_PER_ROW, len(panels))
     n_rows = math.ceil(len(panels) / n_columns)
-    figure = Figure(figsize=(4.6 * n_columns, 2.9 * n_rows + 0.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = agg_figure(4.6 * n_columns, 2.9 * n_rows + 0.5)
     axes = figure.subplots(n_rows, n_columns, squeeze=False).flatten()
     for ax, panel in zip(axes, panels, strict=False):
         _draw_panel(ax, panel, steps)
@@ -131,9 +120,7 @@ def draw_curves(run_dir: Path | str) -> Path:
     for ax in axes[max(len(panels) - n_columns, 0) : len(panels)]:
         ax.set_xlabel("step")
     figure.suptitle(f"{run_dir.resolve().name}, {steps[-1]['step']} steps", fontsize=13, fontweight="bold")
-    with atomic_path(run_dir / CURVES_FILE) as temporary:
-        figure.savefig(temporary, dpi=130)
-    return run_dir / CURVES_FILE
+    return save_figure(figure, run_dir / CURVES_FILE)
 
 
 def series(steps: Steps, name: str) -> tuple[list[int], list[float]]:
@@ -171,11 +158,7 @@ def _draw_panel(ax: Axes, panel: Panel, steps: Steps) -> None:
             ax.fill_between(low_steps, lows, highs, color=COLOURS[0], alpha=0.12, lw=0, label="min to max")
     for number, (label, (numbers, values)) in enumerate(drawn):
         draw_curve(ax, numbers, values, label=label, colour=COLOURS[number])
-    ax.set_title(panel.title, fontsize=11, loc="left")
-    ax.set_ylabel(panel.unit)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(alpha=0.25, lw=0.6)
-    ax.tick_params(labelsize=9)
+    plain_axes(ax, panel.title, panel.unit)
     ax.locator_params(axis="x", nbins=6, steps=[1, 2, 5, 10], integer=True)
     if panel.limits is not None:
         ax.set_ylim(*panel.limits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -34,6 +35,13 @@ class TensorboardTracker:
                 SAMPLES_NAME, "\n\n".join(map(_as_markdown, report.shown)), global_step=step
             )
             self._writer.flush()
+
+    def log_image(self, step: int, name: str, path: Path) -> None:
+        """Write the picture into the event file."""
+        from matplotlib.image import imread
+
+        self._writer.add_image(name, imread(path)[:, :, :3], global_step=step, dataformats="HWC")
+        self._writer.flush()
 
     def close(self) -> None:
         """Finish the event file."""

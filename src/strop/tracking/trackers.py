@@ -8,6 +8,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +16,9 @@ from strop.algorithms.registry import resolve
 from strop.config.backends import load_backend
 from strop.config.names import OPTIONAL_PACKAGES, TRACKERS
 from strop.errors import ConfigError, MissingExtraError, TrainingError
-from strop.tracking.base import RunInfo, Tracker, ValidationTracker
+from strop.tracking.base import ImageTracker, LengthsTracker, RunInfo, Tracker, ValidationTracker
 from strop.tracking.jsonl import JsonlTracker
+from strop.tracking.lengths import ColumnLengths
 from strop.tracking.report import ValidationReport
 
 FAILURES_BEFORE_SWITCH_OFF = 3
@@ -64,6 +66,18 @@ class Tracking:
         for name, tracker in list(self._others.items()):
             if isinstance(tracker, ValidationTracker):
                 self._call(name, step, partial(tracker.log_validation, step, report))
+
+    def log_lengths(self, step: int, columns: Sequence[ColumnLengths]) -> None:
+        """Pass the token lengths of the data sets to the trackers that show them."""
+        for name, tracker in list(self._others.items()):
+            if isinstance(tracker, LengthsTracker):
+                self._call(name, step, partial(tracker.log_lengths, columns))
+
+    def log_image(self, step: int, image: str, path: Path) -> None:
+        """Pass the PNG file ``path``, called ``image``, to the trackers that record pictures."""
+        for name, tracker in list(self._others.items()):
+            if isinstance(tracker, ImageTracker):
+                self._call(name, step, partial(tracker.log_image, step, image, path))
 
     def close(self) -> None:
         """Close every tracker; a second call has no effect."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import wandb
@@ -60,6 +61,10 @@ class WandbTracker:
             rows = [list(asdict(sample).values()) for sample in report.shown]
             table = wandb.Table(columns=[field.name for field in fields(ShownSample)], data=rows)
             self.log(step, {SAMPLES_NAME: table})
+
+    def log_image(self, step: int, name: str, path: Path) -> None:
+        """Send the picture."""
+        self.log(step, {name: wandb.Image(str(path))})
 
     def close(self) -> None:
         """Finish the upload; mark a run that ends by an exception as failed."""

@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from strop.checkpoint.store import Checkpoints, reading_state_of
+from strop.data.rl_dataset import MeasuredDataset, all_rows
 from strop.errors import ConfigError, TrainingError
 from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.tracking.curves import draw_curves
+from strop.tracking.lengths import LENGTHS_NAME, ColumnLengths, draw_lengths
 from strop.tracking.trackers import Tracking
 from strop.trainer.run_folder import RunFolder, run_lock
 
@@ -32,6 +37,7 @@ class Run(ABC):
         self.folder = RunFolder(self.settings.default_local_dir)
         self.checkpoints = Checkpoints.of(trainer.config, trained=self.trained)
         self.seconds_before = 0.0
+        self._lengths_figure: Future[Path] | None = None
 
     def fit(self) -> None:
         """Run the remaining iterations, from the last checkpoint if there is one."""
@@ -69,6 +75,8 @@ class Run(ABC):
             start_step=self.folder.last_logged_step() if settings.val_only else trainer.global_step,
         )
         self.started = time.perf_counter()
+        if not (goes_on and settings.val_only):
+            self._show_lengths()
 
     def resume(self, checkpoint: Path, *, goes_on: bool) -> None:
         """Restore the state of ``checkpoint``, which is of this run folder if it ``goes_on``.
@@ -99,6 +107,7 @@ class Run(ABC):
         if settings.val_only or (settings.val_before_train and first):
             metrics = self.validate()
             self.tracking.log(trainer.global_step, {**metrics, **trainer.timer.take()})
+            self._log_lengths_figure()
         if settings.val_only:
             return
         is_done = trainer.global_step >= trainer.total_steps  # this run was killed after its last iteration
@@ -108,6 +117,7 @@ class Run(ABC):
             # interrupted run equals that of an uninterrupted one.
             crash_point("log", trainer.global_step)
             self.tracking.log(trainer.global_step, metrics)
+            self._log_lengths_figure()
             self.checkpoints.poll()
             if self.is_due(settings.save_freq):
                 with trainer.timer.phase("save_checkpoint"):
@@ -162,6 +172,30 @@ class Run(ABC):
             trainer.train_loader.batches.load_state_dict(state["loader"])
         self.seconds_before = float(state["seconds"])
 
+    def _show_lengths(self) -> None:
+        """Show the token lengths of the data sets, and start to draw them in a thread.
+
+        matplotlib takes a second to import and to draw, which the first iteration need not wait for.
+        """
+        columns = token_lengths({"train": self.trainer.train_loader, "val": self.trainer.val_loader})
+        if columns:
+            self.tracking.log_lengths(self.trainer.global_step, columns)
+            in_thread = ThreadPoolExecutor(1, "token lengths")
+            self._lengths_figure = in_thread.submit(draw_lengths, columns, self.folder.path)
+            in_thread.shutdown(wait=False)
+
+    def _log_lengths_figure(self) -> None:
+        """Pass the picture of the token lengths to the trackers, once; failing to draw is a warning."""
+        figure, self._lengths_figure = self._lengths_figure, None
+        if figure is None:
+            return
+        try:
+            path = figure.result()
+        except Exception as error:  # noqa: BLE001 - a full disk, a broken font
+            logger.warning("warning: the token lengths could not be drawn (%s)", error)
+        else:
+            self.tracking.log_image(self.trainer.global_step, LENGTHS_NAME, path)
+
     def _draw(self) -> None:
         """Draw the curves, also after an error; failing to draw never fails the run."""
         if self.settings.val_only or self.trainer.global_step == 0:
@@ -170,3 +204,19 @@ class Run(ABC):
             draw_curves(self.folder.path)
         except Exception as error:  # noqa: BLE001 - a full disk, a broken font
             logger.warning("warning: the curves could not be drawn (%s)", error)
+
+
+def token_lengths(loaders: Mapping[str, Any]) -> list[ColumnLengths]:
+    """Return the token lengths of the data sets of ``loaders`` (None: not read), as they were tokenized.
+
+    Subsets count as the whole data set; a user's data set may not know its lengths.
+    """
+    columns = []
+    for split, loader in loaders.items():
+        dataset = None if loader is None else all_rows(loader.dataset)
+        if isinstance(dataset, MeasuredDataset):
+            for column, found in dataset.token_lengths().items():
+                dropped = len(found.lengths) - len(dataset)
+                counts = np.bincount(found.lengths)
+                columns.append(ColumnLengths(split, column, counts, found.limit, found.key, dropped))
+    return columns

@@ -19,12 +19,17 @@ from strop.algorithms.correction import rollout_statistics
 from strop.algorithms.kl import mean_sequence_kl
 from strop.protocol import DataProto
 
+_CLOCK = time.time() - time.perf_counter()
+"""Seconds of ``time.time()`` at 0 of the monotonic clock, which adjustments of the time do not move."""
+
 
 class PhaseTimer:
     """Sum wall-clock seconds by phase; ``take`` returns them as ``timing_s/<name>`` and resets."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.intervals: list[tuple[str, float, float]] = []
+        """Name, start and end of every phase since the last ``take``, in seconds of ``time.time()``."""
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -33,19 +38,26 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self._seconds[name] += time.perf_counter() - start
+            end = time.perf_counter()
+            self._seconds[name] += end - start
+            self.intervals.append((name, _CLOCK + start, _CLOCK + end))
 
     def add(self, other: PhaseTimer) -> None:
-        """Add the seconds of ``other`` and reset it."""
+        """Add the phases of ``other`` and reset it."""
         for name, seconds in other._seconds.items():
             self._seconds[name] += seconds
-        other._seconds.clear()
+        self.intervals += other.intervals
+        other._clear()
 
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call."""
         taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
-        self._seconds.clear()
+        self._clear()
         return taken
+
+    def _clear(self) -> None:
+        self._seconds.clear()
+        self.intervals = []
 
 
 _SEQUENCE_LOSSES = ("loss", "pg_loss", "vf_loss", "entropy_loss", "kl_loss")

@@ -29,6 +29,7 @@ _RUN_FILES = (
     "config.yaml",
     METRICS_FILE,
     "curves.png",
+    "token_lengths.png",
     "rollouts",
     "validation",
     "final_model",

@@ -1,0 +1,146 @@
+"""The recipes of examples/ pass ``strop check`` without models and GPUs, with the values of the reference."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from pathlib import Path
+
+import demo
+import pyarrow.parquet as pq
+import pytest
+import tulu3_data  # examples/ is on the path, see conftest.py
+
+from strop.cli.main import main
+from strop.config.checks.check import check
+from strop.config.keys import all_keys
+from strop.config.load import load_config
+from strop.config.placement import Placement
+from strop.config.schema import Config
+
+import tiny_model
+from builders import write_prompts
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FILES = {"async_debug": ("gsm8k/train", "gsm8k/test"), "tulu3_ppo_8b": ("tulu3/train", "tulu3/val")}
+
+
+@pytest.fixture(params=FILES)
+def recipe(request, tmp_path, monkeypatch) -> Path:
+    """A recipe, in a folder with files where it expects its data."""
+    for name in FILES[request.param]:
+        path = tmp_path / "data" / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_prompts(path, 200, data_source="openai/gsm8k")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return EXAMPLES / f"{request.param}.yaml"
+
+
+def test_a_recipe_passes_the_check_without_its_models(recipe, capsys):
+    assert main(["check", "--config-only", "--config-path", str(recipe)]) == 0
+    assert "configuration: no errors" in capsys.readouterr().out
+
+
+def test_a_recipe_passes_the_whole_check_with_other_models(recipe, tmp_path, capsys):
+    tokenizer = tiny_model.build_tokenizer(string.printable)
+    tiny_model.build_model(tokenizer, hidden=32).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    models = [f"{key}.model.path={tmp_path / 'model'}" for key in ("actor_rollout_ref", "critic")]
+    options = [*models, f"data.cache_dir={tmp_path}", "trainer.logger=[console]"]
+    assert main(["check", "--config-path", str(recipe), *options]) == 0
+    assert "data sets and reward managers: no errors" in capsys.readouterr().out
+
+
+def test_the_debug_recipe_has_the_values_of_the_reference():
+    config = load_config(config_path=EXAMPLES / "async_debug.yaml")
+    plan, policy = check(config).plan, config.actor_rollout_ref
+    assert plan is not None
+    assert plan.iterations * plan.samples == 32
+    assert (config.data.max_response_length, policy.rollout.temperature, policy.actor.optim.lr) == (
+        512,
+        1,
+        3e-7,
+    )
+    assert (config.algorithm.kl_ctrl.kl_coef, policy.rollout.gpu_memory_utilization) == (0.05, 0.3)
+    assert (policy.rollout.name, policy.rollout.enforce_eager, config.trainer.async_steps) == (
+        "vllm",
+        True,
+        1,
+    )
+    assert config.reward_model.non_stop_penalty
+    assert config.reward_model.penalty_reward_value == -10
+
+
+def test_the_tulu_recipe_has_the_values_of_the_reference():
+    config = load_config(config_path=EXAMPLES / "tulu3_ppo_8b.yaml")
+    plan, policy, placement = check(config).plan, config.actor_rollout_ref, Placement.from_config(config)
+    assert plan is not None
+    assert 2_000_000 - plan.samples < plan.iterations * plan.samples <= 2_000_000
+    assert (placement.ranks("Actor"), placement.ranks("Rollout")) == (12, 4)
+    assert policy.rollout.tensor_model_parallel_size == 4
+    per_node = [sum(pool) for pool in zip(*placement.pools.values(), strict=False)]
+    assert sum(map(sum, placement.pools.values())) == 16
+    assert max(per_node) <= 8
+    assert (policy.model.path, config.critic.model.path) == (
+        "allenai/Llama-3.1-Tulu-3-8B-DPO",
+        "allenai/Llama-3.1-Tulu-3-8B-RM",
+    )
+    assert (config.data.max_response_length, config.algorithm.kl_ctrl.kl_coef) == (2048, 0.05)
+    assert (policy.actor.optim.lr, config.critic.optim.lr) == (3e-7, 3e-7)
+    assert config.reward_model.parts["rule"] == 10
+    assert not config.reward_model.enable
+    assert (config.reward_model.non_stop_penalty, config.reward_model.penalty_reward_value) == (True, -10)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_demo_runs_ahead_with_the_rollout_in_a_separate_pool(tmp_path, steps):
+    data = write_prompts(tmp_path / "train.parquet", 200)
+    files = [f"data.{key}={data}" for key in ("train_files", "val_files")]
+    options = [*demo.asynchronous(steps), *files, "actor_rollout_ref.model.path=owner/name"]
+    config = load_config(options, config_path=EXAMPLES / "demo.yaml")
+    assert check(config).errors == []
+    assert config.trainer.async_steps == steps
+    roles = Placement.from_config(config).roles
+    expected = ("rollout", "learner") if steps else (None, "global_pool")
+    assert (roles.get("Rollout"), roles["Critic"]) == expected
+
+
+@pytest.mark.parametrize("pools", ["{a: [1], b: [1]}", "{a: [1], b: [2]}", "{a: [1, 1]}"])
+def test_pools_of_one_process_fit_into_one_process(pools):
+    errors = check(load_config([f"trainer.resource_pools={pools}", "trainer.worker_group=local"])).errors
+    refused = any("trainer.worker_group=local is one process" in error for error in errors)
+    assert refused == (pools != "{a: [1], b: [1]}")
+
+
+def test_every_key_of_the_table_of_options_exists():
+    text = (EXAMPLES.parent / "docs" / "from_open_instruct.md").read_text()
+    sections = "|".join(Config.model_fields)
+    keys = set(re.findall(rf"`((?:{sections})\.[a-z_.]+)", text))
+    assert len(keys) > 60
+    assert keys - all_keys().keys() == set()
+
+
+def test_the_data_of_the_tulu_recipe_is_converted(tmp_path, monkeypatch, capsys):
+    records = [
+        {
+            "messages": [{"role": "user", "content": f"{kind} {number}", "id": 7}],
+            "ground_truth": "5",
+            "dataset": kind,
+        }
+        for number in range(20)
+        for kind in ("gsm8k", "MATH", "ifeval")
+    ]
+    source = tmp_path / "train.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setattr("sys.argv", ["tulu3_data", "--source", str(source), "--out", str(tmp_path / "out")])
+    tulu3_data.main()
+    assert "left out 20 rows of ifeval" in capsys.readouterr().out
+    train, val = (
+        pq.read_table(tmp_path / "out" / f"{name}.parquet").to_pylist() for name in ("train", "val")
+    )
+    assert (len(train), len(val)) == (8, 32)
+    assert {row["data_source"] for row in train} == {"openai/gsm8k", "lighteval/MATH"}
+    assert train[0]["prompt"] == [{"role": "user", "content": "gsm8k 16"}]
+    assert train[0]["reward_model"]["ground_truth"] == "5"
