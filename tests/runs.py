@@ -57,7 +57,9 @@ def overrides(inputs: Path, run: Path, *extra: str) -> list[str]:
 @contextlib.contextmanager
 def undrawn() -> Generator[None]:
     """Draw no pictures in the body: they take longer than the runs of tests."""
-    with mock.patch("strop.trainer.loop.draw_curves"), mock.patch("strop.trainer.loop.draw_lengths"):
+    with contextlib.ExitStack() as stack:
+        for name in ("draw_curves", "draw_lengths", "draw_timeline"):
+            stack.enter_context(mock.patch(f"strop.trainer.loop.{name}"))
         yield
 
 

@@ -19,6 +19,7 @@ from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.tracking.curves import draw_curves
 from strop.tracking.lengths import LENGTHS_NAME, ColumnLengths, draw_lengths
+from strop.tracking.timeline import TIMELINE_FILE, Timeline, draw_timeline
 from strop.tracking.trackers import Tracking
 from strop.trainer.run_folder import RunFolder, run_lock
 
@@ -202,6 +203,8 @@ class Run(ABC):
             return
         try:
             draw_curves(self.folder.path)
+            if intervals := self.timeline.intervals():
+                draw_timeline(intervals, self.folder.path / TIMELINE_FILE)
         except Exception as error:  # noqa: BLE001 - a full disk, a broken font
             logger.warning("warning: the curves could not be drawn (%s)", error)
 

@@ -42,6 +42,10 @@ class PhaseTimer:
             self._seconds[name] += end - start
             self.intervals.append((name, _CLOCK + start, _CLOCK + end))
 
+    def record(self, name: str, seconds: float) -> None:
+        """Add the seconds of a phase that another process measured."""
+        self._seconds[name] += seconds
+
     def add(self, other: PhaseTimer) -> None:
         """Add the phases of ``other`` and reset it."""
         for name, seconds in other._seconds.items():
@@ -173,6 +177,22 @@ def sampler_metrics(batch: DataProto) -> dict[str, float]:
         columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
     )
     return {f"training/rollout_{name}": value for name, value in statistics._asdict().items()}
+
+
+def staleness_metrics(batch: DataProto, *, version: int, warmup: int) -> dict[str, float]:
+    """Return updates between the policy that sampled a token and ``version``, which learns from it.
+
+    Versions are iterations; the first ``warmup`` did not change the policy.
+    """
+    columns = batch.batch
+    if "rollout_versions" not in columns:
+        return {}
+    versions_BT, mask_BT = columns["rollout_versions"].clamp(min=warmup), columns["response_mask"]
+    behind_BT = (max(version, warmup) - versions_BT) * mask_BT
+    return {
+        "async/staleness/mean": masked_mean(behind_BT.float(), mask_BT).item(),
+        "async/staleness/max": behind_BT.max().item(),
+    }
 
 
 def policy_metrics(actor: Mapping[str, float]) -> dict[str, float]:

@@ -27,6 +27,7 @@ from strop.controller.group import Future
 from strop.data.loader import PromptLoader
 from strop.files import crash_point
 from strop.protocol import DataProto
+from strop.tracking.timeline import Interval
 from strop.trainer.group_filter import GroupFilter
 from strop.trainer.ppo import PPO, Generation
 from strop.trainer.scores import Samples
@@ -41,6 +42,10 @@ class Batch:
     def __init__(self, number: int, source: Generation | Samples) -> None:
         self.number, self._source = number, source
 
+    def is_done(self) -> bool:
+        """Return True if it is generated."""
+        return isinstance(self._source, Samples) or self._source.is_done()
+
     def samples(self, ppo: PPO) -> Samples:
         """Wait until it is generated."""
         if isinstance(self._source, Generation):
@@ -50,9 +55,7 @@ class Batch:
 
     def is_scored(self, ppo: PPO) -> bool:
         """Return True if it is generated and scored; never wait."""
-        if isinstance(self._source, Generation) and not self._source.is_done():
-            return False
-        return self.samples(ppo).is_scored()
+        return self.is_done() and self.samples(ppo).is_scored()
 
     def cancel(self) -> None:
         """Cancel scoring."""
@@ -90,6 +93,40 @@ class InFlight:
             self._tail, self._with_tail = None, False  # an interrupted save may be finished again
 
 
+class RolloutClock:
+    """The rollout's own account of its time, by batch (``meta_info["generation"]``)."""
+
+    def __init__(self) -> None:
+        self.intervals: list[Interval] = []
+        """Since the last ``take``."""
+        self._before: float | None = None  # the end of the last batch
+        self._busy = self._whole = 0.0
+
+    def add(self, samples: Samples, batch: int) -> None:
+        """Add a batch; one from a checkpoint was generated in another run."""
+        spent = samples.batch.meta_info.get("generation")
+        if spent is None or samples.scores is None:
+            return
+        begun, ended, loading, version = (spent[name] for name in ("begun", "ended", "loading", "version"))
+        samples.timer.record("gen", ended - begun)
+        samples.timer.record("take_weights", loading)
+        self.intervals += [
+            Interval("rollout", "take_weights", begun - loading, begun, batch, version),
+            Interval("rollout", "gen", begun, ended, batch, version),
+        ]
+        if self._before is not None:
+            self._busy += min(loading + ended - begun, ended - self._before)
+            self._whole += ended - self._before
+        self._before = ended
+
+    def take(self) -> dict[str, float]:
+        """Return the share of its time in which the rollout waited, from the end of a batch to the next."""
+        idle = {"async/rollout_idle": 1 - self._busy / self._whole} if self._whole else {}
+        self._busy = self._whole = 0.0
+        self.intervals = []
+        return idle
+
+
 class Pipeline:
     """The batches between rollout and learner.
 
@@ -112,6 +149,9 @@ class Pipeline:
         self._coming: Iterator[DataProto] = loader.ahead()
         self._taken = self._last = 0  # number of the last batch taken, and begun
         self._cut: InFlight | None = None
+        self.rollout = RolloutClock()
+        self.ready_batches = 0
+        """Complete batches when the learner asked for the last one."""
 
     def take(self, iteration: int) -> Samples:
         """Begin what the schedule has before the update of ``iteration``; wait for its samples.
@@ -138,9 +178,11 @@ class Pipeline:
             generation.loading.extend(self._loading)
             self._loading = []
             self._batches.append(Batch(self._last, generation))
+        self.ready_batches = sum(batch.is_done() for batch in self._batches)
         samples = self._batches[0].samples(self.ppo)
         self._batches.popleft()
         self._taken += 1
+        self.rollout.add(samples, self._taken)
         return samples
 
     def _admit(self, *, up_to: int) -> None:

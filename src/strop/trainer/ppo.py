@@ -162,13 +162,13 @@ class PPO:
         """
         prompts, seeds_PN = self.named(prompts, batch), self._seeds(batch, len(prompts))
         loading = self.weights.to_rollout(timer := PhaseTimer())
-        number = batch if self.config.trainer.async_steps else None
-        sampled = self._start(self._request(prompts, seeds_PN, "train", number), timer, "gen")
+        number, phase = (batch, "wait_samples") if self.config.trainer.async_steps else (None, "gen")
+        sampled = self._start(self._request(prompts, seeds_PN, "train", number), timer, phase)
         greedy = None
         if "baseline_scores" in self._estimator_needs:  # ReMax: the score of the greedy response
             with sampled.scores.cancelled_on_error():
                 request = self._request(prompts, seeds_PN[:, :1], "greedy")
-                greedy = self._start(request, timer, "gen_greedy")
+                greedy = self._start(request, timer, f"{phase}_greedy")
         return Generation(batch, loading, sampled, greedy, timer)
 
     def finish(self, generation: Generation, *, phase: str = "gen") -> Samples:

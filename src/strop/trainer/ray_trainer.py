@@ -25,7 +25,7 @@ from strop.rewards.base import as_reward
 from strop.tracking.samples import HiddenTokensWarning, write_samples, write_table
 from strop.tracking.text import validation_scores
 from strop.trainer.loop import Run
-from strop.trainer.metrics import PhaseTimer, speed_metrics
+from strop.trainer.metrics import PhaseTimer, speed_metrics, staleness_metrics
 from strop.trainer.pipeline import Pipeline
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
@@ -194,6 +194,8 @@ class RayPPOTrainer:
         with samples.cancelled_on_error():
             self.weights.release()  # a co-located copy of the weights makes room for the update
             batch, metrics = self.ppo.learn(samples, iteration)
+        warmup = self.config.trainer.critic_warmup if self.critic is not None else 0
+        metrics |= staleness_metrics(batch, version=self.weights.version, warmup=warmup)
         if self.ppo.trains_actor(iteration):
             self.weights.version = iteration
         self.timer.add(samples.timer)
@@ -271,7 +273,15 @@ class ReinforcementRun(Run):
                     self.folder.prune_rollouts(step, to_keep=settings.rollouts_to_keep)
         if self.is_due(settings.test_freq):
             metrics |= self.validate()
+        self.timeline.add_phases("learner", trainer.timer.intervals, step)
         timing = trainer.timer.take()
+        if trainer.pipeline is not None and settings.async_steps:
+            self.timeline.add(*trainer.pipeline.rollout.intervals)
+            metrics |= {
+                "async/ready_batches": float(trainer.pipeline.ready_batches),
+                "async/learner_idle": timing["timing_s/wait_samples"] / timing["timing_s/step"],
+                **trainer.pipeline.rollout.take(),
+            }
         return {
             "episode": float(step * trainer.config.data.train_batch_size),
             "epoch": trainer.train_loader.yielded / len(trainer.train_loader),

@@ -30,6 +30,7 @@ _RUN_FILES = (
     METRICS_FILE,
     "curves.png",
     "token_lengths.png",
+    "timeline.png",
     "rollouts",
     "validation",
     "final_model",
