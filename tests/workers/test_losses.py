@@ -113,6 +113,27 @@ def test_the_actors_objective_is_the_weighted_sum_of_its_terms(kind, mode, kl):
             assert_close(found, wanted)
 
 
+def settings(**keys):
+    options = [
+        f"actor_rollout_ref.actor.{key}={value}" for key, value in {"entropy_coeff": 0, **keys}.items()
+    ]
+    return load_config(options).actor_rollout_ref.actor
+
+
+def test_ratios_are_those_of_tokens_whatever_the_loss():
+    columns = batch("log_prob", "old_log_probs", "advantages")
+    columns["old_log_probs"][2] = math.nan  # a row without tokens
+    _, metrics = actor_objective(settings(policy_loss="gspo"), **COUNTS)(columns, columns)
+    excess = torch.cat(
+        [
+            (columns["log_prob"] - columns["old_log_probs"])[row, :length].exp() - 1
+            for row, length in enumerate(LENGTHS)
+        ]
+    )
+    assert_close(metrics["ratio_excess"], excess.mean())
+    assert_close(metrics["squared_ratio_excess"], excess.square().mean())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_critics_objective_takes_the_larger_of_two_errors(mode):
     critic = load_config([f"critic.loss_agg_mode={mode}", "critic.cliprange_value=0.5"]).critic

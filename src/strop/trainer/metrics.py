@@ -65,7 +65,8 @@ def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dic
 
     Losses are weighted by their denominators (tokens, or sequences under the ``seq-*`` aggregations),
     shares of tokens by tokens; the learning rate is the last one; skipped steps are counted; the gradient
-    norm is the mean over the steps that were taken.
+    norm is the mean over the steps that were taken. The policy's ratios, given as sums of their excess over 1
+    and of its square, become mean and unbiased variance over the tokens of all steps.
     """
     records = list(records)
     n_tokens = sum(record.n_tokens for record in records)
@@ -84,6 +85,10 @@ def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dic
             merged[name] = sum(v * r.n_seqs for v, r in zip(values, records, strict=True)) / n_seqs
         else:
             merged[name] = sum(v * r.n_tokens for v, r in zip(values, records, strict=True)) / n_tokens
+    if "ratio_excess" in merged:
+        excess, squared = merged.pop("ratio_excess"), merged.pop("squared_ratio_excess")
+        merged["ratio_mean"] = 1 + excess
+        merged["ratio_var"] = max(squared - excess**2, 0.0) * n_tokens / max(n_tokens - 1, 1)
     return merged
 
 
@@ -171,6 +176,8 @@ def policy_metrics(actor: Mapping[str, float]) -> dict[str, float]:
         "policy/approxkl_avg": "approx_kl",
         "policy/clipfrac_avg": "pg_clipfrac",
         "policy/entropy_avg": "entropy",
+        "val/ratio": "ratio_mean",
+        "val/ratio_var": "ratio_var",
         "lr": "lr",
     }
     named = {f"actor/{name}": value for name, value in actor.items() if name not in ("approx_kl", "entropy")}

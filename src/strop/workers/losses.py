@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.algorithms.aggregation import aggregate, log_ratio, masked_sum
+from strop.algorithms.aggregation import aggregate, log_ratio, masked_sum, zero_masked
 from strop.algorithms.kl import kl_penalty
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss, value_loss
 from strop.algorithms.registry import call
@@ -65,11 +65,14 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
         if "rollout_is_weights" in columns:
             loss_BT = loss_BT * columns["rollout_is_weights"]
         pg_loss = agg(loss_BT)
+        excess_BT = _ratio_excess(outputs["log_prob"], old_log_probs_BT, mask_BT)
         metrics = {
             "pg_loss": pg_loss,
             "pg_clipfrac": masked_sum(policy.clipped_BT, mask_BT) / n_tokens,
             "ppo_kl": masked_sum(log_ratio(old_log_probs_BT, outputs["log_prob"]), mask_BT) / n_tokens,
             "approx_kl": masked_sum(policy.approx_kl_BT, mask_BT) / n_tokens,
+            "ratio_excess": excess_BT.sum() / n_tokens,
+            "squared_ratio_excess": excess_BT.square().sum() / n_tokens,
         }
         total = pg_loss
         if "entropy" in outputs:
@@ -83,6 +86,16 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
         return total, metrics
 
     return objective
+
+
+@torch.no_grad()
+def _ratio_excess(log_prob_BT: Tensor, old_log_probs_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Return exp(new - old) - 1, float64, 0 where the mask is 0; exponents are clamped to +-20.
+
+    Without the 1 its squares keep the digits from which a variance over several steps is computed.
+    """
+    k_BT = log_ratio(zero_masked(log_prob_BT, mask_BT), zero_masked(old_log_probs_BT, mask_BT))
+    return k_BT.double().clamp(-20, 20).expm1()
 
 
 def _kl(kind: str, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Tensor:
