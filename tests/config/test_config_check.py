@@ -17,6 +17,7 @@ from strop.errors import ConfigError
 from messages import Message, mentions, naming
 
 ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
 
 
 def doubts(result):
@@ -140,6 +141,26 @@ def test_trackers_need_their_package_and_a_name_that_they_take(report, monkeypat
             ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
             [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=reinforce_plus_plus_baseline"],
         ),
+        (
+            [f"{ACTOR}.policy_loss=gspo"],
+            [
+                f"{ACTOR}.policy_loss=gspo",
+                "clip_ratio=0.2",
+                "3e-4",
+                "4e-4",
+                "seq-mean-token-mean",
+                "token-mean",
+            ],
+        ),
+        (
+            [
+                f"{ACTOR}.policy_loss=gspo",
+                f"{ACTOR}.clip_ratio_low=3e-4",
+                f"{ACTOR}.clip_ratio_high=0.28",
+                f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+            ],
+            [f"{ACTOR}.policy_loss=gspo", "clip_ratio_high=0.28", "4e-4"],
+        ),
     ],
 )
 def test_doubtful_settings_are_one_warning_each(report, overrides, parts):
@@ -166,6 +187,7 @@ def test_doubtful_settings_are_one_warning_each(report, overrides, parts):
         ["algorithm.adv_estimator=gae"],
         ["algorithm.adv_estimator=remax"],
         ["algorithm.adv_estimator=reinforce_plus_plus"],
+        [f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
     ],
 )
 def test_sound_settings_have_no_warning(report, overrides):

@@ -23,6 +23,9 @@ from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+_WIDEST_SEQUENCE_CLIP = 0.05
+"""The ratio of a whole sequence stays nearer to 1 than this; PPO's ranges are from 0.1 on."""
 
 
 def groups(config: Config) -> Iterator[Finding]:
@@ -77,6 +80,26 @@ def sampling(config: Config) -> Iterator[Finding]:
             f"{' and '.join(narrowed)}: the sampler is another distribution than the policy that is trained; "
             "the sampler's own log-probs are recorded (training/rollout_probs_diff_mean)"
         )
+
+
+def sequence_clip_range(config: Config) -> Iterator[Finding]:
+    """Warn if ratios of whole sequences have a clip range that none of them reaches."""
+    actor = config.actor_rollout_ref.actor
+    given = {"clip_ratio_low": actor.clip_ratio_low, "clip_ratio_high": actor.clip_ratio_high}
+    wide = {
+        f"{name if value is not None else 'clip_ratio'}={actor.clip_ratio if value is None else value}"
+        for name, value in given.items()
+        if (actor.clip_ratio if value is None else value) > _WIDEST_SEQUENCE_CLIP
+    }
+    if actor.policy_loss != "gspo" or not wide:
+        return
+    mode = actor.loss_agg_mode
+    also = "" if mode == "seq-mean-token-mean" else f" and loss_agg_mode=seq-mean-token-mean (found {mode})"
+    yield warning(
+        f"{_ACTOR}.policy_loss=gspo with {' and '.join(sorted(wide))}: the ratio of a whole sequence hardly "
+        "leaves 1, so nothing is ever clipped; its paper has clip_ratio_low=3e-4 and clip_ratio_high=4e-4"
+        f"{also}"
+    )
 
 
 def validation_sampling(config: Config) -> Iterator[Finding]:
