@@ -108,6 +108,12 @@ def test_without_a_reference_there_is_no_kl_to_report(batch):
     assert not [name for name in objective_metrics(batch, kl_coef=0.0) if "kl" in name]
 
 
+def test_without_a_pass_of_the_policy_before_the_update_nothing_is_said_of_it(batch):
+    del batch.batch["old_log_probs"], batch.batch["entropys"]
+    assert sampler_metrics(batch) == {}
+    assert "objective/entropy" not in objective_metrics(batch, kl_coef=0.0)
+
+
 def test_sampler_metrics_compare_probabilities_of_real_tokens(batch):
     found = sampler_metrics(batch)
     difference = 2.718281828**-1 - 2.718281828**-2

@@ -145,8 +145,9 @@ def objective_metrics(batch: DataProto, *, kl_coef: float) -> dict[str, float]:
         "objective/scores": scores,
         "objective/rlhf_reward": rewards,
         "objective/non_score_reward": rewards - scores,
-        "objective/entropy": masked_mean(columns["entropys"], mask_BT).item(),
     }
+    if "entropys" in columns:
+        metrics["objective/entropy"] = masked_mean(columns["entropys"], mask_BT).item()
     if "kl" in columns:
         metrics["objective/kl"] = masked_sum(columns["kl"], mask_BT, dim=1).mean().item()
         metrics["critic/kl"] = mean_sequence_kl(columns["kl"], mask_BT).item()
@@ -160,8 +161,10 @@ def objective_metrics(batch: DataProto, *, kl_coef: float) -> dict[str, float]:
 
 
 def sampler_metrics(batch: DataProto) -> dict[str, float]:
-    """Return statistics of the difference between the sampler's and the trainer's log-probs."""
+    """Return statistics of the difference between the sampler's and the trainer's log-probs, if known."""
     columns = batch.batch
+    if "old_log_probs" not in columns:
+        return {}
     statistics = rollout_statistics(
         columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
     )

@@ -103,6 +103,7 @@ RULES: tuple[Rule, ...] = (
     learning.reward_parts,
     learning.groups,
     learning.sampling,
+    learning.old_samples,
     learning.sequence_clip_range,
     learning.validation_sampling,
     learning.kl_horizon,

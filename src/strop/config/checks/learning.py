@@ -19,6 +19,7 @@ from strop.config.names import (
 )
 from strop.config.placement import policy_changing_sampling
 from strop.config.reward_parts import SCORERS, read_parts
+from strop.config.roles import is_off_policy, why_the_update_changes_log_probs
 from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
 
@@ -75,11 +76,41 @@ def sampling(config: Config) -> Iterator[Finding]:
         f"{_ROLLOUT}.{key}" for key, on in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)) if on
     ]
     narrowed += policy_changing_sampling(config)
-    if narrowed and rollout.do_sample:
-        yield warning(
-            f"{' and '.join(narrowed)}: the sampler is another distribution than the policy that is trained; "
-            "the sampler's own log-probs are recorded (training/rollout_probs_diff_mean)"
+    if not narrowed or not rollout.do_sample:
+        return
+    found = f"{' and '.join(narrowed)}: the sampler is another distribution than the policy that is trained"
+    actor, trains = config.actor_rollout_ref.actor, not config.trainer.val_only
+    remedy = f"sample from the whole distribution, or set {_ACTOR}.rollout_is=token"
+    if trains and actor.use_rollout_log_probs:
+        yield error(
+            f"{found}, so with {_ACTOR}.use_rollout_log_probs=True a policy that has not changed has other "
+            f"ratios than 1; {remedy} and that key to False"
         )
+    elif trains and is_off_policy(config) and actor.rollout_is is None:
+        yield error(
+            f"{found}, and with trainer.async_steps={config.trainer.async_steps} it is an older one besides; "
+            f"{remedy}"
+        )
+    else:
+        yield warning(f"{found}; the sampler's own log-probs are recorded (training/rollout_probs_diff_mean)")
+
+
+def old_samples(config: Config) -> Iterator[Finding]:
+    """Warn if samples of an older policy are learned from as if they were of the one before the update."""
+    actor, steps = config.actor_rollout_ref.actor, config.trainer.async_steps
+    if not is_off_policy(config) or config.trainer.val_only:
+        return
+    if actor.rollout_is is not None or actor.use_rollout_log_probs:
+        return
+    ratio = "the ratio is against the policy before the update, not against the one that sampled"
+    if why_the_update_changes_log_probs(config) is None:
+        ratio = "with one optimizer step an iteration every ratio is 1"
+    yield warning(
+        f"trainer.async_steps={steps}: samples are of a policy that is up to {steps} "
+        f"iteration{'s' if steps > 1 else ''} old, and nothing corrects for it: {ratio}. Set "
+        f"{_ACTOR}.rollout_is=token, which weighs them, or {_ACTOR}.use_rollout_log_probs=True, which takes "
+        "the ratio against the sampler"
+    )
 
 
 def sequence_clip_range(config: Config) -> Iterator[Finding]:
