@@ -139,7 +139,8 @@ def _old_log_probs(config: Config) -> str:
     if reason := why_old_log_probs_are_computed_apart(config):
         return f"a pass before the update: {reason}"
     if is_off_policy(config):
-        return "the update: it is one step, so every ratio is 1"
+        weighed = " (rollout_is weighs the loss)" if config.actor_rollout_ref.actor.rollout_is else ""
+        return f"the update: it is one step, so every ratio is 1{weighed}"
     return "the update: it is one on-policy step"
 
 
