@@ -25,12 +25,13 @@ token "."). "_" is padding::
     sampled by version            | 7   7           8   8   8
     rollout_log_probs             | x   x   0   0   x   x   x   0   by the version that sampled the token
     old_log_probs                 | x   x   0   0   x   x   x   0   by version 8, just before its update
-    rollout_is_weights            | w   w   0   0   1   1   1   0   min(exp(old - rollout), threshold)
+    importance weights            | w   w   0   0   1   1   1   0   min(exp(old - rollout), threshold)
     token_level_scores            | 0   0   0   0   0   0   s   0   the score is on the last sampled token
     advantages, returns           | x   x   0   0   x   x   x   0
 
 A tool's tokens are attended to (``attention_mask`` 1) but never trained on, scored or regularized
-(``response_mask`` 0): every sum over a response goes over ``response_mask``. The versions themselves are not
+(``response_mask`` 0): every sum over a response goes over ``response_mask``. The objective computes the
+weights; they are not a column. The versions themselves are not
 a column: all rows of a batch come from the version in ``meta_info["weights_version"]``, and the log-probs of
 tokens that an older version sampled are enough to correct for it.
 """
@@ -94,7 +95,6 @@ kl                  | BT  | float32 | nats   | driver  | driver, metrics | estim
 token_level_rewards | BT  | float32 | score  | driver  | advantages | scores - beta kl
 advantages          | BT  | float32 | score  | driver  | policy loss | whitened where configured
 returns             | BT  | float32 | score  | driver  | value loss | target of the values
-rollout_is_weights  | BT  | float32 | ratio  | driver  | policy loss | min(ratio, threshold) | rollout_is
 rejected            | BT  | int64   | id     | data    | reward modelling | rejected answer | train-rm
 rejected_mask       | BT  | float32 | 0 or 1 | data    | reward modelling | 1 on its tokens | train-rm
 """)

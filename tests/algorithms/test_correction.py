@@ -28,6 +28,21 @@ def test_sequence_weights_by_hand():
     assert_close(truncated, torch.tensor([[1.2, 1.2, 0.0], [1 / 3, 0.0, 1 / 3]]))
 
 
+@pytest.mark.parametrize(
+    ("level", "bounds", "expected"),
+    [  # token: 3, 1/2 and 1, 1/3; sequence: 3/2 and 1/3
+        ("token", {"threshold": 2.0}, [[0, 0.5, 0], [1, 0, 1 / 3]]),
+        ("token", {"threshold": 4.0, "threshold_low": 0.4}, [[3, 0.5, 0], [1, 0, 0]]),
+        ("token", {"threshold": 1.0, "threshold_low": 1.0}, [[0, 0, 0], [1, 0, 0]]),  # bounds are inside
+        ("sequence", {"threshold": 1.2}, [[0, 0, 0], [1 / 3, 0, 1 / 3]]),
+        ("sequence", {"threshold": 2.0, "threshold_low": 0.4}, [[1.5, 1.5, 0], [0, 0, 0]]),
+    ],
+)
+def test_masked_weights_by_hand(level, bounds, expected):
+    weights = rollout_is_weights(OLD, ROLLOUT, MASK, level=level, mode="mask", **bounds)
+    assert_close(weights, torch.tensor(expected, dtype=torch.float32))
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_are_finite_and_detached(level):
     old = torch.tensor([[500.0, 500.0]], requires_grad=True)

@@ -19,6 +19,8 @@ from strop.errors import ConfigError
 from messages import Message, mentions, naming
 
 ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+CORRECTIONS = (f"{ACTOR}.rollout_is=token", f"{ACTOR}.use_rollout_log_probs=True")
 
 
 def doubts(result):
@@ -142,6 +144,36 @@ def test_trackers_need_their_package_and_a_name_that_they_take(report, monkeypat
             ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
             [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=reinforce_plus_plus_baseline"],
         ),
+        ([f"{ROLLOUT}.top_k=5", "trainer.async_steps=1", f"{ACTOR}.rollout_is=token"], [f"{ROLLOUT}.top_k"]),
+        ([f"{ROLLOUT}.top_k=5", "trainer.async_steps=1", "trainer.val_only=True"], [f"{ROLLOUT}.top_k"]),
+        (
+            ["trainer.async_steps=1"],
+            ["trainer.async_steps=1", "1 iteration old", "before the update", *CORRECTIONS],
+        ),
+        (
+            ["trainer.async_steps=3", f"{ACTOR}.ppo_mini_batch_size=1024"],
+            ["trainer.async_steps=3", "3 iterations old", "every ratio is 1", *CORRECTIONS],
+        ),
+        (
+            [f"{ACTOR}.policy_loss=gspo"],
+            [
+                f"{ACTOR}.policy_loss=gspo",
+                "clip_ratio=0.2",
+                "3e-4",
+                "4e-4",
+                "seq-mean-token-mean",
+                "token-mean",
+            ],
+        ),
+        (
+            [
+                f"{ACTOR}.policy_loss=gspo",
+                f"{ACTOR}.clip_ratio_low=3e-4",
+                f"{ACTOR}.clip_ratio_high=0.28",
+                f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+            ],
+            [f"{ACTOR}.policy_loss=gspo", "clip_ratio_high=0.28", "4e-4"],
+        ),
     ],
 )
 def test_doubtful_settings_are_one_warning_each(report, overrides, parts):
@@ -168,11 +200,58 @@ def test_doubtful_settings_are_one_warning_each(report, overrides, parts):
         ["algorithm.adv_estimator=gae"],
         ["algorithm.adv_estimator=remax"],
         ["algorithm.adv_estimator=reinforce_plus_plus"],
+        ["trainer.async_steps=1", f"{ACTOR}.rollout_is=token"],
+        ["trainer.async_steps=4", f"{ACTOR}.use_rollout_log_probs=True"],
+        ["trainer.async_steps=1", "trainer.val_only=True"],
+        [f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
+        [
+            f"{ACTOR}.rollout_is=token",
+            f"{ACTOR}.rollout_is_mode=mask",
+            f"{ACTOR}.rollout_is_threshold_low=0.5",
+        ],
+        [f"{ACTOR}.use_rollout_log_probs=True", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"],
     ],
 )
 def test_sound_settings_have_no_warning(report, overrides):
     result = report(*overrides)
     assert (result.errors, doubts(result)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            [f"{ACTOR}.use_rollout_log_probs=True", f"{ACTOR}.rollout_is=token"],
+            [f"{ACTOR}.use_rollout_log_probs=True", f"{ACTOR}.rollout_is"],
+        ),
+        (
+            [f"{ACTOR}.use_rollout_log_probs=True", "algorithm.kl_penalty=full"],
+            [f"{ACTOR}.use_rollout_log_probs=True", "algorithm.kl_penalty=full"],
+        ),
+        (
+            [f"{ACTOR}.use_rollout_log_probs=True", f"{ROLLOUT}.top_p=0.9"],
+            [f"{ROLLOUT}.top_p", f"{ACTOR}.use_rollout_log_probs=True", f"{ACTOR}.rollout_is=token"],
+        ),
+        (
+            ["trainer.async_steps=1", f"{ROLLOUT}.top_k=50"],
+            [f"{ROLLOUT}.top_k", "trainer.async_steps=1", f"{ACTOR}.rollout_is=token"],
+        ),
+        (
+            [f"{ACTOR}.rollout_is=token", f"{ACTOR}.rollout_is_threshold_low=0.5"],
+            [f"{ACTOR}.rollout_is_threshold_low=0.5", f"{ACTOR}.rollout_is_mode=mask"],
+        ),
+        (
+            [
+                f"{ACTOR}.rollout_is=token",
+                f"{ACTOR}.rollout_is_mode=mask",
+                f"{ACTOR}.rollout_is_threshold_low=2",
+            ],
+            [f"{ACTOR}.rollout_is_threshold_low=2", f"{ACTOR}.rollout_is_threshold,"],
+        ),
+    ],
+)
+def test_corrections_of_the_sampler_that_cannot_work_are_one_error_each(report, overrides, parts):
+    assert report(*overrides).errors == [Message(*parts)]
 
 
 def test_a_critic_warmup_ends_before_the_run(report):

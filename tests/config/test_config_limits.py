@@ -112,6 +112,12 @@ ABSENT = {
     "actor_rollout_ref.actor.kl_loss_coef": ("0.001", []),
     "actor_rollout_ref.actor.kl_loss_type": ("kl", []),
     "actor_rollout_ref.actor.rollout_is_threshold": ("3", []),
+    "actor_rollout_ref.actor.rollout_is_threshold_low": ("0.3", []),
+    "actor_rollout_ref.actor.rollout_is_mode": ("mask", []),
+    "actor_rollout_ref.actor.old_log_prob_from_update": (
+        "False",
+        ["actor_rollout_ref.actor.use_rollout_log_probs=True"],
+    ),
     "critic.optim.min_lr_ratio": ("0.1", []),
     "trainer.critic_warmup": ("2", ["algorithm.adv_estimator=grpo"]),
     "reward_model.penalty_reward_value": ("-1", []),

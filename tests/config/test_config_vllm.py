@@ -76,6 +76,7 @@ MIXED = (f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.model.compute_dtype=flo
     [
         (processes.precision, MIXED, ["rollout_is corrects"]),
         (processes.precision, (*MIXED, "actor_rollout_ref.actor.rollout_is=token"), None),
+        (processes.precision, (*MIXED, "actor_rollout_ref.actor.use_rollout_log_probs=True"), None),
         (processes.precision, (), None),
         (learning.sampling, (f"{ROLLOUT}.min_p=0.3", f"{ROLLOUT}.stop=[x]"), [f"{ROLLOUT}.min_p"]),
         (learning.sampling, (f"{ROLLOUT}.stop=[x]",), None),

@@ -32,6 +32,15 @@ def micro_batches(actor: int, critic: int) -> tuple[str, str]:
     return f"{ACTOR}.ppo_micro_batch_size_per_gpu={actor}", f"critic.ppo_micro_batch_size_per_gpu={critic}"
 
 
+WEIGHED = (  # by the update's own log-probs; the sampler is another distribution, so that weights are not 1
+    PACKED,
+    "algorithm.kl_ctrl.kl_coef=0",
+    "actor_rollout_ref.rollout.top_k=6",
+    f"{ACTOR}.ppo_mini_batch_size=8",
+    f"{ACTOR}.rollout_is=sequence",
+)
+
+
 LAYOUTS = {
     "local": micro_batches(8, 8),
     "ray with 1 rank": (*micro_batches(8, 8), "trainer.worker_group=ray"),
@@ -65,6 +74,13 @@ LAYOUTS = {
         PACKED,
         f"{ACTOR}.ulysses_sequence_parallel_size=2",
         "critic.ulysses_sequence_parallel_size=2",
+    ),
+    "local, weighed by sequence": (*micro_batches(8, 8), *WEIGHED),
+    "2 ranks that share sequences, weighed by sequence": (
+        *micro_batches(3, 1),
+        *WEIGHED,
+        "trainer.n_gpus_per_node=2",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
     ),
     "4 ranks, every role in its own way": (
         "trainer.n_gpus_per_node=4",
@@ -131,6 +147,11 @@ def results(inputs, ray_session):
         pytest.param("local", "HSDP 2x2", marks=pytest.mark.slow),
         pytest.param("local", "dynamic micro-batches on 2 ranks", marks=pytest.mark.slow),
         pytest.param("local", "2 ranks that share sequences", marks=pytest.mark.slow),
+        pytest.param(
+            "local, weighed by sequence",
+            "2 ranks that share sequences, weighed by sequence",
+            marks=pytest.mark.slow,
+        ),
         ("local", "4 ranks, every role in its own way"),
         ("2 ranks", "actor on 2 ranks, rollout on 1 other"),
     ],

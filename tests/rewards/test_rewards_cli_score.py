@@ -139,6 +139,7 @@ def test_one_scorer_with_options_scores_all_rows(
     [
         (["--option", "method=flexible"], "--option method=flexible"),
         (["--scorer", "gsm8k", "--option", "method"], "--option method: .*KEY=VALUE"),
+        (["--scorer", "length", "--option", "unit=tokens"], "unit=tokens.* words or characters"),
         (["--scorer", "gsm8k", "--option", "methd=flexible"], "--scorer gsm8k: .*'methd'"),
         (["--scorer", "gsm8k", "--custom", "reward.py"], "--custom and --scorer"),
         (["--scorer", "code", "--timeout", "2"], "--timeout 2"),

@@ -69,6 +69,25 @@ def test_a_score_is_the_weighted_sum_of_its_parts(make: Make, batch_of: Batch, i
     assert output.metrics["reward/dashes/mean"] == pytest.approx(2.0)  # before its weight
 
 
+def test_overlong_responses_are_penalized_by_their_tokens(make: Make, batch_of: Batch, importable: None):
+    """Limit 6, buffer 4, as DAPO's equation 13: 0 up to 2 tokens, -1/4 a token, -1 from 6 on."""
+    manager = make(
+        parts={
+            "overlong": {
+                "weight": 2.0,
+                "scorer": "length",
+                "kwargs": {"unit": "tokens", "max_length": 6, "buffer": 4},
+            },
+            "dashes": {"scorer": "dashes:count"},  # a scorer of the user's is called with the text alone
+        }
+    )
+    texts = ["", "1", "12", "1-3", "12345", "123456"]  # a token a character, and the end
+    output = manager(batch_of(texts, ["x"] * 6, data_source=[MATH] * 6))
+    assert column(output, "overlong") == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    assert column(output, "dashes") == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert scores_of(output) == [0.0, 0.0, -0.5, 0.0, -2.0, -2.0]
+
+
 def test_what_parts_and_sources_add_is_the_mean_score(make: Make, batch_of: Batch, importable: None):
     manager = make(
         parts={"rule": {"weight": {MATH: 3, "*": 1}}, "dashes": {"weight": -0.3, "scorer": "dashes:count"}},

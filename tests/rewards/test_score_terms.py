@@ -61,16 +61,19 @@ def test_the_penalty_falls_in_a_line_over_the_buffer(tokens, max_length, buffer,
     assert exact.overlong_penalty(tokens, max_length=max_length, buffer=buffer) == penalty
 
 
-def test_words_or_characters_are_counted():
+def test_words_characters_or_tokens_are_counted():
     text = "one two  three\nfour"
     assert exact.compute_length_score(text, max_length=5, buffer=4) == -0.75
     assert exact.compute_length_score(text, "ground truth", max_length=5, buffer=4, score=2.0) == -1.5
     assert exact.compute_length_score(text, max_length=20, buffer=2, unit="characters") == -0.5
+    assert exact.compute_length_score(text, max_length=20, buffer=4, unit="tokens", n_tokens=19) == -0.75
 
 
 @pytest.mark.parametrize("options", [{"max_length": 0}, {"buffer": -1}, {"max_length": 10, "buffer": 11}])
 def test_impossible_lengths_are_errors(options):
     with pytest.raises(ValueError, match=naming("buffer", "max_length")):
         exact.compute_length_score("x", **options)
-    with pytest.raises(ValueError, match=naming("unit='tokens'")):
+    with pytest.raises(ValueError, match=naming("unit='bytes'", "'words', 'characters', 'tokens'")):
+        exact.compute_length_score("x", unit="bytes")
+    with pytest.raises(ValueError, match=naming("unit='tokens'", "'words'")):
         exact.compute_length_score("x", unit="tokens")

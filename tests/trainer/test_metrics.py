@@ -108,6 +108,12 @@ def test_without_a_reference_there_is_no_kl_to_report(batch):
     assert not [name for name in objective_metrics(batch, kl_coef=0.0) if "kl" in name]
 
 
+def test_without_a_pass_of_the_policy_before_the_update_nothing_is_said_of_it(batch):
+    del batch.batch["old_log_probs"], batch.batch["entropys"]
+    assert sampler_metrics(batch) == {}
+    assert "objective/entropy" not in objective_metrics(batch, kl_coef=0.0)
+
+
 def test_sampler_metrics_compare_probabilities_of_real_tokens(batch):
     found = sampler_metrics(batch)
     difference = 2.718281828**-1 - 2.718281828**-2
@@ -135,6 +141,35 @@ def test_updates_are_merged_by_what_their_figures_average_over():
     sequences = merge_updates(_records(), loss_agg_mode="seq-mean-token-sum")
     assert sequences["pg_loss"] == pytest.approx(2.5)
     assert sequences["pg_clipfrac"] == pytest.approx(30 * 0.5 / 40)
+
+
+@pytest.mark.parametrize("width", [1e-5, 0.3])
+def test_the_variance_of_ratios_is_that_over_the_tokens_of_all_steps(width):
+    """Against one computation over all ratios; a mean of the steps' variances is another number."""
+    generator = torch.Generator().manual_seed(1)
+    steps = [
+        (width * (torch.rand(tokens, generator=generator, dtype=torch.float64) + shift))
+        for tokens, shift in ((30, 0.0), (7, -1.0), (1, 2.0))
+    ]
+    records = [
+        UpdateRecord(
+            {
+                "ratio_excess": excess.mean().item(),
+                "squared_ratio_excess": excess.square().mean().item(),
+            },
+            n_tokens=len(excess),
+            n_seqs=2,
+        )
+        for excess in steps
+    ]
+    ratios = 1 + torch.cat(steps)
+    found = merge_updates(records, loss_agg_mode="seq-mean-token-mean")
+    assert found == {
+        "ratio_mean": pytest.approx(ratios.mean().item(), rel=1e-12),
+        "ratio_var": pytest.approx(ratios.var().item(), rel=1e-6),
+    }
+    one = merge_updates(records[2:], loss_agg_mode="token-mean")
+    assert one["ratio_var"] == 0
 
 
 def test_a_skipped_step_is_counted_and_left_out_of_the_gradient_norm():

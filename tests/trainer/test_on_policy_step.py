@@ -1,7 +1,8 @@
-"""Old log-probs from the update's own forward pass, against a forward pass before it."""
+"""Old log-probs from the update's own forward pass, or from the sampler, against a forward pass before it."""
 
 from __future__ import annotations
 
+import math
 import re
 
 import pyarrow.parquet as pq
@@ -12,6 +13,7 @@ from strop.config.load import load_config
 from strop.config.roles import why_old_log_probs_are_computed_apart
 from strop.errors import TrainingError
 from strop.models.policy import PolicyModel
+from strop.protocol import DataProto
 from strop.workers.policy import ActorRolloutRefWorker
 
 from messages import naming
@@ -48,6 +50,27 @@ VARIANTS = {
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=3",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3",
     ),
+    "another policy's samples, weighed by token": (
+        "algorithm.adv_estimator=grpo",
+        *KL_IN_LOSS,
+        f"{ACTOR}.rollout_is=token",
+        f"{ACTOR}.rollout_is_threshold=1.1",
+    ),
+    "another policy's samples, weighed by sequence, packed, small micro-batches": (
+        "algorithm.adv_estimator=grpo",
+        "algorithm.kl_ctrl.kl_coef=0",
+        "actor_rollout_ref.model.use_remove_padding=true",
+        f"{ACTOR}.rollout_is=sequence",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=3",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3",
+    ),
+    "another policy's samples, PPO with masked weights": (
+        "algorithm.kl_ctrl.kl_coef=0",
+        f"{ACTOR}.rollout_is=token",
+        f"{ACTOR}.rollout_is_mode=mask",
+        f"{ACTOR}.rollout_is_threshold=1.2",
+        f"{ACTOR}.rollout_is_threshold_low=0.8",
+    ),
 }
 
 
@@ -58,19 +81,49 @@ def inputs(tmp_path_factory):
     return folder
 
 
+def replace(monkeypatch, name, make):
+    """Replace a method of the worker by ``make(method)``."""
+    plain = getattr(ActorRolloutRefWorker, name)
+    changed = make(plain)
+    changed._strop_dispatch = plain._strop_dispatch
+    monkeypatch.setattr(ActorRolloutRefWorker, name, changed)
+
+
+def sample_from_another_policy(monkeypatch):
+    """Add up to 0.3 to the sampler's log-probs, by token id; return them by iteration."""
+    seen = []
+
+    def make(plain):
+        def generate(worker, prompts, finished=None):
+            batch = plain(worker, prompts, finished)
+            columns = dict(batch.batch)
+            shift = 0.3 * torch.sin(7.0 * columns["responses"]) * columns["response_mask"]
+            columns["rollout_log_probs"] = columns["rollout_log_probs"] + shift
+            seen.append(columns["rollout_log_probs"])
+            return DataProto(columns, batch.non_tensor_batch, batch.meta_info)
+
+        return generate
+
+    replace(monkeypatch, "generate_sequences", make)
+    return seen
+
+
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_weights_metrics_and_samples_are_those_of_a_pass_before_the_update(
     inputs, tmp_path, monkeypatch, variant
 ):
-    calls = []
-    plain = ActorRolloutRefWorker.compute_log_prob
+    calls, is_weighed = [], "rollout_is=" in str(variant)
 
-    def counted(worker, batch):
-        calls.append(worker.role)
-        return plain(worker, batch)
+    def make(plain):
+        def counted(worker, batch):
+            calls.append(worker.role)
+            return plain(worker, batch)
 
-    counted._strop_dispatch = plain._strop_dispatch
-    monkeypatch.setattr(ActorRolloutRefWorker, "compute_log_prob", counted)
+        return counted
+
+    replace(monkeypatch, "compute_log_prob", make)
+    if is_weighed:
+        sample_from_another_policy(monkeypatch)
     reward = f"custom_reward_function.path={inputs / 'reward.py'}"
     found = {}
     for apart in (True, False):
@@ -92,7 +145,12 @@ def test_weights_metrics_and_samples_are_those_of_a_pass_before_the_update(
     assert lines[-1]["actor/grad_norm"] > 0
     assert [line["lr"] > 0 for line in lines] == [number >= warm_up for number in range(3)]
     assert lines[0]["lr"] == (0.0 if warm_up else lines[0]["actor/lr"])
-    assert 0 < lines[-1]["training/rollout_probs_diff_max"] < 1e-5
+    assert all(line.get("val/ratio", 1.0) == 1 and not line.get("val/ratio_var") for line in lines)
+    assert 0 < lines[-1]["training/rollout_probs_diff_max"] < (0.4 if is_weighed else 1e-5)
+    assert ("actor/rollout_is_masked" in lines[-1]) == ("rollout_is_mode=mask" in str(variant))
+    if is_weighed:
+        assert lines[-1]["training/rollout_probs_diff_max"] > 1e-3
+        assert 0 < lines[-1].get("actor/rollout_is_masked", 0.5) < 1
     assert ("objective/kl" in lines[-1]) == ("grpo" in str(variant) and KL_IN_LOSS[0] in variant)
     assert all(row["old_log_probs"] and row["entropys"] for step in samples for row in step)
 
@@ -136,7 +194,11 @@ def test_a_sampled_token_of_probability_0_is_refused_with_its_sample(inputs, tmp
         (("algorithm.kl_ctrl.kl_coef=0.1",), "KL in the reward"),
         ((*KL_IN_LOSS[:2], f"{ACTOR}.kl_loss_type=full"), "full KL"),
         ((*KL_IN_LOSS, "algorithm.kl_penalty=full"), "full KL"),
-        (("algorithm.kl_ctrl.kl_coef=0", f"{ACTOR}.rollout_is=token"), "rollout_is"),
+        (("algorithm.kl_ctrl.kl_coef=0", f"{ACTOR}.rollout_is=token"), None),
+        (
+            (f"{ACTOR}.use_rollout_log_probs=true", f"{ACTOR}.ppo_epochs=2", "algorithm.kl_ctrl.kl_coef=1"),
+            None,
+        ),
         (
             (
                 "algorithm.kl_ctrl.kl_coef=0",
@@ -150,3 +212,51 @@ def test_old_log_probs_that_are_needed_earlier_are_computed_apart(inputs, tmp_pa
     config = load_config(overrides(inputs, tmp_path, f"{ACTOR}.ppo_mini_batch_size=8", *options))
     found = why_old_log_probs_are_computed_apart(config)
     assert (found is None) if reason is None else (reason in found)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        (f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=2", "algorithm.kl_ctrl.kl_coef=0.1"),
+        ("algorithm.adv_estimator=grpo", *KL_IN_LOSS),
+        ("algorithm.adv_estimator=grpo", *KL_IN_LOSS[:2], f"{ACTOR}.kl_loss_type=full"),
+        ("trainer.critic_warmup=1", "algorithm.kl_ctrl.kl_coef=0"),
+    ],
+    ids=["PPO, several steps, KL in the reward", "GRPO, one step", "full KL in the loss", "warm-up"],
+)
+def test_the_samplers_log_probs_as_old_ones_need_no_pass(inputs, tmp_path, monkeypatch, variant):
+    """Against a run whose pass before the update is made to answer with the sampler's log-probs."""
+    seen = sample_from_another_policy(monkeypatch)
+    calls = []
+
+    def make(plain):
+        def answered_by_the_sampler(worker, batch):
+            calls.append(batch)
+            found = plain(worker, batch)
+            return DataProto({**found.batch, "old_log_probs": seen[-1]})
+
+        return answered_by_the_sampler
+
+    replace(monkeypatch, "compute_log_prob", make)
+    reward = f"custom_reward_function.path={inputs / 'reward.py'}"
+    options = (*SETTINGS, *variant, reward, "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8")
+    other = train(overrides(inputs, tmp_path / "pass", *options, f"{ACTOR}.old_log_prob_from_update=false"))
+    assert len(calls) == 3
+    calls.clear()
+    trainer = train(overrides(inputs, tmp_path / "sampler", *options, f"{ACTOR}.use_rollout_log_probs=true"))
+    assert calls == []
+    assert hashes(trainer) == hashes(other)
+    expected, found = metrics(tmp_path / "pass"), metrics(tmp_path / "sampler")
+    one_step = "ppo_epochs" not in str(variant)
+    for number, (line, wanted) in enumerate(zip(found, expected, strict=True)):
+        of_a_pass = {name for name in wanted if name.startswith("training/") or name == "objective/entropy"}
+        is_trained = number > 0 or "critic_warmup" not in str(variant)
+        assert set(wanted) - set(line) == (set() if one_step and is_trained else of_a_pass)
+        for name in set(line) - of_a_pass:
+            # The other run reports the full KL's estimate by a pass of its own; all else is the same.
+            assert line[name] == wanted[name] or math.isnan(line[name]), name
+        if one_step and is_trained:
+            assert 1e-3 < line["training/rollout_probs_diff_max"] < 0.4
+            assert line["objective/entropy"] == wanted["objective/entropy"]
+        if is_trained:
+            assert line["val/ratio_var"] > 1e-3

@@ -70,18 +70,21 @@ def test_the_actors_objective_is_the_weighted_sum_of_its_terms(kind, mode, kl):
             *(f"actor_rollout_ref.actor.{key}={'null' if value is None else value}" for key, value in {
                 "policy_loss": kind, "loss_agg_mode": mode, "entropy_coeff": 0.3, "clip_ratio_c": c,
                 "clip_ratio_low": 0.2, "clip_ratio_high": 0.4, "use_kl_loss": kl is not None,
-                "kl_loss_type": kl or "kl", "kl_loss_coef": 0.7}.items())
+                "kl_loss_type": kl or "kl", "kl_loss_coef": 0.7, "rollout_is": "token",
+                "rollout_is_threshold": 1.5}.items())
         ]
     ).actor_rollout_ref.actor  # fmt: skip
     outputs = {"log_prob", "entropy", "full_kl"}
-    columns = batch(*sorted(outputs), "old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights")
+    columns = batch(*sorted(outputs), "old_log_probs", "ref_log_prob", "advantages", "rollout_log_probs")
+    weights = (columns["old_log_probs"] - columns["rollout_log_probs"]).exp().clamp(max=1.5)
+    assert (weights == 1.5).any()
     for name in outputs:
         columns[name].requires_grad_()
 
     expected = aggregated(
         mode,
         [
-            [loss * columns["rollout_is_weights"][row, t] for t, loss in enumerate(tokens)]
+            [loss * weights[row, t] for t, loss in enumerate(tokens)]
             for row, tokens in enumerate(policy_token_losses(kind, 0.2, 0.4, c, columns))
         ],
     )
@@ -111,6 +114,63 @@ def test_the_actors_objective_is_the_weighted_sum_of_its_terms(kind, mode, kl):
         assert (found is None or not found.any()) == (wanted is None or not wanted.any())
         if found is not None and wanted is not None:
             assert_close(found, wanted)
+
+
+def settings(**keys):
+    options = [
+        f"actor_rollout_ref.actor.{key}={value}" for key, value in {"entropy_coeff": 0, **keys}.items()
+    ]
+    return load_config(options).actor_rollout_ref.actor
+
+
+def test_the_samplers_log_probs_are_the_old_ones_also_beside_others():
+    columns = batch("log_prob", "old_log_probs", "rollout_log_probs", "advantages")
+    given = {"log_prob": columns["log_prob"]}
+    total, metrics = actor_objective(settings(use_rollout_log_probs=True), **COUNTS)(given, columns)
+    tokens = policy_token_losses(
+        "ppo", 0.2, 0.2, None, {**columns, "old_log_probs": columns["rollout_log_probs"]}
+    )
+    assert_close(total, aggregated("token-mean", tokens))
+    difference = columns["rollout_log_probs"] - columns["log_prob"]
+    assert_close(metrics["ppo_kl"], (difference * columns["response_mask"]).sum() / COUNTS["n_tokens"])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_one_step_weighs_by_its_own_forward_pass(level):
+    """The gradient is -A w: the ratio is 1 and the weight is a constant of the update."""
+    columns = batch("log_prob", "rollout_log_probs", "advantages")
+    log_prob = columns["log_prob"].requires_grad_()
+    actor = settings(
+        rollout_is=level, rollout_is_mode="mask", rollout_is_threshold=2, rollout_is_threshold_low=0.3
+    )
+    total, metrics = actor_objective(actor, **COUNTS)({"log_prob": log_prob}, columns)
+    (found,) = torch.autograd.grad(total, log_prob)
+    expected, masked = torch.zeros_like(found), 0
+    for row, length in enumerate(LENGTHS):
+        d = [(log_prob[row, t] - columns["rollout_log_probs"][row, t]).item() for t in range(length)]
+        d = d if level == "token" else [sum(d)] * length
+        for t in range(length):
+            weight = math.exp(d[t]) if 0.3 <= math.exp(d[t]) <= 2 else 0.0
+            masked += weight == 0
+            expected[row, t] = -columns["advantages"][row, t] * weight / COUNTS["n_tokens"]
+    assert_close(found, expected)
+    assert 0 < masked < COUNTS["n_tokens"]
+    assert metrics["rollout_is_masked"].item() == pytest.approx(masked / COUNTS["n_tokens"])
+    assert metrics["ratio_excess"] == metrics["squared_ratio_excess"] == 0
+
+
+def test_ratios_are_those_of_tokens_whatever_the_loss():
+    columns = batch("log_prob", "old_log_probs", "advantages")
+    columns["old_log_probs"][2] = math.nan  # a row without tokens
+    _, metrics = actor_objective(settings(policy_loss="gspo"), **COUNTS)(columns, columns)
+    excess = torch.cat(
+        [
+            (columns["log_prob"] - columns["old_log_probs"])[row, :length].exp() - 1
+            for row, length in enumerate(LENGTHS)
+        ]
+    )
+    assert_close(metrics["ratio_excess"], excess.mean())
+    assert_close(metrics["squared_ratio_excess"], excess.square().mean())
 
 
 @pytest.mark.parametrize("mode", MODES)

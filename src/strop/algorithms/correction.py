@@ -3,7 +3,7 @@
 Shapes: B samples, T response tokens.
 
 A sampler with other kernels, precision or older weights computes other log-probs for the same tokens than the
-trainer. Every run measures the difference; importance weights can correct for it.
+trainer. Every run that knows both measures the difference; importance weights can correct for it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,40 @@ from strop.algorithms.aggregation import log_ratio, masked_mean, masked_sum, zer
 
 @torch.no_grad()
 def rollout_is_weights(
-    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, *, level: str, threshold: float
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    *,
+    level: str,
+    threshold: float,
+    mode: str = "truncate",
+    threshold_low: float | None = None,
 ) -> Tensor:
-    """Return weights [B,T] for the policy loss per token, min(exp(old - rollout), threshold), detached.
+    """Return weights w = exp(old - rollout) [B,T] for the policy loss per token, bounded and detached.
 
-    Masked slots are 0. ``token``: the ratio of each token, a biased correction of low variance (Yao et
-    al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025). ``sequence``: the
-    ratio of the whole sequence, exp(sum over its tokens), on each of its tokens. Truncated importance
-    sampling: Ionides, 2008. Exponents are clamped to +-20.
+    Masked slots are 0. Exponents are clamped to +-20.
+
+    Args:
+        old_log_prob: [B,T], of the policy before the update.
+        rollout_log_prob: [B,T], as the sampler reported them.
+        response_mask: [B,T]; rows are whole sequences.
+        level: ``token``: the ratio of each token, a biased correction of low variance (Yao et al., "Your
+            Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025). ``sequence``: that of
+            the whole sequence, exp(sum over its tokens), on each of its tokens.
+        threshold: upper bound.
+        mode: ``truncate``: min(w, threshold), truncated importance sampling (Ionides, 2008). ``mask``: 0 for
+            w above the threshold or below ``threshold_low``, and w itself between them (IcePop: Ling team,
+            arXiv:2510.18855).
+        threshold_low: lower bound of ``mask``; None: none.
     """
     d_BT = zero_masked(log_ratio(old_log_prob, rollout_log_prob), response_mask)
     if level == "sequence":
         d_BT = d_BT.sum(-1, keepdim=True).expand_as(d_BT)
-    return zero_masked(d_BT.clamp(-20, 20).exp().clamp(max=threshold), response_mask)
+    weights_BT = d_BT.clamp(-20, 20).exp()
+    if mode == "truncate":
+        return zero_masked(weights_BT.clamp(max=threshold), response_mask)
+    within_BT = (weights_BT <= threshold) & (weights_BT >= (threshold_low or 0.0))
+    return zero_masked(weights_BT, response_mask * within_BT)
 
 
 class RolloutStatistics(NamedTuple):

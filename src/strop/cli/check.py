@@ -24,7 +24,7 @@ from strop.config.forecast import Forecast, SampleFiles, forecast, read_model_fa
 from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import Placement, runs_on_ray
-from strop.config.roles import Schedule, why_old_log_probs_are_computed_apart
+from strop.config.roles import Schedule, is_off_policy, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config
 from strop.errors import Attempts, DataError
 from strop.terminal import literal
@@ -116,9 +116,7 @@ def plan_table(plan: BatchPlan, config: Config) -> Table:
     _add_update(table, "actor", plan.actor)
     if plan.critic is not None:
         _add_update(table, "critic", plan.critic)
-    reason = why_old_log_probs_are_computed_apart(config)
-    source = f"a pass before the update: {reason}" if reason else "the update: it is one on-policy step"
-    table.add_row("old log-probs", f"from {source}")
+    table.add_row("old log-probs", f"from {_old_log_probs(config)}")
     for name, forward in plan.forwards.items():
         table.add_row(f"{_FORWARD_NAMES[name]}: micro-batches on each rank", _micro_batches(forward))
     totals: dict[str, int | None] = {
@@ -135,6 +133,17 @@ def plan_table(plan: BatchPlan, config: Config) -> Table:
         unknown = "unknown: the training files were not read"
         table.add_row(name, unknown if number is None else f"{number:,}")
     return table
+
+
+def _old_log_probs(config: Config) -> str:
+    if config.actor_rollout_ref.actor.use_rollout_log_probs:
+        return "the sampler: use_rollout_log_probs=True"
+    if reason := why_old_log_probs_are_computed_apart(config):
+        return f"a pass before the update: {reason}"
+    if is_off_policy(config):
+        weighed = " (rollout_is weighs the loss)" if config.actor_rollout_ref.actor.rollout_is else ""
+        return f"the update: it is one step, so every ratio is 1{weighed}"
+    return "the update: it is one on-policy step"
 
 
 def placement_table(config: Config, plan: BatchPlan) -> Table:

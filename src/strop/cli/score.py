@@ -134,6 +134,8 @@ def _scorer(arguments: argparse.Namespace) -> ScoreFunction:
     if arguments.custom is not None:
         raise ConfigError("--custom and --scorer: each scores all rows; leave one out")
     options = dict(map(_read_option, arguments.option))
+    if arguments.scorer == "length" and options.get("unit") == "tokens":
+        raise ConfigError("--option unit=tokens: the file has texts without tokens; use words or characters")
     return BuiltInScorer(arguments.scorer, options, where=f"--scorer {arguments.scorer}")
 
 

@@ -91,26 +91,40 @@ def uses_full_kl(config: Config) -> bool:
     return uses_reference(config) and (config.algorithm.kl_penalty == "full" or full_loss)
 
 
-def why_old_log_probs_are_computed_apart(config: Config) -> str | None:
-    """Return why old log-probs need a forward pass before the update, or None if the update's own serves.
+def is_off_policy(config: Config) -> bool:
+    """Return True if samples may be of an older policy than the one that learns from them."""
+    return config.trainer.async_steps > 0
 
-    If an iteration is one optimizer step, the policy of that step's forward pass is the one that sampled:
-    its log-probs are the old ones, every ratio is 1, and the gradient equals that of log-probs computed
-    before. They are then known only after the step, so nothing before it may need them.
-    """
+
+def why_the_update_changes_log_probs(config: Config) -> str | None:
+    """Return why the update's forward passes are not of the policy before it; None if they are."""
     actor = config.actor_rollout_ref.actor
-    if not actor.old_log_prob_from_update:
-        return "old_log_prob_from_update=False"
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.data.train_batch_size:
         return "several steps per iteration"
-    if actor.rollout_is is not None:
-        return "rollout_is weighs the loss by them"
+    if sets_noise(config.actor_rollout_ref.model.override_config):
+        return "the update runs with dropout"
+    return None
+
+
+def why_old_log_probs_are_computed_apart(config: Config) -> str | None:
+    """Return why old log-probs need a forward pass before the update; None if there is none.
+
+    With ``use_rollout_log_probs`` they are the sampler's. If an iteration is one optimizer step, its own
+    forward pass is of the policy before the update: its log-probs are the old ones, every ratio is 1, and the
+    gradient equals that of log-probs computed before, also where ``rollout_is`` weighs the loss by them. They
+    are then known only after the step, so nothing before it may need them.
+    """
+    actor = config.actor_rollout_ref.actor
+    if actor.use_rollout_log_probs:
+        return None
+    if not actor.old_log_prob_from_update:
+        return "old_log_prob_from_update=False"
+    if reason := why_the_update_changes_log_probs(config):
+        return reason
     if uses_full_kl(config):
         return "the full KL is computed with them"
     if has_kl_in_reward(config):
         return "the KL in the reward needs them"
-    if sets_noise(config.actor_rollout_ref.model.override_config):
-        return "the update runs with dropout"
     return None
 
 

@@ -180,7 +180,7 @@ class RewardManager(Reward):
             response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
             source, ground_truth, extra = fields[row]
             parts = required[row] if self._part_scorers else None
-            return Sample(source, response, ground_truth, extra, parts)
+            return Sample(source, response, ground_truth, extra, parts, len(token_ids))
 
         compose = functools.partial(self._compose, [RULE in parts for parts in required])
         return PendingSamples(self._last_job, [bool(parts) for parts in required], sample, compose)

@@ -27,7 +27,7 @@ class BuiltInScorer:
         if not options:
             return
         try:  # score an empty response, so that wrong options fail now
-            self(solution_str="", ground_truth="0")
+            self(solution_str="", ground_truth="0", n_tokens=0)
         except StropError:
             raise
         except (TypeError, ValueError) as error:
@@ -40,10 +40,13 @@ class BuiltInScorer:
         """
         vars(self).update(state)
         if self._options:
-            self(solution_str="", ground_truth="0")
+            self(solution_str="", ground_truth="0", n_tokens=0)
 
-    def __call__(self, *, solution_str: str, ground_truth: Any, **_others: Any) -> Any:
-        return load_backend(SCORERS[self._name])(solution_str, ground_truth, **self._options)
+    def __call__(
+        self, *, solution_str: str, ground_truth: Any, n_tokens: int | None = None, **_others: Any
+    ) -> Any:
+        known = {"n_tokens": n_tokens} if self._name == "length" else {}  # no other scorer counts tokens
+        return load_backend(SCORERS[self._name])(solution_str, ground_truth, **known, **self._options)
 
     def require_ready(self, deadline_s: float) -> None:
         """Raise ``ConfigError`` if it cannot work here, or not within a sample's deadline."""
@@ -63,7 +66,7 @@ class PartScorers:
     def __init__(self, own: ScoreFunction, scorers: Mapping[str, ScoreFunction]) -> None:
         self._own, self._scorers = own, dict(scorers)
 
-    def __call__(self, *, parts: Sequence[str], **sample: Any) -> dict[str, Any]:
+    def __call__(self, *, parts: Sequence[str], n_tokens: int | None = None, **sample: Any) -> dict[str, Any]:
         """Return the source's own result (score 0 unless the rule is among ``parts``) and the other parts."""
         own = self._own(**sample) if RULE in parts else 0.0
         result = dict(own) if isinstance(own, Mapping) else {"score": own}
@@ -74,7 +77,9 @@ class PartScorers:
                 raise ValueError(
                     f"the reward function returns a part {name!r}, which {KEY}.{name} also computes"
                 )
-            value = self._scorers[name](**sample)
+            scorer = self._scorers[name]
+            known = {"n_tokens": n_tokens} if isinstance(scorer, BuiltInScorer) else {}
+            value = scorer(**known, **sample)
             result[name] = value["score"] if isinstance(value, Mapping) else value
         return result
 

@@ -38,6 +38,7 @@ class Run(ABC):
         self.folder = RunFolder(self.settings.default_local_dir)
         self.checkpoints = Checkpoints.of(trainer.config, trained=self.trained)
         self.seconds_before = 0.0
+        self.timeline = Timeline()
         self._lengths_figure: Future[Path] | None = None
 
     def fit(self) -> None:

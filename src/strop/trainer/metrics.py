@@ -81,7 +81,8 @@ def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dic
 
     Losses are weighted by their denominators (tokens, or sequences under the ``seq-*`` aggregations),
     shares of tokens by tokens; the learning rate is the last one; skipped steps are counted; the gradient
-    norm is the mean over the steps that were taken.
+    norm is the mean over the steps that were taken. The policy's ratios, given as sums of their excess over 1
+    and of its square, become mean and unbiased variance over the tokens of all steps.
     """
     records = list(records)
     n_tokens = sum(record.n_tokens for record in records)
@@ -100,6 +101,10 @@ def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dic
             merged[name] = sum(v * r.n_seqs for v, r in zip(values, records, strict=True)) / n_seqs
         else:
             merged[name] = sum(v * r.n_tokens for v, r in zip(values, records, strict=True)) / n_tokens
+    if "ratio_excess" in merged:
+        excess, squared = merged.pop("ratio_excess"), merged.pop("squared_ratio_excess")
+        merged["ratio_mean"] = 1 + excess
+        merged["ratio_var"] = max(squared - excess**2, 0.0) * n_tokens / max(n_tokens - 1, 1)
     return merged
 
 
@@ -156,8 +161,9 @@ def objective_metrics(batch: DataProto, *, kl_coef: float) -> dict[str, float]:
         "objective/scores": scores,
         "objective/rlhf_reward": rewards,
         "objective/non_score_reward": rewards - scores,
-        "objective/entropy": masked_mean(columns["entropys"], mask_BT).item(),
     }
+    if "entropys" in columns:
+        metrics["objective/entropy"] = masked_mean(columns["entropys"], mask_BT).item()
     if "kl" in columns:
         metrics["objective/kl"] = masked_sum(columns["kl"], mask_BT, dim=1).mean().item()
         metrics["critic/kl"] = mean_sequence_kl(columns["kl"], mask_BT).item()
@@ -171,8 +177,10 @@ def objective_metrics(batch: DataProto, *, kl_coef: float) -> dict[str, float]:
 
 
 def sampler_metrics(batch: DataProto) -> dict[str, float]:
-    """Return statistics of the difference between the sampler's and the trainer's log-probs."""
+    """Return statistics of the difference between the sampler's and the trainer's log-probs, if known."""
     columns = batch.batch
+    if "old_log_probs" not in columns:
+        return {}
     statistics = rollout_statistics(
         columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
     )
@@ -203,6 +211,8 @@ def policy_metrics(actor: Mapping[str, float]) -> dict[str, float]:
         "policy/approxkl_avg": "approx_kl",
         "policy/clipfrac_avg": "pg_clipfrac",
         "policy/entropy_avg": "entropy",
+        "val/ratio": "ratio_mean",
+        "val/ratio_var": "ratio_var",
         "lr": "lr",
     }
     named = {f"actor/{name}": value for name, value in actor.items() if name not in ("approx_kl", "entropy")}

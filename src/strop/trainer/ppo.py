@@ -18,7 +18,6 @@ from torch import Tensor
 
 from strop.algorithms.advantages import estimate, get_estimator, needs
 from strop.algorithms.aggregation import zero_masked
-from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller, mean_sequence_kl
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
 from strop.config.roles import (
@@ -26,6 +25,7 @@ from strop.config.roles import (
     uses_full_kl,
     uses_reference,
     why_old_log_probs_are_computed_apart,
+    why_the_update_changes_log_probs,
 )
 from strop.config.schema import Config
 from strop.controller.group import Future
@@ -48,7 +48,7 @@ from strop.trainer.weight_sync import WeightSync
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 _ACTOR_COLUMNS = (*_MODEL_INPUTS, "advantages")
-_ACTOR_OPTIONAL = ("old_log_probs", "ref_log_prob", "ref_hidden", "rollout_is_weights")
+_ACTOR_OPTIONAL = ("old_log_probs", "ref_log_prob", "ref_hidden")
 _EVALUATED = ("old_log_probs", "ref_log_prob", "values")
 _CRITIC_COLUMNS = (*_MODEL_INPUTS, "values", "returns")
 
@@ -102,7 +102,7 @@ class Generation(NamedTuple):
 
 
 def loss_inputs(config: Config) -> list[str]:
-    """Return the further columns that the policy loss takes; ``ConfigError`` if this run lacks one."""
+    """Return the further columns that the objective takes; ``ConfigError`` if this run lacks one."""
     has_critic = "values" in needs(get_estimator(config.algorithm.adv_estimator))
     actor = config.actor_rollout_ref.actor
     computed = {
@@ -111,7 +111,9 @@ def loss_inputs(config: Config) -> list[str]:
         "rollout_is_weights": actor.rollout_is is not None,
     }
     absent = [name for name, found in computed.items() if not found]
-    return extra_inputs(get_policy_loss(actor.policy_loss, actor.policy_loss_kwargs, absent=absent))
+    of_sampler = ["rollout_log_probs"] if actor.rollout_is or actor.use_rollout_log_probs else []
+    policy_loss = get_policy_loss(actor.policy_loss, actor.policy_loss_kwargs, absent=absent)
+    return [*of_sampler, *extra_inputs(policy_loss)]
 
 
 def _require_finite_columns(batch: DataProto) -> None:
@@ -148,8 +150,14 @@ class PPO:
             control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
         )
         self.use_reference = uses_reference(config)
-        self.kl_in_reward, self.full_kl = has_kl_in_reward(config), uses_full_kl(config)
-        self.is_one_step = why_old_log_probs_are_computed_apart(config) is None
+        self.kl_in_reward = has_kl_in_reward(config)
+        self.sampler_is_old = config.actor_rollout_ref.actor.use_rollout_log_probs
+        # A full KL in the loss alone needs no pass before the update.
+        self.full_kl = uses_full_kl(config) and not self.sampler_is_old
+        self.is_one_step = (
+            why_old_log_probs_are_computed_apart(config) is None
+            and why_the_update_changes_log_probs(config) is None
+        )
 
     def collect(self, prompts: DataProto, iteration: int) -> Samples:
         """Generate ``rollout.n`` responses to each prompt; their scores are computed in the background."""
@@ -204,11 +212,12 @@ class PPO:
     def learn(self, samples: Samples, iteration: int) -> tuple[DataProto, dict[str, float]]:
         """Compute advantages and update critic and actor; returns the finished batch and its metrics."""
         timer, trains_actor = samples.timer, self.trains_actor(iteration)
-        # One on-policy step has the old log-probs from its own forward pass.
-        on_policy = self.is_one_step and trains_actor
+        # The forward pass of the only step is of the policy before it: log-probs and entropies are recorded.
+        recorded = self.is_one_step and trains_actor
         beta = self.kl_controller.value if self.kl_in_reward else 0.0
 
-        evaluation = self._start_evaluation(samples.batch, timer, with_old_log_probs=not on_policy)
+        needs_pass = not (recorded or self.sampler_is_old)
+        evaluation = self._start_evaluation(samples.batch, timer, with_old_log_probs=needs_pass)
         with timer.phase("reward"):  # the scorers' last samples, while models evaluate the batch
             batch = samples.scored()
         batch = self._finish_evaluation(batch, evaluation, timer)
@@ -216,8 +225,8 @@ class PPO:
             batch = self.estimate_advantages(batch, beta)
         critic = self.start_critic_update(batch, timer, iteration) if self.groups.critic is not None else None
         crash_point("update", iteration)
-        actor = self.start_actor_update(batch, timer, iteration, on_policy) if trains_actor else None
-        metrics = {} if on_policy else self.batch_metrics(batch, beta)
+        actor = self.start_actor_update(batch, timer, iteration, recorded) if trains_actor else None
+        metrics = {} if recorded else self.batch_metrics(batch, beta)
         if critic is not None:
             with timer.phase("update_critic"):
                 metrics |= {f"critic/{name}": value for name, value in critic.get()[0].items()}
@@ -228,7 +237,7 @@ class PPO:
             metrics |= policy_metrics(update)
         else:
             metrics["lr"] = 0.0  # the critic warms up: nothing moves the policy
-        if on_policy:
+        if recorded:
             _require_finite_columns(batch)  # the step has skipped a gradient that is not finite
             metrics |= self.batch_metrics(batch, beta)
         return batch, metrics
@@ -325,15 +334,6 @@ class PPO:
             norm_by_std=algorithm.norm_adv_by_std_in_grpo,
         )
         require_finite("advantages", columns["advantages"], batch)
-        actor = self.config.actor_rollout_ref.actor
-        if actor.rollout_is is not None:
-            columns["rollout_is_weights"] = rollout_is_weights(
-                columns["old_log_probs"],
-                columns["rollout_log_probs"],
-                mask_BT,
-                level=actor.rollout_is,
-                threshold=actor.rollout_is_threshold,
-            )
         return DataProto(columns, batch.non_tensor_batch, batch.meta_info)
 
     def _kl(self, columns: dict[str, Tensor]) -> Tensor:
@@ -341,7 +341,8 @@ class PPO:
         kind = self.config.algorithm.kl_penalty
         if kind == "full":
             return columns["full_kl"]
-        return kl_penalty(columns["old_log_probs"], columns["ref_log_prob"], kind, columns["response_mask"])
+        old_BT = columns["rollout_log_probs" if self.sampler_is_old else "old_log_probs"]
+        return kl_penalty(old_BT, columns["ref_log_prob"], kind, columns["response_mask"])
 
     def start_critic_update(self, batch: DataProto, timer: PhaseTimer, iteration: int) -> PendingUpdates:
         section = self.config.critic
@@ -351,13 +352,13 @@ class PPO:
             return PendingUpdates(update, parts, loss_agg_mode=section.loss_agg_mode)
 
     def start_actor_update(
-        self, batch: DataProto, timer: PhaseTimer, iteration: int, on_policy: bool
+        self, batch: DataProto, timer: PhaseTimer, iteration: int, recorded: bool
     ) -> PendingUpdates:
         section, actor = self.config.actor_rollout_ref.actor, self.groups.actor
         optional = [name for name in dict.fromkeys((*_ACTOR_OPTIONAL, *self._loss_inputs)) if name in batch]
         with timer.phase("update_actor"):
             parts = self._mini_batches(batch.select(*_ACTOR_COLUMNS, *optional), section, "actor", iteration)
-            update = actor.update_actor_on_policy if on_policy else actor.update_actor
+            update = actor.update_actor_on_policy if recorded else actor.update_actor
             return PendingUpdates(update, parts, loss_agg_mode=section.loss_agg_mode)
 
     def _mini_batches(self, batch: DataProto, section: Any, name: str, iteration: int) -> Iterator[DataProto]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.algorithms.aggregation import aggregate, log_ratio, masked_sum
+from strop.algorithms.aggregation import aggregate, log_ratio, masked_sum, zero_masked
+from strop.algorithms.correction import rollout_is_weights
 from strop.algorithms.kl import kl_penalty
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss, value_loss
 from strop.algorithms.registry import call
@@ -25,8 +26,10 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
     """Return the loss agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL to ref).
 
     Formulas: docs/algorithms.md. ``actor`` is the section ``actor_rollout_ref.actor``; ``n_tokens`` and
-    ``n_seqs`` count the whole mini-batch over all ranks and micro-batches. Without a column ``old_log_probs``
-    the current policy is the one that sampled: its detached log-probs stand in, and every ratio is 1.
+    ``n_seqs`` count the whole mini-batch over all ranks and micro-batches. The old log-probs are the column
+    ``rollout_log_probs`` with ``use_rollout_log_probs``, else ``old_log_probs``. Without that column the
+    current policy is the one before the update: its detached log-probs stand in, and every ratio is 1.
+    ``rollout_is`` weighs the loss of each token by the old log-probs against ``rollout_log_probs``.
     """
     policy_loss = get_policy_loss(actor.policy_loss, actor.policy_loss_kwargs)
     extra = extra_inputs(policy_loss)
@@ -37,7 +40,10 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
         outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         mask_BT = columns["response_mask"]
-        old_log_probs_BT = columns.get("old_log_probs", outputs["log_prob"].detach())
+        if actor.use_rollout_log_probs:
+            old_log_probs_BT = columns["rollout_log_probs"]
+        else:
+            old_log_probs_BT = columns.get("old_log_probs", outputs["log_prob"].detach())
 
         def agg(loss_BT: Tensor) -> Tensor:
             return aggregate(
@@ -50,6 +56,16 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
             )
 
         available = {**columns, **outputs}
+        if actor.rollout_is is not None:
+            available["rollout_is_weights"] = weights_BT = rollout_is_weights(
+                old_log_probs_BT,
+                columns["rollout_log_probs"],
+                mask_BT,
+                level=actor.rollout_is,
+                threshold=actor.rollout_is_threshold,
+                mode=actor.rollout_is_mode,
+                threshold_low=actor.rollout_is_threshold_low,
+            )
         inputs = {
             "log_prob": outputs["log_prob"],
             "old_log_prob": old_log_probs_BT,
@@ -62,15 +78,20 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
         }
         policy = call(policy_loss, inputs)
         loss_BT = policy.loss_BT
-        if "rollout_is_weights" in columns:
-            loss_BT = loss_BT * columns["rollout_is_weights"]
+        if actor.rollout_is is not None:
+            loss_BT = loss_BT * weights_BT
         pg_loss = agg(loss_BT)
+        excess_BT = _ratio_excess(outputs["log_prob"], old_log_probs_BT, mask_BT)
         metrics = {
             "pg_loss": pg_loss,
             "pg_clipfrac": masked_sum(policy.clipped_BT, mask_BT) / n_tokens,
             "ppo_kl": masked_sum(log_ratio(old_log_probs_BT, outputs["log_prob"]), mask_BT) / n_tokens,
             "approx_kl": masked_sum(policy.approx_kl_BT, mask_BT) / n_tokens,
+            "ratio_excess": excess_BT.sum() / n_tokens,
+            "squared_ratio_excess": excess_BT.square().sum() / n_tokens,
         }
+        if actor.rollout_is is not None and actor.rollout_is_mode == "mask":
+            metrics["rollout_is_masked"] = masked_sum((weights_BT == 0).double(), mask_BT) / n_tokens
         total = pg_loss
         if "entropy" in outputs:
             metrics["entropy"] = masked_sum(outputs["entropy"], mask_BT) / n_tokens
@@ -83,6 +104,16 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
         return total, metrics
 
     return objective
+
+
+@torch.no_grad()
+def _ratio_excess(log_prob_BT: Tensor, old_log_probs_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Return exp(new - old) - 1, float64, 0 where the mask is 0; exponents are clamped to +-20.
+
+    Without the 1 its squares keep the digits from which a variance over several steps is computed.
+    """
+    k_BT = log_ratio(zero_masked(log_prob_BT, mask_BT), zero_masked(old_log_probs_BT, mask_BT))
+    return k_BT.double().clamp(-20, 20).expm1()
 
 
 def _kl(kind: str, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Tensor:

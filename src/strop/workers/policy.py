@@ -191,7 +191,7 @@ class ActorRolloutRefWorker(RoleWorker):
 
     @register(Dispatch.DATA_PARALLEL)
     def update_actor_on_policy(self, batch: DataProto) -> DataProto:
-        """Take one optimizer step on samples of the current policy, without ``old_log_probs``.
+        """Take the only optimizer step of an iteration, on samples without ``old_log_probs``.
 
         Return ``old_log_probs`` and ``entropys`` [B, T] from before the step, with the metrics of
         ``update_actor`` in ``meta_info["metrics"]``.

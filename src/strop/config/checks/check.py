@@ -104,6 +104,8 @@ RULES: tuple[Rule, ...] = (
     learning.groups,
     learning.filtered_groups,
     learning.sampling,
+    learning.old_samples,
+    learning.sequence_clip_range,
     learning.validation_sampling,
     learning.kl_horizon,
     processes.batches,

@@ -19,10 +19,14 @@ from strop.config.names import (
 )
 from strop.config.placement import policy_changing_sampling
 from strop.config.reward_parts import SCORERS, read_parts
+from strop.config.roles import is_off_policy, why_the_update_changes_log_probs
 from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+_WIDEST_SEQUENCE_CLIP = 0.05
+"""The ratio of a whole sequence stays nearer to 1 than this; PPO's ranges are from 0.1 on."""
 
 
 def groups(config: Config) -> Iterator[Finding]:
@@ -81,11 +85,61 @@ def sampling(config: Config) -> Iterator[Finding]:
         f"{_ROLLOUT}.{key}" for key, on in (("top_p", rollout.top_p < 1), ("top_k", rollout.top_k > 0)) if on
     ]
     narrowed += policy_changing_sampling(config)
-    if narrowed and rollout.do_sample:
-        yield warning(
-            f"{' and '.join(narrowed)}: the sampler is another distribution than the policy that is trained; "
-            "the sampler's own log-probs are recorded (training/rollout_probs_diff_mean)"
+    if not narrowed or not rollout.do_sample:
+        return
+    found = f"{' and '.join(narrowed)}: the sampler is another distribution than the policy that is trained"
+    actor, trains = config.actor_rollout_ref.actor, not config.trainer.val_only
+    remedy = f"sample from the whole distribution, or set {_ACTOR}.rollout_is=token"
+    if trains and actor.use_rollout_log_probs:
+        yield error(
+            f"{found}, so with {_ACTOR}.use_rollout_log_probs=True a policy that has not changed has other "
+            f"ratios than 1; {remedy} and that key to False"
         )
+    elif trains and is_off_policy(config) and actor.rollout_is is None:
+        yield error(
+            f"{found}, and with trainer.async_steps={config.trainer.async_steps} it is an older one besides; "
+            f"{remedy}"
+        )
+    else:
+        yield warning(f"{found}; the sampler's own log-probs are recorded (training/rollout_probs_diff_mean)")
+
+
+def old_samples(config: Config) -> Iterator[Finding]:
+    """Warn if samples of an older policy are learned from as if they were of the one before the update."""
+    actor, steps = config.actor_rollout_ref.actor, config.trainer.async_steps
+    if not is_off_policy(config) or config.trainer.val_only:
+        return
+    if actor.rollout_is is not None or actor.use_rollout_log_probs:
+        return
+    ratio = "the ratio is against the policy before the update, not against the one that sampled"
+    if why_the_update_changes_log_probs(config) is None:
+        ratio = "with one optimizer step an iteration every ratio is 1"
+    yield warning(
+        f"trainer.async_steps={steps}: samples are of a policy that is up to {steps} "
+        f"iteration{'s' if steps > 1 else ''} old, and nothing corrects for it: {ratio}. Set "
+        f"{_ACTOR}.rollout_is=token, which weighs them, or {_ACTOR}.use_rollout_log_probs=True, which takes "
+        "the ratio against the sampler"
+    )
+
+
+def sequence_clip_range(config: Config) -> Iterator[Finding]:
+    """Warn if ratios of whole sequences have a clip range that none of them reaches."""
+    actor = config.actor_rollout_ref.actor
+    given = {"clip_ratio_low": actor.clip_ratio_low, "clip_ratio_high": actor.clip_ratio_high}
+    wide = {
+        f"{name if value is not None else 'clip_ratio'}={actor.clip_ratio if value is None else value}"
+        for name, value in given.items()
+        if (actor.clip_ratio if value is None else value) > _WIDEST_SEQUENCE_CLIP
+    }
+    if actor.policy_loss != "gspo" or not wide:
+        return
+    mode = actor.loss_agg_mode
+    also = "" if mode == "seq-mean-token-mean" else f" and loss_agg_mode=seq-mean-token-mean (found {mode})"
+    yield warning(
+        f"{_ACTOR}.policy_loss=gspo with {' and '.join(sorted(wide))}: the ratio of a whole sequence hardly "
+        "leaves 1, so nothing is ever clipped; its paper has clip_ratio_low=3e-4 and clip_ratio_high=4e-4"
+        f"{also}"
+    )
 
 
 def validation_sampling(config: Config) -> Iterator[Finding]:

@@ -185,7 +185,8 @@ def precision(config: Config) -> Iterator[Finding]:
     section = config.actor_rollout_ref
     sampler, trainer = rollout_dtype(config), section.model.compute_dtype
     computed = {"auto": "bfloat16" if visible_gpus() and config.trainer.device != "cpu" else "float32"}
-    if computed.get(sampler, sampler) != computed.get(trainer, trainer) and section.actor.rollout_is is None:
+    corrected = section.actor.rollout_is is not None or section.actor.use_rollout_log_probs
+    if computed.get(sampler, sampler) != computed.get(trainer, trainer) and not corrected:
         yield warning(
             f"actor_rollout_ref.rollout.dtype={sampler} with model.compute_dtype={trainer}: the sampler's "
             "probabilities differ from the trainer's; actor.rollout_is corrects for it, "

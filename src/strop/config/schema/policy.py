@@ -227,6 +227,13 @@ _NO_KL_LOSS = no_effect(
 )
 
 
+def _no_weights(neutral: Any = None) -> Limit:
+    return no_effect(
+        "with actor_rollout_ref.actor.rollout_is=null",
+        lambda at: at.section.rollout_is is None and at.value != neutral,
+    )
+
+
 class ActorConfig(PpoUpdateConfig):
     """The policy update."""
 
@@ -259,12 +266,50 @@ class ActorConfig(PpoUpdateConfig):
     """Estimator of that KL."""
     rollout_is: Literal["token", "sequence"] | None
     """Weigh the loss by trainer over sampler probability, per token or per sequence; null: off."""
-    rollout_is_threshold: Annotated[
-        PositiveFloat,
-        no_effect("with actor_rollout_ref.actor.rollout_is=null", lambda at: at.section.rollout_is is None),
-    ]
+    rollout_is_mode: Annotated[Literal["truncate", "mask"], _no_weights("truncate")]
+    """Weights beyond the bounds: truncate (those above become the upper bound), or mask (they become 0)."""
+    rollout_is_threshold: Annotated[PositiveFloat, _no_weights()]
     """Upper bound of those weights."""
-    old_log_prob_from_update: bool
+    rollout_is_threshold_low: Annotated[
+        PositiveFloat | None,
+        _no_weights(),
+        refused(
+            "with rollout_is_mode=truncate",
+            lambda at: at.section.rollout_is is not None and at.section.rollout_is_mode == "truncate",
+            "truncation has an upper bound only; set actor_rollout_ref.actor.rollout_is_mode=mask, or this "
+            "to null",
+        ),
+        refused(
+            "unless below rollout_is_threshold",
+            lambda at: at.section.rollout_is is not None and at.value >= at.section.rollout_is_threshold,
+            "no weight lies between it and actor_rollout_ref.actor.rollout_is_threshold, so all would be 0",
+        ),
+    ]
+    """Lower bound of those weights, with rollout_is_mode=mask (IcePop); null: none."""
+    use_rollout_log_probs: Annotated[
+        bool,
+        refused(
+            "if True with rollout_is",
+            lambda at: at.value and at.section.rollout_is is not None,
+            "the ratio is then against the sampler, which leaves actor_rollout_ref.actor.rollout_is nothing "
+            "to weigh; set that to null, or this to False",
+        ),
+        refused(
+            "if True with a KL and algorithm.kl_penalty=full",
+            lambda at: at.value and at.config.algorithm.kl_penalty == "full" and has_kl_term(at.config),
+            "algorithm.kl_penalty=full needs the forward pass that this key saves; set it to k3, for "
+            "example, or this to False",
+        ),
+    ]
+    """Take the sampler's log-probs as the old ones, in the ratio and in the KL; no pass computes them."""
+    old_log_prob_from_update: Annotated[
+        bool,
+        no_effect(
+            "with actor_rollout_ref.actor.use_rollout_log_probs=True",
+            lambda at: not at.value and at.section.use_rollout_log_probs,
+            "the old log-probs are the sampler's",
+        ),
+    ]
     """One step an iteration: take old log-probs from its forward pass where possible; False: compute them."""
     fsdp_config: FsdpConfig
 

@@ -42,13 +42,13 @@ def compute_format_score(
     return score if form.fullmatch(solution_str.strip()) else 0.0
 
 
-Unit = Literal["words", "characters"]
+Unit = Literal["words", "characters", "tokens"]
 
 
 def overlong_penalty(length: float, *, max_length: float, buffer: float) -> float:
     """Return 0 up to ``max_length - buffer``, then linearly down to -1 at ``max_length``, and -1 beyond.
 
-    DAPO (Yu et al. 2025), equation 13, in any unit of length instead of tokens. ``buffer=0`` is a step.
+    DAPO (Yu et al. 2025), equation 13, in any unit of length. ``buffer=0`` is a step.
 
     Raises:
         ValueError: not ``0 <= buffer <= max_length``, or ``max_length`` is not positive.
@@ -72,15 +72,23 @@ def compute_length_score(
     buffer: float = 200,
     unit: Unit = "words",
     score: float = 1.0,
+    n_tokens: int | None = None,
 ) -> float:
     """Return ``overlong_penalty`` of the response, times ``score``.
 
-    ``unit`` counts words (between white space) or characters, because a scorer sees no tokens.
+    ``unit`` counts words (between white space), characters, or the ``n_tokens`` sampled tokens with the stop
+    token, as DAPO does.
 
     Raises:
-        ValueError: an unknown ``unit``, or lengths as in :func:`overlong_penalty`.
+        ValueError: an unknown ``unit``, tokens of a text that was not sampled, or lengths as in
+            :func:`overlong_penalty`.
     """
-    if unit not in ("words", "characters"):
-        raise ValueError(f"unit={unit!r} is unknown (known: 'words', 'characters')")
-    length = len(solution_str.split()) if unit == "words" else len(solution_str)
+    lengths = {"words": len(solution_str.split()), "characters": len(solution_str), "tokens": n_tokens}
+    if unit not in lengths:
+        raise ValueError(f"unit={unit!r} is unknown (known: {', '.join(map(repr, lengths))})")
+    length = lengths[unit]
+    if length is None:
+        raise ValueError(
+            "unit='tokens' needs a sampled response; for a text, expected 'words' or 'characters'"
+        )
     return score * overlong_penalty(length, max_length=max_length, buffer=buffer)

@@ -30,6 +30,8 @@ class Sample(NamedTuple):
     extra_info: Any = None
     parts: tuple[str, ...] | None = None
     """Parts of the score to compute; None for a function without parts."""
+    n_tokens: int | None = None
+    """Sampled tokens of the response, with its stop token; None where only its text is known."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def call_scorer(function: ScoreFunction, sample: Sample) -> Outcome:
     """
     keywords = sample._asdict()
     if sample.parts is None:
-        del keywords["parts"]
+        del keywords["parts"], keywords["n_tokens"]
     return outcome_of(function(**keywords))
 
 
