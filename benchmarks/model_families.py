@@ -49,8 +49,10 @@ WIDE_HEADS = {
     **dict.fromkeys(("hidden_size", "word_embed_proj_dim"), 128),
     "head_dim": 32,
     "ffn_hidden_size": 512,
+    "router_jitter_noise": 0.01,
 }
-"""Sizes of models for vLLM: a CPU's attention takes no heads of 8 dimensions, Falcon one width of layers."""
+"""Settings of models for vLLM: a CPU's attention takes no heads of 8 dimensions, Falcon one width of layers,
+Phi-3.5-MoE one jitter of its router."""
 PUBLISHED = {"phimoe": "PhiMoEForCausalLM"}
 """Architectures that the families' published models name instead of transformers' class."""
 EXACT = "exact"

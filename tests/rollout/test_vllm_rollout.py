@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, PhimoeConfig
 
 from strop.config.schema.policy import VLLMSamplingConfig
 from strop.errors import ConfigError, ModelError
@@ -287,6 +287,15 @@ def test_every_sampling_key_is_a_parameter_of_vllm():
 def test_heads_without_a_kernel_are_refused_before_the_engine_starts(tmp_path):
     with pytest.raises(ModelError, match=naming("heads of 32", "8")):
         rollout_of(tiny_lm("qwen2"), tmp_path)
+
+
+def test_a_router_that_vllm_computes_otherwise_is_refused():
+    from strop.rollout.vllm.engine import require_supported
+
+    config = PhimoeConfig(hidden_size=128, num_attention_heads=4, router_jitter_noise=0.1)
+    with pytest.raises(ModelError, match=naming("router_jitter_noise=0.01", "0.1", "rollout.name=hf")):
+        require_supported(config, torch.device("cpu"))
+    require_supported(PhimoeConfig(hidden_size=128, num_attention_heads=4), torch.device("cpu"))
 
 
 def test_checksums_see_every_change_and_add_up_over_shards():

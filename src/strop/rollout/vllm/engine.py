@@ -268,7 +268,12 @@ class VLLMRollout:
 
 
 def require_supported(model: PreTrainedConfig, device: torch.device) -> None:
-    """Raise ``ModelError`` for head sizes without an attention kernel on a CPU; vLLM reports them late."""
+    """Raise ``ModelError`` for models that vLLM reports late, or computes otherwise than transformers."""
+    if model.model_type == "phimoe" and model.router_jitter_noise != 0.01:
+        raise ModelError(
+            "rollout.name=vllm: vLLM routes tokens of Phi-3.5-MoE as with router_jitter_noise=0.01, and this "
+            f"model has {model.router_jitter_noise}; set actor_rollout_ref.rollout.name=hf"
+        )
     width, known = head_width(model), CPUAttentionBackend.get_supported_head_sizes()
     if device.type == "cpu" and width not in known:
         raise ModelError(
