@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from strop.models.checkpoint_layout import CheckpointLayout
 from strop.rollout.hf.engine import HFRollout
 from strop.rollout.vllm.engine import VLLMRollout
 from strop.rollout.weights import checksums, require_equal_checksums
@@ -85,7 +86,8 @@ def transfer_seconds(
         started = time.perf_counter()
         rollout.update_weights(model.named_parameters())
         sent = time.perf_counter()
-        require_equal_checksums(checksums(model.named_parameters(), dtype), rollout.checksums(), 0)
+        weights = CheckpointLayout(model).convert(model.named_parameters())
+        require_equal_checksums(checksums(weights, dtype), rollout.checksums(), 0)
         transfers.append(sent - started)
         checks.append(time.perf_counter() - sent)
     return statistics.median(transfers), statistics.median(checks)

@@ -19,6 +19,7 @@ REPRESENTATIVE = {
     "lfm2": {"padded": "exact", "packed": "conv", "hf rollout": "conv", "critic": "exact"},
     "llama4_text": {"padded": "exact", "packed": "chunked", "hf rollout": "chunked", "critic": "exact"},
     "falcon, alibi": dict.fromkeys(model_families.COLUMNS, "alibi=True is not supported"),
+    "mllama": {"padded": "exact", "critic": "exact"},  # a text model in the files of one with images
     "recurrent_gemma": {"padded": "its passes depend on padding", "critic": "its passes depend on padding"},
     "xlnet": {"padded": "no causal model", "critic": "score"},
 }

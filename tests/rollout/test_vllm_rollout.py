@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import GptOssConfig, GptOssForCausalLM, PhimoeConfig
 
 from strop.config.schema.policy import VLLMSamplingConfig
 from strop.errors import ConfigError, ModelError
@@ -33,6 +35,9 @@ FAMILIES = {
     "qwen3": {"head_dim": 32},
     "llama": {"head_dim": 32},
     "phi3": {"head_dim": 32},
+    "olmo2": {"hidden_size": 128, "head_dim": 32},
+    "mixtral": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32},
 }
 
 
@@ -103,11 +108,17 @@ def require_greedy_of_transformers(rollout, model):
     assert torch.equal(answers["responses"][:, : expected.shape[1]], expected)
     assert len(expected.unique()) > 5  # a model that repeats one token would prove nothing
     assert torch.equal(answers["truncated"], ~((expected == stop) | (expected == EOS)).any(1))
-    assert rollout.checksums() == checksums(model.named_parameters(), torch.float32)
 
 
-def test_greedy_tokens_and_checksums_are_those_of_transformers(shared, model):
+def saved_checksums(model, folder, dtype):
+    """Checksums of the file that transformers writes."""
+    model.save_pretrained(folder)
+    return checksums(load_file(folder / "model.safetensors").items(), dtype)
+
+
+def test_greedy_tokens_and_checksums_are_those_of_transformers(shared, model, tmp_path):
     require_greedy_of_transformers(shared, model)
+    assert shared.checksums() == saved_checksums(model, tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +193,8 @@ def test_ignore_eos_goes_on_to_the_limit_unless_a_stop_id_comes(shared):
         ("qwen3", False, torch.float32),
         ("llama", True, torch.bfloat16),
         ("phi3", False, torch.float32),  # its weights are fused as vLLM fuses those of others
+        ("mixtral", False, torch.float32),  # checkpoints have a weight per expert, under other names
+        ("qwen3_moe", False, torch.bfloat16),
     ],
 )
 def test_an_update_in_buckets_leaves_nothing_of_the_old_weights(tmp_path, family, tied, dtype):
@@ -197,8 +210,10 @@ def test_an_update_in_buckets_leaves_nothing_of_the_old_weights(tmp_path, family
         with pytest.raises(ModelError, match="weights"):
             rollout.generate(prompts, params)
     rollout.update_weights([], last=True)
-    assert rollout.checksums() == checksums(weights, dtype)
-    assert rollout.checksums() != checksums(old.named_parameters(), dtype)
+    expected = {
+        name: saved_checksums(model, tmp_path / name, dtype) for name, model in (("old", old), ("new", new))
+    }
+    assert rollout.checksums() == expected["new"] != expected["old"]
     batch = rollout.generate(prompts, params).batch
     assert not torch.equal(batch["responses"], before.batch["responses"])
     mask = batch["response_mask"].bool()
@@ -274,6 +289,15 @@ def test_heads_without_a_kernel_are_refused_before_the_engine_starts(tmp_path):
         rollout_of(tiny_lm("qwen2"), tmp_path)
 
 
+def test_a_router_that_vllm_computes_otherwise_is_refused():
+    from strop.rollout.vllm.engine import require_supported
+
+    config = PhimoeConfig(hidden_size=128, num_attention_heads=4, router_jitter_noise=0.1)
+    with pytest.raises(ModelError, match=naming("router_jitter_noise=0.01", "0.1", "rollout.name=hf")):
+        require_supported(config, torch.device("cpu"))
+    require_supported(PhimoeConfig(hidden_size=128, num_attention_heads=4), torch.device("cpu"))
+
+
 def test_checksums_see_every_change_and_add_up_over_shards():
     weight = torch.randn(7, 12, generator=torch.Generator().manual_seed(0))
     whole = checksum(weight)
@@ -289,6 +313,30 @@ def test_checksums_see_every_change_and_add_up_over_shards():
     assert rows % 2**64 == columns % 2**64 == whole
     signed = torch.tensor([0.0, -0.0, 1e-45])
     assert checksum(signed) == checksum(torch.zeros(3)) == 0
+
+
+def test_a_family_that_vllm_runs_with_transformers_code_leaves_the_trainers_model_alone(tmp_path):
+    model = model_of("olmo2", tied=False)  # vLLM has no class of its own for it
+    hooked = []
+    model.model.register_forward_hook(lambda *_: hooked.append(True))
+    rollout = rollout_of(model, tmp_path / "model")
+    require_greedy_of_transformers(rollout, model)
+    assert hooked
+    assert rollout.checksums() == saved_checksums(model, tmp_path / "saved", torch.float32)
+    again = tiny_lm("olmo2", seed=1)
+    assert type(again) is type(model)
+    assert type(again.model) is type(model.model)
+
+
+def test_experts_that_take_no_new_weights_are_an_error_before_the_first_sample(tmp_path):
+    """vLLM copies into the experts' parameters, which are on the meta device in an update."""
+    sizes = {"head_dim": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        **sizes, vocab_size=61, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2
+    )
+    with pytest.raises(ModelError, match=naming("takes no new weights of", "experts", "rollout.name=hf")):
+        rollout_of(GptOssForCausalLM(config), tmp_path)
 
 
 def test_weights_that_cannot_be_read_back_are_reported_once_and_not_as_wrong(tmp_path, caplog):

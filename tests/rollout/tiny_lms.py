@@ -25,6 +25,7 @@ _SIZES = {
     "eos_token_id": EOS,
     "bos_token_id": 2,
 }
+_EXPERTS = {"num_experts_per_tok": 2}
 _WINDOW = 4
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -54,6 +55,9 @@ FAMILIES = {
     "gemma3": lambda: hf.Gemma3TextConfig(
         **_SIZES, sliding_window=_WINDOW, layer_types=_MIXED, query_pre_attn_scalar=8
     ),
+    "mixtral": lambda: hf.MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=3),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_SIZES, **_EXPERTS, num_experts=3, moe_intermediate_size=48),
+    "olmo2": lambda: hf.Olmo2Config(**_SIZES),
     "phi3": lambda: hf.Phi3Config(**_SIZES),
     "granite": lambda: hf.GraniteConfig(**_SIZES, logits_scaling=2.0),
     "gpt2": lambda: hf.GPT2Config(

@@ -134,9 +134,10 @@ class Engine(Protocol):
         """Keep the weights on the device in the body, for a rollout that shares them."""
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights by Hugging Face name, one at a time, tied ones once, detached.
+    def named_weights(self, *, as_saved: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole weights by their names in the model, one at a time, tied ones once, detached.
 
+        ``as_saved``: by the names and in the shapes of a checkpoint (``strop.models.checkpoint_layout``).
         Collective: every rank must iterate to the end.
         """
         ...

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from strop.errors import ModelError
 from strop.models.attention import is_flash, packed_attention
+from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.heads import check_causal, decoder_of, model_errors
 from strop.models.packing import Packing, check_packable, check_packed_pass, packed_hidden_states
 from strop.models.prompts_once import PromptsOnce
@@ -32,6 +33,8 @@ class RoleModel(nn.Module):
     """True if tokens must not depend on later ones; packed passes need that in any case."""
     hugging_face_model: PreTrainedModel
     """Exported, and used by a rollout that shares the weights."""
+    layout: CheckpointLayout
+    """Names and shapes of its weights in an export."""
     packed: bool
     """True if passes run on the real tokens alone; batches and outputs are padded either way."""
 
@@ -44,6 +47,7 @@ class RoleModel(nn.Module):
         """
         super().__init__()
         self.hugging_face_model = hugging_face_model
+        self.layout = CheckpointLayout(hugging_face_model)
         self.packed = packed
         self.packing_key = packing_key or self.packing_key
         self.sequence_group: SequenceGroup | None = None

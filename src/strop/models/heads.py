@@ -78,13 +78,18 @@ def scorer_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _scorer_class(language_model: PreTrainedModel, decoder: nn.Module) -> type[PreTrainedModel]:
-    """Return a class whose weights have the names that they have in the language model, and ``score``."""
+    """Return a class whose weights have the names that they have in the language model, and ``score``.
+
+    Its ``key_mapping`` is the argument of ``from_pretrained`` for files that name them otherwise.
+    """
     name = type(language_model).__name__
     family = next(base for base in type(language_model).__mro__[1:] if issubclass(base, PreTrainedModel))
     prefix = next(path for path, part in language_model.named_modules() if part is decoder)
     name = f"{name.partition('For')[0].removesuffix('LMHeadModel')}ForSequenceClassification"
     # transformers reads the file of the class's module to find out which attention and experts it supports.
+    outer = language_model.base_model_prefix  # of the language model, in the files of one with images
     entries = {
+        "key_mapping": {} if outer == prefix else {rf"^{outer}\.": ""},
         "__module__": type(language_model).__module__,
         "base_model_prefix": prefix,
         "config_class": type(language_model.config),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -214,12 +215,17 @@ def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[s
     bars = contextlib.nullcontext() if sys.stderr.isatty() else no_progress_bars()  # keep logs clean
     try:
         arguments = model_arguments(path, **options)
+        if auto_class is AutoModelForSequenceClassification:
+            scorer = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(arguments["config"]), None)
+            arguments["key_mapping"] = getattr(scorer, "key_mapping", {})
         with bars:
             model, loading = auto_class.from_pretrained(**locate(path), **arguments, output_loading_info=True)
     except (StropError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the family's code may raise anything, for example for a missing key
         raise ModelError(f"cannot load a model from {path}: {load_failure(error)}") from error
+    if arguments.get("key_mapping"):
+        del model._weight_conversions  # save under the names of the language model, not under the file's
     if quantizer := getattr(model, "hf_quantizer", None):
         if not all(weight.is_floating_point() for weight in model.parameters()):
             raise ModelError(

@@ -126,7 +126,7 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
-        """Load weights by Hugging Face name; a no-op where they are shared with the trainer.
+        """Load weights by their names in the model; a no-op where they are shared with the trainer.
 
         An update may be split over several calls, all but the last with ``last=False``. Raises ``ModelError``
         for a parameter that is unknown, misshapen, duplicated or, after the last call, missing.
@@ -136,7 +136,8 @@ class RolloutEngine(Protocol):
     def checksums(self) -> dict[str, int] | None:
         """Return ``strop.rollout.weights.checksum`` of the weights that the engine computes with.
 
-        By Hugging Face name, in the engine's dtype; None where the weights are the trainer's.
+        By name in a checkpoint (``strop.models.checkpoint_layout``), in the engine's dtype; None where the
+        weights are the trainer's.
         """
         ...
 

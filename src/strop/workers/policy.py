@@ -145,9 +145,9 @@ class ActorRolloutRefWorker(RoleWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def weight_checksums(self) -> dict[str, int]:
-        """Return checksums of the actor's weights in the rollout's dtype, by Hugging Face name."""
+        """Return checksums of the actor's weights in the rollout's dtype, by name in a checkpoint."""
         dtype = dtype_named(rollout_dtype(self.config), self.device)
-        return checksums(self.engine.named_weights(), dtype)
+        return checksums(self.engine.named_weights(as_saved=True), dtype)
 
     @register(Dispatch.ONE_TO_ALL)
     def verify_rollout(self, version: int, expected: dict[str, int] | None = None) -> None:

@@ -299,10 +299,11 @@ class TorchEngine:
         finally:
             self._offload.park_parameters()
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, *, as_saved: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See ``Engine.named_weights``."""
         with self.on_device():
-            yield from self.module.export_weights(whole)
+            weights = self.module.export_weights(whole)
+            yield from self.module.layout.convert(weights) if as_saved else weights
 
     def save(self, folder: Path, *, background: bool = False) -> None:
         """See ``Engine.save``."""

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from strop.config.placement import rollout_dtype
 from strop.errors import ModelError
+from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.deferred import defer_causal_lm
 from strop.models.heads import model_errors
 from strop.models.loader import dtype_named, end_token_ids, hidden_token_ids
@@ -248,6 +249,7 @@ class HFReplica:
         """
         self._model, self._device, self._dtype = model, device, dtype
         self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
+        self._layout = CheckpointLayout(model)
         for owner in model.modules():
             for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
                 setattr(owner, name, buffer.to(device))
@@ -287,7 +289,7 @@ class HFReplica:
 
     def checksums(self) -> dict[str, int]:
         """See ``RolloutEngine.checksums``."""
-        return checksums(self._model.named_parameters(), self._dtype)
+        return checksums(self._layout.convert(self._model.named_parameters()), self._dtype)
 
     def release(self) -> None:
         """See ``RolloutEngine.release``."""

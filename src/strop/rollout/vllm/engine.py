@@ -26,8 +26,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from strop.config.placement import extra_sampling
 from strop.errors import ConfigError, ModelError, TrainingError
+from strop.models.checkpoint_layout import CheckpointLayout, Waiting
 from strop.models.deferred import defer_causal_lm
-from strop.models.loader import end_token_ids, hidden_token_ids
+from strop.models.loader import end_token_ids, hidden_token_ids, persistent_buffers
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, RolloutSpec, Samples, SamplingParams, answer, seeds_of
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
@@ -36,6 +37,7 @@ from strop.rollout.vllm.settings import (
     engine_arguments,
     head_width,
     joined,
+    keeping_model_classes,
     keeping_process_state,
 )
 from strop.rollout.weights import UNREADABLE, WeightLedger
@@ -72,10 +74,14 @@ class VLLMRollout:
         self.hidden_token_ids = hidden_token_ids
         self._sleeps = bool(arguments.get("enable_sleep_mode"))
         self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
-        self._tied = _tied_names(model)
+        self._layout = CheckpointLayout(model)
+        self._waiting: Waiting = {}
+        self._buffers = dict(persistent_buffers(model))
+        saved = self._layout.renamed
+        self._tied = {saved(name): saved(first) for name, first in _tied_names(model).items()}
         # transformers' Conv1D stores [in, out] and vLLM [out, in]; checksums depend on positions.
         self._transposed = {
-            f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)
+            saved(f"{path}.weight") for path, module in model.named_modules() if isinstance(module, Conv1D)
         }
         self._name = type(model).__name__
         self._warned = False
@@ -84,7 +90,7 @@ class VLLMRollout:
         self._options = sampling_options(sampling or {})
         # Collect dropped engines now: their later finalizers would destroy state shared by all engines.
         gc.collect()
-        with keeping_process_state(), joined(rank, world_size):
+        with keeping_process_state(), keeping_model_classes(), joined(rank, world_size):
             try:
                 self._llm = LLM(
                     **arguments,
@@ -205,9 +211,12 @@ class VLLMRollout:
             if self._asleep:
                 self._llm.wake_up(tags=["weights"])
             self._ledger.begin()
+            self._waiting.clear()
             self._worker.start_weight_update()
+            weights = itertools.chain(self._buffers.items(), weights)
         try:
-            self._worker.update_weights({"weights": self._counted(weights)})
+            saved = self._layout.convert(self._counted(weights), self._waiting)
+            self._worker.update_weights({"weights": saved})
         except ModelError:
             raise
         except (KeyError, ValueError, RuntimeError, AssertionError) as error:
@@ -222,8 +231,10 @@ class VLLMRollout:
 
     def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, weight in weights:
-            self._ledger.take(name, weight)
+            if name not in self._buffers:
+                self._ledger.take(name, weight)
             yield name, weight
+            del weight  # free it before the next one is gathered
 
     def checksums(self) -> dict[str, int]:
         """See ``RolloutEngine.checksums``; collective over the ranks of a tensor-parallel group."""
@@ -236,14 +247,15 @@ class VLLMRollout:
         for name, original in self._tied.items():
             if found.pop(name, found[original]) != found[original]:
                 found[original] = UNEQUAL
-        unread = sorted(self._ledger.names - found.keys() | self._transposed)
+        names = self._layout.shapes().keys()
+        unread = sorted(names - found.keys() | self._transposed)
         for name in unread:
             found[name] = UNREADABLE
         if unread and not self._warned:
             self._warned = True
             logger.warning(
                 "%d of %d weights cannot be read back from vLLM's %s and are not verified: %s",
-                len(unread), len(self._ledger.names), self._name, ", ".join(unread[:3]),
+                len(unread), len(names), self._name, ", ".join(unread[:3]),
             )  # fmt: skip
         return found
 
@@ -256,7 +268,12 @@ class VLLMRollout:
 
 
 def require_supported(model: PreTrainedConfig, device: torch.device) -> None:
-    """Raise ``ModelError`` for head sizes without an attention kernel on a CPU; vLLM reports them late."""
+    """Raise ``ModelError`` for models that vLLM reports late, or computes otherwise than transformers."""
+    if model.model_type == "phimoe" and model.router_jitter_noise != 0.01:
+        raise ModelError(
+            "rollout.name=vllm: vLLM routes tokens of Phi-3.5-MoE as with router_jitter_noise=0.01, and this "
+            f"model has {model.router_jitter_noise}; set actor_rollout_ref.rollout.name=hf"
+        )
     width, known = head_width(model), CPUAttentionBackend.get_supported_head_sizes()
     if device.type == "cpu" and width not in known:
         raise ModelError(

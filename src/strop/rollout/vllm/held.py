@@ -1,9 +1,10 @@
-"""Checksums of the weights that vLLM's model computes with, by Hugging Face name.
+"""Checksums of the weights that vLLM's model computes with, by name in a checkpoint.
 
 They are read back from the model, not from what was sent: vLLM 0.32 kept a stale packed output layer of tied
-models. vLLM fuses projections (``qkv_proj``), pads vocabularies, shards over tensor-parallel ranks and, on a
-CPU, packs a linear layer's weight into an unreadable form and drops the original. Such a layer is applied to
-the identity, which gives its weight exactly: every sum has one nonzero term.
+models, and left experts unpacked. vLLM fuses projections (``qkv_proj``) and experts, pads vocabularies,
+shards over tensor-parallel ranks and, on a CPU, packs a linear layer's weight into an unreadable form and
+drops the original. Such a layer is applied to the identity, which gives its weight exactly: every sum has one
+nonzero term. Packed experts are permuted, and the permutation is read from packed numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -26,6 +31,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from strop.rollout.weights import Place, checksum
 
+_BASE = 256
+"""Integers below it are exact in every floating-point type; three digits number 16 million elements."""
+_READABLE = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+"""Kernels for experts whose weights are as loaded, or packed by ``cpu_prepack_moe_weight``."""
 _PROBES = 64
 """Rows of the identity at a time; outputs of a large vocabulary are wide."""
 UNEQUAL = -1
@@ -47,7 +56,7 @@ class Held:
 
 @torch.no_grad()
 def held_checksums(model: nn.Module) -> dict[str, int]:
-    """Return this rank's part of every weight's checksum by Hugging Face name; parts add up over ranks.
+    """Return this rank's part of every weight's checksum by name in a checkpoint; parts add up over ranks.
 
     ``UNEQUAL`` where two copies of a weight differ (an output layer as received, and packed).
     """
@@ -78,16 +87,19 @@ def _held(model: nn.Module) -> Iterator[Held]:
             yield from _linear(module, names)
         elif isinstance(module, VocabParallelEmbedding):
             yield from _embedding(module, path)
+        elif isinstance(module, RoutedExperts):
+            yield from _experts(module, path)
         else:
             for name, parameter in module.named_parameters(recurse=False):
                 yield Held(f"{path}.{name}" if path else name, parameter, counts=_first(model))
 
 
 def _linear(layer: Any, names: list[str]) -> Iterator[Held]:
-    packed = not layer.weight.numel()
-    weight = _through_identity(layer, layer.input_size_per_partition) if packed else layer.weight
+    split = isinstance(layer, RowParallelLinear)
+    inputs = layer.input_size_per_partition if split else layer.input_size
+    weight = layer.weight if layer.weight.numel() else _through_identity(layer, inputs)
     bias = layer.bias
-    if isinstance(layer, RowParallelLinear):
+    if split:
         width = weight.shape[1]
         place = Place(column=layer.tp_rank * width, columns=layer.tp_size * width)
         yield Held(f"{names[0]}.weight", weight, place)
@@ -149,6 +161,39 @@ def _embedding(layer: Any, path: str) -> Iterator[Held]:
         yield Held(
             f"{path}.weight", _through_identity(layer, layer.weight.shape[1])[:rows], place, again=True
         )
+
+
+def _experts(layer: Any, path: str) -> Iterator[Held]:
+    """Yield the experts' weights in the layouts that are known; others are reported as not verified."""
+    method = layer.quant_method
+    if not isinstance(method, UnquantizedFusedMoEMethod) or method.unquantized_backend not in _READABLE:
+        return
+    stacked = {"w13": layer.w13_weight, "w2": layer.w2_weight}
+    packing = getattr(method.moe_kernel.fused_experts, "isa", None)
+    if packing is not None:
+        stacked = {name: _unpacked(weight, packing) for name, weight in stacked.items()}
+    config = layer.moe_config
+    width, padded = config.intermediate_size_per_partition, stacked["w2"].shape[2]
+    rows = Place(row=config.tp_rank * width)
+    columns = Place(column=config.tp_rank * width, columns=config.tp_size * width)
+    above = path.rpartition("experts.")[0]  # of the path's last part, as the mapping's names begin with it
+    for _, name, expert, shard in layer.get_expert_mapping():
+        part = stacked["w2" if shard == "w2" else "w13"][expert]
+        first = padded if shard == "w3" else 0
+        held = part[:, :width] if shard == "w2" else part[first : first + width]
+        yield Held(f"{above}{name}weight", held, columns if shard == "w2" else rows)
+
+
+def _unpacked(packed: Tensor, isa: str) -> Tensor:
+    """Return experts [E, out, in] that ``cpu_prepack_moe_weight`` has permuted, each in the same way."""
+    size = packed[0].numel()
+    digits = [torch.arange(size) // _BASE**digit % _BASE for digit in range(3)]
+    numbers = torch.stack(digits).to(packed.dtype).view(3, *packed.shape[1:])
+    read = cpu_prepack_moe_weight(numbers, isa).view(3, size).long()
+    origin = sum(read[digit] * _BASE**digit for digit in range(3))
+    weight = torch.empty_like(packed).view(len(packed), size)
+    weight[:, origin] = packed.view(len(packed), size)
+    return weight.view(packed.shape)
 
 
 def _through_identity(layer: Any, width: int) -> Tensor:

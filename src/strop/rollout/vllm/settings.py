@@ -1,9 +1,10 @@
 """Construction of a vLLM engine in the trainer's process.
 
 ``engine_arguments`` translates strop's keys to vLLM's arguments. The construction runs inside
-``keeping_process_state``, as vLLM reseeds generators, and ``joined``, in which the engines of a
-tensor-parallel group meet over the worker group's ``torch.distributed``. ``InProcessWeightTransfer`` is the
-back-end of vLLM's weight-transfer interface that takes tensors from this process.
+``keeping_process_state`` and ``keeping_model_classes``, as vLLM reseeds generators and changes classes of
+transformers, and ``joined``, in which the engines of a tensor-parallel group meet over the worker group's
+``torch.distributed``. ``InProcessWeightTransfer`` is the back-end of vLLM's weight-transfer interface that
+takes tensors from this process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import os
 import random
 import secrets
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,19 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.models.transformers import base as transformers_backend
+from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from strop.config.placement import extra_sampling, rollout_dtype, tensor_parallel_size
+from strop.errors import ModelError
 from strop.models.loader import dtype_named
 from strop.rollout.base import RolloutSpec
 
@@ -113,6 +122,34 @@ def keeping_process_state() -> Generator[None]:
 
 
 @contextlib.contextmanager
+def keeping_model_classes() -> Generator[None]:
+    """Let vLLM's transformers back-end decorate subclasses of transformers' classes instead of the classes.
+
+    It decorates a family's class for torch.compile in place. All models of the process would get vLLM's
+    ``__init__`` and its ``__call__``, which fails for those of the trainer and skips their hooks.
+    """
+    classes: list[Any] = []
+    compiling = transformers_backend.support_torch_compile
+
+    def of_subclass(**options: Any) -> Callable[[Any], Any]:
+        def decorate(model_class: Any) -> Any:
+            own = type(model_class.__name__, (model_class,), {"__module__": model_class.__module__})
+            compiling(**options)(own)
+            model_class.__new__ = lambda _, *args, **more: object.__new__(own)  # vLLM makes it next
+            classes.append(model_class)
+            return model_class
+
+        return decorate
+
+    with mock.patch.object(transformers_backend, "support_torch_compile", of_subclass):
+        try:
+            yield
+        finally:
+            for model_class in classes:  # deleted, CPython would not let the class take arguments any more
+                model_class.__new__ = lambda kind, *_, **__: object.__new__(kind)
+
+
+@contextlib.contextmanager
 def joined(rank: int, world_size: int) -> Generator[None]:
     """Build engines on all ranks over the existing process group. Collective.
 
@@ -161,6 +198,11 @@ class InProcessWeightTransfer(WeightTransferEngine[WeightTransferInitInfo, InPro
     def start_weight_update(self) -> None:
         """Begin an update, in which a layer is loaded once all of its weights were received."""
         initialize_layerwise_reload(self.model)
+        for layer in self.model.modules():
+            # vLLM 0.32 packs experts for a CPU only when it builds their kernel, not in an update.
+            if isinstance(layer, RoutedExperts) and current_platform.is_cpu():
+                method: Any = layer.quant_method
+                method.moe_kernel = None
 
     def receive_weights(self, update_info: InProcessUpdate) -> None:
         """Load a part of the weights, converted to vLLM's names, layout and dtype."""
@@ -168,7 +210,15 @@ class InProcessWeightTransfer(WeightTransferEngine[WeightTransferInitInfo, InPro
         load(update_info.weights)
 
     def finish_weight_update(self) -> None:
-        """Finish layers that have padding or depend on other layers."""
+        """Finish layers that have padding or depend on other layers; ``ModelError`` for stale experts."""
+        for path, layer in self.model.named_modules():
+            # Some models copy into the parameters of experts, which are on the meta device in an update.
+            info = get_layerwise_info(layer)
+            if isinstance(layer, RoutedExperts) and info.can_load() and info.load_numel == 0:
+                raise ModelError(
+                    f"weight transfer: vLLM's {type(self.model).__name__} takes no new weights of {path}, so "
+                    "it would sample with old ones; set actor_rollout_ref.rollout.name=hf"
+                )
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self.model.modules():
             # vLLM 0.32 does not repack an output layer that is tied to the embedding: it receives no weight
