@@ -105,7 +105,7 @@ class RolloutClock:
     def add(self, samples: Samples, batch: int) -> None:
         """Add a batch; one from a checkpoint was generated in another run."""
         spent = samples.batch.meta_info.get("generation")
-        if spent is None or samples.scores is None:
+        if spent is None:
             return
         begun, ended, loading, version = (spent[name] for name in ("begun", "ended", "loading", "version"))
         samples.timer.record("gen", ended - begun)
@@ -249,4 +249,5 @@ class Pipeline:
 def _save(scored: DataProto, path: Path) -> None:
     tensors = {name: column.clone() for name, column in scored.batch.items()}
     uids = scored.non_tensor_batch["uid"].tolist()
-    torch.save({"tensors": tensors, "uids": uids, "meta_info": scored.meta_info}, path)
+    meta_info = {name: value for name, value in scored.meta_info.items() if name != "generation"}
+    torch.save({"tensors": tensors, "uids": uids, "meta_info": meta_info}, path)

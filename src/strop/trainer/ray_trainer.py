@@ -279,7 +279,7 @@ class ReinforcementRun(Run):
             self.timeline.add(*trainer.pipeline.rollout.intervals)
             metrics |= {
                 "async/ready_batches": float(trainer.pipeline.ready_batches),
-                "async/learner_idle": timing["timing_s/wait_samples"] / timing["timing_s/step"],
+                "async/learner_idle": timing.get("timing_s/wait_samples", 0.0) / timing["timing_s/step"],
                 **trainer.pipeline.rollout.take(),
             }
         return {
