@@ -80,6 +80,7 @@ _RAY_RUNS = (
     "tests/e2e/test_eval.py",
     "tests/e2e/test_external_lib.py",
     "tests/workers/test_reward_model.py",
+    "tests/workers/test_workers_in_flight.py",
 )
 _VLLM = ("tests/rollout/test_vllm_rollout.py", "tests/e2e/test_vllm_run.py")
 _LONGEST = (

@@ -10,7 +10,7 @@ Shapes: B samples (prompts x n, a prompt's samples adjacent), P prompt tokens (`
 response tokens (``data.max_response_length``), L = P + T, H hidden size, n samples per prompt. Micro-batches
 drop token positions that are padding in all of their rows.
 
-A worked example of the general layout (no rollout inserts tool answers or mixes versions yet): P = 3, T = 8.
+A worked example of the general layout (no rollout inserts tool answers yet): P = 3, T = 8.
 The policy of version 7 writes a tool call ("c1 c2") and its turn ends; the environment inserts the tool's
 answer ("a1 a2"); meanwhile the policy was updated, so version 8 samples the final turn ("r1 r2" and the stop
 token "."). "_" is padding::
@@ -22,7 +22,7 @@ token "."). "_" is padding::
     prompts             _   p1  p2|
     responses                     | c1  c2  a1  a2  r1  r2  .   _
     response_mask                 | 1   1   0   0   1   1   1   0
-    sampled by version            | 7   7           8   8   8
+    rollout_versions              | 7   7   -1  -1  8   8   8   -1  the version that sampled the token
     rollout_log_probs             | x   x   0   0   x   x   x   0   by the version that sampled the token
     old_log_probs                 | x   x   0   0   x   x   x   0   by version 8, just before its update
     importance weights            | w   w   0   0   1   1   1   0   min(exp(old - rollout), threshold)
@@ -31,9 +31,7 @@ token "."). "_" is padding::
 
 A tool's tokens are attended to (``attention_mask`` 1) but never trained on, scored or regularized
 (``response_mask`` 0): every sum over a response goes over ``response_mask``. The objective computes the
-weights; they are not a column. The versions themselves are not
-a column: all rows of a batch come from the version in ``meta_info["weights_version"]``, and the log-probs of
-tokens that an older version sampled are enough to correct for it.
+weights, from log-probs: no loss reads the versions. Without their column, all tokens are of the version in ``meta_info["weights_version"]``.
 """
 
 from __future__ import annotations
@@ -77,6 +75,7 @@ prompts             | BP  | int64   | id     | rollout | rewards, samples | the 
 responses           | BT  | int64   | id     | rollout | forward passes | the response's part of input_ids
 response_mask       | BT  | float32 | 0 or 1 | rollout | every loss | 1 on tokens that the policy sampled
 rollout_log_probs   | BT  | float32 | nats   | rollout | correction, metrics | log-prob at sampling
+rollout_versions    | BT  | int32   | number | rollout | samples | sampled it; else -1 | numbered batches
 truncated           | B   | bool    |        | rollout | rewards, metrics | cut at the length limit
 stop_tokens         | B   | int64   | tokens | rollout | metrics | eos and stop_token_ids in it | if counted
 hidden_tokens       | B   | int64   | tokens | rollout | metrics | not in the decoded text | if counted
@@ -115,6 +114,7 @@ reward_failed       | B   | bool    |        | samples | validation | not scored
 prompt_ids          | B*  | int32   | id     | samples | users | without padding
 response_ids        | B*  | int32   | id     | samples | view | without padding
 response_mask       | B*  | int8    | 0 or 1 | samples | users | 0 on tokens inserted by a tool
+rollout_versions    | B*  | int32   | number | samples | users | version that sampled the token | optional
 """)
 TOKEN_COLUMNS = {
     **dict.fromkeys(("rollout_log_probs", "old_log_probs", "ref_log_prob", "token_level_rewards"), 16),

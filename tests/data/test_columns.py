@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from strop.columns import COLUMNS, SAMPLE_COLUMNS, Column, described
 from strop.data.answers import pair_batch
 from strop.models.loader import load_scorer
 from strop.protocol import DataProto
+from strop.workers.policy import ActorRolloutRefWorker
 
 import tiny_model
 from runs import make_inputs, overrides, train
@@ -38,6 +40,13 @@ def seen(tmp_path_factory) -> tuple[dict[str, set[tuple[int, str]]], dict[str, s
     inputs = make_inputs(tmp_path_factory.mktemp("columns"))
     load_scorer(inputs / "model", fresh_head_seed=5).save_pretrained(inputs / "reward_model")
     tiny_model.build_tokenizer().save_pretrained(inputs / "reward_model")
+    generate = ActorRolloutRefWorker.generate_sequences
+
+    @functools.wraps(generate)  # keeps the mark for groups
+    def numbered(worker: ActorRolloutRefWorker, prompts: DataProto, **options: Any) -> DataProto:
+        prompts.meta_info["batch"] = 1
+        return generate(worker, prompts, **options)
+
     batches: dict[str, set[tuple[int, str]]] = {}
     files: dict[str, set[str]] = {}
     original = DataProto.__post_init__
@@ -51,6 +60,7 @@ def seen(tmp_path_factory) -> tuple[dict[str, set[tuple[int, str]]], dict[str, s
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DataProto, "__post_init__", note)
+        patch.setattr(ActorRolloutRefWorker, "generate_sequences", numbered)
         for number, options in enumerate(CONFIGURATIONS.values()):
             run = inputs / f"run{number}"
             model = f"reward_model.model.path={inputs / 'reward_model'}"

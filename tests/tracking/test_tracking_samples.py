@@ -36,6 +36,7 @@ def two_samples() -> DataProto:
             "response_mask": torch.tensor([[1.0, 0, 1, 0], [1, 1, 1, 1]]),
             "truncated": torch.tensor([False, True]),
             "token_level_scores": torch.tensor([[0.5, 0, 1.0, nan], [0, 0, 0, 0.25]]),
+            "rollout_versions": torch.tensor([[7, -1, 8, -1], [7, 7, 7, 8]], dtype=torch.int32),
             "old_log_probs": torch.tensor([[-1.0, -2, -3, nan], [-4, -5, -6, -7]]),
             "values": torch.tensor([[0.5, 0.25, 0.125, nan], [1, 2, 3, 4]], dtype=torch.bfloat16),
             "reward/rule": torch.tensor([1.0, nan]),
@@ -71,6 +72,7 @@ def test_a_row_holds_the_sample_without_padding(tmp_path):
         "prompt_ids": [1, 4],
         "response_ids": [7, 9, 1],
         "response_mask": [1, 0, 1],
+        "rollout_versions": [7, -1, 8],
         "old_log_probs": [-1.0, -2.0, -3.0],
         "values": [0.5, 0.25, 0.125],
     }

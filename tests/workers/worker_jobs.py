@@ -14,6 +14,7 @@ from sharded_jobs import mine, rank, world_size
 
 from strop.checkpoint.folder import seal
 from strop.config.load import load_config
+from strop.config.schema import Config
 from strop.controller.pools import Role
 from strop.models import deferred
 from strop.protocol import DataProto
@@ -25,9 +26,8 @@ from builders import random_samples
 Weights = dict[str, torch.Tensor]
 
 
-def worker(folder: Path, role: Role, *extra: str) -> Any:
-    """A worker of this rank, with its model."""
-    config = load_config(
+def config_of(folder: Path, *extra: str) -> Config:
+    return load_config(
         [
             f"actor_rollout_ref.model.path={folder}",
             f"critic.model.path={folder}",
@@ -43,8 +43,12 @@ def worker(folder: Path, role: Role, *extra: str) -> Any:
             *extra,
         ]
     )
+
+
+def worker(folder: Path, role: Role, *extra: str) -> Any:
+    """A worker of this rank, with its model."""
     worker_cls = CriticWorker if role is Role.Critic else ActorRolloutRefWorker
-    built = worker_cls(config, role, rank=rank(), world_size=world_size())
+    built = worker_cls(config_of(folder, *extra), role, rank=rank(), world_size=world_size())
     built.init_model()
     return built
 

@@ -100,29 +100,40 @@ class RolloutEngine(Protocol):
     def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
         """Queue ``params.n`` samples of every prompt as batch number ``batch``, behind those queued before.
 
-        Nothing is computed before the next ``finish``. The columns are those of ``generate``.
+        Nothing is computed before the next ``finish``. The columns are those of ``generate``. Raises
+        ``TrainingError`` if ``batch`` is not above the numbers that are queued.
         """
         ...
 
     def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
         """Generate until every sample of ``batch``, the oldest one queued, is complete; return and forget it.
 
-        Samples of later batches are generated beside it and stay in flight: they keep their tokens and
-        log-probs, also over ``update_weights``, after which they are continued with the new weights (keys and
-        values are computed again). How far they get depends on the queue alone, never on the clock.
+        Samples of later batches with equal ``params`` are generated beside it and stay in flight: they keep
+        their tokens and log-probs, also over ``update_weights``, after which they are continued with the new
+        weights (keys and values are computed again). How far they get depends on the queue alone, never on
+        the clock, and not at all on ``generate`` calls in between.
 
         ``version`` is that of the weights. The columns are those of ``generate``, and ``rollout_versions``
-        [R, T] int32, the version that sampled each token (-1 beyond the response). ``finished`` is also
-        called for samples that were complete before this call.
+        [R, T] int32, the version that sampled each token (-1 beyond the response). ``finished`` is called for
+        samples of ``batch`` only, also for those that were complete before this call. Raises
+        ``TrainingError`` if ``batch`` is not the oldest.
         """
         ...
 
     def in_flight(self) -> dict[str, Any]:
-        """Return what is generated of the queued batches, as tensors and plain values for ``torch.save``."""
+        """Return what is generated of the queued batches, as tensors and plain values for ``torch.save``.
+
+        A copy: later calls do not change it, and ``torch.load`` reads it with ``weights_only=True``. Prompts
+        are not part of it.
+        """
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what ``in_flight`` returned; the same batches have been admitted again before."""
+        """Continue from what ``in_flight`` returned; the same batches have been admitted again before.
+
+        The next ``finish`` then returns what it would have returned in the engine that saved them. Raises
+        ``CheckpointError`` if the batches, their numbers of samples or ``max_tokens`` do not fit.
+        """
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:

@@ -86,6 +86,8 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
         columns["reward_failed"] = pa.array(tensors["reward_failed"].astype(bool))
     columns["prompt_ids"], columns["response_ids"] = prompt_ids, response_ids
     columns["response_mask"] = _lists(tensors["response_mask"].astype(np.int8), response_real_BT)
+    if "rollout_versions" in tensors:
+        columns["rollout_versions"] = _lists(tensors["rollout_versions"], response_real_BT)
     for name, bits in TOKEN_COLUMNS.items():
         if name in tensors:
             columns[name] = _lists(_rounded(tensors[name].astype(np.float32), bits), response_real_BT)

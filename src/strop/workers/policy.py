@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from itertools import zip_longest
+from pathlib import Path
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,7 +20,9 @@ from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role
 from strop.data.hub import local_tokenizer
 from strop.engines.base import Engine, Loss
-from strop.errors import ModelError
+from strop.errors import CheckpointError, ModelError, TrainingError
+from strop.files import atomic_path
+from strop.manifest import covering
 from strop.models.loader import dtype_named
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, RolloutEngine, RolloutSpec, SamplingParams, build_rollout
@@ -47,6 +52,8 @@ class ActorRolloutRefWorker(RoleWorker):
         actor = self.section.actor
         self.full_kl_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
         self.full_kl = uses_full_kl(config)
+        self._admitted: dict[int, list[str]] = {}
+        """Number of each batch in flight -> the uids of its prompts."""
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -108,20 +115,88 @@ class ActorRolloutRefWorker(RoleWorker):
     def generate_sequences(self, prompts: DataProto, finished: Finished | None = None) -> DataProto:
         """Generate responses to each prompt; ``meta_info["mode"]`` is ``train``, ``greedy`` or ``validate``.
 
+        With a number in ``meta_info["batch"]`` the result has ``rollout_versions``; if ``admit_prompts`` got
+        the same prompts with that number, ``TrainingError`` otherwise, their samples are completed.
         ``finished`` is called for samples that are complete before the call returns.
         """
-        mode = prompts.meta_info["mode"]
-        params = SamplingParams.from_config(self.section.rollout, validate=mode == "validate")
-        if mode == "greedy":
-            params = dataclasses.replace(params, n=1, do_sample=False)
         version = prompts.meta_info.get("weights_version", self.rollout_version)
         if version != self.rollout_version:
             raise ModelError(
                 f"the rollout has the weights of version {self.rollout_version}, and version {version} was "
                 "requested: the actor was updated without sync_rollout or load_weights"
             )
+        batch = prompts.meta_info.get("batch")
+        if batch in self._admitted and prompts.meta_info["mode"] == "train":
+            return self._finish(batch, prompts, finished)
         with self.engine.on_device() if self._shareable_model else contextlib.nullcontext():
-            return self.rollout.generate(prompts, params, finished)
+            result = self.rollout.generate(prompts, self._sampling(prompts), finished)
+        if batch is not None:
+            mask_BT = result.batch["response_mask"]
+            versions_BT = torch.where(mask_BT > 0, self._known_version, -1).int()
+            result = result.union(DataProto({"rollout_versions": versions_BT}))
+        return result
+
+    @register(Dispatch.DATA_PARALLEL)
+    def admit_prompts(self, prompts: DataProto) -> None:
+        """Queue prompts ahead, as batch number ``meta_info["batch"]``; numbers ascend.
+
+        Their samples are generated beside those of older batches. A ``generate_sequences`` of equal columns,
+        with the number in ``meta_info`` and the mode ``train``, completes them.
+        """
+        batch = prompts.meta_info["batch"]
+        self.rollout.admit(batch, prompts, self._sampling(prompts))
+        self._admitted[batch] = _uids(prompts)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_in_flight(self, folder: Path) -> None:
+        """Write what is generated of the admitted batches to ``rank_<rank>.pt`` in ``folder``, atomically."""
+        state = {"uids": self._admitted, "rollout": self.rollout.in_flight()}
+        with atomic_path(folder / f"rank_{self.rank}.pt") as path:
+            torch.save(state, path)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_in_flight(self, folder: Path) -> None:
+        """Continue from what ``save_in_flight`` wrote; the same batches have been admitted again before.
+
+        Raises ``CheckpointError`` if the number of ranks or the admitted prompts differ, or a file is
+        damaged. Collective.
+        """
+        names = {name: entry for name, entry in covering(folder).items() if name.startswith("rank_")}
+        self._require_unchanged(folder, names)
+        ranks = len(list(folder.glob("rank_*.pt")))
+        if ranks != self.world_size:
+            raise CheckpointError(
+                f"{folder} has the samples in flight of {ranks} rollout processes, and this run has "
+                f"{self.world_size}; resume with {ranks}"
+            )
+        path = folder / f"rank_{self.rank}.pt"
+        try:
+            state = torch.load(path, weights_only=True)
+        except Exception as error:  # damage raises errors of many types
+            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        for batch, uids in self._admitted.items():
+            if batch in state["uids"] and (difference := _first_difference(uids, state["uids"][batch])):
+                raise CheckpointError(f"{path}: batch {batch} was admitted with other prompts: {difference}")
+        self.rollout.restore(state["rollout"])
+
+    def _finish(self, batch: int, prompts: DataProto, finished: Finished | None) -> DataProto:
+        if difference := _first_difference(_uids(prompts), self._admitted.pop(batch)):
+            raise TrainingError(f"batch {batch} was admitted with other prompts: {difference}")
+        result = self.rollout.finish(batch, self._known_version, finished)
+        result.meta_info = dict(prompts.meta_info)
+        return result
+
+    def _sampling(self, prompts: DataProto) -> SamplingParams:
+        mode = prompts.meta_info["mode"]
+        params = SamplingParams.from_config(self.section.rollout, validate=mode == "validate")
+        return dataclasses.replace(params, n=1, do_sample=False) if mode == "greedy" else params
+
+    @property
+    def _known_version(self) -> int:
+        """The version of the rollout's weights; ``ModelError`` before the first or during a transfer."""
+        if self.rollout_version is None:
+            raise ModelError("numbered batches need weights of a version: call load_weights first")
+        return self.rollout_version
 
     @register(Dispatch.ONE_TO_ALL)
     def sync_rollout(self, version: int) -> None:
@@ -218,3 +293,15 @@ class ActorRolloutRefWorker(RoleWorker):
             with_entropy=True,
             with_full_kl=self.full_kl_loss,
         )
+
+
+def _uids(prompts: DataProto) -> list[str]:
+    return [str(uid) for uid in prompts.non_tensor_batch["uid"]]  # torch.load refuses numpy's strings
+
+
+def _first_difference(found: list[str], expected: list[str]) -> str | None:
+    """Return the first row whose uid differs, in words; None if there is none."""
+    for row, (uid, other) in enumerate(zip_longest(found, expected)):
+        if uid != other:
+            return f"row {row} is {uid!r}, expected {other!r}"
+    return None

@@ -1,6 +1,8 @@
-"""The generation loop: prefill every prompt once, then decode one token per step for unfinished samples.
+"""The generation loop: prefill every context once, then decode one token per step for unfinished samples.
 
-Shapes: B prompts, P prompt columns, R rows (samples), at most T tokens, V vocabulary, S stop ids.
+A context is a prompt, or a prompt with the tokens that an earlier call has generated.
+
+Shapes: B contexts, P context columns, R rows (samples), at most T new tokens, V vocabulary, S stop ids.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -18,83 +21,106 @@ from strop.rollout.hf.kv_cache import DecodeCache, decoding_attention, keys_and_
 from strop.rollout.sampling import next_tokens
 
 _PREFILL_TOKENS = 8192
-"""Prompt tokens in one forward pass; bounds the activations of a large batch of long prompts."""
+"""Tokens of contexts in one forward pass; bounds the activations of a large batch of long prompts."""
 _COMPACT_BELOW = 0.9
 """Finished rows are dropped once this share or less is unfinished: copying the cache costs about one step."""
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """Left-padded prompts [B, P], and the index [R] of the prompt that each row continues."""
+class Contexts:
+    """Left-padded contexts [B, P], and the index [R] of the context that each row continues."""
 
     input_ids: Tensor
     attention_mask: Tensor
     position_ids: Tensor
     of_row: Tensor
 
+    @classmethod
+    def pad(cls, contexts: Sequence[Tensor], of_row: Sequence[int], device: torch.device) -> Contexts:
+        """Align token ids [length] of each context to the right, on ``device``."""
+        lengths_B1 = torch.tensor([[len(ids)] for ids in contexts])
+        ids_BP = pad_sequence(list(contexts), batch_first=True, padding_side="left")
+        width = ids_BP.shape[1]
+        mask_BP = (torch.arange(width) >= width - lengths_B1).long()
+        columns = (ids_BP, mask_BP, (mask_BP.cumsum(1) - 1).clamp(min=0), torch.tensor(of_row))
+        return cls(*(column.to(device) for column in columns))
+
 
 def decode(
     model: PreTrainedModel,
     windows: Sequence[int | None],
-    prompts: Prompts,
+    contexts: Contexts,
     uniforms_RT: Tensor | None,
+    limits: Sequence[int],
     params: SamplingParams,
     stop_ids_S: Tensor,
     cache_dtype: torch.dtype,
+    *,
+    awaited: int,
     finished: Callable[[int, list[int]], None] | None = None,
 ) -> Samples:
-    """Decode every row until a stop id or ``params.max_tokens``; call it in eval mode, without gradient.
+    """Decode each row until a stop id or its limit; call it in eval mode, without gradient.
 
-    ``finished`` is called with the tokens of rows that leave the batch before the others.
+    Ends when the first ``awaited`` rows are complete; the others keep what they have by then. ``limits`` [R]
+    are the tokens that each row may get, T the largest. ``truncated`` of the result: without a stop id.
+    ``finished`` is called with the new tokens of rows that leave the batch before the awaited ones are
+    complete.
     """
-    cache, logits_RV = _prefill(model, windows, prompts, params.max_tokens, cache_dtype)
+    most, cuts = max(limits), set(limits)
+    cache, logits_RV = _prefill(model, windows, contexts, most, cache_dtype)
     total, device = len(logits_RV), logits_RV.device
-    tokens_TR = torch.zeros(params.max_tokens, total, dtype=torch.long, device=device)
-    log_probs_TR = torch.zeros(params.max_tokens, total, dtype=torch.float32, device=device)
+    tokens_TR = torch.zeros(most, total, dtype=torch.long, device=device)
+    log_probs_TR = torch.zeros(most, total, dtype=torch.float32, device=device)
     uniforms_TR = None if uniforms_RT is None else uniforms_RT.T.contiguous().to(device)
-    # State of the rows that are still in the batch, in order:
+    limits_R = torch.tensor(limits, device=device)
+    # State of the rows that are still in the batch, in order, the awaited ones first:
     rows_R = torch.arange(total, device=device)
     active_R = torch.ones(total, dtype=torch.bool, device=device)
-    positions_R1 = prompts.position_ids[prompts.of_row, -1:]
+    positions_R1 = contexts.position_ids[contexts.of_row, -1:]
+    step = 0
     with decoding_attention(model):
-        for step in range(params.max_tokens):
+        while True:
             uniforms_R = None if uniforms_TR is None else uniforms_TR[step].index_select(0, rows_R)
             tokens_R, step_log_probs_R = next_tokens(logits_RV, uniforms_R, params)
             tokens_TR[step].index_copy_(0, rows_R, tokens_R)
             log_probs_TR[step].index_copy_(0, rows_R, step_log_probs_R)
+            step += 1
             keep = None
-            if len(stop_ids_S):
-                active_R &= (tokens_R[:, None] != stop_ids_S).all(1)
-                active = int(active_R.sum())
-                if active == 0:
+            if len(stop_ids_S) or step in cuts:
+                active_R &= (tokens_R[:, None] != stop_ids_S).all(1) & (limits_R[rows_R] > step)
+                left = int(active_R[:awaited].sum())
+                if left == 0:
                     break
+                active = left if awaited == len(rows_R) else int(active_R.sum())
                 if active <= _COMPACT_BELOW * len(rows_R):
                     keep = active_R.nonzero()[:, 0]
                     if finished is not None:
-                        _report(finished, rows_R[~active_R], tokens_TR[: step + 1], stop_ids_S)
+                        ended_R = rows_R[~active_R]
+                        _report(finished, ended_R, tokens_TR[:step], limits_R[ended_R], stop_ids_S)
                     rows_R, tokens_R = rows_R[keep], tokens_R[keep]
                     positions_R1, active_R = positions_R1[keep], active_R[keep]
-            if step + 1 == params.max_tokens:
-                break
+                    awaited = left
             positions_R1 = positions_R1 + 1
             logits_RV = _last_logits(
                 model, tokens_R[:, None], cache.next_column(keep), positions_R1, past_key_values=cache
             )
-    return _samples(tokens_TR, log_probs_TR, stop_ids_S)
+    tokens_RT = tokens_TR[:step].T.contiguous()
+    lengths_R, stopped_R = _ends(tokens_RT, limits_R, stop_ids_S)
+    return Samples(tokens_RT, log_probs_TR[:step].T.contiguous(), lengths_R, ~stopped_R)
 
 
 def _prefill(
     model: PreTrainedModel,
     windows: Sequence[int | None],
-    prompts: Prompts,
+    contexts: Contexts,
     tokens: int,
     cache_dtype: torch.dtype,
 ) -> tuple[DecodeCache, Tensor]:
-    """Return a cache with every row's prompt, and the logits [R, V] of every row's first token.
+    """Return a cache with every row's context, and the logits [R, V] of every row's first new token.
 
-    Prompts of similar length share a pass, without the columns that are padding in all of them.
+    Contexts of similar length share a pass, without the columns that are padding in all of them.
     """
-    lengths_B = prompts.attention_mask.sum(1)
+    lengths_B = contexts.attention_mask.sum(1)
     order_B = lengths_B.argsort(descending=True, stable=True)
     cache: DecodeCache | None = None
     logits: list[Tensor] = []
@@ -103,7 +129,7 @@ def _prefill(
         longest = int(lengths_B[order_B[start]])
         chosen = order_B[start : start + max(1, _PREFILL_TOKENS // longest)]
         start += len(chosen)
-        columns = (prompts.input_ids, prompts.attention_mask, prompts.position_ids)
+        columns = (contexts.input_ids, contexts.attention_mask, contexts.position_ids)
         prefilled = DynamicCache()
         logits.append(
             _last_logits(model, *(column[chosen, -longest:] for column in columns), past_key_values=prefilled)
@@ -113,12 +139,12 @@ def _prefill(
             cache = DecodeCache(
                 states,
                 windows,
-                prompt_mask=prompts.attention_mask[prompts.of_row].bool(),
-                limit=prompts.input_ids.shape[1] + tokens - 1,
+                prompt_mask=contexts.attention_mask[contexts.of_row].bool(),
+                limit=contexts.input_ids.shape[1] + tokens - 1,
                 dtype=cache_dtype,
             )
-        cache.write_prompts(states, *(prompts.of_row[:, None] == chosen).nonzero(as_tuple=True))
-    return cache, torch.cat(logits)[order_B.argsort()[prompts.of_row]]
+        cache.write_prompts(states, *(contexts.of_row[:, None] == chosen).nonzero(as_tuple=True))
+    return cache, torch.cat(logits)[order_B.argsort()[contexts.of_row]]
 
 
 def _last_logits(
@@ -141,23 +167,26 @@ def _last_logits(
 
 
 def _report(
-    finished: Callable[[int, list[int]], None], rows_R: Tensor, tokens_TR: Tensor, stop_ids_S: Tensor
+    finished: Callable[[int, list[int]], None],
+    rows_R: Tensor,
+    tokens_TR: Tensor,
+    limits_R: Tensor,
+    stop_ids_S: Tensor,
 ) -> None:
     tokens_RT = tokens_TR.index_select(1, rows_R).T
-    ends_R = (tokens_RT[..., None] == stop_ids_S).any(-1).int().argmax(1) + 1
-    rows = zip(rows_R.tolist(), ends_R.tolist(), tokens_RT.tolist(), strict=True)
-    for row, end, token_ids in rows:
-        finished(row, token_ids[:end])
+    lengths_R, _ = _ends(tokens_RT, limits_R, stop_ids_S)
+    rows = zip(rows_R.tolist(), lengths_R.tolist(), tokens_RT.tolist(), strict=True)
+    for row, length, token_ids in rows:
+        finished(row, token_ids[:length])
 
 
-def _samples(tokens_TR: Tensor, log_probs_TR: Tensor, stop_ids_S: Tensor) -> Samples:
-    """Cut each row at its first stop id; later tokens of the row are undefined."""
-    tokens_RT = tokens_TR.T.contiguous()
+def _ends(tokens_RT: Tensor, limits_R: Tensor, stop_ids_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the length [R] up to the first stop id or the limit, and True [R] for rows with a stop id.
+
+    Tokens of a row beyond its end are undefined, and may be stop ids.
+    """
+    tokens = tokens_RT.shape[1]
     stops_RT = (tokens_RT[..., None] == stop_ids_S).any(-1)
+    stops_RT &= torch.arange(tokens, device=tokens_RT.device) < limits_R[:, None]
     stopped_R = stops_RT.any(1)
-    return Samples(
-        tokens=tokens_RT,
-        log_probs=log_probs_TR.T.contiguous(),
-        lengths=torch.where(stopped_R, stops_RT.int().argmax(1) + 1, tokens_RT.shape[1]),
-        truncated=~stopped_R,
-    )
+    return torch.where(stopped_R, stops_RT.int().argmax(1) + 1, limits_R.clamp(max=tokens)), stopped_R

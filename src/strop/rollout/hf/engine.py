@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +26,11 @@ from strop.models.deferred import defer_causal_lm
 from strop.models.heads import model_errors
 from strop.models.loader import dtype_named, end_token_ids, hidden_token_ids
 from strop.protocol import DataProto
-from strop.rollout.base import (
-    PROMPT_COLUMNS,
-    Finished,
-    RolloutSpec,
-    Samples,
-    SamplingParams,
-    answer,
-    seeds_of,
-)
-from strop.rollout.hf.decoding import Prompts, decode
+from strop.rollout.base import Finished, RolloutSpec, Samples, SamplingParams
+from strop.rollout.hf.decoding import Contexts, decode
 from strop.rollout.hf.kv_cache import attention_windows
 from strop.rollout.hf.packed_linear import packed_linears
+from strop.rollout.in_flight import InFlight, Queue
 from strop.rollout.sampling import draw_uniforms
 from strop.rollout.weights import WeightLedger, checksums
 
@@ -74,6 +69,7 @@ class HFRollout:
         self.eos_token_ids = tuple(eos_token_ids)
         self.hidden_token_ids = hidden_token_ids
         self.micro_batch_size = micro_batch_size
+        self._queue = Queue()
         self._windows = attention_windows(model.config)
         parameters = inspect.signature(model.forward).parameters
         missing = {"position_ids", "past_key_values", "logits_to_keep"} - parameters.keys()
@@ -102,58 +98,87 @@ class HFRollout:
     def release(self) -> None:
         """Do nothing: the weights are the trainer's."""
 
-    @torch.no_grad()
     def generate(
         self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
     ) -> DataProto:
         """Sample ``params.n`` responses for every row of ``prompts``; see ``RolloutEngine.generate``.
 
-        ``prompts`` has input_ids, attention_mask and position_ids [B, P], left-padded, and, unless greedy,
-        seeds [B, n]. A sample's random numbers depend on its seed alone.
+        ``prompts`` has input_ids and attention_mask [B, P], left-padded, position_ids (the index of each
+        token) and, unless greedy, seeds [B, n]. A sample's random numbers depend on its seed alone.
 
         Raises:
             DataError: a column is missing or misshapen, or a prompt is empty or not left-padded.
             TrainingError: the model's logits are not finite.
         """
-        seeds = seeds_of(prompts, params)
-        columns = [prompts.batch[name].to(self.model.device) for name in PROMPT_COLUMNS]
+        batch = InFlight(prompts, params)
+        self._complete([batch], 0, finished)
+        return batch.result(**self._counted)
+
+    def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
+        """See ``RolloutEngine.admit``; raises like ``generate``."""
+        self._queue.admit(batch, prompts, params)
+
+    def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
+        """See ``RolloutEngine.finish``.
+
+        Keys and values of all samples are computed again at every call. With ``micro_batch_size``, samples of
+        later batches only fill the last part that has a sample of ``batch``.
+        """
+        self._complete(self._queue.from_oldest(batch), version, finished)
+        return self._queue.finished(batch, **self._counted)
+
+    def in_flight(self) -> dict[str, Any]:
+        """See ``RolloutEngine.in_flight``."""
+        return self._queue.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See ``RolloutEngine.restore``."""
+        self._queue.restore(state)
+
+    @property
+    def _counted(self) -> dict[str, Any]:
+        return {
+            "pad_token_id": self.pad_token_id,
+            "eos_token_ids": self.eos_token_ids,
+            "hidden_token_ids": self.hidden_token_ids,
+        }
+
+    @torch.no_grad()
+    def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
+        """Generate until the first of ``batches``, which have equal parameters, is complete."""
+        oldest, params = batches[0], batches[0].params
+        if finished is not None:
+            for row in oldest.complete.nonzero()[:, 0].tolist():
+                finished(*divmod(row, params.n), oldest.ids(row))
+        rows = [row for batch in batches for row in _incomplete_of(batch)]
+        awaited = sum(row.batch is oldest for row in rows)
+        if not awaited:
+            return
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         stop_ids_S = torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.model.device)
-        total = len(prompts) * params.n
-        size = self.micro_batch_size or total
-        parts: list[Samples] = []
+        size = self.micro_batch_size or len(rows)
         pack = params.max_tokens >= _PACK_FROM
         packed = packed_linears(self.model, self.autocast_dtype) if pack else contextlib.nullcontext()
         autocast = torch.autocast(
             self.model.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None
         )
         with _eval_mode(self.model), autocast, packed:
-            for start in range(0, total, size):
-                rows = range(start, min(start + size, total))
-                uniforms = (
-                    None if params.greedy else draw_uniforms(seeds[rows.start : rows.stop], params.max_tokens)
+            for start in range(0, awaited, size):
+                part = rows[start : start + size]
+                first = min(awaited - start, len(part))
+                samples = decode(
+                    self.model,
+                    self._windows,
+                    _contexts_of(part, self.model.device),
+                    None if params.greedy else _uniforms_of(part),
+                    [params.max_tokens - row.length for row in part],
+                    params,
+                    stop_ids_S,
+                    self.autocast_dtype or self.model.dtype,
+                    awaited=first,
+                    finished=None if finished is None else _reporting(part[:first], finished),
                 )
-                parts.append(
-                    decode(
-                        self.model,
-                        self._windows,
-                        _prompts_of(columns, rows, params.n),
-                        uniforms,
-                        params,
-                        stop_ids_S,
-                        self.autocast_dtype or self.model.dtype,
-                        None if finished is None else _from_row(rows.start, params.n, finished),
-                    )
-                )
-        samples = Samples(*map(torch.cat, zip(*parts, strict=True)))
-        return answer(
-            prompts,
-            params,
-            samples,
-            pad_token_id=self.pad_token_id,
-            eos_token_ids=self.eos_token_ids,
-            hidden_token_ids=self.hidden_token_ids,
-        )
+                _append(part, samples, version)
 
 
 def _options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
@@ -165,18 +190,62 @@ def _options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def _from_row(start: int, n: int, finished: Finished) -> Callable[[int, list[int]], None]:
-    """Return a callback that forwards rows of a part starting at row ``start`` to ``finished``."""
-    return lambda row, token_ids: finished(*divmod(start + row, n), token_ids)
+class _Row(NamedTuple):
+    """A sample to go on with: its batch, its number there, and its tokens so far."""
+
+    batch: InFlight
+    sample: int
+    length: int
 
 
-def _prompts_of(columns: list[Tensor], rows: range, n: int) -> Prompts:
-    """Return the prompts of these sample rows, without the columns that are padding in all of them."""
-    first = rows.start // n
-    ids_BP, mask_BP, positions_BP = (column[first : (rows.stop - 1) // n + 1] for column in columns)
-    width = int(mask_BP.sum(1).max())
-    of_row = torch.arange(rows.start, rows.stop, device=ids_BP.device) // n - first
-    return Prompts(ids_BP[:, -width:], mask_BP[:, -width:], positions_BP[:, -width:], of_row)
+def _incomplete_of(batch: InFlight) -> list[_Row]:
+    samples = (~batch.complete).nonzero()[:, 0]
+    return [_Row(batch, *row) for row in zip(samples.tolist(), batch.lengths[samples].tolist(), strict=True)]
+
+
+def _contexts_of(part: Sequence[_Row], device: torch.device) -> Contexts:
+    """Return what the rows continue; rows without a token share the context of their prompt."""
+    shared: dict[tuple[InFlight, int], int] = {}
+    contexts: list[Tensor] = []
+    of_row = []
+    for batch, sample, length in part:
+        prompt, place = sample // batch.params.n, len(contexts)
+        if length:
+            contexts.append(torch.cat([batch.prompt_ids[prompt], batch.tokens[sample, :length]]))
+        elif (place := shared.setdefault((batch, prompt), place)) == len(contexts):
+            contexts.append(batch.prompt_ids[prompt])
+        of_row.append(place)
+    return Contexts.pad(contexts, of_row, device)
+
+
+def _uniforms_of(part: Sequence[_Row]) -> Tensor:
+    """Return the random numbers [R, T] of each row's next tokens; T is the most that a row needs."""
+    tokens = part[0].batch.params.max_tokens
+    uniforms_RT = draw_uniforms([row.batch.seeds[row.sample] for row in part], tokens)
+    lengths_R1 = torch.tensor([[row.length] for row in part])
+    columns_RT = lengths_R1 + torch.arange(tokens - int(lengths_R1.min()))
+    return uniforms_RT.gather(1, columns_RT.clamp(max=tokens - 1))
+
+
+def _reporting(awaited: Sequence[_Row], finished: Finished) -> Callable[[int, list[int]], None]:
+    """Return a callback of ``decode`` that forwards whole responses of ``awaited`` rows to ``finished``."""
+
+    def report(row: int, token_ids: list[int]) -> None:
+        if row < len(awaited):
+            batch, sample, _ = awaited[row]
+            finished(*divmod(sample, batch.params.n), batch.ids(sample) + token_ids)
+
+    return report
+
+
+def _append(part: Sequence[_Row], samples: Samples, version: int) -> None:
+    """Add the new tokens of each row to its batch; a batch's rows are adjacent."""
+    start = 0
+    for batch, group in itertools.groupby(part, key=attrgetter("batch")):
+        numbers = torch.tensor([row.sample for row in group])
+        new = Samples(*(column[start : start + len(numbers)].cpu() for column in samples))
+        batch.add(numbers, new, version)
+        start += len(numbers)
 
 
 @contextlib.contextmanager
@@ -270,6 +339,23 @@ class HFReplica:
         """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
         self._ledger.require_complete()
         return self._rollout.generate(prompts, params, finished)
+
+    def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
+        """See ``RolloutEngine.admit``."""
+        self._rollout.admit(batch, prompts, params)
+
+    def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
+        """See ``RolloutEngine.finish``; ``ModelError`` before an update is complete."""
+        self._ledger.require_complete()
+        return self._rollout.finish(batch, version, finished)
+
+    def in_flight(self) -> dict[str, Any]:
+        """See ``RolloutEngine.in_flight``."""
+        return self._rollout.in_flight()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See ``RolloutEngine.restore``."""
+        self._rollout.restore(state)
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
