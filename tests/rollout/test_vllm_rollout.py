@@ -165,6 +165,17 @@ def test_samples_are_reported_when_they_are_finished(shared):
         assert [token_ids for *_, token_ids in reported] == [responses[row] for row in rows]
 
 
+def test_prompts_that_do_not_fit_into_one_step_are_not_split(shared):
+    """vLLM's runner samples after a part of a prompt, and cannot rewind a CPU's generator."""
+    params = SamplingParams(max_tokens=6, n=2)
+    prompts = prompts_of([40, 41, 39, 40, 38, 37, 40, 41], n=2)
+    assert prompts.batch["attention_mask"].sum() > 256  # the engine's tokens in a step
+    whole = shared.generate(prompts, params).batch
+    for row in range(len(prompts)):
+        alone = shared.generate(prompts[[row]], params).batch
+        assert torch.equal(alone["responses"], whole["responses"][2 * row : 2 * row + 2])
+
+
 def test_ignore_eos_goes_on_to_the_limit_unless_a_stop_id_comes(shared):
     params = SamplingParams(max_tokens=30, n=4, ignore_eos=True)
     batch = shared.generate(prompts_of(LENGTHS, n=4), params).batch

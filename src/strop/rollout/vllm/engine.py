@@ -81,13 +81,19 @@ class VLLMRollout:
         self._warned = False
         self._asleep = False
         require_supported(model.config, device)
+        whole_prompts: dict[str, Any] = {}
+        if device.type == "cpu":
+            # After a part of a prompt vLLM 0.32 drops the token that it sampled and rewinds the sample's
+            # generator, which a CPU's cannot do.
+            tokens = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
+            whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
         self._options = sampling_options(sampling or {})
         # Collect dropped engines now: their later finalizers would destroy state shared by all engines.
         gc.collect()
         with keeping_process_state(), joined(rank, world_size):
             try:
                 self._llm = LLM(
-                    **arguments,
+                    **{**arguments, **whole_prompts},
                     logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
                     generation_config="vllm",  # ignore the folder's sampling defaults
                     enable_prefix_caching=True,  # compute a prompt once for its samples
