@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from strop.config.schema.policy import VLLMSampling, VLLMSamplingConfig
 from strop.errors import CheckpointError, TrainingError
 from strop.rollout.base import SamplingParams
 
@@ -245,6 +246,46 @@ def test_calls_out_of_order_and_foreign_states_are_refused(rollout, policies):
     with pytest.raises(CheckpointError, match=naming("12", "8", "processes")):
         rollout.restore(state)
     rollout._queue.clear()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_bias": {5: 2.0, 9: 2.0}},
+        {"allowed_token_ids": list(range(10, 30))},
+        {"min_p": 0.2},
+        {"min_tokens": 11, "logit_bias": {7: 5.0}},
+        {"repetition_penalty": 1.6},
+        {"presence_penalty": 1.9},
+        {"frequency_penalty": 1.9},
+        {
+            "repetition_detection": {"max_pattern_size": 1, "min_pattern_size": 1, "min_count": 8},
+            "allowed_token_ids": [5],
+        },
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_continue_exactly_if_the_schema_says_so(rollout, policies, options, monkeypatch):
+    """Greedy, so that the uncut response is the oracle."""
+    from strop.rollout.vllm.engine import sampling_options
+
+    rollout.update_weights(policies[0].named_parameters())
+    monkeypatch.setattr(rollout, "_options", sampling_options(options))
+    prompts = prompts_of([3, 9, 1, 6, 5])
+    params = SamplingParams(max_tokens=24, do_sample=False, stop_token_ids=(7, 8))
+    uncut = rollout.generate(prompts, params).batch
+    lengths = (uncut["response_mask"].sum(1).long() - 1).clamp(max=5)
+    kept = torch.arange(24) < lengths[:, None]
+    rollout.admit(0, prompts, params)
+    (state,) = rollout.in_flight()["batches"].values()
+    generated = {"tokens": uncut["responses"][kept], "log_probs": uncut["rollout_log_probs"][kept]}
+    versions = torch.zeros(int(lengths.sum()), dtype=torch.int32)
+    rollout.restore({"batches": {0: {**state, **generated, "lengths": lengths, "versions": versions}}})
+    cut = rollout.finish(0, 1).batch
+    assert (cut["rollout_versions"] == 0).sum() == lengths.sum() >= 15
+    field = VLLMSamplingConfig.model_fields[next(iter(options))]
+    (marker,) = (item for item in field.metadata if isinstance(item, VLLMSampling))
+    assert torch.equal(cut["responses"], uncut["responses"]) is marker.continues
 
 
 def on_a_rank(policies, folder):

@@ -103,6 +103,7 @@ RULES: tuple[Rule, ...] = (
     learning.reward_parts,
     learning.groups,
     learning.sampling,
+    learning.continued_sampling,
     learning.validation_sampling,
     learning.kl_horizon,
     processes.batches,

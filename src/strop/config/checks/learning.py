@@ -17,7 +17,7 @@ from strop.config.names import (
     missing_module,
     policy_losses,
 )
-from strop.config.placement import policy_changing_sampling
+from strop.config.placement import policy_changing_sampling, sampling_of_whole_responses
 from strop.config.reward_parts import SCORERS, read_parts
 from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
@@ -76,6 +76,16 @@ def sampling(config: Config) -> Iterator[Finding]:
         yield warning(
             f"{' and '.join(narrowed)}: the sampler is another distribution than the policy that is trained; "
             "the sampler's own log-probs are recorded (training/rollout_probs_diff_mean)"
+        )
+
+
+def continued_sampling(config: Config) -> Iterator[Finding]:
+    """Refuse sampling that looks at the response so far, if responses are continued with newer weights."""
+    if keys := sampling_of_whole_responses(config):
+        yield error(
+            f"{' and '.join(keys)}: with trainer.async_steps={config.trainer.async_steps} a response is "
+            "continued by a new request after each update, and these look at the tokens of one request only; "
+            "leave them at their defaults, or set trainer.async_steps=1"
         )
 
 

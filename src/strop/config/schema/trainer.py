@@ -104,6 +104,8 @@ class TrainerConfig(RunConfig):
     """Named groups of processes: {name: [processes on each node]}; {}: one, n_gpus_per_node on nnodes."""
     placement: Annotated[dict[RoleName, str], _ONE_PROCESS]
     """The pool of a role ({Critic: name}); Actor and Rollout, in place of ActorRollout, split those two."""
+    async_steps: Count
+    """Iterations by which generation may run ahead of training; 0: none."""
     critic_warmup: Annotated[Count, NO_CRITIC]
     """Iterations at the start that update the critic only."""
     log_val_generations: Count
