@@ -14,6 +14,7 @@ import torch.distributed as dist
 from strop.config.schema.policy import VLLMSampling, VLLMSamplingConfig
 from strop.errors import CheckpointError, TrainingError
 from strop.rollout.base import SamplingParams
+from strop.rollout.vllm.in_flight import Sample
 
 from messages import naming
 from ranks import Ranks
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 AHEAD = 2
 """Batches in flight beside the one that is completed."""
-LENGTHS = ([3, 9, 1], [6, 5, 2], [11, 4, 8], [2, 7, 5])
+LENGTHS = ([3, 18, 1], [17, 5, 16], [18, 14, 17], [2, 17, 15])
 PARAMS = SamplingParams(max_tokens=30, n=4, stop_token_ids=(7, 8))
 SEATS = 16
 """Sequences in a step of the engine; three batches are 36."""
@@ -42,7 +43,7 @@ def no_engine_outlives_this_module():
 @pytest.fixture(scope="module")
 def policies():
     """The policy of each batch; the actor is not trained between batches 1 and 2."""
-    models = [model_of("qwen2", tied=True, seed=seed) for seed in range(3)]
+    models = [model_of("qwen2", tied=True, seed=seed, initializer_range=0.2) for seed in range(3)]
     return [models[0], models[1], models[1], models[2]]
 
 
@@ -137,6 +138,14 @@ def test_every_tokens_log_prob_is_that_of_the_version_that_sampled_it(undisturbe
     assert spans[0, 1] > 0
     assert spans[1, 2] > 0
     assert spans[0, 1, 2] > 0
+
+
+def test_every_request_of_a_sample_draws_with_a_seed_of_its_own():
+    seeds = [Sample([2], seed, [3] * done).next_seed for seed in (0, 1, 2**63 - 1) for done in range(50)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds[::50] == [0, 1, 2**63 - 1]
+    assert Sample([2], None, [3]).next_seed is None
 
 
 def test_rows_of_later_batches_advance_by_a_token_in_every_step(rollout, policies):

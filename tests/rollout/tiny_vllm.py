@@ -18,8 +18,8 @@ FAMILIES = {
 }
 
 
-def model_of(family: str, tied: bool, seed: int = 0) -> PreTrainedModel:
-    return tiny_lm(family, seed, tie_word_embeddings=tied, **FAMILIES[family])
+def model_of(family: str, tied: bool, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    return tiny_lm(family, seed, tie_word_embeddings=tied, **FAMILIES[family], **changes)
 
 
 def rollout_of(
@@ -42,6 +42,7 @@ def rollout_of(
         "dtype": dtype,
         "load_format": "dummy",
         "max_model_len": 48,
+        "block_size": 32,  # the smallest on a CPU; only whole blocks are cached
         "max_num_seqs": 16,
         "max_num_batched_tokens": 256,
         "kv_cache_memory_bytes": 1 << 24,
