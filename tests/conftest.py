@@ -82,7 +82,11 @@ _RAY_RUNS = (
     "tests/workers/test_reward_model.py",
     "tests/workers/test_workers_in_flight.py",
 )
-_VLLM = ("tests/rollout/test_vllm_rollout.py", "tests/e2e/test_vllm_run.py")
+_VLLM = (
+    "tests/rollout/test_vllm_rollout.py",
+    "tests/rollout/test_vllm_in_flight.py",
+    "tests/e2e/test_vllm_run.py",
+)
 _LONGEST = (
     *_RAY_RUNS,
     "tests/e2e/test_ray.py",

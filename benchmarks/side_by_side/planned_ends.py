@@ -70,11 +70,12 @@ def _vllm_ends(setting: Setting) -> Generator[None]:
 
     sampling, requests = VLLMRollout._sampling, iter(range(1 << 40))
 
-    def sampling_with_end(self: Any, params: SamplingParams, stop_ids: list[int], seed: int | None) -> Any:
+    def sampling_with_end(self: Any, params: SamplingParams, *request: Any) -> Any:
         iteration, row = divmod(next(requests), setting.samples)
         lengths = setting.planned_lengths(iteration)
         assert lengths is not None
-        return sampling(self, dataclasses.replace(params, max_tokens=lengths[row]), [], seed)
+        ends = {"max_tokens": lengths[row], "stop_token_ids": (), "ignore_eos": True}
+        return sampling(self, dataclasses.replace(params, **ends), *request)
 
     VLLMRollout._sampling = sampling_with_end
     try:

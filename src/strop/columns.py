@@ -31,7 +31,8 @@ token "."). "_" is padding::
 
 A tool's tokens are attended to (``attention_mask`` 1) but never trained on, scored or regularized
 (``response_mask`` 0): every sum over a response goes over ``response_mask``. The objective computes the
-weights, from log-probs: no loss reads the versions. Without their column, all tokens are of the version in ``meta_info["weights_version"]``.
+weights, from log-probs: no loss reads the versions. Without their column, all tokens are of the version in
+``meta_info["weights_version"]``.
 """
 
 from __future__ import annotations

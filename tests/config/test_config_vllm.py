@@ -81,6 +81,18 @@ MIXED = (f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.model.compute_dtype=flo
         (learning.sampling, (f"{ROLLOUT}.min_p=0.3", f"{ROLLOUT}.stop=[x]"), [f"{ROLLOUT}.min_p"]),
         (learning.sampling, (f"{ROLLOUT}.stop=[x]",), None),
         (
+            learning.continued_sampling,
+            (
+                "trainer.async_steps=2",
+                f"{ROLLOUT}.stop=[x]",
+                f"{ROLLOUT}.bad_words=[y]",
+                f"{ROLLOUT}.min_p=1",
+            ),
+            [f"{ROLLOUT}.bad_words and {ROLLOUT}.stop: ", "trainer.async_steps=1"],
+        ),
+        (learning.continued_sampling, ("trainer.async_steps=1", f"{ROLLOUT}.stop=[x]"), None),
+        (learning.continued_sampling, ("trainer.async_steps=4", f"{ROLLOUT}.min_tokens=3"), None),
+        (
             processes.batches,
             (f"{ROLLOUT}.max_num_batched_tokens=256", f"{ROLLOUT}.max_num_seqs=512"),
             ["256", "512"],

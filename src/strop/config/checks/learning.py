@@ -17,7 +17,7 @@ from strop.config.names import (
     missing_module,
     policy_losses,
 )
-from strop.config.placement import policy_changing_sampling
+from strop.config.placement import policy_changing_sampling, sampling_of_whole_responses
 from strop.config.reward_parts import SCORERS, read_parts
 from strop.config.roles import is_off_policy, why_the_update_changes_log_probs
 from strop.config.schema import Config, RootConfig
@@ -140,6 +140,16 @@ def sequence_clip_range(config: Config) -> Iterator[Finding]:
         "leaves 1, so nothing is ever clipped; its paper has clip_ratio_low=3e-4 and clip_ratio_high=4e-4"
         f"{also}"
     )
+
+
+def continued_sampling(config: Config) -> Iterator[Finding]:
+    """Refuse sampling that looks at the response so far, if responses are continued with newer weights."""
+    if keys := sampling_of_whole_responses(config):
+        yield error(
+            f"{' and '.join(keys)}: with trainer.async_steps={config.trainer.async_steps} a response is "
+            "continued by a new request after each update, and these look at the tokens of one request only; "
+            "leave them at their defaults, or set trainer.async_steps=1"
+        )
 
 
 def validation_sampling(config: Config) -> Iterator[Finding]:

@@ -69,9 +69,11 @@ class VLLMSampling(Limit):
     """The value with which it does nothing."""
     changes_policy: bool
     """Sampling then follows another distribution than the policy's."""
+    continues: bool
+    """A response can be continued by a request with its tokens in the prompt: they act there as before."""
 
 
-def _sampling(neutral: Any = None, *, changes_policy: bool = True) -> VLLMSampling:
+def _sampling(neutral: Any = None, *, changes_policy: bool = True, continues: bool = False) -> VLLMSampling:
     return VLLMSampling(
         when="unless at its default, with rollout.name=hf",
         applies=lambda at: not ROLLOUTS[at.section.name].extra_sampling and at.value != neutral,
@@ -79,6 +81,7 @@ def _sampling(neutral: Any = None, *, changes_policy: bool = True) -> VLLMSampli
         level="error",
         neutral=neutral,
         changes_policy=changes_policy,
+        continues=continues,
     )
 
 
@@ -88,19 +91,19 @@ class VLLMSamplingConfig(Section):
     They hold for training and validation. Log-probs for training stay those of the policy itself.
     """
 
-    min_p: Annotated[Fraction, _sampling(0.0)]
+    min_p: Annotated[Fraction, _sampling(0.0, continues=True)]
     """vLLM: sample only tokens with this share of the likeliest token's probability; 0: off."""
-    min_tokens: Annotated[Count, _sampling(0)]
+    min_tokens: Annotated[Count, _sampling(0, continues=True)]
     """vLLM: no end of a response before this many tokens."""
     presence_penalty: Annotated[Number, _sampling(0.0)]
     """vLLM: subtracted from the logit of every token that the response already has; 0: off."""
     frequency_penalty: Annotated[Number, _sampling(0.0)]
     """vLLM: subtracted from the logit of a token, once for each time that the response has it; 0: off."""
-    repetition_penalty: Annotated[PositiveFloat, _sampling(1.0)]
+    repetition_penalty: Annotated[PositiveFloat, _sampling(1.0, continues=True)]
     """vLLM: divides positive logits of tokens in prompt and response, multiplies negative ones; 1: off."""
-    logit_bias: Annotated[dict[int, Number] | None, _sampling()]
+    logit_bias: Annotated[dict[int, Number] | None, _sampling(continues=True)]
     """vLLM: added to the logits of these token ids."""
-    allowed_token_ids: Annotated[list[Count] | None, _sampling()]
+    allowed_token_ids: Annotated[list[Count] | None, _sampling(continues=True)]
     """vLLM: sample among these token ids only; null: all."""
     bad_words: Annotated[Names, _sampling([])]
     """vLLM: texts that are not generated."""

@@ -7,31 +7,32 @@ of a group run one engine together, in lockstep on the same requests.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import logging
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from vllm import LLM, RequestOutput
+from vllm import LLM
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.distributed import get_tp_group
+from vllm.inputs import tokens_input
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from strop.config.placement import extra_sampling
-from strop.errors import ConfigError, ModelError, TrainingError
+from strop.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from strop.models.checkpoint_layout import CheckpointLayout, Waiting
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import end_token_ids, hidden_token_ids, persistent_buffers
 from strop.protocol import DataProto
-from strop.rollout.base import Finished, RolloutSpec, Samples, SamplingParams, answer, seeds_of
+from strop.rollout.base import Finished, RolloutSpec, SamplingParams, answer, seeds_of
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
+from strop.rollout.vllm.in_flight import Batch, Sample
 from strop.rollout.vllm.settings import (
     IN_PROCESS,
     engine_arguments,
@@ -43,9 +44,6 @@ from strop.rollout.vllm.settings import (
 from strop.rollout.weights import UNREADABLE, WeightLedger
 
 logger = logging.getLogger(__name__)
-
-_Request = tuple[list[int], int | None]
-"""Token ids of a prompt, and the seed of one of its samples (None: greedy)."""
 
 
 class VLLMRollout:
@@ -86,14 +84,21 @@ class VLLMRollout:
         self._name = type(model).__name__
         self._warned = False
         self._asleep = False
+        self._queue: dict[int, Batch] = {}
         require_supported(model.config, device)
+        whole_prompts: dict[str, Any] = {}
+        if device.type == "cpu":
+            # After a part of a prompt vLLM 0.32 drops the token that it sampled and rewinds the sample's
+            # generator, which a CPU's cannot do.
+            tokens = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
+            whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
         self._options = sampling_options(sampling or {})
         # Collect dropped engines now: their later finalizers would destroy state shared by all engines.
         gc.collect()
         with keeping_process_state(), keeping_model_classes(), joined(rank, world_size):
             try:
                 self._llm = LLM(
-                    **arguments,
+                    **{**arguments, **whole_prompts},
                     logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
                     generation_config="vllm",  # ignore the folder's sampling defaults
                     enable_prefix_caching=True,  # compute a prompt once for its samples
@@ -121,92 +126,150 @@ class VLLMRollout:
             world_size=spec.world_size,
         )
 
-    @torch.no_grad()
     def generate(
         self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
     ) -> DataProto:
         """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
-        self._ledger.require_complete()
-        # Cached prompts may be of older weights, or of calls that a resumed run does not repeat.
-        if not self._llm.reset_prefix_cache():
-            raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
-        seeds = seeds_of(prompts, params)
-        stop_ids = [*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)]
+        batch = self._batch(prompts, params)
+        self._complete(batch, finished=finished)
+        return self._answer(batch)
+
+    def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
+        """See ``RolloutEngine.admit``; collective over the ranks of a tensor-parallel group."""
+        if batch <= max(self._queue, default=batch - 1):
+            raise TrainingError(f"admit: batch {batch} does not follow those queued, {list(self._queue)}")
+        self._queue[batch] = self._batch(prompts, params)
+
+    def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
+        """See ``RolloutEngine.finish``; ``ModelError`` before an update is complete.
+
+        A tensor-parallel group completes the batches of all its ranks, which so stay in lockstep.
+        """
+        if next(iter(self._queue), None) != batch:
+            raise TrainingError(
+                f"finish: batch {batch} is not the first of those queued, {list(self._queue)}"
+            )
+        first, *later = self._queue.values()
+        self._complete(first, later, version, finished)
+        del self._queue[batch]
+        versions = first.versions.to(first.prompts.batch["input_ids"].device)
+        return self._answer(first).union(DataProto.from_dict({"rollout_versions": versions}))
+
+    def in_flight(self) -> dict[str, Any]:
+        """See ``RolloutEngine.in_flight``: batches by number, with the samples of all ranks of the engine."""
+        return {"batches": {number: batch.state() for number, batch in self._queue.items()}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See ``RolloutEngine.restore``; ``CheckpointError`` if other batches have been admitted."""
+        saved = state["batches"]
+        if saved.keys() != self._queue.keys():
+            raise CheckpointError(
+                f"the samples in flight are of batches {list(saved)}, and admitted are {list(self._queue)}"
+            )
+        for number, batch in self._queue.items():
+            batch.restore(saved[number])
+
+    def _batch(self, prompts: DataProto, params: SamplingParams) -> Batch:
+        seeds = seeds_of(prompts, params) or [None] * (len(prompts) * params.n)
         padded = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"].bool(), strict=True)
         rows = [ids for row, mask in padded for ids in [row[mask].tolist()] * params.n]
-        requests, own = self._of_group(list(zip(rows, seeds or [None] * len(rows), strict=True)))
-        with self._reporting(range(len(requests))[own], params.n, finished):
-            outputs = self._llm.generate(
-                [{"prompt_token_ids": ids} for ids, _ in requests],
-                [self._sampling(params, stop_ids, seed) for _, seed in requests],
-                use_tqdm=False,
-            )
-        samples = _samples(outputs[own], params.max_tokens)
+        return Batch(prompts, params, *_of_group([Sample(*each) for each in zip(rows, seeds, strict=True)]))
+
+    def _answer(self, batch: Batch) -> DataProto:
         return answer(
-            prompts,
-            params,
-            samples,
+            batch.prompts,
+            batch.params,
+            batch.columns,
             pad_token_id=self.pad_token_id,
             eos_token_ids=self.eos_token_ids,
             hidden_token_ids=self.hidden_token_ids,
         )
 
-    @contextlib.contextmanager
-    def _reporting(self, own: range, n: int, finished: Finished | None) -> Generator[None]:
-        """Call ``finished`` for each of the ``own`` requests after the engine step that completes it."""
-        if finished is None:
-            yield
+    @torch.no_grad()
+    def _complete(
+        self, first: Batch, later: Sequence[Batch] = (), version: int = 0, finished: Finished | None = None
+    ) -> None:
+        """Generate until the samples of ``first`` have ended; those of ``later`` queue behind them.
+
+        What is running then is aborted, and its tokens are kept. So a sample goes on in the same way whether
+        new weights, other calls, a resume or nothing lies between two calls, and no request sees two versions
+        of the weights. A call that fails changes nothing.
+        """
+        self._ledger.require_complete()
+        # Cached prompts may be of older weights, or of calls that a resumed run does not repeat.
+        if not self._llm.reset_prefix_cache():
+            raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
+
+        def report(row: int, tokens: list[int]) -> None:
+            if finished is not None and row in first.own:
+                finished(*divmod(row - first.own.start, first.params.n), tokens)
+
+        for row, sample in enumerate(first.samples):
+            if sample.ended:
+                report(row, list(sample.tokens))
+        left = sum(not sample.ended for sample in first.samples)
+        if left == 0:
             return
         engine = self._llm.llm_engine
-        plain, first = engine.step, self._llm.request_counter.counter + own.start
-
-        def step() -> list[Any]:
-            outputs: list[Any] = plain()
-            for output in outputs:
-                row = int(output.request_id) - first
-                if output.finished and 0 <= row < len(own):
-                    finished(*divmod(row, n), list(output.outputs[0].token_ids))
-            return outputs
-
-        engine.step = step
+        running = {
+            f"{place}/{row}": (batch, row)
+            for place, batch in enumerate((first, *later))
+            for row, sample in enumerate(batch.samples)
+            if not sample.ended
+        }
+        outputs: dict[str, tuple[Sample, Any]] = {}
         try:
-            yield
+            for key, (batch, row) in running.items():
+                sample = batch.samples[row]
+                # Of a later batch the tokens are needed whenever the first one is complete.
+                kind = RequestOutputKind.FINAL_ONLY if batch is first else RequestOutputKind.CUMULATIVE
+                engine.add_request(
+                    key,
+                    tokens_input(sample.prompt + sample.tokens),
+                    self._sampling(batch.params, sample, kind),
+                )
+            while left:
+                steps: list[Any] = engine.step()
+                for output in steps:
+                    batch, row = running[output.request_id]
+                    sample, (generated,) = batch.samples[row], output.outputs
+                    outputs[output.request_id] = sample, generated
+                    if not output.finished:
+                        continue
+                    del running[output.request_id]
+                    if batch is first:
+                        left -= 1
+                        report(row, [*sample.tokens, *generated.token_ids])
         finally:
-            del engine.step
+            engine.abort_request(list(running))
+        for sample, generated in outputs.values():
+            sample.extend(generated, version)
 
-    def _of_group(self, requests: list[_Request]) -> tuple[list[_Request], slice]:
-        """Return the requests of all ranks of the engine, and the slice of this rank's own.
-
-        Every rank of a tensor-parallel group submits all of them.
-        """
-        group = get_tp_group()
-        if group.world_size == 1:
-            return requests, slice(None)
-        of_ranks: list[Any] = [None] * group.world_size
-        torch.distributed.all_gather_object(of_ranks, requests, group=group.cpu_group)
-        start = sum(map(len, of_ranks[: group.rank_in_group]))
-        return list(itertools.chain(*of_ranks)), slice(start, start + len(requests))
-
-    def _sampling(self, params: SamplingParams, stop_ids: list[int], seed: int | None) -> VLLMSamplingParams:
-        options = dict(self._options)
+    def _sampling(
+        self, params: SamplingParams, sample: Sample, kind: RequestOutputKind
+    ) -> VLLMSamplingParams:
+        """Return the parameters of the request that goes on with ``sample``."""
+        options, done = dict(self._options), len(sample.tokens)
+        if "min_tokens" in options:
+            options["min_tokens"] = max(options["min_tokens"] - done, 0)
         if not params.greedy:
             options |= {"top_k": max(params.top_k, 0), "top_p": params.top_p}
         return VLLMSamplingParams(
             temperature=0.0 if params.greedy else params.temperature,
             **options,
-            seed=seed,
-            max_tokens=params.max_tokens,
-            stop_token_ids=stop_ids,
-            ignore_eos=True,  # stop_ids contains the end-of-sequence ids unless params ignores them
+            seed=sample.next_seed,
+            max_tokens=params.max_tokens - done,
+            stop_token_ids=[*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)],
+            ignore_eos=True,  # stop_token_ids has the end-of-sequence ids unless params ignores them
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(self._options.get("stop")),  # stop strings are found in text
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=kind,
         )
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
-        """See ``RolloutEngine.update_weights``; ``generate`` drops the prefix cache."""
+        """See ``RolloutEngine.update_weights``; the next generation drops the prefix cache."""
         if not self._ledger.open:
             if self._asleep:
                 self._llm.wake_up(tags=["weights"])
@@ -307,20 +370,15 @@ def _tied_names(model: PreTrainedModel) -> dict[str, str]:
     return {name: kept for name, weight in every if (kept := first.setdefault(id(weight), name)) != name}
 
 
-def _samples(outputs: Sequence[RequestOutput], max_tokens: int) -> Samples:
-    tokens_RT = torch.zeros(len(outputs), max_tokens, dtype=torch.long)
-    log_probs_RT = torch.zeros(len(outputs), max_tokens)
-    lengths_R = torch.zeros(len(outputs), dtype=torch.long)
-    truncated_R = torch.zeros(len(outputs), dtype=torch.bool)
-    for row, request in enumerate(outputs):
-        (sample,) = request.outputs
-        length = len(sample.token_ids)
-        if sample.finish_reason not in ("stop", "length", "repetition") or length == 0:
-            raise TrainingError(
-                f"vLLM ended sample {row} after {length} tokens for the reason {sample.finish_reason!r}"
-            )
-        tokens_RT[row, :length] = torch.tensor(sample.token_ids)
-        log_probs: Any = sample.logprobs
-        log_probs_RT[row, :length] = torch.tensor(log_probs.logprobs)
-        lengths_R[row], truncated_R[row] = length, sample.finish_reason == "length"
-    return Samples(tokens_RT, log_probs_RT, lengths_R, truncated_R)
+def _of_group(samples: list[Sample]) -> tuple[list[Sample], range]:
+    """Return the samples of all ranks of the engine, and the rows of this rank's own.
+
+    Every rank of a tensor-parallel group submits all of them.
+    """
+    group = get_tp_group()
+    if group.world_size == 1:
+        return samples, range(len(samples))
+    of_ranks: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(of_ranks, samples, group=group.cpu_group)
+    start = sum(map(len, of_ranks[: group.rank_in_group]))
+    return list(itertools.chain(*of_ranks)), range(start, start + len(samples))
