@@ -26,7 +26,8 @@ SETTINGS = (
     "algorithm.kl_ctrl.type=adaptive",
     "algorithm.kl_ctrl.kl_coef=0.1",
     "algorithm.kl_ctrl.horizon=200",
-    "trainer.total_training_steps=5",
+    "data.max_response_length=12",
+    "trainer.total_training_steps=6",
     "trainer.save_freq=1",
     "trainer.test_freq=2",
 )
@@ -58,16 +59,26 @@ def trained(options: list[str]) -> dict[str, str]:
         trainer.shutdown()
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("owner", "method"),
+    ("steps", "owner", "method"),
     [
-        (ActorRolloutRefWorker, "generate_sequences"),
-        (ActorRolloutRefWorker, "update_actor"),
-        (RewardProcess, "evaluate_all"),
+        (1, ActorRolloutRefWorker, "generate_sequences"),
+        slow(1, ActorRolloutRefWorker, "update_actor"),
+        slow(1, RewardProcess, "evaluate_all"),
+        slow(2, ActorRolloutRefWorker, "generate_sequences"),
+        slow(2, ActorRolloutRefWorker, "update_actor"),
+        slow(2, RewardProcess, "evaluate_all"),
+        slow(4, ActorRolloutRefWorker, "generate_sequences"),
+        (4, ActorRolloutRefWorker, "update_actor"),
+        slow(4, RewardProcess, "evaluate_all"),
     ],
 )
 def test_the_result_does_not_depend_on_what_is_slow(
-    inputs, undisturbed, tmp_path, monkeypatch, owner, method
+    inputs, undisturbed, tmp_path, monkeypatch, steps, owner, method
 ):
     plain = getattr(owner, method)
 
@@ -76,31 +87,45 @@ def test_the_result_does_not_depend_on_what_is_slow(
         time.sleep(0.3)
         return plain(*args, **kwargs)
 
-    other, expected = undisturbed(1)
+    other, expected = undisturbed(steps)
     monkeypatch.setattr(owner, method, delayed)
-    assert trained(overrides(inputs, tmp_path, *SETTINGS, "trainer.async_steps=1")) == expected
+    assert trained(overrides(inputs, tmp_path, *SETTINGS, f"trainer.async_steps={steps}")) == expected
     assert metrics(tmp_path) == metrics(other)
 
 
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_threads_give_the_numbers_of_ray(inputs, undisturbed, tmp_path, steps):
+    other, expected = undisturbed(steps)
+    options = overrides(inputs, tmp_path, *SETTINGS, f"trainer.async_steps={steps}")
+    assert trained([*options, "trainer.worker_group=ray"]) == expected
+    assert metrics(tmp_path) == metrics(other)
+
+
+POINTS = [
+    ("update", 3),
+    ("log", 3),
+    ("save actor", 3),
+    ("in_flight", 4),
+    ("seal", 3),
+    ("rename", 3),
+    ("latest", 2),
+]
 
 
 @pytest.mark.parametrize(
-    ("point", "iteration"),
+    ("steps", "point", "iteration"),
     [
-        ("in_flight", 4),
-        ("latest", 2),
-        slow("update", 3),
-        slow("log", 3),
-        slow("save actor", 3),
-        slow("seal", 3),
-        slow("rename", 3),
+        (1, "in_flight", 3),
+        (4, "seal", 2),
+        *(slow(steps, point, iteration) for steps in (1, 2, 4) for point, iteration in POINTS),
     ],
 )
-def test_a_killed_run_resumes_with_its_samples_in_flight(inputs, undisturbed, tmp_path, point, iteration):
-    other, expected = undisturbed(1)
-    options = overrides(inputs, tmp_path, *SETTINGS, "trainer.async_steps=1")
+def test_a_killed_run_resumes_with_its_samples_in_flight(
+    inputs, undisturbed, tmp_path, steps, point, iteration
+):
+    other, expected = undisturbed(steps)
+    options = overrides(inputs, tmp_path, *SETTINGS, f"trainer.async_steps={steps}")
     kill(point, iteration, options)
     assert trained(options) == expected
     assert metrics(tmp_path) == metrics(other)
@@ -108,12 +133,12 @@ def test_a_killed_run_resumes_with_its_samples_in_flight(inputs, undisturbed, tm
         verify(checkpoint)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 0), slow(0, 1)])
 def test_a_run_resumes_with_another_number_of_steps_and_says_what_is_lost(
     inputs, tmp_path, caplog, before, after
 ):
     options = overrides(inputs, tmp_path, *SETTINGS)
     kill("update", 4, [*options, f"trainer.async_steps={before}"])
     trained([*options, f"trainer.async_steps={after}"])
-    assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3, 4, 5]
-    assert ("samples in flight are not used" in caplog.text) == (before == 1)
+    assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3, 4, 5, 6]
+    assert ("samples in flight are not used" in caplog.text) == (before == 2)

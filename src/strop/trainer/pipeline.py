@@ -208,8 +208,8 @@ class Pipeline:
         self._cut = InFlight(self.ppo, folder, list(self._batches), with_tail=self.beside > 0)
         return self._cut
 
-    def restore(self, checkpoint: Path, *, with_batches: bool = True) -> None:
-        """Continue from a checkpoint; the loader has its position.
+    def restore(self, checkpoint: Path, iteration: int, *, with_batches: bool = True) -> None:
+        """Continue from the checkpoint of ``iteration``; the loader has its position.
 
         ``with_batches``: with the batches that were in flight; they are of this schedule.
         """
@@ -225,7 +225,7 @@ class Pipeline:
             next(self._coming)
             self._batches.append(Batch(self._last, Samples(self._load(path))))
         if self.beside and folder.is_dir():
-            self._admit(up_to=min(self._last + self.beside, self.total))
+            self._admit(up_to=self._taken + min(self.ahead + self.beside, self.total - iteration))
             for call in (*self._loading, self.ppo.groups.rollout.load_in_flight.start(folder)):
                 call.get()
             self._loading = []

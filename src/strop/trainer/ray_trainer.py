@@ -247,7 +247,7 @@ class ReinforcementRun(Run):
             )
         if trainer.pipeline is not None:
             with reading_state_of(checkpoint):
-                trainer.pipeline.restore(checkpoint, with_batches=is_same)
+                trainer.pipeline.restore(checkpoint, trainer.global_step, with_batches=is_same)
 
     def save(self) -> None:
         """See ``Run.save``; samples in flight are a part of the checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
@@ -52,6 +53,7 @@ class ActorRolloutRefWorker(RoleWorker):
         actor = self.section.actor
         self.full_kl_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
         self.full_kl = uses_full_kl(config)
+        self._loading_s = 0.0  # of weights, since the last generation
         self._admitted: dict[int, list[str]] = {}
         """Number of each batch in flight -> the uids of its prompts."""
 
@@ -115,8 +117,9 @@ class ActorRolloutRefWorker(RoleWorker):
     def generate_sequences(self, prompts: DataProto, finished: Finished | None = None) -> DataProto:
         """Generate responses to each prompt; ``meta_info["mode"]`` is ``train``, ``greedy`` or ``validate``.
 
-        With a number in ``meta_info["batch"]`` the result has ``rollout_versions``; if ``admit_prompts`` got
-        the same prompts with that number, ``TrainingError`` otherwise, their samples are completed.
+        With a number in ``meta_info["batch"]`` the result has ``rollout_versions``, and in
+        ``meta_info["generation"]`` when it was generated; if ``admit_prompts`` got the same prompts with that
+        number, ``TrainingError`` otherwise, their samples are completed.
         ``finished`` is called for samples that are complete before the call returns.
         """
         version = prompts.meta_info.get("weights_version", self.rollout_version)
@@ -125,15 +128,21 @@ class ActorRolloutRefWorker(RoleWorker):
                 f"the rollout has the weights of version {self.rollout_version}, and version {version} was "
                 "requested: the actor was updated without sync_rollout or load_weights"
             )
-        batch = prompts.meta_info.get("batch")
+        begun, batch = time.time(), prompts.meta_info.get("batch")
         if batch in self._admitted and prompts.meta_info["mode"] == "train":
-            return self._finish(batch, prompts, finished)
-        with self.engine.on_device() if self._shareable_model else contextlib.nullcontext():
-            result = self.rollout.generate(prompts, self._sampling(prompts), finished)
-        if batch is not None:
+            result = self._finish(batch, prompts, finished)
+        else:
+            with self.engine.on_device() if self._shareable_model else contextlib.nullcontext():
+                result = self.rollout.generate(prompts, self._sampling(prompts), finished)
+        if batch is None:
+            return result
+        if "rollout_versions" not in result:
             mask_BT = result.batch["response_mask"]
             versions_BT = torch.where(mask_BT > 0, self._known_version, -1).int()
             result = result.union(DataProto({"rollout_versions": versions_BT}))
+        times = {"begun": begun, "ended": time.time(), "loading": self._loading_s, "version": version}
+        self._loading_s = 0.0
+        result.meta_info["generation"] = times
         return result
 
     @register(Dispatch.DATA_PARALLEL)
@@ -210,8 +219,10 @@ class ActorRolloutRefWorker(RoleWorker):
 
         Raises ``ModelError`` for a parameter that is unknown, misshapen, duplicated or missing.
         """
+        begun = time.time()
         self.rollout.update_weights(bucket or [], last=bucket is None)
         self.rollout_version = version if bucket is None else None
+        self._loading_s += time.time() - begun
 
     @register(Dispatch.ONE_TO_ALL)
     def release_rollout(self) -> None:
