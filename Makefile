@@ -41,6 +41,7 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	$(BIN)/python benchmarks/growth.py --out benchmarks/results/growth_$(TODAY)
 	$(BIN)/python benchmarks/rollout_hf.py
 	$(BIN)/python benchmarks/rollout_vllm.py
+	PYTHONPATH=examples $(BIN)/python benchmarks/asynchronous.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/driver.py

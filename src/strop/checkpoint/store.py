@@ -372,22 +372,22 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def reading_state_of(checkpoint: Path) -> Generator[None]:
-    """Raise ``CheckpointError`` if the body cannot read or use what ``trainer.pt`` holds."""
+def reading_state_of(checkpoint: Path, name: str = TRAINER) -> Generator[None]:
+    """Raise ``CheckpointError`` if the body cannot read or use what a file or folder of it holds."""
     try:
         yield
     except StropError:
         raise
     except pickle.UnpicklingError as error:  # torch's message recommends to run what the file names
         raise CheckpointError(
-            f"{checkpoint / TRAINER} cannot be read: it is damaged, or holds more than tensors and plain "
+            f"{checkpoint / name} cannot be read: it is damaged, or holds more than tensors and plain "
             "values, as no checkpoint of strop does"
         ) from error
     except (OSError, EOFError) as error:
-        raise CheckpointError(f"{checkpoint / TRAINER} cannot be read: {error}") from error
+        raise CheckpointError(f"{checkpoint / name} cannot be read: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            f"{checkpoint / TRAINER} does not hold the state of this kind of run ({type(error).__name__}: "
+            f"{checkpoint / name} does not hold the state of this kind of run ({type(error).__name__}: "
             f"{error}); give a checkpoint that the same command has saved"
         ) from error
 

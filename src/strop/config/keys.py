@@ -48,7 +48,16 @@ _IN_VERL = {
         "rollout_rs_threshold": "rollout_is_threshold and rollout_is_threshold_low, with mode mask",
         "bypass_mode": "use_rollout_log_probs",
     }.items()
-}
+} | dict.fromkeys(
+    [
+        "async_training.staleness_threshold",
+        "async_training.trigger_parameter_sync_step",
+        "async_training.partial_rollout",
+        "trainer.max_off_policy_steps",
+        "trainer.max_staleness",
+    ],
+    "trainer.async_steps",
+)
 """Key of verl's -> the one that does this here, under another name."""
 
 _CLOSE_ENOUGH = 0.65  # fsdp_size is not fsdp_config

@@ -93,7 +93,7 @@ def uses_full_kl(config: Config) -> bool:
 
 def is_off_policy(config: Config) -> bool:
     """Return True if samples may be of an older policy than the one that learns from them."""
-    return config.trainer.async_steps > 0
+    return config.trainer.async_steps > 0 or config.algorithm.filter_groups.enable
 
 
 def why_the_update_changes_log_probs(config: Config) -> str | None:

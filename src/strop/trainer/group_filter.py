@@ -25,7 +25,7 @@ def differing_groups(batch: DataProto, n: int, metric: str) -> Tensor:
 
     ``batch`` has scores and ``n`` adjacent samples of each prompt. ``metric``: ``score``, the whole score, or
     the name of one of its parts; ``acc`` is the part of that name, or else the rule's. Samples that the part
-    does not apply to are left out. Raises ``RewardError`` if there is no such part.
+    does not apply to, or that could not be scored, are left out. Raises ``RewardError`` if there is no such part.
     """
     columns = batch.batch
     if metric == "score":
@@ -45,6 +45,8 @@ def differing_groups(batch: DataProto, n: int, metric: str) -> Tensor:
         values_B = columns[found[0]]
     values_GN = values_B.double().reshape(-1, n)
     known_GN = values_GN.isfinite()
+    if "reward_failed" in columns:
+        known_GN &= ~columns["reward_failed"].reshape(-1, n)
     highest_G = values_GN.masked_fill(~known_GN, -torch.inf).amax(1)
     lowest_G = values_GN.masked_fill(~known_GN, torch.inf).amin(1)
     return highest_G > lowest_G

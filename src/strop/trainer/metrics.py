@@ -222,7 +222,8 @@ def policy_metrics(actor: Mapping[str, float]) -> dict[str, float]:
 def speed_metrics(batch: DataProto, timing: Mapping[str, float], *, devices: int) -> dict[str, float]:
     """Return tokens per second and milliseconds per token from ``timing_s/*``."""
     total = int(batch.batch["attention_mask"].sum())
-    responses = int(batch.batch["response_mask"].sum())
+    rewards = batch.meta_info.get("reward_metrics", {})
+    generated = rewards.get("filter/generated_tokens") or int(batch.batch["response_mask"].sum())
     step_s = timing["timing_s/step"]
     metrics = {
         "perf/total_num_tokens": float(total),
@@ -232,6 +233,6 @@ def speed_metrics(batch: DataProto, timing: Mapping[str, float], *, devices: int
     }
     for name in ("gen", "ref", "values", "adv", "update_critic", "update_actor"):
         if (seconds := timing.get(f"timing_s/{name}")) is not None:
-            tokens = responses if name == "gen" else total
+            tokens = generated if name == "gen" else total
             metrics[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
     return metrics

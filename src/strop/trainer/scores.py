@@ -143,7 +143,10 @@ def attach_scores(batch: DataProto, output: RewardOutput) -> DataProto:
         "token_level_scores": output.token_level_scores,
         **{f"reward/{name}": values_B.float() for name, values_B in output.parts.items()},
     }
-    return batch.union(DataProto(columns, {}, {"reward_metrics": dict(output.metrics)}))
+    metrics = {
+        name: float(value) for name, value in output.metrics.items()
+    }  # numpy's are not in a checkpoint
+    return batch.union(DataProto(columns, {}, {"reward_metrics": metrics}))
 
 
 def with_equal_columns(batches: list[DataProto]) -> list[DataProto]:

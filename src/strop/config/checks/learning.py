@@ -95,7 +95,7 @@ def sampling(config: Config) -> Iterator[Finding]:
             f"{found}, so with {_ACTOR}.use_rollout_log_probs=True a policy that has not changed has other "
             f"ratios than 1; {remedy} and that key to False"
         )
-    elif trains and is_off_policy(config) and actor.rollout_is is None:
+    elif trains and config.trainer.async_steps and actor.rollout_is is None:
         yield error(
             f"{found}, and with trainer.async_steps={config.trainer.async_steps} it is an older one besides; "
             f"{remedy}"
@@ -107,6 +107,9 @@ def sampling(config: Config) -> Iterator[Finding]:
 def old_samples(config: Config) -> Iterator[Finding]:
     """Warn if samples of an older policy are learned from as if they were of the one before the update."""
     actor, steps = config.actor_rollout_ref.actor, config.trainer.async_steps
+    given, age = f"trainer.async_steps={steps}: samples are", steps
+    if config.algorithm.filter_groups.enable:
+        given, age = f"algorithm.filter_groups with {given.replace(': samples', ': some samples')}", steps + 1
     if not is_off_policy(config) or config.trainer.val_only:
         return
     if actor.rollout_is is not None or actor.use_rollout_log_probs:
@@ -115,8 +118,8 @@ def old_samples(config: Config) -> Iterator[Finding]:
     if why_the_update_changes_log_probs(config) is None:
         ratio = "with one optimizer step an iteration every ratio is 1"
     yield warning(
-        f"trainer.async_steps={steps}: samples are of a policy that is up to {steps} "
-        f"iteration{'s' if steps > 1 else ''} old, and nothing corrects for it: {ratio}. Set "
+        f"{given} of a policy that is up to {age} iteration{'s' if age > 1 else ''} old, and nothing corrects "
+        f"for it: {ratio}. Set "
         f"{_ACTOR}.rollout_is=token, which weighs them, or {_ACTOR}.use_rollout_log_probs=True, which takes "
         "the ratio against the sampler"
     )
