@@ -25,7 +25,8 @@ def differing_groups(batch: DataProto, n: int, metric: str) -> Tensor:
 
     ``batch`` has scores and ``n`` adjacent samples of each prompt. ``metric``: ``score``, the whole score, or
     the name of one of its parts; ``acc`` is the part of that name, or else the rule's. Samples that the part
-    does not apply to, or that could not be scored, are left out. Raises ``RewardError`` if there is no such part.
+    does not apply to, or that could not be scored, are left out. Raises ``RewardError`` if there is no such
+    part.
     """
     columns = batch.batch
     if metric == "score":

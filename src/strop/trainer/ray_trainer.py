@@ -121,6 +121,12 @@ class RayPPOTrainer:
         )
 
     @property
+    def devices(self) -> int:
+        """Number of processes of this run, over all pools."""
+        pool = self.resource_pool_manager.pool_of(next(iter(self._required_roles())))
+        return sum(other.world_size for other in pool.all_of_run)
+
+    @property
     def validates_by_model(self) -> bool:
         """True if validation has data sources that the reward model alone can score; rules go first."""
         if not self.config.reward_model.enable:
@@ -287,7 +293,7 @@ class ReinforcementRun(Run):
             "epoch": trainer.train_loader.yielded / len(trainer.train_loader),
             **metrics,
             **timing,
-            **speed_metrics(samples, timing, devices=trainer.actor.world_size),
+            **speed_metrics(samples, timing, devices=trainer.devices),
             "time/from_scratch": self.seconds(),
         }
 

@@ -118,8 +118,8 @@ def old_samples(config: Config) -> Iterator[Finding]:
     if why_the_update_changes_log_probs(config) is None:
         ratio = "with one optimizer step an iteration every ratio is 1"
     yield warning(
-        f"{given} of a policy that is up to {age} iteration{'s' if age > 1 else ''} old, and nothing corrects "
-        f"for it: {ratio}. Set "
+        f"{given} of a policy that is up to {age} iteration{'s' if age > 1 else ''} old, and nothing "
+        f"corrects for it: {ratio}. Set "
         f"{_ACTOR}.rollout_is=token, which weighs them, or {_ACTOR}.use_rollout_log_probs=True, which takes "
         "the ratio against the sampler"
     )
