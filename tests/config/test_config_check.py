@@ -47,6 +47,16 @@ def test_all_errors_come_together(report):
     assert caught.value.problems == result.errors
 
 
+def ahead(steps: int) -> list[str]:
+    """Overrides with which generation may run ahead."""
+    return [
+        f"trainer.async_steps={steps}",
+        "actor_rollout_ref.hybrid_engine=False",
+        "trainer.resource_pools={learner: [8], rollout: [8]}",
+        "trainer.placement={Rollout: rollout}",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "missing"),
     [
@@ -144,14 +154,14 @@ def test_trackers_need_their_package_and_a_name_that_they_take(report, monkeypat
             ["algorithm.adv_estimator=reinforce_plus_plus_baseline"],
             [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=reinforce_plus_plus_baseline"],
         ),
-        ([f"{ROLLOUT}.top_k=5", "trainer.async_steps=1", f"{ACTOR}.rollout_is=token"], [f"{ROLLOUT}.top_k"]),
+        ([f"{ROLLOUT}.top_k=5", *ahead(1), f"{ACTOR}.rollout_is=token"], [f"{ROLLOUT}.top_k"]),
         ([f"{ROLLOUT}.top_k=5", "trainer.async_steps=1", "trainer.val_only=True"], [f"{ROLLOUT}.top_k"]),
         (
-            ["trainer.async_steps=1"],
+            [*ahead(1)],
             ["trainer.async_steps=1", "1 iteration old", "before the update", *CORRECTIONS],
         ),
         (
-            ["trainer.async_steps=3", f"{ACTOR}.ppo_mini_batch_size=1024"],
+            [*ahead(3), f"{ACTOR}.ppo_mini_batch_size=1024"],
             ["trainer.async_steps=3", "3 iterations old", "every ratio is 1", *CORRECTIONS],
         ),
         (
@@ -200,8 +210,8 @@ def test_doubtful_settings_are_one_warning_each(report, overrides, parts):
         ["algorithm.adv_estimator=gae"],
         ["algorithm.adv_estimator=remax"],
         ["algorithm.adv_estimator=reinforce_plus_plus"],
-        ["trainer.async_steps=1", f"{ACTOR}.rollout_is=token"],
-        ["trainer.async_steps=4", f"{ACTOR}.use_rollout_log_probs=True"],
+        [*ahead(1), f"{ACTOR}.rollout_is=token"],
+        [*ahead(4), f"{ACTOR}.use_rollout_log_probs=True"],
         ["trainer.async_steps=1", "trainer.val_only=True"],
         [f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
         [
@@ -233,7 +243,7 @@ def test_sound_settings_have_no_warning(report, overrides):
             [f"{ROLLOUT}.top_p", f"{ACTOR}.use_rollout_log_probs=True", f"{ACTOR}.rollout_is=token"],
         ),
         (
-            ["trainer.async_steps=1", f"{ROLLOUT}.top_k=50"],
+            [*ahead(1), f"{ROLLOUT}.top_k=50"],
             [f"{ROLLOUT}.top_k", "trainer.async_steps=1", f"{ACTOR}.rollout_is=token"],
         ),
         (

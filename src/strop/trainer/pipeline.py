@@ -1,11 +1,12 @@
 """Generate later batches while an earlier one is learned from (``trainer.async_steps``).
 
 The schedule is a function of batch numbers, never of the clock. With S = ``async_steps``, A = S // 2 and
-k = S - A, before the update of iteration b the rollout is sent the weights of iteration b - 1, then the
-prompts of batch b + k + A, and then told to complete batch b + k. It does so in order, each when the calls
-before are done: so batch b is completed with the weights of iteration max(0, b - 1 - k), and samples of A
-further batches are generated beside it. No token is older than S updates when it is learned from. Every batch
-of prompts is generated and learned from once, in the order of the loader; none is begun after the last.
+k = S - A, the driver starts three calls of the rollout before the update of iteration b: take the prompts of
+batch b + k + A, load the weights of iteration b - 1, complete batch b + k. A process executes its calls in
+order, so batch b is completed with the weights of iteration max(0, b - 1 - k), and samples of A further
+batches are generated beside it. No token is older than S updates when it is learned from (S + 1 for samples
+that the filter of groups carries over). Every batch of prompts is generated and learned from once, in the
+order of the loader; none is begun after the last.
 
 A checkpoint of iteration b has what the rollout holds when it takes the weights of b: the complete batches
 b + 1 ... b + k with their scores, and the tokens of unfinished samples of the A batches that follow. Nothing
@@ -29,11 +30,14 @@ from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.tracking.timeline import Interval
 from strop.trainer.group_filter import GroupFilter
+from strop.trainer.metrics import PhaseTimer
 from strop.trainer.ppo import PPO, Generation
 from strop.trainer.scores import Samples
 
 KEPT = "kept.pt"
 """File of samples that passed the filter of groups and that no iteration has used."""
+SCHEDULE = "schedule.pt"
+"""File with the number of the last batch whose prompts the rollout had."""
 
 
 class Batch:
@@ -46,16 +50,15 @@ class Batch:
         """Return True if it is generated."""
         return isinstance(self._source, Samples) or self._source.is_done()
 
-    def samples(self, ppo: PPO) -> Samples:
-        """Wait until it is generated."""
+    def samples(self, ppo: PPO, *, timer: PhaseTimer | None = None) -> Samples:
+        """Wait until it is generated; ``timer`` gets the time, None: the batch's own."""
         if isinstance(self._source, Generation):
-            phase = "wait_samples" if ppo.config.trainer.async_steps else "gen"
-            self._source = ppo.finish(self._source, phase=phase)
+            self._source = ppo.finish(self._source, timer=timer)
         return self._source
 
     def is_scored(self, ppo: PPO) -> bool:
         """Return True if it is generated and scored; never wait."""
-        return self.is_done() and self.samples(ppo).is_scored()
+        return self.is_done() and self.samples(ppo, timer=PhaseTimer()).is_scored()
 
     def cancel(self) -> None:
         """Cancel scoring."""
@@ -87,7 +90,8 @@ class InFlight:
         self.cut()
         for batch in self._batches:
             crash_point("in_flight", batch.number)
-            _save(batch.samples(self._ppo).scored(), self._folder / f"batch_{batch.number}.pt")
+            samples = batch.samples(self._ppo, timer=PhaseTimer())  # not the learner's wait
+            _save(samples.scored(), self._folder / f"batch_{batch.number}.pt")
         if self._tail is not None:
             self._tail.get()
             self._tail, self._with_tail = None, False  # an interrupted save may be finished again
@@ -104,20 +108,23 @@ class RolloutClock:
 
     def add(self, samples: Samples, batch: int) -> None:
         """Add a batch; one from a checkpoint was generated in another run."""
-        spent = samples.batch.meta_info.get("generation")
-        if spent is None:
-            return
-        begun, ended, loading, version = (spent[name] for name in ("begun", "ended", "loading", "version"))
-        samples.timer.record("gen", ended - begun)
-        samples.timer.record("take_weights", loading)
-        self.intervals += [
-            Interval("rollout", "take_weights", begun - loading, begun, batch, version),
-            Interval("rollout", "gen", begun, ended, batch, version),
-        ]
-        if self._before is not None:
-            self._busy += min(loading + ended - begun, ended - self._before)
-            self._whole += ended - self._before
-        self._before = ended
+        for name, key in (("gen", "generation"), ("gen_greedy", "generation_greedy")):
+            spent = samples.batch.meta_info.get(key)
+            if spent is None:
+                continue
+            begun, ended, loading, version = (
+                spent[part] for part in ("begun", "ended", "loading", "version")
+            )
+            samples.timer.record(name, ended - begun)
+            samples.timer.record("take_weights", loading)
+            self.intervals += [
+                Interval("rollout", "take_weights", begun - loading, begun, batch, version),
+                Interval("rollout", name, begun, ended, batch, version),
+            ]
+            if self._before is not None:
+                self._busy += min(loading + ended - begun, ended - self._before)
+                self._whole += ended - self._before
+            self._before = ended
 
     def take(self) -> dict[str, float]:
         """Return the share of its time in which the rollout waited, from the end of a batch to the next."""
@@ -144,6 +151,7 @@ class Pipeline:
         if (settings := config.algorithm.filter_groups).enable:
             self._filter = GroupFilter(settings, size=config.data.train_batch_size, n=self.n)
         self._batches: deque[Batch] = deque()  # begun
+        self._in_use: Batch | None = None  # the last one taken
         self._admitted: deque[DataProto] = deque()  # prompts of the batches after these
         self._loading: list[Future] = []
         self._coming: Iterator[DataProto] = loader.ahead()
@@ -180,9 +188,10 @@ class Pipeline:
             self._batches.append(Batch(self._last, generation))
         self.ready_batches = sum(batch.is_done() for batch in self._batches)
         samples = self._batches[0].samples(self.ppo)
-        self._batches.popleft()
+        self._in_use = self._batches.popleft()
         self._taken += 1
-        self.rollout.add(samples, self._taken)
+        if self.ahead:
+            self.rollout.add(samples, self._taken)
         return samples
 
     def _admit(self, *, up_to: int) -> None:
@@ -205,11 +214,12 @@ class Pipeline:
         folder.mkdir()
         for rows in kept:  # at most one
             _save(rows, folder / KEPT)
+        torch.save({"admitted": self._last + len(self._admitted)}, folder / SCHEDULE)
         self._cut = InFlight(self.ppo, folder, list(self._batches), with_tail=self.beside > 0)
         return self._cut
 
-    def restore(self, checkpoint: Path, iteration: int, *, with_batches: bool = True) -> None:
-        """Continue from the checkpoint of ``iteration``; the loader has its position.
+    def restore(self, checkpoint: Path, *, with_batches: bool = True) -> None:
+        """Continue from a checkpoint; the loader has its position.
 
         ``with_batches``: with the batches that were in flight; they are of this schedule.
         """
@@ -225,7 +235,8 @@ class Pipeline:
             next(self._coming)
             self._batches.append(Batch(self._last, Samples(self._load(path))))
         if self.beside and folder.is_dir():
-            self._admit(up_to=self._taken + min(self.ahead + self.beside, self.total - iteration))
+            # Exactly what the rollout held, whatever the number of iterations was.
+            self._admit(up_to=torch.load(folder / SCHEDULE, weights_only=True)["admitted"])
             for call in (*self._loading, self.ppo.groups.rollout.load_in_flight.start(folder)):
                 call.get()
             self._loading = []
@@ -240,10 +251,19 @@ class Pipeline:
         columns = DataProto.concat(rows).repeat(self.n).non_tensor_batch
         return DataProto(saved["tensors"], columns, saved["meta_info"])
 
-    def cancel(self) -> None:
-        """Cancel scoring of all batches; their samples will not be read."""
+    def wait(self) -> None:
+        """Wait for the batches that are being generated, one by one, so that each has its time limit."""
         for batch in self._batches:
-            batch.cancel()
+            batch.samples(self.ppo, timer=PhaseTimer())
+
+    def cancel(self) -> None:
+        """Cancel scoring of all batches, also of the last one taken; their samples will not be read.
+
+        Call it when no checkpoint waits for them.
+        """
+        for batch in (self._in_use, *self._batches):
+            if batch is not None:
+                batch.cancel()
 
 
 def _save(scored: DataProto, path: Path) -> None:

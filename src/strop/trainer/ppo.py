@@ -22,6 +22,7 @@ from strop.algorithms.kl import apply_kl_penalty, kl_penalty, make_kl_controller
 from strop.algorithms.policy_loss import extra_inputs, get_policy_loss
 from strop.config.roles import (
     has_kl_in_reward,
+    is_off_policy,
     uses_full_kl,
     uses_reference,
     why_old_log_probs_are_computed_apart,
@@ -154,6 +155,8 @@ class PPO:
         self.sampler_is_old = config.actor_rollout_ref.actor.use_rollout_log_probs
         # A full KL in the loss alone needs no pass before the update.
         self.full_kl = uses_full_kl(config) and not self.sampler_is_old
+        ahead = config.trainer.async_steps > 0
+        self._phases = ("wait_samples", "wait_samples") if ahead else ("gen", "gen_greedy")
         self.is_one_step = (
             why_old_log_probs_are_computed_apart(config) is None
             and why_the_update_changes_log_probs(config) is None
@@ -161,7 +164,12 @@ class PPO:
 
     def collect(self, prompts: DataProto, iteration: int) -> Samples:
         """Generate ``rollout.n`` responses to each prompt; their scores are computed in the background."""
-        return self.finish(self.start(prompts, iteration))
+        generation = self.start(prompts, iteration)
+        try:
+            return self.finish(generation)
+        except BaseException:
+            generation.cancel()
+            raise
 
     def start(self, prompts: DataProto, batch: int) -> Generation:
         """Start to generate batch number ``batch`` with the current policy, and to score finished samples.
@@ -170,29 +178,30 @@ class PPO:
         """
         prompts, seeds_PN = self.named(prompts, batch), self._seeds(batch, len(prompts))
         loading = self.weights.to_rollout(timer := PhaseTimer())
-        number, phase = (batch, "wait_samples") if self.config.trainer.async_steps else (None, "gen")
-        sampled = self._start(self._request(prompts, seeds_PN, "train", number), timer, phase)
+        number = batch if is_off_policy(self.config) else None
+        sampled = self._start(self._request(prompts, seeds_PN, "train", number), timer, self._phases[0])
         greedy = None
         if "baseline_scores" in self._estimator_needs:  # ReMax: the score of the greedy response
             with sampled.scores.cancelled_on_error():
-                request = self._request(prompts, seeds_PN[:, :1], "greedy")
-                greedy = self._start(request, timer, f"{phase}_greedy")
+                request = self._request(prompts, seeds_PN[:, :1], "greedy", number)
+                greedy = self._start(request, timer, self._phases[1])
         return Generation(batch, loading, sampled, greedy, timer)
 
-    def finish(self, generation: Generation, *, phase: str = "gen") -> Samples:
-        """Wait for what ``start`` began; the time of waiting is that of ``phase``."""
-        _, loading, sampled, greedy, timer = generation
-        try:
-            with timer.phase(phase):
-                for call in loading:
-                    call.get()
-            batch = sampled.finish(timer, phase)
-            if greedy is not None:
-                greedy.finish(timer, f"{phase}_greedy")
-        except BaseException:
-            generation.cancel()
-            raise
-        return Samples(batch, sampled.scores, timer, None if greedy is None else greedy.scores)
+    def finish(self, generation: Generation, *, timer: PhaseTimer | None = None) -> Samples:
+        """Wait for what ``start`` began; ``timer`` gets the time, None: the batch's own.
+
+        After an interrupt it may be called again: a checkpoint may need the samples.
+        """
+        _, loading, sampled, greedy, own = generation
+        timer = own if timer is None else timer
+        with timer.phase(self._phases[0]):
+            for call in loading:
+                call.get()
+        batch = sampled.finish(timer, self._phases[0])
+        if greedy is not None:
+            times = greedy.finish(timer, self._phases[1]).meta_info.get("generation")
+            batch.meta_info["generation_greedy"] = times
+        return Samples(batch, sampled.scores, own, None if greedy is None else greedy.scores)
 
     def admit(self, prompts: DataProto, batch: int) -> Future:
         """Send the prompts of a batch to the rollout, which generates it beside batches started earlier."""

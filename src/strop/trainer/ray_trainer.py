@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -195,9 +196,11 @@ class RayPPOTrainer:
         iteration = self.global_step + 1
         if self.pipeline is None:
             samples = self.ppo.collect(prompts, iteration)
+            unused = samples.cancelled_on_error()
         else:
             samples = self.pipeline.take(iteration)
-        with samples.cancelled_on_error():
+            unused = contextlib.nullcontext()  # a checkpoint may need them: see ``ReinforcementRun.fit``
+        with unused:
             self.weights.release()  # a co-located copy of the weights makes room for the update
             batch, metrics = self.ppo.learn(samples, iteration)
         warmup = self.config.trainer.critic_warmup if self.critic is not None else 0
@@ -252,8 +255,8 @@ class ReinforcementRun(Run):
                 steps,
             )
         if trainer.pipeline is not None:
-            with reading_state_of(checkpoint):
-                trainer.pipeline.restore(checkpoint, trainer.global_step, with_batches=is_same)
+            with reading_state_of(checkpoint, IN_FLIGHT):
+                trainer.pipeline.restore(checkpoint, with_batches=is_same)
 
     def save(self) -> None:
         """See ``Run.save``; samples in flight are a part of the checkpoint."""
@@ -301,6 +304,8 @@ class ReinforcementRun(Run):
         """Validate, write samples and report; return scores by data source and the best mean."""
         step, settings = self.trainer.global_step, self.settings
         with self.trainer.timer.phase("testing"):
+            if self.trainer.pipeline is not None:
+                self.trainer.pipeline.wait()
             samples = self.trainer.validator.samples(self.trainer.timer)
             report = self.trainer.validator.report(samples, show=settings.log_val_generations)
             self.write(write_table, self.folder.validation(step), samples)
