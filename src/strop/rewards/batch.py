@@ -147,10 +147,11 @@ class ScoringJob:
         self._n_done = 0
         self._outcomes: list[Outcome | None] = [None] * n_rows
         self._failure: BaseException | None = None
+        # The thread's own state does not tell: a join() that Ctrl-C interrupts marks it as ended.
+        self._done = threading.Event()
         self._after = after
         # Daemon thread: a run that fails elsewhere does not wait for scores.
-        self._thread = threading.Thread(target=self._run, name="strop-reward-scoring", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="strop-reward-scoring", daemon=True).start()
 
     def add(self, row: int, make: Maker) -> None:
         """Add a row; ``make`` is called in the scoring thread. Not thread-safe."""
@@ -173,12 +174,12 @@ class ScoringJob:
             before.cancel(with_earlier=True)
 
     def wait(self) -> None:
-        """Wait for the thread, and ignore its errors."""
-        self._thread.join()
+        """Wait for the end, and ignore errors."""
+        self._done.wait()
 
     def is_done(self) -> bool:
         """Return True if ``outcomes`` will not wait."""
-        return not self._thread.is_alive()
+        return self._done.is_set()
 
     def outcomes(self) -> list[Outcome | None]:
         """Wait for the outcomes, by row; None for rows that were not added. Log progress of a long wait.
@@ -187,15 +188,13 @@ class ScoringJob:
             RewardError: more samples failed than the budget allows, with the first traceback.
         """
         started = time.monotonic()
-        while self._thread.is_alive():
-            self._thread.join(_LOG_EVERY_S)
-            if self._thread.is_alive():
-                logger.info(  # log lines, because a progress bar would break the live table
-                    "scoring: %d of %d samples are done; waited for %.0f s",
-                    self._n_done,
-                    self._n_scored,
-                    time.monotonic() - started,
-                )
+        while not self._done.wait(_LOG_EVERY_S):
+            logger.info(  # log lines, because a progress bar would break the live table
+                "scoring: %d of %d samples are done; waited for %.0f s",
+                self._n_done,
+                self._n_scored,
+                time.monotonic() - started,
+            )
         if self._failure is not None:
             raise self._failure
         return self._outcomes
@@ -209,6 +208,8 @@ class ScoringJob:
         # Re-raised by outcomes(), in the caller's thread.
         except BaseException as failure:  # noqa: BLE001
             self._failure = failure
+        finally:
+            self._done.set()
 
     def _score(self) -> None:
         self._budget.begin(self._n_scored)
