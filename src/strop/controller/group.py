@@ -91,7 +91,10 @@ class Future:
     """The result of a call in flight."""
 
     get: Callable[[], Any]
-    """Function that waits for the result, and raises what the call raised. Call it once."""
+    """Function that waits for the result, and raises what the call raised.
+
+    Call it once, and again only after an interrupt.
+    """
     is_done: Callable[[], bool] = lambda: True
     """Function that returns True if ``get`` will not wait for the workers."""
 

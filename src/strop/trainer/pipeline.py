@@ -144,6 +144,7 @@ class Pipeline:
         if (settings := config.algorithm.filter_groups).enable:
             self._filter = GroupFilter(settings, size=config.data.train_batch_size, n=self.n)
         self._batches: deque[Batch] = deque()  # begun
+        self._in_use: Batch | None = None  # the last one taken
         self._admitted: deque[DataProto] = deque()  # prompts of the batches after these
         self._loading: list[Future] = []
         self._coming: Iterator[DataProto] = loader.ahead()
@@ -180,7 +181,7 @@ class Pipeline:
             self._batches.append(Batch(self._last, generation))
         self.ready_batches = sum(batch.is_done() for batch in self._batches)
         samples = self._batches[0].samples(self.ppo)
-        self._batches.popleft()
+        self._in_use = self._batches.popleft()
         self._taken += 1
         self.rollout.add(samples, self._taken)
         return samples
@@ -241,9 +242,13 @@ class Pipeline:
         return DataProto(saved["tensors"], columns, saved["meta_info"])
 
     def cancel(self) -> None:
-        """Cancel scoring of all batches; their samples will not be read."""
-        for batch in self._batches:
-            batch.cancel()
+        """Cancel scoring of all batches, also of the last one taken; their samples will not be read.
+
+        Call it when no checkpoint waits for them.
+        """
+        for batch in (self._in_use, *self._batches):
+            if batch is not None:
+                batch.cancel()
 
 
 def _save(scored: DataProto, path: Path) -> None:

@@ -161,7 +161,12 @@ class PPO:
 
     def collect(self, prompts: DataProto, iteration: int) -> Samples:
         """Generate ``rollout.n`` responses to each prompt; their scores are computed in the background."""
-        return self.finish(self.start(prompts, iteration))
+        generation = self.start(prompts, iteration)
+        try:
+            return self.finish(generation)
+        except BaseException:
+            generation.cancel()
+            raise
 
     def start(self, prompts: DataProto, batch: int) -> Generation:
         """Start to generate batch number ``batch`` with the current policy, and to score finished samples.
@@ -180,18 +185,17 @@ class PPO:
         return Generation(batch, loading, sampled, greedy, timer)
 
     def finish(self, generation: Generation, *, phase: str = "gen") -> Samples:
-        """Wait for what ``start`` began; the time of waiting is that of ``phase``."""
+        """Wait for what ``start`` began; the time of waiting is that of ``phase``.
+
+        After an interrupt it may be called again: a checkpoint may need the samples.
+        """
         _, loading, sampled, greedy, timer = generation
-        try:
-            with timer.phase(phase):
-                for call in loading:
-                    call.get()
-            batch = sampled.finish(timer, phase)
-            if greedy is not None:
-                greedy.finish(timer, f"{phase}_greedy")
-        except BaseException:
-            generation.cancel()
-            raise
+        with timer.phase(phase):
+            for call in loading:
+                call.get()
+        batch = sampled.finish(timer, phase)
+        if greedy is not None:
+            greedy.finish(timer, f"{phase}_greedy")
         return Samples(batch, sampled.scores, timer, None if greedy is None else greedy.scores)
 
     def admit(self, prompts: DataProto, batch: int) -> Future:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -189,9 +190,11 @@ class RayPPOTrainer:
         iteration = self.global_step + 1
         if self.pipeline is None:
             samples = self.ppo.collect(prompts, iteration)
+            unused = samples.cancelled_on_error()
         else:
             samples = self.pipeline.take(iteration)
-        with samples.cancelled_on_error():
+            unused = contextlib.nullcontext()  # a checkpoint may need them: see ``ReinforcementRun.fit``
+        with unused:
             self.weights.release()  # a co-located copy of the weights makes room for the update
             batch, metrics = self.ppo.learn(samples, iteration)
         warmup = self.config.trainer.critic_warmup if self.critic is not None else 0

@@ -158,7 +158,8 @@ class Processes:
             results = dict(zip(call.references, ray.get(references), strict=True))
         except RayError:
             self._fail(call, _failures(call, references), references)
-        self.in_flight.remove(call)
+        if call in self.in_flight:  # not if an interrupt came between an earlier wait and its caller
+            self.in_flight.remove(call)
         return results
 
     def _fail(self, call: Call, failures: list[Failure], references: list[Any]) -> NoReturn:
