@@ -225,6 +225,7 @@ class Family:
             "load_format": "dummy",
             "max_model_len": 32,
             "max_num_seqs": 16,
+            "max_num_batched_tokens": 256,
             "kv_cache_memory_bytes": 1 << 24,
             "enforce_eager": True,
         }
