@@ -312,17 +312,25 @@ class VLLMRollout:
 
 def require_supported(model: PreTrainedConfig, device: torch.device) -> None:
     """Raise ``ModelError`` for models that vLLM reports late, or computes otherwise than transformers."""
-    if model.model_type == "phimoe" and model.router_jitter_noise != 0.01:
-        raise ModelError(
-            "rollout.name=vllm: vLLM routes tokens of Phi-3.5-MoE as with router_jitter_noise=0.01, and this "
-            f"model has {model.router_jitter_noise}; set actor_rollout_ref.rollout.name=hf"
-        )
+    if model.model_type == "phimoe":
+        # vLLM 0.32 loads the bias of the output layer and does not add it.
+        computed = {"router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": False}
+        other = {name: getattr(model, name) for name in computed if getattr(model, name) != computed[name]}
+        if other:
+            raise ModelError(
+                f"rollout.name=vllm: vLLM computes Phi-3.5-MoE as with {_listed(computed)}, and this model "
+                f"has {_listed(other)}; set actor_rollout_ref.rollout.name=hf"
+            )
     width, known = head_width(model), CPUAttentionBackend.get_supported_head_sizes()
     if device.type == "cpu" and width not in known:
         raise ModelError(
             f"rollout.name=vllm: on a CPU vLLM's attention takes heads of {', '.join(map(str, known))} "
             f"dimensions, and this model's have {width}; set actor_rollout_ref.rollout.name=hf"
         )
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
