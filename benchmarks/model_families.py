@@ -49,12 +49,10 @@ WIDE_HEADS = {
     **dict.fromkeys(("hidden_size", "word_embed_proj_dim"), 128),
     "head_dim": 32,
     "ffn_hidden_size": 512,
-    "router_jitter_noise": 0.01,
 }
-"""Settings of models for vLLM: a CPU's attention takes no heads of 8 dimensions, Falcon one width of layers,
-Phi-3.5-MoE one jitter of its router."""
-PUBLISHED = {"phimoe": "PhiMoEForCausalLM"}
-"""Architectures that the families' published models name instead of transformers' class."""
+"""Sizes of models for vLLM: a CPU's attention takes no heads of 8 dimensions, Falcon one width of layers."""
+PUBLISHED = {"phimoe": {"router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": True}}
+"""Settings of a family's published models, where vLLM has no others."""
 EXACT = "exact"
 PROMPTS, RESPONSES = (1, 7, 3, 5), (6, 2, 4, 1)
 FIRST_TOKEN = 3  # ids below are special
@@ -219,12 +217,12 @@ class Family:
         trainer = self.role("policy")
         arguments = {
             "model": str(self.folder),
-            "hf_overrides": {"architectures": self.reference.config.architectures},
             "skip_tokenizer_init": True,
             "dtype": torch.float32,
             "load_format": "dummy",
             "max_model_len": 32,
             "max_num_seqs": 16,
+            "max_num_batched_tokens": 256,
             "kv_cache_memory_bytes": 1 << 24,
             "enforce_eager": True,
         }
@@ -356,9 +354,7 @@ def sample_with_vllm(family: str) -> str:
     sizes = {name: size for name, size in WIDE_HEADS.items() if name in names}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        built = Family(family, Path(folder), **sizes)
-        if family in PUBLISHED:
-            built.reference.config.architectures = [PUBLISHED[family]]
+        built = Family(family, Path(folder), **sizes, **PUBLISHED.get(family, {}))
         try:
             return attempt(built.vllm)
         finally:

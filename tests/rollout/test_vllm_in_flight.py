@@ -14,7 +14,7 @@ import torch.distributed as dist
 from strop.config.schema.policy import VLLMSampling, VLLMSamplingConfig
 from strop.errors import CheckpointError, TrainingError
 from strop.rollout.base import SamplingParams
-from strop.rollout.vllm.in_flight import Sample
+from strop.rollout.in_flight import Queue
 
 from messages import naming
 from ranks import Ranks
@@ -108,11 +108,11 @@ def test_generate_returns_what_vllms_own_loop_returns(rollout, policies, params)
     rollout.update_weights(policies[0].named_parameters())
     prompts = prompts_of([3, 9, 1, 6, 5], n=params.n)
     found = rollout.generate(prompts, params).batch
-    samples = rollout._batch(prompts, params).samples
+    batch, rows = rollout._batch(prompts, params), range(len(prompts) * params.n)
     assert rollout._llm.reset_prefix_cache()
     outputs = rollout._llm.generate(
-        [{"prompt_token_ids": sample.prompt} for sample in samples],
-        [rollout._sampling(params, sample, RequestOutputKind.FINAL_ONLY) for sample in samples],
+        [{"prompt_token_ids": batch.prompt_ids[row // params.n].tolist()} for row in rows],
+        [rollout._sampling(batch, row, RequestOutputKind.FINAL_ONLY) for row in rows],
         use_tqdm=False,
     )
     assert response_ids(found) == [list(request.outputs[0].token_ids) for request in outputs]
@@ -141,11 +141,12 @@ def test_every_tokens_log_prob_is_that_of_the_version_that_sampled_it(undisturbe
 
 
 def test_every_request_of_a_sample_draws_with_a_seed_of_its_own():
-    seeds = [Sample([2], seed, [3] * done).next_seed for seed in (0, 1, 2**63 - 1) for done in range(50)]
+    from strop.rollout.vllm.engine import continued_seed
+
+    seeds = [continued_seed(seed, done) for seed in (0, 1, 2**63 - 1) for done in range(50)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert seeds[::50] == [0, 1, 2**63 - 1]
-    assert Sample([2], None, [3]).next_seed is None
 
 
 def test_rows_of_later_batches_advance_by_a_token_in_every_step(rollout, policies):
@@ -169,7 +170,7 @@ def test_nothing_between_two_calls_changes_what_they_return(rollout, policies, u
     def resume(number):
         file = io.BytesIO()
         torch.save(rollout.in_flight(), file)
-        rollout._queue.clear()
+        rollout._queue = Queue()
         validate(number)  # what the engine did before is no part of the state
         admit(rollout, range(number, min(number + AHEAD, len(policies))))
         file.seek(0)
@@ -237,7 +238,7 @@ def test_a_call_that_fails_can_be_repeated(rollout, policies, undisturbed, monke
         rollout.finish(0, 0)
     monkeypatch.undo()
     assert equal([rollout.finish(0, 0).batch], undisturbed[:1])
-    rollout._queue.clear()
+    rollout._queue = Queue()
 
 
 def test_calls_out_of_order_and_foreign_states_are_refused(rollout, policies):
@@ -248,13 +249,13 @@ def test_calls_out_of_order_and_foreign_states_are_refused(rollout, policies):
     with pytest.raises(TrainingError, match=naming("batch 2", "[1, 2]")):
         rollout.finish(2, 0)
     state = rollout.in_flight()
-    rollout._queue.clear()
+    rollout._queue = Queue()
     with pytest.raises(CheckpointError, match=naming("[1, 2]", "[]")):
         rollout.restore(state)
     admit(rollout, [1, 2], rows=slice(2))
     with pytest.raises(CheckpointError, match=naming("12", "8", "processes")):
         rollout.restore(state)
-    rollout._queue.clear()
+    rollout._queue = Queue()
 
 
 @pytest.mark.parametrize(
@@ -286,10 +287,14 @@ def test_options_continue_exactly_if_the_schema_says_so(rollout, policies, optio
     lengths = (uncut["response_mask"].sum(1).long() - 1).clamp(max=5)
     kept = torch.arange(24) < lengths[:, None]
     rollout.admit(0, prompts, params)
-    (state,) = rollout.in_flight()["batches"].values()
-    generated = {"tokens": uncut["responses"][kept], "log_probs": uncut["rollout_log_probs"][kept]}
-    versions = torch.zeros(int(lengths.sum()), dtype=torch.int32)
-    rollout.restore({"batches": {0: {**state, **generated, "lengths": lengths, "versions": versions}}})
+    state = {
+        "tokens": uncut["responses"],
+        "log_probs": uncut["rollout_log_probs"],
+        "versions": torch.where(kept, 0, -1).int(),
+        "lengths": lengths,
+        "stopped": torch.zeros(len(prompts), dtype=torch.bool),
+    }
+    rollout.restore({"batches": {0: state}})
     cut = rollout.finish(0, 1).batch
     assert (cut["rollout_versions"] == 0).sum() == lengths.sum() >= 15
     field = VLLMSamplingConfig.model_fields[next(iter(options))]

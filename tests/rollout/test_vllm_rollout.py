@@ -259,13 +259,19 @@ def test_heads_without_a_kernel_are_refused_before_the_engine_starts(tmp_path):
         rollout_of(tiny_lm("qwen2"), tmp_path)
 
 
-def test_a_router_that_vllm_computes_otherwise_is_refused():
+@pytest.mark.parametrize(
+    "other", [{"router_jitter_noise": 0.1}, {"attention_bias": False}, {"lm_head_bias": True}], ids=str
+)
+def test_settings_that_vllm_computes_otherwise_are_refused(other):
     from strop.rollout.vllm.engine import require_supported
 
-    config = PhimoeConfig(hidden_size=128, num_attention_heads=4, router_jitter_noise=0.1)
-    with pytest.raises(ModelError, match=naming("router_jitter_noise=0.01", "0.1", "rollout.name=hf")):
+    config = PhimoeConfig(hidden_size=128, num_attention_heads=4, attention_bias=True)
+    require_supported(config, torch.device("cpu"))
+    ((name, value),) = other.items()
+    computed = f"{name}={getattr(config, name)}"
+    setattr(config, name, value)
+    with pytest.raises(ModelError, match=naming(computed, f"{name}={value}", "rollout.name=hf")):
         require_supported(config, torch.device("cpu"))
-    require_supported(PhimoeConfig(hidden_size=128, num_attention_heads=4), torch.device("cpu"))
 
 
 def test_checksums_see_every_change_and_add_up_over_shards():

@@ -1,13 +1,15 @@
 """Samples of admitted batches: what is generated of each, for the engine and for a checkpoint.
 
-``InFlight`` holds one batch, ``Queue`` the batches that an engine has admitted.
+``InFlight`` holds one batch, ``Queue`` the batches that an engine has admitted. Between two calls a sample is
+its prompt, its seed and its tokens so far. So a checkpoint holds tokens, and no state of an engine or a
+generator.
 
 Shapes: B prompts, R = B x n samples, at most T tokens (``SamplingParams.max_tokens``), S new tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from strop.errors import CheckpointError, TrainingError
 from strop.protocol import DataProto
-from strop.rollout.base import Samples, SamplingParams, answer, seeds_of
+from strop.rollout.base import Finished, Samples, SamplingParams, answer, seeds_of
 
 _COLUMNS = ("tokens", "log_probs", "versions")
 
@@ -27,14 +29,27 @@ class InFlight:
     stopped [R]: the last token is a stop token.
     """
 
-    def __init__(self, prompts: DataProto, params: SamplingParams) -> None:
-        """Begin with no tokens; ``DataError`` for prompts that ``seeds_of`` refuses."""
+    def __init__(
+        self, prompts: DataProto, params: SamplingParams, of_ranks: Sequence[DataProto] = (), rank: int = 0
+    ) -> None:
+        """Begin with no tokens; ``DataError`` for prompts that ``seeds_of`` refuses.
+
+        Where ranks generate each other's samples, ``of_ranks`` has the prompts of all, and ``prompts`` those
+        of ``rank``.
+        """
         self.prompts, self.params = prompts, params
-        self.seeds = seeds_of(prompts, params)
-        rows = len(prompts) * params.n
-        columns = (prompts.batch["input_ids"].cpu(), prompts.batch["attention_mask"].sum(1).tolist())
-        self.prompt_ids = [ids[len(ids) - length :] for ids, length in zip(*columns, strict=True)]
+        self.seeds: list[int] = []
+        """Empty if greedy."""
+        self.prompt_ids: list[Tensor] = []
         """Tokens of each prompt, without padding."""
+        for part in of_ranks or (prompts,):
+            self.seeds += seeds_of(part, params)
+            columns = (part.batch["input_ids"].cpu(), part.batch["attention_mask"].sum(1).tolist())
+            self.prompt_ids += [ids[len(ids) - length :] for ids, length in zip(*columns, strict=True)]
+        first = params.n * sum(map(len, of_ranks[:rank]))
+        self.own = slice(first, first + params.n * len(prompts))
+        """Rows of this rank's samples."""
+        rows = params.n * len(self.prompt_ids)
         self.tokens = torch.zeros(rows, params.max_tokens, dtype=torch.long)
         self.log_probs = torch.zeros(rows, params.max_tokens)
         self.versions = torch.full((rows, params.max_tokens), -1, dtype=torch.int32)
@@ -49,6 +64,11 @@ class InFlight:
     def ids(self, row: int) -> list[int]:
         """Return the tokens of a sample so far."""
         return self.tokens[row, : int(self.lengths[row])].tolist()
+
+    def report(self, finished: Finished | None, row: int, new: Sequence[int] = ()) -> None:
+        """Call ``finished`` for a sample that its ``new`` tokens complete, if it is this rank's."""
+        if finished is not None and self.own.start <= row < self.own.stop:
+            finished(*divmod(row - self.own.start, self.params.n), [*self.ids(row), *new])
 
     def add(self, rows: Tensor, new: Samples, version: int) -> None:
         """Append ``new`` (tokens [K, S], ...), sampled by weights ``version``, to the samples ``rows`` [K].
@@ -65,8 +85,9 @@ class InFlight:
         self.stopped[rows] = ~new.truncated
 
     def result(self, **options: Any) -> DataProto:
-        """Return the columns of ``answer``, whose keyword arguments ``options`` are."""
-        samples = Samples(self.tokens, self.log_probs, self.lengths, ~self.stopped)
+        """Return the columns of ``answer``, of this rank's samples; ``options`` are its keyword arguments."""
+        columns = (self.tokens, self.log_probs, self.lengths, ~self.stopped)
+        samples = Samples(*(column[self.own] for column in columns))
         return answer(self.prompts, self.params, samples, **options)
 
     def state(self) -> dict[str, Tensor]:
@@ -81,8 +102,8 @@ class InFlight:
         if rows != len(self.lengths) or longest > self.params.max_tokens:
             raise CheckpointError(
                 f"the samples in flight are {rows} of up to {longest} tokens, expected {len(self.lengths)} "
-                f"of at most {self.params.max_tokens}: resume with the batch size, rollout.n and response "
-                "length of the run that saved them"
+                f"of at most {self.params.max_tokens}: resume with the rollout processes, batch size, "
+                "rollout.n and response length of the run that saved them"
             )
         for name in _COLUMNS:
             getattr(self, name)[:, :longest] = state[name]
@@ -96,29 +117,28 @@ class Queue:
     def __init__(self) -> None:
         self._batches: dict[int, InFlight] = {}
 
-    def admit(self, number: int, prompts: DataProto, params: SamplingParams) -> None:
+    def admit(self, number: int, batch: InFlight) -> None:
         """See ``RolloutEngine.admit``."""
-        if self._batches and number <= (last := max(self._batches)):
-            raise TrainingError(f"batch {number} was admitted after batch {last}; admit them in order, once")
-        self._batches[number] = InFlight(prompts, params)
+        queued = [*self._batches]
+        if queued and number <= queued[-1]:
+            raise TrainingError(
+                f"batch {number} was admitted after batch {queued[-1]} of {queued}; admit them in order, once"
+            )
+        self._batches[number] = batch
 
     def from_oldest(self, number: int) -> list[InFlight]:
-        """Return the batches that are generated together for ``number``: the oldest, and those sampled alike.
-
-        Raises ``TrainingError`` if ``number`` is not the oldest.
-        """
+        """Return all batches; ``TrainingError`` if ``number`` is not the oldest."""
         if next(iter(self._batches), None) != number:
             raise TrainingError(
                 f"batch {number} cannot be finished: the batches admitted are {[*self._batches]}"
             )
-        params = self._batches[number].params
-        return [batch for batch in self._batches.values() if batch.params == params]
+        return [*self._batches.values()]
 
     def finished(self, number: int, **options: Any) -> DataProto:
-        """Forget a batch; return its columns (``InFlight.result``) with ``rollout_versions`` [R, T]."""
+        """Forget a batch; return its columns (``InFlight.result``) with ``rollout_versions``."""
         batch = self._batches.pop(number)
         result = batch.result(**options)
-        versions = batch.versions.to(result.batch["responses"].device)
+        versions = batch.versions[batch.own].to(result.batch["responses"].device)
         return result.union(DataProto({"rollout_versions": versions}))
 
     def state(self) -> dict[str, Any]:

@@ -112,11 +112,11 @@ class HFRollout:
         """
         batch = InFlight(prompts, params)
         self._complete([batch], 0, finished)
-        return batch.result(**self._counted)
+        return batch.result(**self._special_ids)
 
     def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
         """See ``RolloutEngine.admit``; raises like ``generate``."""
-        self._queue.admit(batch, prompts, params)
+        self._queue.admit(batch, InFlight(prompts, params))
 
     def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
         """See ``RolloutEngine.finish``.
@@ -125,7 +125,7 @@ class HFRollout:
         later batches only fill the last part that has a sample of ``batch``.
         """
         self._complete(self._queue.from_oldest(batch), version, finished)
-        return self._queue.finished(batch, **self._counted)
+        return self._queue.finished(batch, **self._special_ids)
 
     def in_flight(self) -> dict[str, Any]:
         """See ``RolloutEngine.in_flight``."""
@@ -136,7 +136,7 @@ class HFRollout:
         self._queue.restore(state)
 
     @property
-    def _counted(self) -> dict[str, Any]:
+    def _special_ids(self) -> dict[str, Any]:
         return {
             "pad_token_id": self.pad_token_id,
             "eos_token_ids": self.eos_token_ids,
@@ -145,12 +145,11 @@ class HFRollout:
 
     @torch.no_grad()
     def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
-        """Generate until the first of ``batches``, which have equal parameters, is complete."""
+        """Generate until the first of ``batches`` is complete, beside it those with equal parameters."""
         oldest, params = batches[0], batches[0].params
-        if finished is not None:
-            for row in oldest.complete.nonzero()[:, 0].tolist():
-                finished(*divmod(row, params.n), oldest.ids(row))
-        rows = [row for batch in batches for row in _incomplete_of(batch)]
+        for row in oldest.complete.nonzero()[:, 0].tolist():
+            oldest.report(finished, row)
+        rows = [row for batch in batches if batch.params == params for row in _incomplete_of(batch)]
         awaited = sum(row.batch is oldest for row in rows)
         if not awaited:
             return
@@ -233,7 +232,7 @@ def _reporting(awaited: Sequence[_Row], finished: Finished) -> Callable[[int, li
     def report(row: int, token_ids: list[int]) -> None:
         if row < len(awaited):
             batch, sample, _ = awaited[row]
-            finished(*divmod(sample, batch.params.n), batch.ids(sample) + token_ids)
+            batch.report(finished, sample, token_ids)
 
     return report
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -21,18 +22,19 @@ from vllm import LLM
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.distributed import get_tp_group
 from vllm.inputs import tokens_input
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from strop.config.placement import extra_sampling
-from strop.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from strop.errors import ConfigError, ModelError, TrainingError
 from strop.models.checkpoint_layout import CheckpointLayout, Waiting
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import end_token_ids, hidden_token_ids, persistent_buffers
 from strop.protocol import DataProto
-from strop.rollout.base import Finished, RolloutSpec, SamplingParams, answer, seeds_of
+from strop.rollout.base import PROMPT_COLUMNS, Finished, RolloutSpec, Samples, SamplingParams
+from strop.rollout.in_flight import InFlight, Queue
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
-from strop.rollout.vllm.in_flight import Batch, Sample
 from strop.rollout.vllm.settings import (
     IN_PROCESS,
     engine_arguments,
@@ -44,6 +46,8 @@ from strop.rollout.vllm.settings import (
 from strop.rollout.weights import UNREADABLE, WeightLedger
 
 logger = logging.getLogger(__name__)
+_ENDS = ("stop", "length", "repetition")
+"""Reasons for the end of a request that ran as it should."""
 
 
 class VLLMRollout:
@@ -84,7 +88,7 @@ class VLLMRollout:
         self._name = type(model).__name__
         self._warned = False
         self._asleep = False
-        self._queue: dict[int, Batch] = {}
+        self._queue = Queue()
         require_supported(model.config, device)
         whole_prompts: dict[str, Any] = {}
         if device.type == "cpu":
@@ -131,133 +135,109 @@ class VLLMRollout:
     ) -> DataProto:
         """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
         batch = self._batch(prompts, params)
-        self._complete(batch, finished=finished)
-        return self._answer(batch)
+        self._complete([batch], 0, finished)
+        return batch.result(**self._special_ids)
 
     def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
         """See ``RolloutEngine.admit``; collective over the ranks of a tensor-parallel group."""
-        if batch <= max(self._queue, default=batch - 1):
-            raise TrainingError(f"admit: batch {batch} does not follow those queued, {list(self._queue)}")
-        self._queue[batch] = self._batch(prompts, params)
+        self._queue.admit(batch, self._batch(prompts, params))
 
     def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
         """See ``RolloutEngine.finish``; ``ModelError`` before an update is complete.
 
-        A tensor-parallel group completes the batches of all its ranks, which so stay in lockstep.
+        Later batches advance with any ``params``. A tensor-parallel group completes the batches of all its
+        ranks, which so stay in lockstep.
         """
-        if next(iter(self._queue), None) != batch:
-            raise TrainingError(
-                f"finish: batch {batch} is not the first of those queued, {list(self._queue)}"
-            )
-        first, *later = self._queue.values()
-        self._complete(first, later, version, finished)
-        del self._queue[batch]
-        versions = first.versions.to(first.prompts.batch["input_ids"].device)
-        return self._answer(first).union(DataProto.from_dict({"rollout_versions": versions}))
+        self._complete(self._queue.from_oldest(batch), version, finished)
+        return self._queue.finished(batch, **self._special_ids)
 
     def in_flight(self) -> dict[str, Any]:
-        """See ``RolloutEngine.in_flight``: batches by number, with the samples of all ranks of the engine."""
-        return {"batches": {number: batch.state() for number, batch in self._queue.items()}}
+        """See ``RolloutEngine.in_flight``: the samples of all ranks of the engine."""
+        return self._queue.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See ``RolloutEngine.restore``; ``CheckpointError`` if other batches have been admitted."""
-        saved = state["batches"]
-        if saved.keys() != self._queue.keys():
-            raise CheckpointError(
-                f"the samples in flight are of batches {list(saved)}, and admitted are {list(self._queue)}"
-            )
-        for number, batch in self._queue.items():
-            batch.restore(saved[number])
+        """See ``RolloutEngine.restore``."""
+        self._queue.restore(state)
 
-    def _batch(self, prompts: DataProto, params: SamplingParams) -> Batch:
-        seeds = seeds_of(prompts, params) or [None] * (len(prompts) * params.n)
-        padded = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"].bool(), strict=True)
-        rows = [ids for row, mask in padded for ids in [row[mask].tolist()] * params.n]
-        return Batch(prompts, params, *_of_group([Sample(*each) for each in zip(rows, seeds, strict=True)]))
+    def _batch(self, prompts: DataProto, params: SamplingParams) -> InFlight:
+        """Every rank of a tensor-parallel group submits the samples of all."""
+        group = get_tp_group()
+        columns = prompts.select(*(name for name in (*PROMPT_COLUMNS, "seeds") if name in prompts))
+        of_ranks: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(of_ranks, columns.to("cpu"), group=group.cpu_group)
+        return InFlight(prompts, params, of_ranks, group.rank_in_group)
 
-    def _answer(self, batch: Batch) -> DataProto:
-        return answer(
-            batch.prompts,
-            batch.params,
-            batch.columns,
-            pad_token_id=self.pad_token_id,
-            eos_token_ids=self.eos_token_ids,
-            hidden_token_ids=self.hidden_token_ids,
-        )
+    @property
+    def _special_ids(self) -> dict[str, Any]:
+        return {
+            "pad_token_id": self.pad_token_id,
+            "eos_token_ids": self.eos_token_ids,
+            "hidden_token_ids": self.hidden_token_ids,
+        }
 
     @torch.no_grad()
-    def _complete(
-        self, first: Batch, later: Sequence[Batch] = (), version: int = 0, finished: Finished | None = None
-    ) -> None:
-        """Generate until the samples of ``first`` have ended; those of ``later`` queue behind them.
+    def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
+        """Generate until the first of ``batches`` is complete; the samples of the others queue behind it.
 
-        What is running then is aborted, and its tokens are kept. So a sample goes on in the same way whether
-        new weights, other calls, a resume or nothing lies between two calls, and no request sees two versions
-        of the weights. A call that fails changes nothing.
+        What is running then is aborted, and its tokens are kept; the next call goes on with them as part of a
+        prompt. So a sample goes on in the same way whether new weights, other calls, a resume or nothing lies
+        between two calls, and no request sees two versions of the weights. A call that fails changes nothing.
         """
         self._ledger.require_complete()
         # Cached prompts may be of older weights, or of calls that a resumed run does not repeat.
         if not self._llm.reset_prefix_cache():
             raise TrainingError("vLLM cannot reset its prefix cache: requests of an earlier call are running")
-
-        def report(row: int, tokens: list[int]) -> None:
-            if finished is not None and row in first.own:
-                finished(*divmod(row - first.own.start, first.params.n), tokens)
-
-        for row, sample in enumerate(first.samples):
-            if sample.ended:
-                report(row, list(sample.tokens))
-        left = sum(not sample.ended for sample in first.samples)
+        oldest = batches[0]
+        for row in oldest.complete.nonzero()[:, 0].tolist():
+            oldest.report(finished, row)
+        left = int((~oldest.complete).sum())
         if left == 0:
             return
         engine = self._llm.llm_engine
         running = {
             f"{place}/{row}": (batch, row)
-            for place, batch in enumerate((first, *later))
-            for row, sample in enumerate(batch.samples)
-            if not sample.ended
+            for place, batch in enumerate(batches)
+            for row in (~batch.complete).nonzero()[:, 0].tolist()
         }
-        outputs: dict[str, tuple[Sample, Any]] = {}
+        outputs: dict[str, tuple[InFlight, int, CompletionOutput]] = {}
         try:
             for key, (batch, row) in running.items():
-                sample = batch.samples[row]
                 # Of a later batch the tokens are needed whenever the first one is complete.
-                kind = RequestOutputKind.FINAL_ONLY if batch is first else RequestOutputKind.CUMULATIVE
-                engine.add_request(
-                    key,
-                    tokens_input(sample.prompt + sample.tokens),
-                    self._sampling(batch.params, sample, kind),
-                )
+                kind = RequestOutputKind.FINAL_ONLY if batch is oldest else RequestOutputKind.CUMULATIVE
+                prompt = batch.prompt_ids[row // batch.params.n].tolist() + batch.ids(row)
+                engine.add_request(key, tokens_input(prompt), self._sampling(batch, row, kind))
             while left:
                 steps: list[Any] = engine.step()
                 for output in steps:
                     batch, row = running[output.request_id]
-                    sample, (generated,) = batch.samples[row], output.outputs
-                    outputs[output.request_id] = sample, generated
+                    (generated,) = output.outputs
+                    outputs[output.request_id] = batch, row, generated
                     if not output.finished:
                         continue
                     del running[output.request_id]
-                    if batch is first:
+                    if batch is oldest:
                         left -= 1
-                        report(row, [*sample.tokens, *generated.token_ids])
+                        batch.report(finished, row, generated.token_ids)
         finally:
             engine.abort_request(list(running))
-        for sample, generated in outputs.values():
-            sample.extend(generated, version)
+        new = [(batch, torch.tensor([row]), _samples(output)) for batch, row, output in outputs.values()]
+        for batch, rows, samples in new:
+            batch.add(rows, samples, version)
 
-    def _sampling(
-        self, params: SamplingParams, sample: Sample, kind: RequestOutputKind
-    ) -> VLLMSamplingParams:
-        """Return the parameters of the request that goes on with ``sample``."""
-        options, done = dict(self._options), len(sample.tokens)
+    def _sampling(self, batch: InFlight, row: int, kind: RequestOutputKind) -> VLLMSamplingParams:
+        """Return the parameters of the request that goes on with a sample."""
+        params, options, done = batch.params, dict(self._options), int(batch.lengths[row])
         if "min_tokens" in options:
             options["min_tokens"] = max(options["min_tokens"] - done, 0)
         if not params.greedy:
-            options |= {"top_k": max(params.top_k, 0), "top_p": params.top_p}
+            options |= {
+                "top_k": max(params.top_k, 0),
+                "top_p": params.top_p,
+                "seed": continued_seed(batch.seeds[row], done),
+            }
         return VLLMSamplingParams(
             temperature=0.0 if params.greedy else params.temperature,
             **options,
-            seed=sample.next_seed,
             max_tokens=params.max_tokens - done,
             stop_token_ids=[*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)],
             ignore_eos=True,  # stop_token_ids has the end-of-sequence ids unless params ignores them
@@ -332,17 +312,25 @@ class VLLMRollout:
 
 def require_supported(model: PreTrainedConfig, device: torch.device) -> None:
     """Raise ``ModelError`` for models that vLLM reports late, or computes otherwise than transformers."""
-    if model.model_type == "phimoe" and model.router_jitter_noise != 0.01:
-        raise ModelError(
-            "rollout.name=vllm: vLLM routes tokens of Phi-3.5-MoE as with router_jitter_noise=0.01, and this "
-            f"model has {model.router_jitter_noise}; set actor_rollout_ref.rollout.name=hf"
-        )
+    if model.model_type == "phimoe":
+        # vLLM 0.32 loads the bias of the output layer and does not add it.
+        computed = {"router_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": False}
+        other = {name: getattr(model, name) for name in computed if getattr(model, name) != computed[name]}
+        if other:
+            raise ModelError(
+                f"rollout.name=vllm: vLLM computes Phi-3.5-MoE as with {_listed(computed)}, and this model "
+                f"has {_listed(other)}; set actor_rollout_ref.rollout.name=hf"
+            )
     width, known = head_width(model), CPUAttentionBackend.get_supported_head_sizes()
     if device.type == "cpu" and width not in known:
         raise ModelError(
             f"rollout.name=vllm: on a CPU vLLM's attention takes heads of {', '.join(map(str, known))} "
             f"dimensions, and this model's have {width}; set actor_rollout_ref.rollout.name=hf"
         )
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -370,15 +358,23 @@ def _tied_names(model: PreTrainedModel) -> dict[str, str]:
     return {name: kept for name, weight in every if (kept := first.setdefault(id(weight), name)) != name}
 
 
-def _of_group(samples: list[Sample]) -> tuple[list[Sample], range]:
-    """Return the samples of all ranks of the engine, and the rows of this rank's own.
+def continued_seed(seed: int, done: int) -> int:
+    """Return the seed of a request that goes on after ``done`` tokens; the sample's own for the first."""
+    if done == 0:
+        return seed
+    words = np.random.SeedSequence((seed, done)).generate_state(1, np.uint64)
+    return int(words[0] >> np.uint64(1))
 
-    Every rank of a tensor-parallel group submits all of them.
-    """
-    group = get_tp_group()
-    if group.world_size == 1:
-        return samples, range(len(samples))
-    of_ranks: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(of_ranks, samples, group=group.cpu_group)
-    start = sum(map(len, of_ranks[: group.rank_in_group]))
-    return list(itertools.chain(*of_ranks)), range(start, start + len(samples))
+
+def _samples(output: CompletionOutput) -> Samples:
+    """Return what a request generated, as one row; ``TrainingError`` if vLLM gave it up."""
+    ids, reason = output.token_ids, output.finish_reason
+    if reason is not None and (reason not in _ENDS or not ids):
+        raise TrainingError(f"vLLM ended a sample after {len(ids)} tokens for the reason {reason!r}")
+    log_probs: Any = output.logprobs
+    return Samples(
+        torch.tensor([ids]),
+        torch.tensor([log_probs.logprobs]),
+        torch.tensor([len(ids)]),
+        torch.tensor([reason in (None, "length")]),
+    )
