@@ -80,3 +80,25 @@ def test_weights_that_do_not_arrive_end_the_run_by_name(inputs, tmp_path, monkey
     every = "actor_rollout_ref.rollout.verify_weights_every=1"
     with pytest.raises(ModelError, match=naming("version 1", "26 parameters")):
         train(overrides(inputs, tmp_path, *VLLM, every, "trainer.val_before_train=false"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2])
+def test_it_generates_ahead_and_a_killed_run_continues_to_the_same_numbers(inputs, tmp_path, steps):
+    ahead = (
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.actor.rollout_is=token",
+        "trainer.worker_group=local",
+        "trainer.resource_pools={learner: [1], rollout: [1]}",
+        "trainer.placement={Rollout: rollout}",
+        f"trainer.async_steps={steps}",
+        "data.max_response_length=12",
+    )
+    options = [*VLLM, *SETTINGS, *ahead]
+    expected = hashes(train(overrides(inputs, tmp_path / "whole", *options)))
+    lines = metrics(tmp_path / "whole")
+    assert max(line["async/staleness/max"] for line in lines[1:]) == steps
+    killed = overrides(inputs, tmp_path / "killed", *options)
+    kill("in_flight", 3, killed)
+    assert hashes(train(killed)) == expected
+    assert metrics(tmp_path / "killed") == lines

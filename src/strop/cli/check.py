@@ -182,7 +182,8 @@ def schedule_table(config: Config) -> Table:
     table.add_row(
         "batch b is completed with the policy after update", f"b - {schedule.ahead + 1} (0: the start)"
     )
-    table.add_row("updates between a token and its use, at most", f"{steps}")
+    oldest = steps + config.algorithm.filter_groups.enable  # groups may be carried over
+    table.add_row("updates between a token and its use, at most", f"{oldest}")
     facts = read_model_facts(config.actor_rollout_ref.model.path)
     size = None if facts is None or facts.parameters is None else facts.parameters * 4
     table.add_row("versions of the weights in transfer, at most", f"{schedule.ahead + 1}")

@@ -40,7 +40,7 @@ SCHEDULE = "schedule.pt"
 """File with the number of the last batch whose prompts the rollout had."""
 
 
-class Batch:
+class BatchAhead:
     """A batch that is generated ahead, or was read from a checkpoint."""
 
     def __init__(self, number: int, source: Generation | Samples) -> None:
@@ -65,10 +65,10 @@ class Batch:
         self._source.cancel()
 
 
-class InFlight:
+class LatePart:
     """The part of a checkpoint with the batches in flight; it is written when they are complete."""
 
-    def __init__(self, ppo: PPO, folder: Path, batches: list[Batch], *, with_tail: bool) -> None:
+    def __init__(self, ppo: PPO, folder: Path, batches: list[BatchAhead], *, with_tail: bool) -> None:
         self._ppo, self._folder, self._batches = ppo, folder, batches
         self._with_tail = with_tail
         self._tail: Future | None = None
@@ -150,13 +150,13 @@ class Pipeline:
         self._filter: GroupFilter | None = None
         if (settings := config.algorithm.filter_groups).enable:
             self._filter = GroupFilter(settings, size=config.data.train_batch_size, n=self.n)
-        self._batches: deque[Batch] = deque()  # begun
-        self._in_use: Batch | None = None  # the last one taken
+        self._batches: deque[BatchAhead] = deque()  # begun
+        self._in_use: BatchAhead | None = None  # the last one taken
         self._admitted: deque[DataProto] = deque()  # prompts of the batches after these
         self._loading: list[Future] = []
         self._coming: Iterator[DataProto] = loader.ahead()
         self._taken = self._last = 0  # number of the last batch taken, and begun
-        self._cut: InFlight | None = None
+        self._cut: LatePart | None = None
         self.rollout = RolloutClock()
         self.ready_batches = 0
         """Complete batches when the learner asked for the last one."""
@@ -185,7 +185,7 @@ class Pipeline:
             generation = self.ppo.start(self._admitted.popleft(), self._last)
             generation.loading.extend(self._loading)
             self._loading = []
-            self._batches.append(Batch(self._last, generation))
+            self._batches.append(BatchAhead(self._last, generation))
         self.ready_batches = sum(batch.is_done() for batch in self._batches)
         samples = self._batches[0].samples(self.ppo)
         self._in_use = self._batches.popleft()
@@ -202,7 +202,7 @@ class Pipeline:
                 number = self._last + len(self._admitted)
                 self._loading.append(self.ppo.admit(self._admitted[-1], number))
 
-    def save(self, checkpoint: Path) -> InFlight | None:
+    def save(self, checkpoint: Path) -> LatePart | None:
         """Return the part of a checkpoint that is complete later; None if nothing is in flight.
 
         Call it after an update; the part may be finished after the next ``take``.
@@ -215,7 +215,7 @@ class Pipeline:
         for rows in kept:  # at most one
             _save(rows, folder / KEPT)
         torch.save({"admitted": self._last + len(self._admitted)}, folder / SCHEDULE)
-        self._cut = InFlight(self.ppo, folder, list(self._batches), with_tail=self.beside > 0)
+        self._cut = LatePart(self.ppo, folder, list(self._batches), with_tail=self.beside > 0)
         return self._cut
 
     def restore(self, checkpoint: Path, *, with_batches: bool = True) -> None:
@@ -233,7 +233,7 @@ class Pipeline:
         while (path := folder / f"batch_{self._last + 1}.pt").exists():
             self._last += 1
             next(self._coming)
-            self._batches.append(Batch(self._last, Samples(self._load(path))))
+            self._batches.append(BatchAhead(self._last, Samples(self._load(path))))
         if self.beside and folder.is_dir():
             # Exactly what the rollout held, whatever the number of iterations was.
             self._admit(up_to=torch.load(folder / SCHEDULE, weights_only=True)["admitted"])
@@ -269,5 +269,5 @@ class Pipeline:
 def _save(scored: DataProto, path: Path) -> None:
     tensors = {name: column.clone() for name, column in scored.batch.items()}
     uids = scored.non_tensor_batch["uid"].tolist()
-    meta_info = {name: value for name, value in scored.meta_info.items() if name != "generation"}
+    meta_info = {name: value for name, value in scored.meta_info.items() if not name.startswith("generation")}
     torch.save({"tensors": tensors, "uids": uids, "meta_info": meta_info}, path)
