@@ -142,3 +142,13 @@ def test_a_run_resumes_with_another_number_of_steps_and_says_what_is_lost(
     trained([*options, f"trainer.async_steps={after}"])
     assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3, 4, 5, 6]
     assert ("samples in flight are not used" in caplog.text) == (before == 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(6, 8), (8, 6)])
+def test_the_number_of_iterations_may_change_at_a_resume(inputs, tmp_path, before, after):
+    options = overrides(inputs, tmp_path, *SETTINGS, "trainer.async_steps=2")
+    kill("save actor", 6, [*options, f"trainer.total_training_steps={before}"])
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() in ("4\n", "5\n")
+    trained([*options, f"trainer.total_training_steps={after}"])
+    assert [line["step"] for line in metrics(tmp_path)] == [*range(after + 1)]
