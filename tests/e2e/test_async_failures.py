@@ -1,4 +1,4 @@
-"""Generation ahead of training, disturbed: interrupts, killed ranks, full disks; and what a resume makes of it."""
+"""Generation ahead of training, disturbed by interrupts, full disks and killed ranks, and its resume."""
 
 from __future__ import annotations
 
@@ -12,29 +12,43 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from small_disk import no_room
+from test_async_steps import SETTINGS, slow
 
 from strop import ActorRolloutRefWorker
 from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
 from strop.cli.main import main
 from strop.rewards.worker.process import RewardProcess
-from strop.trainer import pipeline
 from strop.trainer.ppo import PPO
 
 import forked
+from messages import mentions
 from ray_runs import RayRun, trained_weights
 from runs import hashes, make_inputs, metrics, overrides, train, undrawn
-from small_disk import no_room
-from test_async_steps import SETTINGS, slow
 
 INTERRUPTED = 4
-QUICK = (*SETTINGS, "trainer.total_training_steps=5", "trainer.test_freq=-1", "trainer.val_before_train=false")
+ON_RAY = ("trainer.worker_group=ray", "+actor_rollout_ref.model.external_lib=saboteur")
+TWO_RANKS = (
+    "trainer.resource_pools={learner: [2], rollout: [2]}",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "critic.ppo_micro_batch_size_per_gpu=2",
+)
+QUICK = (
+    *SETTINGS,
+    "trainer.total_training_steps=5",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+)
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = make_inputs(tmp_path_factory.mktemp("inputs"), rows=16)
-    (folder / "reward.py").write_text("def compute_score(solution_str, **rest): return len(solution_str) % 7\n")
+    (folder / "reward.py").write_text(
+        "def compute_score(solution_str, **rest): return len(solution_str) % 7\n"
+    )
     return folder
 
 
@@ -115,34 +129,80 @@ def test_an_interrupt_completes_the_checkpoint_whose_samples_are_in_flight(
     assert (hashes(train(options)), metrics(tmp_path)) == undisturbed(steps)
 
 
-def train_on_a_full_disk(options: list[str], part: str) -> None:
-    """Fail to write a part of the checkpoint of iteration 2."""
-    owner, name = {"batch": (pipeline.torch, "save"), "tail": (ActorRolloutRefWorker, "save_in_flight")}[part]
-    plain = getattr(owner, name)
+def train_on_a_full_disk(options: list[str], file: str) -> None:
+    """Fail to write one file of the checkpoint of iteration 2."""
+    save = torch.save
 
-    @functools.wraps(plain)
-    def write(*args: Any, **kwargs: Any) -> Any:
-        if any(part_of_2(argument) for argument in args):
+    def write(state: Any, path: Any) -> None:
+        if isinstance(path, Path) and file in path.name and "global_step_2.tmp" in path.parts:
             no_room()
-        return plain(*args, **kwargs)
+        save(state, path)
 
-    def part_of_2(argument: Any) -> bool:
-        return isinstance(argument, Path) and {"global_step_2.tmp", "in_flight"} <= set(argument.parts)
-
-    pipeline.torch.save = write
+    torch.save = write
     with undrawn():
         sys.exit(main(["train", *options]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["batch", "tail"])
-def test_a_full_disk_names_the_checkpoint_that_lacks_its_samples(inputs, undisturbed, tmp_path, part):
+@pytest.mark.parametrize(
+    ("file", "says"), [("batch_4", "No space left on device"), ("rank_0", "cannot write")]
+)
+def test_a_full_disk_names_the_checkpoint_that_lacks_its_samples(inputs, undisturbed, tmp_path, file, says):
     options = options_of(inputs, tmp_path, 4)
-    done = forked.run(train_on_a_full_disk, options, part)
+    done = forked.run(train_on_a_full_disk, options, file)
     assert done.returncode == 2, done.stderr[-2000:]
-    message = done.stderr.splitlines()[-2:]
-    assert "checkpoint of iteration 2 could not be written" in " ".join(message), done.stderr[-2000:]
-    assert "No space left on device" in " ".join(message)
+    assert mentions(done.stderr, "checkpoint of iteration 2 could not be written", says), done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1\n"
     assert not list(tmp_path.glob("*.tmp"))
     assert (hashes(train(options)), metrics(tmp_path)) == undisturbed(4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("steps", "method", "call"),
+    [
+        (1, "generate_sequences", 3),
+        (2, "save_in_flight", 2),
+        (4, "update_actor", 6),
+        (4, "load_weights", 6),
+    ],
+)
+def test_a_killed_rank_of_either_side_is_named_and_the_run_ends_as_if_nothing_had_been(
+    inputs, tmp_path, steps, method, call
+):
+    options = options_of(inputs, tmp_path / "run", steps, *ON_RAY, "trainer.max_restarts=1")
+    plan = {"method": method, "call": call, "rank": 0, "deed": "kill", "marker": str(tmp_path / "marker")}
+    run = RayRun(options, sabotage=plan)
+    assert run.wait() == 0, run.console[-3000:]
+    role = "Actor" if method == "update_actor" else "Rollout"
+    assert f"{role} rank 0 on {os.uname().nodename}" in run.console
+    assert run.delay_of(f"died in {method}") < 10
+    expected = undisturbed_on_ray(inputs, steps)
+    assert (trained_weights(tmp_path / "run", 5), metrics(tmp_path / "run")) == expected
+    assert run.seconds_until_gone() < 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_two_ranks_on_each_side_resume_to_equal_numbers(inputs, tmp_path, monkeypatch, steps):
+    two = (*ON_RAY, *TWO_RANKS)
+    options = options_of(inputs, tmp_path / "run", steps, *two)
+    monkeypatch.setenv("STROP_CRASH_AT", "in_flight:4")
+    run = RayRun(options)
+    assert run.wait() == -signal.SIGKILL, run.console[-3000:]
+    run.seconds_until_gone(at_most=120)
+    monkeypatch.delenv("STROP_CRASH_AT")
+    again = RayRun(options)
+    assert again.wait() == 0, again.console[-3000:]
+    expected = undisturbed_on_ray(inputs, steps, *TWO_RANKS)
+    assert (trained_weights(tmp_path / "run", 5), metrics(tmp_path / "run")) == expected
+
+
+@functools.cache
+def undisturbed_on_ray(inputs: Path, steps: int, *extra: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Weights and metrics of an undisturbed run."""
+    folder = inputs / f"ray_{steps}_{len(extra)}"
+    run = RayRun(options_of(inputs, folder, steps, *ON_RAY, *extra))
+    assert run.wait() == 0, run.console[-3000:]
+    return trained_weights(folder, 5), metrics(folder)
