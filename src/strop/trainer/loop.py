@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,10 @@ class Run(ABC):
     def fit(self) -> None:
         """Run the remaining iterations, from the last checkpoint if there is one."""
         # On exit: finish the save in flight, wait for uploads, release the lock.
-        with run_lock(self.folder.path), self.checkpoints:
+        with run_lock(self.folder.path), self._drawn_at_the_end(), self.checkpoints:
             self.start()
-            try:
-                with self.tracking:
-                    self.iterate()
-            finally:
-                self._draw()
+            with self.tracking:
+                self.iterate()
 
     def start(self) -> None:
         """Resume or begin, write the configuration and open the trackers."""
@@ -198,8 +196,16 @@ class Run(ABC):
         else:
             self.tracking.log_image(self.trainer.global_step, LENGTHS_NAME, path)
 
+    @contextmanager
+    def _drawn_at_the_end(self) -> Generator[None]:
+        """Draw the curves, also after an error: after the checkpoints, whose end an interrupt may cancel."""
+        try:
+            yield
+        finally:
+            self._draw()
+
     def _draw(self) -> None:
-        """Draw the curves, also after an error; failing to draw never fails the run."""
+        """Draw the curves; failing to draw never fails the run."""
         if self.settings.val_only or self.trainer.global_step == 0:
             return
         try:

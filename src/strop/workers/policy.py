@@ -158,10 +158,17 @@ class ActorRolloutRefWorker(RoleWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_in_flight(self, folder: Path) -> None:
-        """Write what is generated of the admitted batches to ``rank_<rank>.pt`` in ``folder``, atomically."""
+        """Write what is generated of the admitted batches to ``rank_<rank>.pt`` in ``folder``, atomically.
+
+        Raises ``CheckpointError`` if it cannot be written.
+        """
         state = {"uids": self._admitted, "rollout": self.rollout.in_flight()}
-        with atomic_path(folder / f"rank_{self.rank}.pt") as path:
-            torch.save(state, path)
+        path = folder / f"rank_{self.rank}.pt"
+        try:
+            with atomic_path(path) as temporary:
+                torch.save(state, temporary)
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
+            raise CheckpointError(f"cannot write {path}: {error}") from error
 
     @register(Dispatch.ONE_TO_ALL)
     def load_in_flight(self, folder: Path) -> None:
