@@ -124,7 +124,7 @@ class Strop:
         self.trainer.actor.compute_log_prob(self.batch.select(*names))
 
     def update(self) -> None:
-        self.trainer.ppo.start_actor_update(self.batch, PhaseTimer(), 1, on_policy=False).get()
+        self.trainer.ppo.start_actor_update(self.batch, PhaseTimer(), 1, recorded=False).get()
 
 
 def compare(setting: Setting, rounds: int, folder: Path) -> list[str]:

@@ -14,9 +14,9 @@ import pytest
 
 from strop.checkpoint.folder import verify
 from strop.checkpoint.remote import RemoteCheckpoints
+from strop.checkpoint.store import Checkpoints
 from strop.cli.main import main
 from strop.errors import CheckpointError, ConfigError
-from strop.trainer import loop
 
 import forked
 from killing import ROWS, SETTINGS, copy_until, kill
@@ -98,16 +98,19 @@ def test_another_runs_checkpoint_with_nothing_left_to_train_is_an_error(inputs, 
         train(overrides(inputs, run, *SETTINGS, "trainer.total_training_steps=3"))
 
 
-def train_until_the_curves(options: list[str]) -> None:
-    """Train, upload nothing, and die where the curves are drawn."""
+def train_until_the_uploads(options: list[str]) -> None:
+    """Train, upload nothing, and die where the run waits for the uploads."""
 
-    def die(folder: Path) -> None:
+    def die(*arguments) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def hang(*arguments, **options) -> None:
         time.sleep(1000)
 
-    with mock.patch.object(RemoteCheckpoints, "upload", hang), mock.patch.object(loop, "draw_curves", die):
+    with (
+        mock.patch.object(RemoteCheckpoints, "upload", hang),
+        mock.patch.object(Checkpoints, "_finish_uploads", die),
+    ):
         main(["train", *options])
 
 
@@ -116,7 +119,7 @@ def test_a_run_killed_after_its_last_save_is_completed_by_the_same_command(input
     copy_until(undisturbed[0], 3, run)
     (run / "curves.png").unlink(missing_ok=True)
     options = overrides(inputs, run, *SETTINGS, f"trainer.default_hdfs_dir={remote}")
-    assert forked.run(train_until_the_curves, options).returncode == -signal.SIGKILL
+    assert forked.run(train_until_the_uploads, options).returncode == -signal.SIGKILL
     assert not (run / "curves.png").exists()
     assert not remote.exists()
     before = {path: path.read_bytes() for path in run.rglob("step_*")} | {run: metrics(run)}
