@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import math
 import random
 import statistics
@@ -30,19 +29,17 @@ from unittest import mock
 import torch
 from machine import description
 from side_by_side.inputs import write_inputs
+from side_by_side.planned_ends import END, forced_ends
 from side_by_side.setting import Setting
 from side_by_side.strop_run import overrides
 from torch import Tensor
 
 from strop.config.load import load_config
 from strop.protocol import DataProto
-from strop.rollout.base import SamplingParams
-from strop.rollout.hf import decoding
 from strop.rollout.hf import engine as hf
 from strop.trainer.build import build_trainer
 from strop.workers.policy import ActorRolloutRefWorker
 
-_END = 2.0  # marks the step at which a row ends: uniform numbers are below 1
 _AHEAD = (
     "actor_rollout_ref.hybrid_engine=False",
     "trainer.resource_pools={learner: [1], rollout: [1]}",
@@ -63,32 +60,19 @@ def lognormal(stream: random.Random, limit: int) -> int:
 
 
 @contextlib.contextmanager
-def planned(end_token: int, length: Any, limit: int, step_s: float) -> Generator[None]:
+def planned(setting: Setting, length: Any, step_s: float) -> Generator[None]:
     """End each sample at a length that its seed determines, and let a decode step take ``step_s`` longer."""
-    draw, sample = hf.draw_uniforms, decoding.next_tokens
+    draw = hf.draw_uniforms
 
     def draw_with_ends(seeds: Iterable[int], tokens: int) -> Tensor:
         seeds = list(seeds)
         uniforms_RT = draw(seeds, tokens)
-        ends = torch.tensor([length(random.Random(seed), limit) - 1 for seed in seeds])
+        ends = torch.tensor([length(random.Random(seed), setting.limit) - 1 for seed in seeds])
         known = ends < tokens
-        uniforms_RT[torch.arange(len(seeds))[known], ends[known]] = _END
+        uniforms_RT[torch.arange(len(seeds))[known], ends[known]] = END
         return uniforms_RT
 
-    def sample_with_ends(
-        logits_RV: Tensor, uniforms_R: Tensor | None, params: SamplingParams
-    ) -> tuple[Tensor, Tensor]:
-        if uniforms_R is None:
-            return sample(logits_RV, uniforms_R, params)
-        time.sleep(step_s)
-        logits_RV[:, end_token] = -torch.inf
-        tokens_R, log_probs_R = sample(logits_RV, uniforms_R, params)
-        return torch.where(uniforms_R == _END, end_token, tokens_R), log_probs_R
-
-    with (
-        mock.patch.object(hf, "draw_uniforms", draw_with_ends),
-        mock.patch.object(decoding, "next_tokens", sample_with_ends),
-    ):
+    with forced_ends(setting, draw_with_ends, step_s):
         yield
 
 
@@ -192,8 +176,7 @@ def main() -> None:
         )
         throttled = Setting("140k", "grpo", "uneven", 512, "float32", str(folder), iterations=6)
         write_inputs([setting, throttled])
-        end_token = json.loads((setting.model_folder / "config.json").read_text())["eos_token_id"]
-        with planned(end_token, geometric, setting.limit, 0.0):
+        with planned(setting, geometric, 0.0):
             modes = compare(
                 setting,
                 {
@@ -218,8 +201,7 @@ def main() -> None:
             f"over {cores} threads {every.median('wall') / ahead.median('wall'):.2f}",
             "",
         ]
-        end_token = json.loads((throttled.model_folder / "config.json").read_text())["eos_token_id"]
-        with planned(end_token, lognormal, throttled.limit, 0.005), slow_update(1.0):
+        with planned(throttled, lognormal, 0.005), slow_update(1.0):
             modes = compare(
                 throttled,
                 {

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Generator, Iterable
+import time
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from strop.rollout.base import SamplingParams
 from strop.rollout.hf import decoding
 from strop.rollout.hf import engine as hf
 
-_END = 2.0  # marks the step at which a row ends: uniform numbers are below 1
+END = 2.0  # marks the step at which a row ends: uniform numbers are below 1
 
 
 def planned_ends(setting: Setting) -> contextlib.AbstractContextManager[None]:
@@ -32,7 +34,7 @@ def _hf_ends(setting: Setting) -> Generator[None]:
 
     End marks replace uniform numbers, so they stay with their rows when finished rows are dropped.
     """
-    draw, sample = hf.draw_uniforms, decoding.next_tokens
+    draw = hf.draw_uniforms
     iteration = -1
 
     def draw_with_ends(seeds: Iterable[int], tokens: int) -> Tensor:
@@ -41,26 +43,42 @@ def _hf_ends(setting: Setting) -> Generator[None]:
         iteration += 1
         lengths = setting.planned_lengths(iteration)
         if lengths is not None and len(uniforms_RT) == len(lengths):
-            uniforms_RT[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = _END
+            uniforms_RT[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = END
         else:  # the self-check of the rollout at start-up
             iteration -= 1
         return uniforms_RT
+
+    with forced_ends(setting, draw_with_ends):
+        yield
+
+
+@contextlib.contextmanager
+def forced_ends(
+    setting: Setting, draw: Callable[[Iterable[int], int], Tensor], step_s: float = 0.0
+) -> Generator[None]:
+    """Draw the hf rollout's uniform numbers by ``draw``, whose ``END`` ends a row.
+
+    The end token is sampled nowhere else. A decoding step takes ``step_s`` seconds longer.
+    """
+    sample = decoding.next_tokens
 
     def sample_with_ends(
         logits_RV: Tensor, uniforms_R: Tensor | None, params: SamplingParams
     ) -> tuple[Tensor, Tensor]:
         if uniforms_R is None:
             return sample(logits_RV, uniforms_R, params)
+        if step_s:
+            time.sleep(step_s)
         logits_RV[:, end_token] = -torch.inf
         tokens_R, log_probs_R = sample(logits_RV, uniforms_R, params)
-        return torch.where(uniforms_R == _END, end_token, tokens_R), log_probs_R
+        return torch.where(uniforms_R == END, end_token, tokens_R), log_probs_R
 
     end_token = json.loads((setting.model_folder / "config.json").read_text())["eos_token_id"]
-    hf.draw_uniforms, decoding.next_tokens = draw_with_ends, sample_with_ends
-    try:
+    with (
+        mock.patch.object(hf, "draw_uniforms", draw),
+        mock.patch.object(decoding, "next_tokens", sample_with_ends),
+    ):
         yield
-    finally:
-        hf.draw_uniforms, decoding.next_tokens = draw, sample
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ def uses_critic(config: Config) -> bool:
 
 
 class Schedule(NamedTuple):
-    """How far generation runs ahead of training (``strop.trainer.pipeline``)."""
+    """Batches that are generated ahead of training (``strop.trainer.pipeline``)."""
 
     ahead: int
     """Whole batches that are generated before the one that is learned from is done."""

@@ -26,7 +26,7 @@ _PHASES = {
     "log-probs, values, advantages": (COLOURS[5], ("old_log_prob", "ref", "values", "adv")),
     "update critic": (COLOURS[3], ("update_critic",)),
     "update actor": (COLOURS[1], ("update_actor", "update")),
-    "weights": (COLOURS[4], ("sync_weights", "verify_weights", "publish_weights", "take_weights")),
+    "weights": (COLOURS[4], ("sync_weights", "verify_weights", "take_weights")),
     "validate": ("#999933", ("testing",)),
     "write files": (COLOURS[6], ("save_checkpoint", "log_rollouts")),
 }
