@@ -34,6 +34,7 @@ class Group:
             self.may_write.set()
             self._thread.join()
             self._thread = None
+            self.may_write.clear()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
