@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.checkpoint.folder import verify
+from strop.checkpoint.record import require_same_run
 from strop.checkpoint.store import Checkpoints
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import model_paths, roles_of, tokenizer_paths, uses_critic
@@ -210,6 +211,7 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
     Raises:
         StropError: wrong inputs; several of them are ``SeveralErrors``.
     """
+    require_checkpoint(Checkpoints.of(config), config)  # first: of another model nothing is downloaded
     tokenizer = fetch_tokenizer(
         config,
         config.actor_rollout_ref.model,
@@ -221,7 +223,6 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
     attempt(lambda: check_models(config, tokenizer))
     for name in config.trainer.logger:
         attempt(lambda name=name: resolve_tracker(name))
-    attempt(lambda: require_checkpoint(Checkpoints.of(config), config.trainer.resume_mode))
 
     role_worker_mapping = {
         **dict.fromkeys((Role.ActorRollout, Role.Actor, Role.Rollout, Role.RefPolicy), ActorRolloutRefWorker),
@@ -263,11 +264,12 @@ def worker_group_class(config: RootConfig) -> type:
     return RayWorkerGroup
 
 
-def require_checkpoint(checkpoints: Checkpoints, resume_mode: str) -> None:
-    """Raise ``CheckpointError`` if the checkpoint to resume from is damaged."""
-    checkpoint = checkpoints.find(resume_mode)
+def require_checkpoint(checkpoints: Checkpoints, config: RootConfig) -> None:
+    """Raise an error if the checkpoint to resume from is damaged, or of another run; say what is resumed."""
+    checkpoint = checkpoints.find(config.trainer.resume_mode)
     if checkpoint is not None:
         verify(checkpoint)
+        require_same_run(checkpoint, config)
 
 
 def _require_scorers(trainer: RayPPOTrainer) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, reading_state_of
 from strop.data.rl_dataset import MeasuredDataset, all_rows
 from strop.errors import ConfigError, TrainingError
@@ -38,6 +39,7 @@ class Run(ABC):
         self.settings = trainer.config.trainer
         self.folder = RunFolder(self.settings.default_local_dir)
         self.checkpoints = Checkpoints.of(trainer.config, trained=self.trained)
+        self.record = record_of(trainer.config)  # now: files may change while the run trains
         self.seconds_before = 0.0
         self.timeline = Timeline()
         self._lengths_figure: Future[Path] | None = None
@@ -162,6 +164,7 @@ class Run(ABC):
             "global_step": trainer.global_step,
             "loader": trainer.train_loader.batches.state_dict(),
             "seconds": self.seconds(),
+            RECORD: self.record,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

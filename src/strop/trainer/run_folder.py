@@ -107,6 +107,7 @@ class RunFolder:
         archive.mkdir()
         for path in left:
             path.rename(archive / path.name)
+        logger.info("the files of an earlier run in %s are now in %s", self.path, archive)
 
 
 @contextmanager

@@ -197,6 +197,7 @@ class SupervisedRun(Run):
 def build(trainer_cls: type[SupervisedTrainer[Any]], config: SupervisedConfig) -> Any:
     """Check everything that can be checked without a model, and return the trainer."""
     check(config).report(logger)
+    require_checkpoint(Checkpoints.of(config, trained=(trainer_cls.group_name,)), config)
     own = [config.data.tokenizer] if config.data.tokenizer else []
     tokenizer = fetch_tokenizer(
         config, config.model, models=[config.model.path], tokenizers=own, weights=True
@@ -204,8 +205,6 @@ def build(trainer_cls: type[SupervisedTrainer[Any]], config: SupervisedConfig) -
     check_model("model", config.model, tokenizer, config.data.cache_dir)
     for name in config.trainer.logger:
         resolve_tracker(name)
-    checkpoints = Checkpoints.of(config, trained=(trainer_cls.group_name,))
-    require_checkpoint(checkpoints, config.trainer.resume_mode)
     return trainer_cls(
         config,
         tokenizer,
