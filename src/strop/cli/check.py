@@ -26,6 +26,7 @@ from strop.config.paths import expand
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import Schedule, is_off_policy, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config
+from strop.config.trees import PPO
 from strop.errors import Attempts, DataError
 from strop.terminal import literal
 
@@ -45,13 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check the configuration alone; do not build data sets and reward managers",
     )
+    parser.add_argument(
+        "--diff", action="store_true", help="show the keys that differ from the defaults, not all keys"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check and show a configuration; return 2 if there are errors, else 0."""
     config, console = config_from(arguments), Console(soft_wrap=True)
     result = check(config, train_rows=_train_rows(config))
-    console.print(render(result, config))
+    console.print(render(result, config, only_differences=arguments.diff))
     if result.errors:
         return 2
     if arguments.config_only:
@@ -95,9 +99,13 @@ def _train_rows(config: Config) -> int | None:
         return None  # reported when the data sets are built
 
 
-def render(result: CheckResult, config: Config) -> Group:
+def render(result: CheckResult, config: Config, *, only_differences: bool = False) -> Group:
     """Return everything about `config` for a rich console; errors and warnings come last."""
-    parts: list[RenderableType] = [Syntax(to_yaml(config), "yaml", background_color="default")]
+    parts: list[RenderableType] = (
+        [differences_table(config)]
+        if only_differences
+        else [Syntax(to_yaml(config), "yaml", background_color="default")]
+    )
     if result.plan is not None:
         parts += [plan_table(result.plan, config), placement_table(config, result.plan)]
         if config.trainer.async_steps and not config.trainer.val_only:
@@ -106,6 +114,19 @@ def render(result: CheckResult, config: Config) -> Group:
         if config.trainer.log_rollouts and not config.trainer.val_only:
             parts.append(disk_table(sample_files(config, result.plan)))
     return Group(*parts, *_findings("configuration", result.warnings, result.errors))
+
+
+def differences_table(config: Config) -> Table:
+    """Return a table of the keys with other values than their defaults."""
+    table = Table("key", "value", "default", title="Differences from the defaults", title_justify="left")
+    for change in PPO.differences(config):
+        table.add_row(
+            *(
+                literal("null" if value is None else value)
+                for value in (change.key, change.now, change.before)
+            )
+        )
+    return table
 
 
 def plan_table(plan: BatchPlan, config: Config) -> Table:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.cli.options import naming_options
 from strop.cli.train import log_to_console, require_valid
 from strop.config.backends import ROLLOUTS
 from strop.config.load import load_config
@@ -123,9 +124,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="key=value", help="further keys, as for strop train")
 
 
+OPTIONS = {
+    "actor_rollout_ref.model.path": "MODEL",
+    "actor_rollout_ref.rollout.name": "--rollout",
+    "actor_rollout_ref.rollout.val_kwargs.n": "--n",
+    "actor_rollout_ref.rollout.val_kwargs.temperature": "--temperature",
+    "actor_rollout_ref.rollout.val_kwargs.top_p": "--top-p",
+    "data.val_files": "--data",
+    "data.val_batch_size": "--batch-size",
+    "data.max_prompt_length": "--max-prompt-length",
+    "data.max_response_length": "--max-response-length",
+    "data.val_max_samples": "--limit",
+    "reward_model.model.path": "--reward-model",
+    "custom_reward_function.path": "--custom-reward",
+    "custom_reward_function.name": "--custom-reward",
+    "trainer.default_local_dir": "--out",
+    "trainer.log_val_generations": "--show",
+}
+"""Key -> the argument that sets it; messages name what the user wrote."""
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate the model and show the figures; return 0."""
-    log_to_console()
+    overridden = {override.partition("=")[0].lstrip("+~") for override in arguments.overrides}
+    names = {key: option for key, option in OPTIONS.items() if key not in overridden}
+    log_to_console(names)
+    with naming_options(names):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     out = Path(config.trainer.default_local_dir)
     if (out / RESULTS).exists():

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from strop.cli.options import in_options
 from strop.config.checks.check import check
 from strop.config.load import load_tree
 from strop.config.placement import rollout_in_words
@@ -68,16 +69,29 @@ def run(config: RootConfig) -> int:
     """Train the kind of run that the configuration describes; return 0."""
     log_to_console()
     require_valid(config)
+    logger.info("run folder: %s", config.trainer.default_local_dir)
     if isinstance(config, Config):
         logger.info("%s", rollout_in_words(config))
     with_restarts(config, train_once)
     return 0
 
 
-def log_to_console() -> None:
-    """Log strop's own messages from level INFO, those of other packages from WARNING."""
+class _InOptions(PrintableFormatter):
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__("%(message)s")
+        self._names = names
+
+    def format(self, record: logging.LogRecord) -> str:
+        return in_options(super().format(record), self._names)
+
+
+def log_to_console(names: Mapping[str, str] | None = None) -> None:
+    """Log strop's own messages from level INFO, those of other packages from WARNING.
+
+    ``names``: the options of a command, by the keys that they set; see ``in_options``.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(message)s"))
+    handler.setFormatter(_InOptions(names or {}))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logger.setLevel(logging.INFO)
 
