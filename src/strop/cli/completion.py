@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from typing import Any
 
 from strop.errors import MissingExtraError
@@ -11,7 +12,7 @@ from strop.errors import MissingExtraError
 def complete(parser: argparse.ArgumentParser, command: str) -> None:
     """Answer the shell and end the process; ``parser`` has the arguments of ``command``."""
     try:
-        import argcomplete
+        argcomplete = importlib.import_module("argcomplete")
     except ImportError:
         raise MissingExtraError("argcomplete", "completion", "shell completion") from None
     subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
@@ -32,7 +33,7 @@ class _Keys:
         self._keys = {path: key for path, key in all_keys(tree.schema).items() if not key.is_section}
 
     def __call__(self, prefix: str, **_: Any) -> list[str]:
-        from argcomplete.completers import FilesCompleter
+        completers = importlib.import_module("argcomplete.completers")
 
         path, equals, value = prefix.partition("=")
         if not equals:
@@ -42,4 +43,4 @@ class _Keys:
             return [f"{path}=True", f"{path}=False"]
         if expected.startswith("one of "):
             return [f"{path}={word}" for word in expected.removeprefix("one of ").split(", ")]
-        return [f"{path}={file}" for file in FilesCompleter()(value)]
+        return [f"{path}={file}" for file in completers.FilesCompleter()(value)]

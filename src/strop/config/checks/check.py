@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.config.batch_plan import MICRO_BATCHES, BatchPlan
-from strop.config.checks import inputs, learning, processes, supervised
+from strop.config.checks import inputs, learning, memory, processes, supervised
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.keys import check_keys
 from strop.config.keys import value_at
@@ -58,6 +58,9 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
         plan = BatchPlan.from_config(config, train_rows=train_rows)
     except ConfigError as problem:
         return CheckResult(errors + problem.problems, warnings, None)
+    compared = list(memory.run(config, plan)) if not attempt.errors else []
+    errors += [text for level, text in compared if level == "error"]
+    warnings += [text for level, text in compared if level == "warning"]
     if plan.actor_iterations == 0:
         errors.append(
             f"trainer.critic_warmup={config.trainer.critic_warmup} covers all {plan.iterations} iterations: "
@@ -132,6 +135,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
 SUPERVISED_RULES: tuple[Rule, ...] = (
     supervised.model,
     supervised.memory,
+    memory.supervised,
     supervised.shards,
     supervised.micro_batches,
 )

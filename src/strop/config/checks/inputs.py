@@ -13,6 +13,7 @@ from strop.config.batch_plan import longest_scored_row
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.forecast import read_model_facts
 from strop.config.keys import all_keys, longest_row, value_at
+from strop.config.machine import machine_memory
 from strop.config.names import missing_module
 from strop.config.paths import expand, is_url, may_be_a_hub_name
 from strop.config.roles import model_paths
@@ -172,7 +173,7 @@ def columns_in_memory(config: RootConfig, rows: int, keys: str) -> Iterator[Find
     length, words = longest_row(config.data)
     size, installed = (
         rows * length * _BYTES_OF_A_TOKEN,
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        machine_memory(),
     )
     if size > installed:
         yield error(

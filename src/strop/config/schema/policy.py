@@ -213,7 +213,7 @@ class RolloutConfig(VLLMSamplingConfig):
             "with rollout.name=vllm", _unused, "vLLM schedules by max_num_seqs and max_num_batched_tokens"
         ),
     ]
-    """Sequences that hf generates at once, per rank; null: all."""
+    """Sequences that hf generates at once, per rank; null: as many as fit. It never changes a sample."""
     do_sample: bool
     """Sample; False: take the likeliest token."""
     n: PositiveInt

@@ -58,7 +58,7 @@ class RunConfig(Section):
     project_name: str
     """Project in the trackers and in default_local_dir."""
     experiment_name: Annotated[str, Expected("string or null")]
-    """Run in the trackers and in default_local_dir; null: the name of that folder."""
+    """Run in the trackers and in default_local_dir; null: that folder's name, or one from what is trained."""
     logger: Names
     """Trackers: console, tensorboard, wandb, or your own's import path; metrics.jsonl is always written."""
     nnodes: Annotated[Processes, _OTHER_POOLS]
@@ -86,7 +86,7 @@ class RunConfig(Section):
     val_only: bool
     """Validate once and stop."""
     resume_mode: Text
-    """auto: newest in default_local_dir, else in default_hdfs_dir; disable: never; or path or URL of one."""
+    """auto: newest of the same run in default_local_dir or default_hdfs_dir; disable; path or URL of one."""
     max_restarts: Annotated[Count, _ONE_PROCESS]
     """When a worker dies or hangs: restart from the last checkpoint, at most this many times."""
     phase_timeout_s: Annotated[Seconds | None, _ONE_PROCESS]
