@@ -60,12 +60,16 @@ def test_a_warning_above_the_memory_and_an_error_above_twice_it(model, installed
 
 
 def test_processes_on_this_machine_share_its_memory(model, installed):
-    one = load_config(settings(model, "data.train_batch_size=256", "trainer.n_gpus_per_node=1"))
+    small = ("data.train_batch_size=256", "actor_rollout_ref.rollout.micro_batch_size_per_gpu=8")
+    one = load_config(settings(model, *small, "trainer.n_gpus_per_node=1"))
     need = forecast(one, BatchPlan.from_config(one)).peak
     installed(need * 2)
     assert not memory_lines(check(one).warnings)
-    eight = load_config(settings(model, "data.train_batch_size=256", "trainer.n_gpus_per_node=8"))
-    assert mentions(memory_lines(check(eight).warnings + check(eight).errors)[0], "8 processes")
+    eight = check(load_config(settings(model, *small, "trainer.n_gpus_per_node=8")))
+    assert mentions(memory_lines(eight.warnings + eight.errors)[0], "8 processes")
+    pools = ("trainer.resource_pools={a: [1], b: [3]}", "trainer.placement={RefPolicy: b}")
+    apart = check(load_config(settings(model, *small, *pools)))  # the reference alone needs little
+    assert not memory_lines(apart.warnings + apart.errors)
 
 
 def test_samples_generated_at_once_fit_the_memory_beside_the_models(model, installed):

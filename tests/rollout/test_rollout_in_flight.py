@@ -144,7 +144,7 @@ CASES = {
     "top_p": {"top_p": 0.8},
     "micro-batches": {"size": 4},
     "one at a time": {"size": 1, "ahead": 3},
-    "cut": {"size": 4, "stop_token_ids": (0,)},  # at the limit, before others of their part
+    "to the limit": {"size": 4, "stop_token_ids": (0,)},  # cut in the turn of an earlier batch
     "windows": {"family": "gemma3", "n": 1},
 }
 
@@ -177,7 +177,7 @@ def test_every_token_is_the_one_that_plain_passes_with_its_versions_weights_samp
     assert columns["rollout_versions"].dtype == torch.int32
     assert rollout.in_flight() == {"batches": {}}
     # Samples complete before their turn, continued to a stop token, and over several versions occurred.
-    assert {"plain": {"ahead", "stopped", 1, 2, 3}, "cut": {"cut", 2}}.get(
+    assert {"plain": {"ahead", "stopped", 1, 2, 3}, "to the limit": {"ahead", 1}}.get(
         case, {"ahead", "stopped", 2}
     ) <= seen
 

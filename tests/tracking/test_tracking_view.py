@@ -158,7 +158,7 @@ def test_one_sample_of_each_prompt_is_shown_and_others_are_found(track, tmp_path
     pq.write_table(pa.Table.from_pylist(rows), path)
 
     def answers(*arguments):
-        return [int(number) for number in re.findall(r"answer (\d+)", view(capsys, folder, *arguments))]
+        return [int(number) for number in re.findall(r"│ answer (\d+)", view(capsys, folder, *arguments))]
 
     assert answers() == [0, 4, 8]
     assert answers("--sort", "score") == [11, 7, 3]

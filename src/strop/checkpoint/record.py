@@ -15,13 +15,15 @@ import torch
 import xxhash
 import yaml
 
-from strop.checkpoint.folder import TRAINER
+from strop.checkpoint.folder import TRAINER, verify
+from strop.checkpoint.store import reading_state_of
 from strop.config.identity import Change, changes, decides_what_is_trained, files_of
 from strop.config.placement import settled
 from strop.config.roles import uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.trees import PPO, REWARD_MODELLING, SFT
 from strop.errors import ConfigError
+from strop.manifest import require_unchanged
 
 logger = logging.getLogger("strop")
 
@@ -69,9 +71,10 @@ def _files(path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def require_same_run(checkpoint: Path, config: RootConfig) -> None:
-    """Compare the run of a verified ``checkpoint`` with ``config``; log what is resumed, and what differs.
+    """Verify ``checkpoint``, compare its run with ``config``, and log what is resumed and what differs.
 
-    ``ConfigError`` if ``trainer.resume_mode=auto`` found a checkpoint of another model, reward or data.
+    Raises ``CheckpointError`` if it is damaged, and ``ConfigError`` if ``trainer.resume_mode=auto`` found a
+    checkpoint of another model, reward or data.
     """
     before = _recorded(checkpoint)
     goes_on = config.trainer.resume_mode == "auto"
@@ -113,7 +116,10 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
 
 def _recorded(checkpoint: Path) -> dict[str, Any] | None:
     """Return the record of a checkpoint; of one without a record, the configuration beside it."""
-    state = torch.load(checkpoint / TRAINER, weights_only=True)
+    own = {name: entry for name, entry in verify(checkpoint).items() if name == TRAINER}
+    require_unchanged(str(checkpoint), checkpoint, own)
+    with reading_state_of(checkpoint):
+        state = torch.load(checkpoint / TRAINER, weights_only=True)
     if RECORD in state:
         return state[RECORD]
     try:
@@ -146,7 +152,7 @@ def _is_used(key: str, config: RootConfig) -> bool:
     return key != "critic.model.path" or uses_critic(config)
 
 
-_OWN = ("trainer.resume_mode",)
+_OWN = ("trainer.resume_mode", "trainer.default_local_dir", "trainer.experiment_name")
 
 
 def _same_files(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from strop.cli.train import add_config_arguments, config_from
 from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
 from strop.config.checks.check import CheckResult, check
 from strop.config.forecast import Forecast, SampleFiles, forecast, read_model_facts, sample_files
+from strop.config.identity import in_words
 from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import Placement, runs_on_ray
@@ -102,7 +103,7 @@ def _train_rows(config: Config) -> int | None:
 def render(result: CheckResult, config: Config, *, only_differences: bool = False) -> Group:
     """Return everything about `config` for a rich console; errors and warnings come last."""
     parts: list[RenderableType] = (
-        [differences_table(config)]
+        [differences(config)]
         if only_differences
         else [Syntax(to_yaml(config), "yaml", background_color="default")]
     )
@@ -116,17 +117,13 @@ def render(result: CheckResult, config: Config, *, only_differences: bool = Fals
     return Group(*parts, *_findings("configuration", result.warnings, result.errors))
 
 
-def differences_table(config: Config) -> Table:
-    """Return a table of the keys with other values than their defaults."""
-    table = Table("key", "value", "default", title="Differences from the defaults", title_justify="left")
-    for change in PPO.differences(config):
-        table.add_row(
-            *(
-                literal("null" if value is None else value)
-                for value in (change.key, change.now, change.before)
-            )
-        )
-    return table
+def differences(config: Config) -> Group:
+    """Return a line for each key that has another value than its default; none is cut to the terminal."""
+    lines = [
+        literal(f"{change.key}: {in_words(change.now)}  (default: {in_words(change.before)})")
+        for change in PPO.differences(config)
+    ]
+    return Group(Text("Differences from the defaults", style="italic"), *lines, Text(""))
 
 
 def plan_table(plan: BatchPlan, config: Config) -> Table:

@@ -120,7 +120,7 @@ class Forecast:
         phases = [size for size in self.phases.values() if size is not None]
         if resident is None or len(phases) < len(self.phases):
             return None
-        return resident + max(phases)
+        return resident + max(phases, default=0)
 
 
 def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> Forecast:

@@ -46,12 +46,13 @@ class Change(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
-        before, now = (_shown(value) for value in (self.before, self.now))
+        before, now = (in_words(value) for value in (self.before, self.now))
         return f"{self.key}: {before} -> {now}" if before != now else f"{self.key}: {now}, changed"
 
 
-def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value)
+def in_words(value: Any) -> str:
+    """Return a value as the configuration writes it, cut to a line."""
+    text = "null" if value is None else "''" if value == "" else str(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 

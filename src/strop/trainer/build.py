@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strop.checkpoint.folder import verify
 from strop.checkpoint.record import require_same_run
 from strop.checkpoint.store import Checkpoints
 from strop.config.placement import Placement, runs_on_ray
@@ -268,7 +267,6 @@ def require_checkpoint(checkpoints: Checkpoints, config: RootConfig) -> None:
     """Raise an error if the checkpoint to resume from is damaged, or of another run; say what is resumed."""
     checkpoint = checkpoints.find(config.trainer.resume_mode)
     if checkpoint is not None:
-        verify(checkpoint)
         require_same_run(checkpoint, config)
 
 
