@@ -94,13 +94,11 @@ def test_verls_name_of_a_correction_proposes_the_key_here(name, key):
     "key",
     [
         "algorithm.clip_ratio",
-        "lr",
         "reward_model.model.fsdp_config.fsdp_size",
         "reward_model.model.fsdp_size",
         "reward_model.model.use_remove_padding",
         "reward_model.strategy",
         "reward_model.use_remove_padding",
-        "use_remove_padding",
     ],
 )
 def test_no_key_of_another_section_is_proposed(key):
