@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -149,7 +150,9 @@ def test_a_batch_function_that_fails_fails_all(make: Make, batch_of: Callable[..
 def test_truncated_is_known_once_the_batch_is_complete(make: Make, batch_of: Callable[..., DataProto]):
     batch = batch_of(["3", "4"], ["3"] * 2, truncated=torch_bools(2) | (torch_bools(2) == 0))
     manager = make(lambda response, truncated: float(truncated))
-    assert not manager.expect(batch).takes_samples
+    pending = manager.expect(batch)
+    assert not pending.takes_samples
+    pending.cancel()
     assert manager(batch).parts["rule"].tolist() == [1.0, 1.0]
     assert make(lambda response, **values: float("truncated" not in values))(batch).parts[
         "rule"
@@ -178,10 +181,8 @@ async def judge(response: str, seconds: float = 0.0) -> float:
         os._exit(3)
     if response == "swallow":
         while True:
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(1e6)
-            except asyncio.CancelledError:
-                pass
     if response == "hang":
         await asyncio.sleep(1e6)
     if response == "raise":
@@ -263,7 +264,8 @@ def test_modules_beside_the_file_are_found_also_in_its_process(tmp_path: Path, r
         (folder / "helper_of_a_test.py").write_text(f"VALUE = {number}.0\n")
         (folder / "random.py").write_text("raise SystemExit('shadows the standard library')\n")
         (folder / "reward.py").write_text(
-            "import random\nfrom helper_of_a_test import VALUE\ndef compute_score(response):\n    return VALUE\n"
+            "import random\nfrom helper_of_a_test import VALUE\n"
+            "def compute_score(response):\n    return VALUE\n"
         )
         function = load_custom_reward(str(folder / "reward.py"))
         assert function(response="") == number

@@ -118,7 +118,7 @@ class Function:
 
     def require(self, columns: Collection[str]) -> None:
         """Raise ``ConfigError`` if a required parameter is neither a known value nor one of ``columns``."""
-        known = {*SAMPLE_NAMES, *columns, *(BATCH_NAMES if self.is_batch else ())}
+        known = {*SAMPLE_NAMES, *columns, *(BATCH_NAMES if self.is_batch else ()), "uid"}
         missing = [name for name in self.required if name not in known]
         if not missing:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -68,6 +68,10 @@ class Reward(Protocol):
 
     def require_columns(self, columns: Collection[str]) -> None:
         """Raise ``ConfigError`` if a function needs an argument that rows with these columns do not give."""
+        return
+
+    def warn_without_ground_truths(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Warn if a function compares with ground truths, and no row has one."""
         return
 
     def is_built_in(self, source: str) -> bool:

@@ -110,6 +110,8 @@ def _add_siblings(folder: Path) -> None:
             sys.path.remove(place)
         installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
         first = next((i for i, known in enumerate(sys.path) if known in installed), len(sys.path))
+        while first and Path(sys.path[first - 1]) in _folders:
+            first -= 1
         sys.path.insert(first, place)
     if folder not in _folders:
         _folders.append(folder)

@@ -53,6 +53,7 @@ _SECTION_KEYS = (
     "penalty_reward_value",
     "min_response_length",
 )
+_GROUND_TRUTHS = {"ground_truth", "ground_truths"}
 _OFF_UNLESS_SET = ("memory_limit_mb", "parts", "non_stop_penalty", "min_response_length")
 
 
@@ -310,6 +311,68 @@ class RewardManager(Reward):
         for function in (self.scorer.own, *self._part_scorers.values()):
             function.require(columns)
 
+    def warn_without_ground_truths(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Warn if a user's function names the ground truth, and no row has one."""
+        own = () if self._router is not None else (self.scorer.own,)
+        functions = [
+            function
+            for function in (*own, *self._part_scorers.values())
+            if function.names & _GROUND_TRUTHS and not isinstance(function.function, BuiltInScorer)
+        ]
+        if not functions:
+            return
+        columns: set[str] = set()
+        for row in rows:
+            columns |= row.keys()
+            if _ground_truth(row.get("reward_model"), row.get("ground_truth")) is not None:
+                return
+        found = ", ".join(sorted(columns - {"input_ids", "index"}))
+        logger.warning(
+            "warning: %s gets ground_truth=None for every row: the data has neither "
+            "reward_model.ground_truth nor a column ground_truth. Name the column with the answers "
+            "(data.answer_key), or take it as a parameter of the function; the columns are %s",
+            functions[0].where, found,
+        )  # fmt: skip
+
+    def score_example(self, prompts: DataProto, *, has_reward_model: bool) -> tuple[str, Outcome] | None:
+        """Score one row, as a check, with its ground truth as the response; return this text and the outcome.
+
+        ``prompts`` is a batch of one row. None without a function of the user's. Raises as ``__call__``.
+        """
+        if self._router is not None and not self._router.has_own and not self._own_parts():
+            return None
+        if not any(self._required(prompts, has_model=has_reward_model)):
+            return None
+        ((_, ground_truth, _),) = self._fields(prompts)
+        text = (
+            ground_truth
+            if isinstance(ground_truth, str)
+            else ""
+            if ground_truth is None
+            else str(ground_truth)
+        )
+        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        mask_1L = torch.cat(
+            [prompts.batch["attention_mask"], torch.ones(1, len(ids), dtype=torch.long)], dim=1
+        )
+        batch = DataProto(
+            {
+                "prompts": prompts.batch["input_ids"],
+                "responses": torch.tensor([ids]),
+                "response_mask": torch.ones(1, len(ids)),
+                "attention_mask": mask_1L,
+                "truncated": torch.zeros(1, dtype=torch.bool),
+            },
+            prompts.non_tensor_batch,
+        )
+        pending = self._expect(batch, n=1, with_model=has_reward_model)
+        pending.complete(batch)
+        (outcome,) = pending.outcomes()
+        return None if outcome is None else (text, outcome)
+
+    def _own_parts(self) -> bool:
+        return any(not isinstance(part.function, BuiltInScorer) for part in self._part_scorers.values())
+
     def is_built_in(self, source: str) -> bool:
         """Return True if the source's rule is its built-in scorer, with a weight other than 0."""
         weight = self.composition.parts[RULE].weight(source)
@@ -339,7 +402,7 @@ class RewardManager(Reward):
             )
         nothing = np.full(len(prompts), None, dtype=object)
         return [
-            (str(source), target["ground_truth"] if target and "ground_truth" in target else plain, extra)
+            (str(source), _ground_truth(target, plain), extra)
             for source, target, plain, extra in zip(
                 columns[self.reward_fn_key],
                 columns.get("reward_model", nothing),
@@ -419,6 +482,11 @@ def _with_errors(
             changed[row] = Outcome("raised", error=errors[row])
     log_first(errors, functools.partial(name_row, samples))
     return changed
+
+
+def _ground_truth(record: Mapping[str, Any] | None, column: Any) -> Any:
+    """Return ``reward_model.ground_truth``, or the column ``ground_truth`` without it."""
+    return record["ground_truth"] if record and "ground_truth" in record else column
 
 
 class SampleValues:
