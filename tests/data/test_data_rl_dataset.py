@@ -54,6 +54,7 @@ def test_a_row_has_its_ids_and_its_columns_as_plain_python(build):
         "extra_info": {"split": "train", "index": 5, "tags": ["a", "b"]},
         "index": 5,
         "level": "hard",
+        "prompt": [{"role": "user", "content": "w1 w2"}],
     }
     assert type(row["extra_info"]["tags"]) is list
     assert dataset[0]["input_ids"].dtype == torch.int64
