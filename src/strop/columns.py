@@ -68,6 +68,7 @@ data_source         | B   | object  | text   | data    | rewards, validation | s
 reward_model        | B   | object  | record | data    | rewards, samples | {style, ground_truth} | optional
 extra_info          | B   | object  | record | data    | rewards | any further facts | optional
 index               | B   | object  | row    | data    | reward functions | extra_info["index"] or row number
+prompt              | B   | object  | chat   | data    | rewards | as in the file; or named by data.prompt_key
 raw_prompt          | B   | object  | chat   | data    | data.rewriting | messages | return_raw_chat
 raw_prompt_ids      | B   | object  | ids    | data    | users | without template | return_raw_input_ids
 uid                 | B   | object  | text   | driver  | advantages | names the prompt; its n samples share it

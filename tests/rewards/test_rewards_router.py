@@ -47,7 +47,9 @@ def test_registered_scorers_get_all_four_arguments_and_go_before_built_in_ones(
     assert default_compute_score("openai/gsm8k", "a", "b") == sample
     assert "mine" not in before.sources
     with pytest.raises(ConfigError, match=naming("register_scorer('mine')")):
-        register_scorer("mine", lambda text: 1.0)
+        register_scorer("mine", lambda text, /: 1.0)
+    with pytest.raises(ConfigError, match=naming("batch")):
+        register_scorer("mine", lambda completions: [1.0])
 
 
 @pytest.mark.parametrize(

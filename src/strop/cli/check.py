@@ -10,7 +10,9 @@ import argparse
 import logging
 import os
 import sys
+import time
 from logging.handlers import MemoryHandler
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.syntax import Syntax
@@ -28,8 +30,11 @@ from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import Schedule, is_off_policy, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config
 from strop.config.trees import PPO
-from strop.errors import Attempts, DataError
+from strop.errors import Attempts, DataError, RewardError
 from strop.terminal import literal
+
+if TYPE_CHECKING:
+    from strop.trainer.ray_trainer import RayPPOTrainer
 
 _FORWARD_NAMES = {
     "log_prob": "old log-probs",
@@ -61,14 +66,19 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if arguments.config_only:
         return 0
-    warnings, errors = check_inputs(config)
+    warnings, errors, scored = check_inputs(config)
     new = [line for line in warnings if line not in result.warnings]
+    if scored:
+        console.print(literal(scored))
     console.print(Group(*_findings("data sets and reward managers", new, errors)))
     return 2 if errors else 0
 
 
-def check_inputs(config: Config) -> tuple[list[str], list[str]]:
-    """Build tokenizer, data sets and reward managers as a run does; return warnings and errors."""
+def check_inputs(config: Config) -> tuple[list[str], list[str], str]:
+    """Build tokenizer, data sets and reward managers as a run does, and score one row.
+
+    Returns warnings, errors, and the result for that row; "" if only built-in scorers are used.
+    """
     from strop.trainer.build import build_trainer  # torch and transformers: seconds
 
     log = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize)
@@ -80,11 +90,46 @@ def check_inputs(config: Config) -> tuple[list[str], list[str]]:
         trainer = attempt(lambda: build_trainer(config, with_weights=False))
     finally:
         logger.removeHandler(log)
+    scored = ""
     if trainer is not None:
+        scored = attempt(lambda: _score_one_row(trainer)) or ""
         trainer.reward_fn.close()
         trainer.val_reward_fn.close()
     warnings = [record.getMessage().removeprefix("warning: ") for record in log.buffer]
-    return warnings, attempt.lines
+    return warnings, attempt.lines, scored
+
+
+def _score_one_row(trainer: RayPPOTrainer) -> str:
+    """Score the first row with its ground truth as the response; return the result in words.
+
+    Raises ``RewardError`` if the user's function fails.
+    """
+    from strop.protocol import DataProto
+    from strop.rewards.manager import RewardManager
+
+    val_only = trainer.config.trainer.val_only
+    manager = trainer.val_reward_fn if val_only else trainer.reward_fn
+    loader = trainer.val_loader if val_only else trainer.train_loader
+    if not isinstance(manager, RewardManager):
+        return ""
+    prompts = loader.collate_fn([loader.dataset[0]])
+    started = time.monotonic()
+    found = manager.score_example(
+        prompts.union(DataProto.from_dict(non_tensors={"uid": ["0-0"]})),
+        has_reward_model=trainer.config.reward_model.enable,
+    )
+    if found is None:
+        return ""
+    response, outcome = found
+    where = manager.scorer.own.where
+    taken = ", ".join(sorted(manager.scorer.wanted)) if manager.scorer.wanted else "everything (**kwargs)"
+    of_row = f"the first row, with its ground truth as the response: {response!r:.80}"
+    if outcome.error:
+        raise RewardError(f"{where} (it takes {taken}) fails for {of_row}\n{outcome.error.strip()}")
+    score = "None: it does not apply" if outcome.score is None else f"{outcome.score:g}"
+    parts = "".join(f", {name} {value:g}" for name, value in outcome.parts.items())
+    seconds = time.monotonic() - started
+    return f"{where} takes {taken}\nscore of {of_row}: {score}{parts} ({seconds:.2f} s)"
 
 
 def _train_rows(config: Config) -> int | None:

@@ -25,7 +25,7 @@ from strop.prepare.source import read_records
 from strop.rewards.custom import load_custom_reward
 from strop.rewards.router import BuiltInScorer, Router
 from strop.rewards.worker.feed import Feed
-from strop.rewards.worker.pool import RewardPool
+from strop.rewards.worker.pool import reward_process
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 from strop.terminal import literal
 
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     _require_ready(scorer, Counter(sample.data_source for sample in samples), arguments.timeout)
     by_source: defaultdict[str, list[Outcome]] = defaultdict(list)
     first_error = ""
-    pool = RewardPool(scorer, num_workers=arguments.workers, timeout_s=arguments.timeout)
+    pool = reward_process(scorer, num_workers=arguments.workers, timeout_s=arguments.timeout)
     with contextlib.closing(pool):
         outcomes = pool.evaluate_all(Feed.of(samples))
         progress = track(outcomes, "Scoring", console=console, transient=True, total=len(samples))
@@ -219,7 +219,7 @@ def _table(by_source: Mapping[str, list[Outcome]]) -> Table:
     for heading in ("answers", "mean score", "errors"):
         table.add_column(heading, justify="right")
     for source, outcomes in sorted(by_source.items()):
-        scores = [outcome.score for outcome in outcomes if not outcome.error]
+        scores = [outcome.score for outcome in outcomes if not outcome.error and outcome.score is not None]
         mean = f"{sum(scores) / len(scores):.4f}" if scores else "-"
         table.add_row(literal(source), str(len(outcomes)), mean, str(len(outcomes) - len(scores)))
     return table

@@ -61,7 +61,7 @@ class RLHFDataset:
 
     ``dataset[i]`` is a dict: ``input_ids`` (int64 tensor [length], unpadded, at most ``max_prompt_length``),
     ``data_source`` (the column ``reward_fn_key``), ``index`` (``extra_info["index"]``, else the row's
-    number), every other column of the files as plain Python values, and optionally ``raw_prompt`` (chat
+    number), every column of the files as plain Python values, and optionally ``raw_prompt`` (chat
     messages; a plain string becomes one user message) and ``raw_prompt_ids`` (list of ints: the text alone,
     without chat template and special tokens).
 
@@ -115,7 +115,7 @@ class RLHFDataset:
     def __getitem__(self, item: int) -> dict[str, Any]:
         row_number = int(self._rows[item])
         fields = self._table.row(row_number)
-        prompt = fields.pop(self.prompt_key)
+        prompt = fields[self.prompt_key]
         ids = truncate(self._tokens[row_number], self.max_prompt_length, self.truncation)
         fields["input_ids"] = torch.from_numpy(ids.astype(np.int64))
         fields["data_source"] = fields.setdefault(self.reward_fn_key, UNNAMED_SOURCE)

@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +19,10 @@ from strop.algorithms.registry import accepted, resolve
 from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE, read_parts
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
+from strop.rewards.arguments import Function, named_values
 from strop.rewards.base import BatchReward, PendingReward, Reward
 from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, log_first, name_row, real_tokens
-from strop.rewards.custom import load_custom_reward, require_score_signature
+from strop.rewards.custom import CustomReward, load_custom_reward
 from strop.rewards.parts import Composition, UnusedParts, part_scorers
 from strop.rewards.reward_output import (
     RewardOutput,
@@ -30,9 +31,9 @@ from strop.rewards.reward_output import (
     rule_parts,
     score_metrics,
 )
-from strop.rewards.router import BuiltInScorer, PartScorers, Router
-from strop.rewards.worker.pool import RewardPool, default_num_workers
-from strop.rewards.worker.process import RewardProcess
+from strop.rewards.router import BuiltInScorer, Router
+from strop.rewards.scorer import Scorer
+from strop.rewards.worker.pool import default_num_workers, reward_process
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 
 if TYPE_CHECKING:
@@ -46,11 +47,13 @@ _SECTION_KEYS = (
     "error_score",
     "max_error_rate",
     "memory_limit_mb",
+    "max_concurrency",
     "parts",
     "non_stop_penalty",
     "penalty_reward_value",
     "min_response_length",
 )
+_GROUND_TRUTHS = {"ground_truth", "ground_truths"}
 _OFF_UNLESS_SET = ("memory_limit_mb", "parts", "non_stop_penalty", "min_response_length")
 
 
@@ -59,10 +62,12 @@ class RewardManager(Reward):
 
     One process scores one sample after another; ``num_workers`` processes score as many in parallel.
 
-    ``compute_score`` is called with the keywords ``data_source``, ``solution_str``, ``ground_truth`` and
-    ``extra_info``, and returns a number, or a dict with a number under "score" and further named numbers.
-    Without it, the data source selects the scorer (:mod:`strop.rewards.router`); ``scorer_kwargs`` has its
-    options.
+    ``compute_score`` is called with the values that its parameters name (:mod:`strop.rewards.arguments`),
+    for one sample or for a batch, and returns a number, or a dict with a number under "score" and further
+    named numbers; for a batch a list of these. ``async def`` functions score up to ``max_concurrency``
+    samples at the same time in one process. ``prompt_key`` names the prompts' column. Without
+    ``compute_score``, the data source selects the scorer (:mod:`strop.rewards.router`); ``scorer_kwargs`` has
+    its options.
 
     If the batch has ``rm_scores`` [B], the reward model's score is added. It is the whole score of samples
     with ``reward_model.style`` "model" and, without ``compute_score``, of data sources without a scorer.
@@ -95,6 +100,8 @@ class RewardManager(Reward):
         max_error_rate: float = 0.1,
         memory_limit_mb: int | None = None,
         num_workers: int = 1,
+        max_concurrency: int = 32,
+        prompt_key: str = "prompt",
         scorer_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         parts: Mapping[str, Any] | None = None,
         non_stop_penalty: bool = False,
@@ -104,39 +111,40 @@ class RewardManager(Reward):
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
-        self.reward_fn_key = reward_fn_key
+        self.reward_fn_key, self.prompt_key = reward_fn_key, prompt_key
         self.error_score = error_score
         self.printer = printer or logger.info
         self._sources: list[str] | None = None  # None: every source has a scorer
         self._router: Router | None = None
         self._timeout_s = timeout_s
         if compute_score is None:
-            compute_score = self._router = Router(scorer_kwargs)
+            self._router = Router(scorer_kwargs)
             self._sources = self._router.sources
+            own = Function(self._router, "the router of data sources")
         elif scorer_kwargs:
             raise ConfigError(
                 "scorer_kwargs sets options of built-in scorers, but a custom reward function is set"
             )
         else:
-            require_score_signature(compute_score, "compute_score")
+            where = compute_score.where if isinstance(compute_score, CustomReward) else "compute_score"
+            own = Function(compute_score, where)
         self.composition = Composition(
             parts=read_parts(parts),
             non_stop_penalty=non_stop_penalty,
             penalty_reward_value=penalty_reward_value,
             min_response_length=min_response_length,
         )
-        if scorers := part_scorers(self.composition.parts):
-            compute_score = PartScorers(compute_score, scorers)
-        self._part_scorers = scorers
+        self._part_scorers = part_scorers(self.composition.parts)
+        self.scorer = Scorer(own, self._part_scorers)
         self._unused_parts = UnusedParts(self.composition.parts)
         self._budget = ErrorBudget(max_error_rate)  # of functions
         self._final_budget = ErrorBudget(max_error_rate)  # also of what is added to their scores
-        self._process: RewardProcess | RewardPool = (
-            RewardProcess(compute_score, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb)
-            if num_workers == 1
-            else RewardPool(
-                compute_score, num_workers=num_workers, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb
-            )
+        self._process = reward_process(
+            self.scorer,
+            num_workers=num_workers,
+            timeout_s=timeout_s,
+            memory_limit_mb=memory_limit_mb,
+            max_concurrency=max_concurrency,
         )
         self._last_job: ScoringJob | None = None
 
@@ -176,14 +184,20 @@ class RewardManager(Reward):
             after=self._last_job,
         )
 
+        values = SampleValues(self.scorer, self.tokenizer, prompts, self.prompt_key)
+
         def sample(row: int, token_ids: list[int]) -> Sample:
             response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
             source, ground_truth, extra = fields[row]
             parts = required[row] if self._part_scorers else None
-            return Sample(source, response, ground_truth, extra, parts, len(token_ids))
+            truncated = pending.truncated(row) if self.scorer.waits else None
+            named = values.of(row // n, token_ids, response, truncated=truncated)
+            return Sample(source, response, ground_truth, extra, parts, len(token_ids), named)
 
         compose = functools.partial(self._compose, [RULE in parts for parts in required])
-        return PendingSamples(self._last_job, [bool(parts) for parts in required], sample, compose)
+        is_scored = [bool(parts) for parts in required]
+        pending = PendingSamples(self._last_job, is_scored, sample, compose, waits=self.scorer.waits)
+        return pending
 
     def _compose(
         self,
@@ -284,11 +298,80 @@ class RewardManager(Reward):
                 scorer = self._part_scorers.get(name)
                 if name == RULE and self._router is not None:
                     self._router.require_ready(source, self._timeout_s)
-                elif isinstance(scorer, BuiltInScorer):
-                    scorer.require_ready(self._timeout_s)
+                elif scorer is not None and isinstance(scorer.function, BuiltInScorer):
+                    scorer.function.require_ready(self._timeout_s)
             self.composition.require_scored(
                 source, has_rule=has_rule, has_reward_model=has_reward_model, known=self._sources or ()
             )
+
+    def require_columns(self, columns: Collection[str]) -> None:
+        """Raise ``ConfigError`` if a function needs an argument that is neither a value nor a column."""
+        if self._router is not None:
+            self._router.require_columns(columns)
+        for function in (self.scorer.own, *self._part_scorers.values()):
+            function.require(columns)
+
+    def warn_without_ground_truths(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Warn if a user's function names the ground truth, and no row has one."""
+        own = () if self._router is not None else (self.scorer.own,)
+        functions = [
+            function
+            for function in (*own, *self._part_scorers.values())
+            if function.names & _GROUND_TRUTHS and not isinstance(function.function, BuiltInScorer)
+        ]
+        if not functions:
+            return
+        columns: set[str] = set()
+        for row in rows:
+            columns |= row.keys()
+            if _ground_truth(row.get("reward_model"), row.get("ground_truth")) is not None:
+                return
+        found = ", ".join(sorted(columns - {"input_ids", "index"}))
+        logger.warning(
+            "warning: %s gets ground_truth=None for every row: the data has neither "
+            "reward_model.ground_truth nor a column ground_truth. Name the column with the answers "
+            "(data.answer_key), or take it as a parameter of the function; the columns are %s",
+            functions[0].where, found,
+        )  # fmt: skip
+
+    def score_example(self, prompts: DataProto, *, has_reward_model: bool) -> tuple[str, Outcome] | None:
+        """Score one row, as a check, with its ground truth as the response; return this text and the outcome.
+
+        ``prompts`` is a batch of one row. None without a function of the user's. Raises as ``__call__``.
+        """
+        if self._router is not None and not self._router.has_own and not self._own_parts():
+            return None
+        if not any(self._required(prompts, has_model=has_reward_model)):
+            return None
+        ((_, ground_truth, _),) = self._fields(prompts)
+        text = (
+            ground_truth
+            if isinstance(ground_truth, str)
+            else ""
+            if ground_truth is None
+            else str(ground_truth)
+        )
+        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        mask_1L = torch.cat(
+            [prompts.batch["attention_mask"], torch.ones(1, len(ids), dtype=torch.long)], dim=1
+        )
+        batch = DataProto(
+            {
+                "prompts": prompts.batch["input_ids"],
+                "responses": torch.tensor([ids]),
+                "response_mask": torch.ones(1, len(ids)),
+                "attention_mask": mask_1L,
+                "truncated": torch.zeros(1, dtype=torch.bool),
+            },
+            prompts.non_tensor_batch,
+        )
+        pending = self._expect(batch, n=1, with_model=has_reward_model)
+        pending.complete(batch)
+        (outcome,) = pending.outcomes()
+        return None if outcome is None else (text, outcome)
+
+    def _own_parts(self) -> bool:
+        return any(not isinstance(part.function, BuiltInScorer) for part in self._part_scorers.values())
 
     def is_built_in(self, source: str) -> bool:
         """Return True if the source's rule is its built-in scorer, with a weight other than 0."""
@@ -319,10 +402,11 @@ class RewardManager(Reward):
             )
         nothing = np.full(len(prompts), None, dtype=object)
         return [
-            (str(source), (target or {}).get("ground_truth"), extra)
-            for source, target, extra in zip(
+            (str(source), _ground_truth(target, plain), extra)
+            for source, target, plain, extra in zip(
                 columns[self.reward_fn_key],
                 columns.get("reward_model", nothing),
+                columns.get("ground_truth", nothing),
                 columns.get("extra_info", nothing),
                 strict=True,
             )
@@ -400,6 +484,60 @@ def _with_errors(
     return changed
 
 
+def _ground_truth(record: Mapping[str, Any] | None, column: Any) -> Any:
+    """Return ``reward_model.ground_truth``, or the column ``ground_truth`` without it."""
+    return record["ground_truth"] if record and "ground_truth" in record else column
+
+
+class SampleValues:
+    """``Sample.named`` of the samples of a batch of prompts, as the functions of ``scorer`` take them."""
+
+    def __init__(self, scorer: Scorer, tokenizer: Any, prompts: DataProto, prompt_key: str) -> None:
+        self._scorer, self._tokenizer, self._prompts = scorer, tokenizer, prompts
+        self._given = prompts.non_tensor_batch.get(prompt_key)
+        self._columns = dict(prompts.non_tensor_batch)
+
+    def of(
+        self, prompt: int, token_ids: list[int], response: str, *, truncated: bool | None
+    ) -> dict[str, Any]:
+        """Return the values for a response to the prompt in row ``prompt``."""
+        given = None if self._given is None else self._given[prompt]
+        is_chat = given is not None and not isinstance(given, str)
+
+        def messages() -> list[dict[str, Any]]:
+            if given is None or not is_chat:
+                return [{"role": "user", "content": self._text(prompt) if given is None else given}]
+            # Arrow gives every message the keys of all others.
+            return [{key: value for key, value in message.items() if value is not None} for message in given]
+
+        known: dict[str, Callable[[], Any]] = {
+            "prompt": lambda: given if isinstance(given, str) else self._text(prompt),
+            "messages": messages,
+            "prompt_ids": lambda: self._ids(prompt),
+            "n_prompt_tokens": lambda: len(self._ids(prompt)),
+            "response_ids": lambda: token_ids,
+        }
+        if truncated is not None:
+            known["truncated"] = lambda: truncated
+        if self._scorer.is_batch:
+            answer = [{"role": "assistant", "content": response}]
+            known["prompts"] = lambda: messages() if is_chat else known["prompt"]()
+            known["completions"] = lambda: answer if is_chat else response
+        columns = {name: column[prompt] for name, column in self._columns.items()}
+        return named_values(self._scorer.wanted, columns=columns, known=known)
+
+    def _ids(self, prompt: int) -> list[int]:
+        tensors = self._prompts.batch
+        name = next((name for name in ("prompts", "input_ids") if name in tensors), None)
+        if name is None or "attention_mask" not in tensors:
+            return []
+        ids_P = tensors[name][prompt]
+        return ids_P[tensors["attention_mask"][prompt, : len(ids_P)].bool()].tolist()
+
+    def _text(self, prompt: int) -> str:
+        return self._tokenizer.decode(self._ids(prompt), skip_special_tokens=False)
+
+
 def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
     """Make the reward manager that ``reward_model.reward_manager`` names.
 
@@ -418,6 +556,7 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
     build = resolve(section.reward_manager, built_in, _KEY)
     custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
     own = {name: getattr(section, name) for name in _SECTION_KEYS}
+    own["prompt_key"] = config.data.prompt_key
     _require_honoured(build, own, section.reward_manager)
     if section.reward_manager not in built_in:  # verl's managers read attributes: overlong_buffer_cfg.enable
         reward_kwargs = {

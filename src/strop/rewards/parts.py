@@ -12,25 +12,23 @@ from torch import Tensor
 from strop.algorithms.registry import resolve
 from strop.config.reward_parts import KEY, OTHER_SOURCES, REWARD_MODEL, RULE, SCORERS, RewardPart
 from strop.errors import RewardError
-from strop.rewards.custom import require_score_signature
+from strop.rewards.arguments import Function
 from strop.rewards.router import BuiltInScorer, UnknownSourceError
-from strop.rewards.worker.records import ScoreFunction
 
 logger = logging.getLogger(__name__)
 
 
-def part_scorers(parts: Mapping[str, RewardPart]) -> dict[str, ScoreFunction]:
+def part_scorers(parts: Mapping[str, RewardPart]) -> dict[str, Function]:
     """Return the function of every part with a scorer. Raises ``ConfigError`` for wrong names or options."""
     return {name: _scorer(name, part) for name, part in parts.items() if part.scorer is not None}
 
 
-def _scorer(name: str, part: RewardPart) -> ScoreFunction:
+def _scorer(name: str, part: RewardPart) -> Function:
     key, scorer = f"{KEY}.{name}.scorer", part.scorer or ""
     if scorer in SCORERS:
-        return BuiltInScorer(scorer, part.kwargs, where=f"{KEY}.{name}.kwargs")
+        return Function(BuiltInScorer(scorer, part.kwargs, where=f"{KEY}.{name}.kwargs"), key)
     function = resolve(scorer, dict.fromkeys(SCORERS, BuiltInScorer), key)
-    require_score_signature(function, f"{key}={scorer!r}", **part.kwargs)
-    return lambda **sample: function(**sample, **part.kwargs)
+    return Function(function, f"{key}={scorer!r}", part.kwargs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

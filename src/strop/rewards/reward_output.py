@@ -135,7 +135,7 @@ def rule_parts(
     for row, outcome in enumerate(outcomes):
         if outcome is None:
             continue
-        rule = {RULE: outcome.score} if has_rule[row] else {}
+        rule = {} if outcome.score is None or not has_rule[row] else {RULE: outcome.score}
         named = {RULE: error_score} if outcome.error else {**rule, **outcome.parts}
         for name, value in named.items():
             columns.setdefault(name, [math.nan] * len(outcomes))[row] = value

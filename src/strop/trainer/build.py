@@ -270,6 +270,10 @@ def require_checkpoint(checkpoints: Checkpoints, config: RootConfig) -> None:
         require_same_run(checkpoint, config)
 
 
+_ROWS_WITH_ANSWERS = 1000
+"""Rows, from the first, in which a ground truth is looked for."""
+
+
 def _require_scorers(trainer: RayPPOTrainer) -> None:
     """Check that every row can be scored, and start the scoring processes.
 
@@ -291,6 +295,11 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
             if error.data_source == UNNAMED_SOURCE and isinstance(dataset, RLHFDataset):
                 raise dataset.no_sources() from None
             raise
+        if len(dataset):
+            reward_fn.require_columns(dataset[0].keys() - {"input_ids"})
+            reward_fn.warn_without_ground_truths(
+                dataset[row] for row in range(min(len(dataset), _ROWS_WITH_ANSWERS))
+            )
         if isinstance(dataset, RLHFDataset):
             by_rule = {source for source in sources if reward_fn.is_built_in(source)}
             dataset.require_ground_truths(by_rule, by_model=by_model)

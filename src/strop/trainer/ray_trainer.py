@@ -26,7 +26,7 @@ from strop.rewards.base import as_reward
 from strop.tracking.samples import HiddenTokensWarning, write_samples, write_table
 from strop.tracking.text import validation_scores
 from strop.trainer.loop import Run
-from strop.trainer.metrics import PhaseTimer, speed_metrics, staleness_metrics
+from strop.trainer.metrics import PhaseTimer, SignalWatch, speed_metrics, staleness_metrics
 from strop.trainer.pipeline import Pipeline
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
@@ -86,6 +86,7 @@ class RayPPOTrainer:
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()
         self._warn_of_hidden_tokens = HiddenTokensWarning(tokenizer)
+        self._signal = SignalWatch(self.config.trainer.warn_without_signal)
         self._required_roles()  # raises for one that the mappings lack
         self.actor: Any = None  # worker groups: their methods are those of the workers
         self.rollout: Any = None  # the actor's group unless the two roles are apart
@@ -209,6 +210,8 @@ class RayPPOTrainer:
             self.weights.version = iteration
         self.timer.add(samples.timer)
         self._warn_of_hidden_tokens(batch)
+        if warning := self._signal(metrics):
+            logger.warning("warning: %s", warning)
         return batch, metrics
 
     def fit(self) -> None:

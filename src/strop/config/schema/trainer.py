@@ -113,6 +113,8 @@ class TrainerConfig(RunConfig):
     """Iterations by which generation may run ahead of training; 0: none (docs/asynchronous.md)."""
     critic_warmup: Annotated[Count, NO_CRITIC]
     """Iterations at the start that update the critic only."""
+    warn_without_signal: PositiveInt | None
+    """Warn when all scores are equal, or all advantages 0, for this many iterations in a row; null: never."""
     log_val_generations: Count
     """Validation samples that the trackers show, the same each time; validation/ has all of them."""
     log_rollouts: bool
