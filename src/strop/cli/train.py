@@ -15,7 +15,7 @@ from strop.config.checks.check import check
 from strop.config.load import load_tree
 from strop.config.placement import rollout_in_words
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.supervised import SftConfig, SupervisedConfig
+from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import PPO, REWARD_MODELLING, SFT, Root, Tree
 from strop.errors import WorkerError
 from strop.terminal import PrintableFormatter
@@ -90,9 +90,9 @@ def train_once(config: RootConfig) -> None:
 
         trainer = build_trainer(config)
     elif isinstance(config, SupervisedConfig):
-        from strop.trainer.supervised import RewardModelTrainer, SftTrainer, build
+        from strop.trainer.supervised import TRAINERS, build
 
-        trainer = build(SftTrainer if isinstance(config, SftConfig) else RewardModelTrainer, config)
+        trainer = build(TRAINERS[type(config)], config)
     try:
         trainer.init_workers()
         trainer.fit()

@@ -9,14 +9,15 @@ from strop.config.checks import inputs, processes
 from strop.config.checks.finding import Finding, error
 from strop.config.keys import longest_row
 from strop.config.placement import process_count
-from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
+from strop.config.schema.supervised import PairConfig, SupervisedConfig
 
 Supervised = TypeVar("Supervised", bound=SupervisedConfig)
+Pairs = TypeVar("Pairs", bound=PairConfig)
 
 
 def sequences_of_a_row(config: SupervisedConfig) -> int:
     """Return the sequences in one row: a pair is two that stay together."""
-    return 2 if isinstance(config, RewardModellingConfig) else 1
+    return 2 if isinstance(config, PairConfig) else 1
 
 
 def model(config: SupervisedConfig) -> Iterator[Finding]:

@@ -91,8 +91,13 @@ class SftConfig(SupervisedConfig):
     data: SftDataConfig
 
 
-class RewardModellingConfig(SupervisedConfig):
-    """The whole configuration of reward modelling."""
+class PairConfig(SupervisedConfig):
+    """The whole configuration of a run on pairs of answers."""
 
     data: PairDataConfig
+
+
+class RewardModellingConfig(PairConfig):
+    """The whole configuration of reward modelling."""
+
     update: RewardUpdateConfig
