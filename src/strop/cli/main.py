@@ -55,6 +55,11 @@ _COMMANDS = {
     "train": _Command("train a model", _CONFIG, "strop.cli.train:run_train"),
     "sft": _Command("fine-tune a model on responses", _CONFIG, "strop.cli.train:run_sft"),
     "train-rm": _Command("train a reward model on pairs of answers", _CONFIG, "strop.cli.train:run_train_rm"),
+    "dpo": _Command(
+        "train a model on preferred and rejected answers (DPO, IPO, SimPO, ORPO and others)",
+        _CONFIG,
+        "strop.cli.train:run_dpo",
+    ),
     "check": _Command(
         "check a configuration and the data that it names, without loading a model",
         "strop.cli.check:add_arguments",

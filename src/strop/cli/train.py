@@ -1,4 +1,4 @@
-"""``strop train``, ``sft`` and ``train-rm``: from a command line to a trained model.
+"""``strop train``, ``sft``, ``train-rm`` and ``dpo``: from a command line to a trained model.
 
 Configuration errors are raised before torch is imported.
 """
@@ -16,7 +16,7 @@ from strop.config.load import load_tree
 from strop.config.placement import rollout_in_words
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
-from strop.config.trees import PPO, REWARD_MODELLING, SFT, Root, Tree
+from strop.config.trees import DPO, PPO, REWARD_MODELLING, SFT, Root, Tree
 from strop.errors import WorkerError
 from strop.terminal import PrintableFormatter
 
@@ -62,6 +62,11 @@ def run_sft(arguments: argparse.Namespace) -> int:
 def run_train_rm(arguments: argparse.Namespace) -> int:
     """Run ``strop train-rm``; return 0."""
     return run(_load(REWARD_MODELLING, arguments))
+
+
+def run_dpo(arguments: argparse.Namespace) -> int:
+    """Run ``strop dpo``; return 0."""
+    return run(_load(DPO, arguments))
 
 
 def run(config: RootConfig) -> int:

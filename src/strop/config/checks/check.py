@@ -134,4 +134,5 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     supervised.memory,
     supervised.shards,
     supervised.micro_batches,
+    supervised.loss,
 )

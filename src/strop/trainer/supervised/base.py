@@ -85,6 +85,19 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
     def finish(self) -> None:
         """Run after the last iteration and its validation, before the model is saved."""
 
+    def prepare(self, folder: Path) -> None:
+        """Compute what the run needs of the model as it was loaded, before a checkpoint is."""
+
+    def keep(self, folder: Path) -> None:
+        """Write into the run folder what ``prepare`` has computed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the trainer's part of a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Compare or restore what ``state_dict`` returned."""
+
     def _dataset(self, files: list[str]) -> AnsweredDataset:
         data = self.config.data
         return AnsweredDataset(
@@ -154,6 +167,22 @@ class SupervisedRun(Run):
     def __init__(self, trainer: SupervisedTrainer) -> None:
         self.trained = (trainer.group_name,)
         super().__init__(trainer)
+
+    def start(self) -> None:
+        """See ``Run.start``."""
+        self.trainer.prepare(self.folder.path)
+        super().start()
+        if not self.settings.val_only:
+            self.trainer.keep(self.folder.path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Run.state_dict``."""
+        return {**super().state_dict(), **self.trainer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``Run.load_state_dict``."""
+        super().load_state_dict(state)
+        self.trainer.load_state_dict(state)
 
     def one_iteration(self, batch: DataProto) -> dict[str, float]:
         """See ``Run.one_iteration``."""
