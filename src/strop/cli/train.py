@@ -35,10 +35,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_from(arguments: argparse.Namespace) -> Config:
     """Return the configuration of a ``strop train`` command line; ``ConfigError`` has all load errors."""
-    return _load(PPO, arguments)
+    return load_arguments(PPO, arguments)
 
 
-def _load(tree: Tree[Root], arguments: argparse.Namespace) -> Root:
+def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> Root:
+    """Return the configuration of a command line; ``ConfigError`` has all load errors."""
     return load_tree(
         tree, arguments.overrides, config_name=arguments.config_name, config_path=arguments.config_path
     )
@@ -56,17 +57,17 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 def run_sft(arguments: argparse.Namespace) -> int:
     """Run ``strop sft``; return 0."""
-    return run(_load(SFT, arguments))
+    return run(load_arguments(SFT, arguments))
 
 
 def run_train_rm(arguments: argparse.Namespace) -> int:
     """Run ``strop train-rm``; return 0."""
-    return run(_load(REWARD_MODELLING, arguments))
+    return run(load_arguments(REWARD_MODELLING, arguments))
 
 
 def run_dpo(arguments: argparse.Namespace) -> int:
     """Run ``strop dpo``; return 0."""
-    return run(_load(DPO, arguments))
+    return run(load_arguments(DPO, arguments))
 
 
 def run(config: RootConfig) -> int:

@@ -215,12 +215,17 @@ class SupervisedRun(Run):
             return {f"val/{name}": value for name, value in trainer.evaluate(trainer.val_loader).items()}
 
 
-def build(trainer_cls: type[SupervisedTrainer[Any]], config: SupervisedConfig) -> Any:
-    """Check everything that can be checked without a model, and return the trainer."""
+def build(
+    trainer_cls: type[SupervisedTrainer[Any]], config: SupervisedConfig, *, with_weights: bool = True
+) -> Any:
+    """Check everything that can be checked without a model, and return the trainer.
+
+    ``with_weights=False`` leaves the weights of a model on the hub there.
+    """
     check(config).report(logger)
     own = [config.data.tokenizer] if config.data.tokenizer else []
     tokenizer = fetch_tokenizer(
-        config, config.model, models=[config.model.path], tokenizers=own, weights=True
+        config, config.model, models=[config.model.path], tokenizers=own, weights=with_weights
     )
     check_model("model", config.model, tokenizer, config.data.cache_dir)
     for name in config.trainer.logger:
