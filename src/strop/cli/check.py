@@ -165,6 +165,7 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
     generator = config.actor_rollout_ref.rollout.name
     names = {
         "ActorRollout": ("log_prob", f"actor and rollout ({generator})"),
+        "ActorRolloutRef": ("log_prob", f"actor, rollout ({generator}) and reference"),
         "Actor": ("log_prob", "actor"),
         "Rollout": ("log_prob", f"rollout ({generator})"),
         "RefPolicy": ("ref", "reference"),

@@ -106,15 +106,17 @@ def forecast(config: Config, plan: BatchPlan) -> Forecast:
     policy = read_model_facts(actor.path)
     length = config.data.max_prompt_length + config.data.max_response_length
     activations = _activations(policy, plan.actor, length, actor)
-    policy_role = "ActorRollout" if config.actor_rollout_ref.hybrid_engine else "Actor"
-    shards = _shards(config, policy_role, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)
+    placement = Placement.from_config(config)
+    shards = _shards(
+        config, placement.role_of_pass("actor"), config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    )
     resident = {"actor: weights, gradients, AdamW": _times(policy, _TRAINED, shards)}
     phases = {"actor update: activations, logits": _sum(activations, _logits(policy, plan.actor, length))}
     generation = load_backend(ROLLOUTS[config.actor_rollout_ref.rollout.name].forecast)(config, plan, policy)
     resident |= generation.resident
     phases |= generation.phases
     if uses_reference(config):
-        shards = _shards(config, "RefPolicy", -1)
+        shards = _shards(config, placement.role_of_pass("ref"), -1)
         resident["reference: weights"] = _times(policy, _FLOAT32, shards)
     if plan.critic is not None:
         critic = read_model_facts(config.critic.model.path)

@@ -223,8 +223,9 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
         attempt(lambda name=name: resolve_tracker(name))
     attempt(lambda: require_checkpoint(Checkpoints.of(config), config.trainer.resume_mode))
 
-    role_worker_mapping = {
-        **dict.fromkeys((Role.ActorRollout, Role.Actor, Role.Rollout, Role.RefPolicy), ActorRolloutRefWorker),
+    policy = (Role.ActorRollout, Role.Actor, Role.Rollout, Role.RefPolicy, Role.ActorRolloutRef)
+    role_worker_mapping: dict[Any, type] = {
+        **dict.fromkeys(policy, ActorRolloutRefWorker),
         Role.Critic: CriticWorker,
         Role.RewardModel: RewardModelWorker,
     }
