@@ -42,7 +42,7 @@ PAIRS = 6000
 WRONG = 0.05
 """Fraction of training pairs with a flipped label. Held-out pairs are labelled correctly."""
 SFT = ("data.train_batch_size=128", "update.optim.lr=2e-3", "trainer.total_epochs=2")
-DPO = ("data.train_batch_size=64", "update.optim.lr=3e-4", "trainer.total_epochs=1")
+DPO = ("data.train_batch_size=64", "update.optim.lr=5e-4", "update.nll_coef=1.0", "trainer.total_epochs=2")
 REWARD_MODEL = ("data.train_batch_size=64", "update.optim.lr=1e-3", "trainer.total_epochs=3")
 SMALL = (
     "data.max_prompt_length=8",

@@ -152,3 +152,12 @@ def test_batches_of_a_sampler_and_of_a_collate_function():
     assert (found.batch["a"].tolist(), found.non_tensor_batch["b"][1]) == ([1.0, 1.0], {"x": 2})
     with pytest.raises(DataError, match="collate_fn returned list"):
         as_batch(lambda rows: rows, [])
+
+
+def test_actor_rollout_and_reference_in_one_worker_train_the_same(inputs, tmp_path):
+    few = ("trainer.total_training_steps=1", "algorithm.adv_estimator=grpo")
+    apart = runs.train(options(inputs, tmp_path / "apart", *few))
+    one = ("trainer.resource_pools={p: [1]}", "trainer.placement={ActorRolloutRef: p}")
+    together = runs.train(options(inputs, tmp_path / "together", *few, *one))
+    assert set(together.groups) == {"actor"}
+    assert together.actor.weights_hash() == apart.actor.weights_hash()
