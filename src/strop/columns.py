@@ -96,8 +96,10 @@ kl                  | BT  | float32 | nats   | driver  | driver, metrics | estim
 token_level_rewards | BT  | float32 | score  | driver  | advantages | scores - beta kl
 advantages          | BT  | float32 | score  | driver  | policy loss | whitened where configured
 returns             | BT  | float32 | score  | driver  | value loss | target of the values
-rejected            | BT  | int64   | id     | data    | reward modelling | rejected answer | train-rm
-rejected_mask       | BT  | float32 | 0 or 1 | data    | reward modelling | 1 on its tokens | train-rm
+rejected            | BT  | int64   | id     | data    | training on pairs | rejected answer | train-rm, dpo
+rejected_mask       | BT  | float32 | 0 or 1 | data    | training on pairs | 1 on its tokens | train-rm, dpo
+ref_chosen_log_prob | B   | float32 | nats   | driver  | preference loss | of the reference, summed | dpo
+ref_rejected_log_prob | B | float32 | nats   | driver  | preference loss | of the reference, summed | dpo
 """)
 """Name in ``DataProto.batch`` or ``DataProto.non_tensor_batch`` -> its description."""
 

@@ -11,15 +11,15 @@ from strop.config.checks.check import check
 from strop.config.keys import all_keys
 from strop.config.load import load_config, load_tree, to_yaml, written_paths
 from strop.config.schema.supervised import SupervisedConfig
-from strop.config.trees import PPO, REWARD_MODELLING, SFT
+from strop.config.trees import DPO, PPO, REWARD_MODELLING, SFT
 from strop.errors import ConfigError
 
 from messages import mentions, naming
 
-TREES = pytest.mark.parametrize("tree", [SFT, REWARD_MODELLING], ids=lambda tree: tree.name)
+TREES = pytest.mark.parametrize("tree", [SFT, REWARD_MODELLING, DPO], ids=lambda tree: tree.name)
 
 
-@pytest.mark.parametrize("tree", [PPO, SFT, REWARD_MODELLING], ids=lambda tree: tree.name)
+@pytest.mark.parametrize("tree", [PPO, SFT, REWARD_MODELLING, DPO], ids=lambda tree: tree.name)
 def test_schema_and_yaml_hold_the_same_keys_and_each_is_documented_in_one_line(tree):
     in_yaml = written_paths(OmegaConf.to_container(OmegaConf.load(tree.defaults_file), resolve=False))
     keys = all_keys(tree.schema)
@@ -57,7 +57,7 @@ def test_numbers_of_processes_that_do_not_fit_are_errors():
     assert mentions(str(caught.value), "fsdp_size=3", "4")
 
 
-@pytest.fixture(params=[SFT, REWARD_MODELLING], ids=lambda tree: tree.name)
+@pytest.fixture(params=[SFT, REWARD_MODELLING, DPO], ids=lambda tree: tree.name)
 def warnings(request, tmp_path):
     """The warnings about a run that could start, of a model made for 2048 tokens."""
     (tmp_path / "rows.parquet").touch()

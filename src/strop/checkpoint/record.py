@@ -21,7 +21,7 @@ from strop.config.identity import Change, changes, decides_what_is_trained, file
 from strop.config.placement import settled
 from strop.config.roles import uses_critic
 from strop.config.schema import Config, RootConfig
-from strop.config.trees import PPO, REWARD_MODELLING, SFT
+from strop.config.trees import TREES
 from strop.errors import ConfigError
 from strop.manifest import require_unchanged
 
@@ -89,7 +89,7 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
             else "trainer.resume_mode"
         )
         raise ConfigError(
-            f"{where}: {checkpoint} was saved by another command than this one (train, sft, train-rm); "
+            f"{where}: {checkpoint} was saved by another command than this one ({', '.join(TREES)}); "
             + ("name another folder for this run" if goes_on else "give a checkpoint of the same command")
         )
     found = _changes(before, now, type(config))
@@ -133,7 +133,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type[Roo
     """Return the keys that differ, also those whose files were changed in their place."""
     found = [change for change in changes(before["config"], now["config"], schema) if change.key not in _OWN]
     keys = {change.key for change in found}
-    tree = next(tree for tree in (PPO, SFT, REWARD_MODELLING) if issubclass(schema, tree.schema))
+    tree = next(tree for tree in TREES.values() if issubclass(schema, tree.schema))
     found = [change for change in found if tree.followed_by(change.key) not in keys]
     for key, paths in files_of(now["config"]):
         earlier = before["files"].get(key)

@@ -19,7 +19,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from strop.cli.train import add_config_arguments, config_from
+from strop.cli.train import add_config_arguments, load_arguments
 from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
 from strop.config.checks.check import CheckResult, check
 from strop.config.forecast import Forecast, SampleFiles, forecast, read_model_facts, sample_files
@@ -28,8 +28,9 @@ from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import Schedule, is_off_policy, why_old_log_probs_are_computed_apart
-from strop.config.schema import Config
-from strop.config.trees import PPO
+from strop.config.schema import Config, RootConfig
+from strop.config.schema.supervised import SupervisedConfig
+from strop.config.trees import TREES
 from strop.errors import Attempts, DataError, RewardError
 from strop.terminal import literal
 
@@ -48,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the configuration's arguments and ``--config-only`` to ``parser``."""
     add_config_arguments(parser)
     parser.add_argument(
+        "--command", choices=TREES, default="train", help="command whose configuration is checked (train)"
+    )
+    parser.add_argument(
         "--config-only",
         action="store_true",
         help="check the configuration alone; do not build data sets and reward managers",
@@ -59,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check and show a configuration; return 2 if there are errors, else 0."""
-    config, console = config_from(arguments), Console(soft_wrap=True)
+    config, console = load_arguments(TREES[arguments.command], arguments), Console(soft_wrap=True)
     result = check(config, train_rows=_train_rows(config))
     console.print(render(result, config, only_differences=arguments.diff))
     if result.errors:
@@ -70,28 +74,33 @@ def run(arguments: argparse.Namespace) -> int:
     new = [line for line in warnings if line not in result.warnings]
     if scored:
         console.print(literal(scored))
-    console.print(Group(*_findings("data sets and reward managers", new, errors)))
+    subject = "data sets and reward managers" if isinstance(config, Config) else "data sets"
+    console.print(Group(*_findings(subject, new, errors)))
     return 2 if errors else 0
 
 
-def check_inputs(config: Config) -> tuple[list[str], list[str], str]:
+def check_inputs(config: RootConfig) -> tuple[list[str], list[str], str]:
     """Build tokenizer, data sets and reward managers as a run does, and score one row.
 
     Returns warnings, errors, and the result for that row; "" if only built-in scorers are used.
     """
     from strop.trainer.build import build_trainer  # torch and transformers: seconds
+    from strop.trainer.supervised import TRAINERS, build
 
     log = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize)
     log.setLevel(logging.WARNING)
     logger = logging.getLogger("strop")
     logger.addHandler(log)
-    attempt = Attempts()
+    attempt, trainer = Attempts(), None
     try:
-        trainer = attempt(lambda: build_trainer(config, with_weights=False))
+        if isinstance(config, Config):
+            trainer = attempt(lambda: build_trainer(config, with_weights=False))
+        elif isinstance(config, SupervisedConfig):
+            trainer = attempt(lambda: build(TRAINERS[type(config)], config, with_weights=False))
     finally:
         logger.removeHandler(log)
     scored = ""
-    if trainer is not None:
+    if trainer is not None and isinstance(config, Config):
         scored = attempt(lambda: _score_one_row(trainer)) or ""
         trainer.reward_fn.close()
         trainer.val_reward_fn.close()
@@ -132,7 +141,7 @@ def _score_one_row(trainer: RayPPOTrainer) -> str:
     return f"{where} takes {taken}\nscore of {of_row}: {score}{parts} ({seconds:.2f} s)"
 
 
-def _train_rows(config: Config) -> int | None:
+def _train_rows(config: RootConfig) -> int | None:
     """Return the number of training prompts, from footers; None without local files that can be read."""
     files = [expand(file) for file in config.data.train_files]
     if not files or not all(os.path.isfile(file) for file in files):
@@ -145,14 +154,14 @@ def _train_rows(config: Config) -> int | None:
         return None  # reported when the data sets are built
 
 
-def render(result: CheckResult, config: Config, *, only_differences: bool = False) -> Group:
+def render(result: CheckResult, config: RootConfig, *, only_differences: bool = False) -> Group:
     """Return everything about `config` for a rich console; errors and warnings come last."""
     parts: list[RenderableType] = (
         [differences(config)]
         if only_differences
         else [Syntax(to_yaml(config), "yaml", background_color="default")]
     )
-    if result.plan is not None:
+    if isinstance(config, Config) and result.plan is not None:
         parts += [plan_table(result.plan, config), placement_table(config, result.plan)]
         if config.trainer.async_steps and not config.trainer.val_only:
             parts.append(schedule_table(config))
@@ -162,11 +171,12 @@ def render(result: CheckResult, config: Config, *, only_differences: bool = Fals
     return Group(*parts, *_findings("configuration", result.warnings, result.errors))
 
 
-def differences(config: Config) -> Group:
+def differences(config: RootConfig) -> Group:
     """Return a line for each key that has another value than its default; none is cut to the terminal."""
+    tree = next(tree for tree in TREES.values() if isinstance(config, tree.schema))
     lines = [
         literal(f"{change.key}: {in_words(change.now)}  (default: {in_words(change.before)})")
-        for change in PPO.differences(config)
+        for change in tree.differences(config)
     ]
     return Group(Text("Differences from the defaults", style="italic"), *lines, Text(""))
 
@@ -218,6 +228,7 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
     generator = config.actor_rollout_ref.rollout.name
     names = {
         "ActorRollout": ("log_prob", f"actor and rollout ({generator})"),
+        "ActorRolloutRef": ("log_prob", f"actor, rollout ({generator}) and reference"),
         "Actor": ("log_prob", "actor"),
         "Rollout": ("log_prob", f"rollout ({generator})"),
         "RefPolicy": ("ref", "reference"),

@@ -27,9 +27,9 @@ class _Keys:
 
     def __init__(self, command: str) -> None:
         from strop.config.keys import all_keys
-        from strop.config.trees import PPO, REWARD_MODELLING, SFT
+        from strop.config.trees import PPO, TREES
 
-        tree = {"sft": SFT, "train-rm": REWARD_MODELLING}.get(command, PPO)
+        tree = TREES.get(command, PPO)
         self._keys = {path: key for path, key in all_keys(tree.schema).items() if not key.is_section}
 
     def __call__(self, prefix: str, **_: Any) -> list[str]:

@@ -83,6 +83,15 @@ Keys: docs/supervised_config.md""",
 strop train-rm model.path=MODEL data.train_files=pairs.parquet data.val_files=held_out.parquet
 Keys: docs/supervised_config.md""",
     ),
+    "dpo": _Command(
+        "train a model on preferred and rejected answers (DPO, IPO, SimPO, ORPO and others)",
+        _CONFIG,
+        "strop.cli.train:run_dpo",
+        """\
+strop dpo model.path=MODEL data.train_files=pairs.parquet data.val_files=held_out.parquet
+strop dpo model.path=MODEL data.train_files=pairs.parquet update.loss=simpo
+Keys: docs/supervised_config.md""",
+    ),
     "check": _Command(
         "check a configuration and the data that it names, without loading a model",
         "strop.cli.check:add_arguments",

@@ -1,4 +1,4 @@
-"""``strop train``, ``sft`` and ``train-rm``: from a command line to a trained model.
+"""``strop train``, ``sft``, ``train-rm`` and ``dpo``: from a command line to a trained model.
 
 Configuration errors are raised before torch is imported.
 """
@@ -16,8 +16,8 @@ from strop.config.checks.check import check
 from strop.config.load import load_tree
 from strop.config.placement import rollout_in_words
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.supervised import SftConfig, SupervisedConfig
-from strop.config.trees import PPO, REWARD_MODELLING, SFT, Root, Tree
+from strop.config.schema.supervised import SupervisedConfig
+from strop.config.trees import DPO, PPO, REWARD_MODELLING, SFT, Root, Tree
 from strop.errors import WorkerError
 from strop.terminal import PrintableFormatter
 
@@ -36,10 +36,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_from(arguments: argparse.Namespace) -> Config:
     """Return the configuration of a ``strop train`` command line; ``ConfigError`` has all load errors."""
-    return _load(PPO, arguments)
+    return load_arguments(PPO, arguments)
 
 
-def _load(tree: Tree[Root], arguments: argparse.Namespace) -> Root:
+def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> Root:
+    """Return the configuration of a command line; ``ConfigError`` has all load errors."""
     return load_tree(
         tree, arguments.overrides, config_name=arguments.config_name, config_path=arguments.config_path
     )
@@ -57,12 +58,17 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 def run_sft(arguments: argparse.Namespace) -> int:
     """Run ``strop sft``; return 0."""
-    return run(_load(SFT, arguments))
+    return run(load_arguments(SFT, arguments))
 
 
 def run_train_rm(arguments: argparse.Namespace) -> int:
     """Run ``strop train-rm``; return 0."""
-    return run(_load(REWARD_MODELLING, arguments))
+    return run(load_arguments(REWARD_MODELLING, arguments))
+
+
+def run_dpo(arguments: argparse.Namespace) -> int:
+    """Run ``strop dpo``; return 0."""
+    return run(load_arguments(DPO, arguments))
 
 
 def run(config: RootConfig) -> int:
@@ -104,9 +110,9 @@ def train_once(config: RootConfig) -> None:
 
         trainer = build_trainer(config)
     elif isinstance(config, SupervisedConfig):
-        from strop.trainer.supervised import RewardModelTrainer, SftTrainer, build
+        from strop.trainer.supervised import TRAINERS, build
 
-        trainer = build(SftTrainer if isinstance(config, SftConfig) else RewardModelTrainer, config)
+        trainer = build(TRAINERS[type(config)], config)
     try:
         trainer.init_workers()
         trainer.fit()

@@ -154,8 +154,12 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
     if _is_in(config, role := _policy_role(config), pool):
         shards = _shards(config, role, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)
         resident[f"actor: weights{added}"] = _times(policy, trained, shards)
-    if uses_reference(config) and not config.trainer.val_only and _is_in(config, "RefPolicy", pool):
-        resident["reference: weights"] = _times(policy, _FLOAT32, _shards(config, "RefPolicy", -1))
+    if (
+        uses_reference(config)
+        and not config.trainer.val_only
+        and _is_in(config, role := _reference_role(config), pool)
+    ):
+        resident["reference: weights"] = _times(policy, _FLOAT32, _shards(config, role, -1))
     if uses_critic(config) and not config.trainer.val_only and _is_in(config, "Critic", pool):
         critic = read_model_facts(config.critic.model.path)
         shards = _shards(config, "Critic", config.critic.model.fsdp_config.fsdp_size)
@@ -186,11 +190,15 @@ def supervised_forecast(config: SupervisedConfig, sequences_of_a_row: int) -> Fo
 
 
 def _policy_role(config: Config) -> str:
-    return "ActorRollout" if config.actor_rollout_ref.hybrid_engine else "Actor"
+    return Placement.from_config(config).role_of_pass("actor")
+
+
+def _reference_role(config: Config) -> str:
+    return Placement.from_config(config).role_of_pass("ref")
 
 
 def _rollout_role(config: Config) -> str:
-    return "ActorRollout" if config.actor_rollout_ref.hybrid_engine else "Rollout"
+    return _policy_role(config) if config.actor_rollout_ref.hybrid_engine else "Rollout"
 
 
 def _is_in(config: Config, role: str, pool: str | None) -> bool:

@@ -37,6 +37,12 @@ def policy_losses() -> dict[str, frozenset[str]]:
     return _registered("policy_loss.py")
 
 
+@cache
+def preference_losses() -> dict[str, frozenset[str]]:
+    """Return the parameters of every built-in preference loss, by name."""
+    return _registered("preference.py")
+
+
 def _registered(file: str) -> dict[str, frozenset[str]]:
     """Return the parameters of the functions in ``algorithms/`` under a decorator ``@register...("name")``.
 

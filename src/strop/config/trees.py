@@ -18,7 +18,7 @@ from strop.config.keys import all_keys, value_at
 from strop.config.paths import expand
 from strop.config.placement import Root, installed_rollout
 from strop.config.schema import Config
-from strop.config.schema.supervised import RewardModellingConfig, SftConfig
+from strop.config.schema.supervised import PreferenceConfig, RewardModellingConfig, SftConfig
 
 OLD_LIBS = "actor_rollout_ref.model.external_libs"
 NEW_LIB = "actor_rollout_ref.model.external_lib"
@@ -156,3 +156,8 @@ PPO = Tree(Config, "ppo_trainer")
 SFT = Tree(SftConfig, "sft_trainer")
 
 REWARD_MODELLING = Tree(RewardModellingConfig, "rm_trainer")
+
+DPO = Tree(PreferenceConfig, "dpo_trainer")
+
+TREES: dict[str, Tree] = {"train": PPO, "sft": SFT, "train-rm": REWARD_MODELLING, "dpo": DPO}
+"""Command -> its tree."""

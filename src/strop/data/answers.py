@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.data.loader import collate
 from strop.data.parquet import UNNAMED_SOURCE, Files, read_prompt_table
 from strop.data.prompts import encode_responses
@@ -34,7 +35,8 @@ class AnsweredDataset:
     """Prompts with one or more answers each, read into memory and tokenized at construction.
 
     ``dataset[i]`` is a dict: ``input_ids`` (the prompt, int64 [length], the same tokens as from
-    ``RLHFDataset``), one entry [length] per answer with its end token last, and ``data_source``.
+    ``RLHFDataset``), one entry [length] per answer with its end token last, ``data_source``, and the entries
+    of ``columns``.
 
     Rows whose prompt or answer exceeds its limit are dropped with a warning, or, with
     ``filter_overlong=False``, handled by ``truncation``: ``error``, or cut the prompt (``left``, ``right``,
@@ -85,6 +87,8 @@ class AnsweredDataset:
         self._sources = [UNNAMED_SOURCE] * len(self._table)
         if "data_source" in self._table.names:
             self._sources = [str(source) for source in self._table.table.column("data_source").to_pylist()]
+        self.columns: dict[str, Tensor] = {}
+        """Further columns of the rows, one entry each, that were computed after they were read."""
         self._rows = usable_rows(
             self._table,
             {self._columns[name]: tokens for name, tokens in self._tokens.items()},
@@ -103,7 +107,7 @@ class AnsweredDataset:
             side = self.truncation if name == "input_ids" else "right"
             ids = truncate(tokens[row], self._limit(name), side)
             fields[name] = torch.from_numpy(ids.astype(np.int64))
-        return fields
+        return fields | {name: column[item] for name, column in self.columns.items()}
 
     def data_sources(self) -> set[str]:
         """Return the distinct values of the column ``data_source``."""
@@ -166,13 +170,17 @@ def pair_batch(
     """Return each row's prompt with its answers ``chosen`` and ``rejected``; a pair is one row.
 
     Like ``response_batch`` with the chosen answer, but ``attention_mask`` covers the longer of the two. The
-    other answer is in ``rejected`` int64 [B, T] and ``rejected_mask`` float32 [B, T].
+    other answer is in ``rejected`` int64 [B, T] and ``rejected_mask`` float32 [B, T]. Of rows with the
+    reference's log-probs, these are columns [B].
     """
     prompts = _prompts(rows, pad_token_id, max_prompt_length)
     chosen, chosen_mask = _padded([row["chosen"] for row in rows], pad_token_id, max_response_length)
     rejected, rejected_mask = _padded([row["rejected"] for row in rows], pad_token_id, max_response_length)
     batch = _joined(prompts, chosen, chosen_mask, torch.maximum(chosen_mask, rejected_mask))
-    return batch.union(DataProto({"rejected": rejected, "rejected_mask": rejected_mask}))
+    reference = {
+        name: torch.stack([row[name] for row in rows]) for name in REFERENCE_INPUTS if name in rows[0]
+    }
+    return batch.union(DataProto({"rejected": rejected, "rejected_mask": rejected_mask, **reference}))
 
 
 def _prompts(rows: Rows, pad_token_id: int, max_prompt_length: int) -> DataProto:

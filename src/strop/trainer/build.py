@@ -223,8 +223,9 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
     for name in config.trainer.logger:
         attempt(lambda name=name: resolve_tracker(name))
 
-    role_worker_mapping = {
-        **dict.fromkeys((Role.ActorRollout, Role.Actor, Role.Rollout, Role.RefPolicy), ActorRolloutRefWorker),
+    policy = (Role.ActorRollout, Role.Actor, Role.Rollout, Role.RefPolicy, Role.ActorRolloutRef)
+    role_worker_mapping: dict[Any, type] = {
+        **dict.fromkeys(policy, ActorRolloutRefWorker),
         Role.Critic: CriticWorker,
         Role.RewardModel: RewardModelWorker,
     }

@@ -34,6 +34,7 @@ _RUN_FILES = (
     "rollouts",
     "validation",
     "final_model",
+    "reference_log_probs",
     "tensorboard",
     "wandb",
     "wandb_run_id.txt",

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from strop.config.backends import ROLLOUTS
 from strop.config.placement import rollout_dtype
-from strop.config.roles import uses_full_kl
+from strop.config.roles import uses_full_kl, uses_reference
 from strop.config.schema import Config
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role
@@ -61,7 +61,8 @@ class ActorRolloutRefWorker(RoleWorker):
     def init_model(self) -> None:
         """Load the model (twice if the role has actor and reference) and build what the role needs."""
         self.tokenizer = self.load_tokenizer(self.config.data.tokenizer or self.section.model.path)
-        if self.role in (Role.RefPolicy, Role.ActorRolloutRef):
+        shares = self.role is Role.ActorRolloutRef and uses_reference(self.config)
+        if shares or self.role is Role.RefPolicy:
             self.reference = self._build_engine("ref")
         if self.role is Role.Rollout:
             self.rollout = self._build_rollout()

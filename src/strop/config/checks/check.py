@@ -138,4 +138,5 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     memory.supervised,
     supervised.shards,
     supervised.micro_batches,
+    supervised.loss,
 )

@@ -170,17 +170,17 @@ _NOT_IN_A_WANDB_PROJECT = re.compile(r"[/\\#?%:]")
 
 def pluggable_names(config: Config) -> Iterator[Finding]:
     """Require an estimator, a policy loss and a reward manager that are built in or importable."""
-    yield from _known("algorithm.adv_estimator", config.algorithm.adv_estimator, estimators())
+    yield from known_name("algorithm.adv_estimator", config.algorithm.adv_estimator, estimators())
     policy_loss = config.actor_rollout_ref.actor.policy_loss
-    yield from _known("actor_rollout_ref.actor.policy_loss", policy_loss, policy_losses())
-    yield from _known("reward_model.reward_manager", config.reward_model.reward_manager, REWARD_MANAGERS)
+    yield from known_name("actor_rollout_ref.actor.policy_loss", policy_loss, policy_losses())
+    yield from known_name("reward_model.reward_manager", config.reward_model.reward_manager, REWARD_MANAGERS)
 
 
 def trackers(config: RootConfig) -> Iterator[Finding]:
     """Require known trackers with their packages, and names of the run that suit them."""
     trainer = config.trainer
     for name in trainer.logger:
-        yield from _known("trainer.logger", name, TRACKERS)
+        yield from known_name("trainer.logger", name, TRACKERS)
         if name in OPTIONAL_PACKAGES and importlib.util.find_spec(name) is None:
             yield error(
                 f"trainer.logger={name}: the package {name} is not installed: "
@@ -201,12 +201,13 @@ def reward_parts(config: Config) -> Iterator[Finding]:
         return
     for name, part in parts.items():
         if part.scorer is not None:
-            yield from _known(f"reward_model.parts.{name}.scorer", part.scorer, SCORERS)
+            yield from known_name(f"reward_model.parts.{name}.scorer", part.scorer, SCORERS)
     if "reward_model" in rewards.parts and not rewards.enable:
         yield warning("reward_model.parts.reward_model has no effect: reward_model.enable=False")
 
 
-def _known(key: str, name: str, known: Collection[str]) -> Iterator[Finding]:
+def known_name(key: str, name: str, known: Collection[str]) -> Iterator[Finding]:
+    """Require one of the ``known`` names, or an import path."""
     if name in known:
         return
     if not is_import_path(name):

@@ -97,7 +97,9 @@ class RunConfig(Section):
     """Run folder: checkpoints, metrics, samples, resolved config."""
 
 
-RoleName = Literal["Actor", "Rollout", "ActorRollout", "Critic", "RefPolicy", "RewardModel"]
+RoleName = Literal[
+    "Actor", "Rollout", "ActorRollout", "ActorRolloutRef", "Critic", "RefPolicy", "RewardModel"
+]
 
 _ProcessesPerNode = Annotated[list[Processes], Field(min_length=1), Expected("processes on each node")]
 
@@ -108,7 +110,7 @@ class TrainerConfig(RunConfig):
     resource_pools: Annotated[dict[str, _ProcessesPerNode], _ONE_POOL]
     """Named groups of processes: {name: [processes on each node]}; {}: one, n_gpus_per_node on nnodes."""
     placement: Annotated[dict[RoleName, str], _ONE_POOL]
-    """The pool of a role ({Critic: name}); Actor and Rollout, in place of ActorRollout, split those two."""
+    """The pool of a role ({Critic: name}); ActorRollout may be Actor and Rollout, or ActorRolloutRef."""
     async_steps: Count
     """Iterations by which generation may run ahead of training; 0: none (docs/asynchronous.md)."""
     critic_warmup: Annotated[Count, NO_CRITIC]
