@@ -77,6 +77,11 @@ _COMMANDS = {
     "view": _Command(
         "show metrics and samples of a run", "strop.cli.view:add_arguments", "strop.cli.view:run"
     ),
+    "report": _Command(
+        "write the page of one or several runs as one HTML file",
+        "strop.cli.page:add_arguments",
+        "strop.cli.page:run",
+    ),
 }
 
 

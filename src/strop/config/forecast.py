@@ -21,7 +21,12 @@ from strop.config.batch_plan import BatchPlan, UpdatePlan
 from strop.config.keys import longest_row
 from strop.config.paths import expand, is_url
 from strop.config.placement import Placement, rollout_dtype, tensor_parallel_size
-from strop.config.roles import has_kl_in_reward, uses_critic, uses_reference
+from strop.config.roles import (
+    has_kl_in_reward,
+    uses_critic,
+    uses_reference,
+    why_old_log_probs_are_computed_apart,
+)
 from strop.config.schema import Config
 from strop.config.schema.critic import CriticModelConfig
 from strop.config.schema.policy import ActorModelConfig
@@ -150,6 +155,8 @@ def sample_files(config: Config, plan: BatchPlan) -> SampleFiles:
     takes nothing: advantages and returns without values and KL penalty.
     """
     columns = 2 * _16_BITS + _11_BITS  # log-probs of sampler and policy, entropies
+    if why_old_log_probs_are_computed_apart(config):
+        columns += _16_BITS  # log-probs in the update
     if uses_reference(config):
         columns += _16_BITS
     if has_kl_in_reward(config):

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TOKEN_TEXTS = b"token_texts"
+"""Metadata of a samples file: JSON, id of each token in the file's responses -> its text."""
+_TOKENS_OF_A_GROUP = 1 << 18
+"""Response tokens of a row group, about: a viewer of one sample reads its group only."""
+
 
 def write_samples(path: Path, batch: DataProto, tokenizer: Any) -> None:
     """Write the batch to ``path`` (``write_table``).
@@ -54,7 +59,14 @@ def write_table(path: Path, table: pa.Table) -> None:
             use_byte_stream_split=[
                 f"{name}.list.element" for name in TOKEN_COLUMNS if name in table.schema.names
             ],
+            row_group_size=_row_group_size(table),
+            store_schema=False,  # it would hold the metadata a second time
         )
+
+
+def _row_group_size(table: pa.Table) -> int:
+    tokens = table["response_length"].to_numpy().sum() if len(table) else 0
+    return max(int(_TOKENS_OF_A_GROUP * len(table) / max(tokens, 1)), 1)
 
 
 def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
@@ -84,6 +96,7 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
             columns[name] = pa.array(values.astype(np.float32), from_pandas=True)
     if "reward_failed" in tensors:
         columns["reward_failed"] = pa.array(tensors["reward_failed"].astype(bool))
+    columns["response_length"] = response_ids.value_lengths()
     columns["prompt_ids"], columns["response_ids"] = prompt_ids, response_ids
     columns["response_mask"] = _lists(tensors["response_mask"].astype(np.int8), response_real_BT)
     if "rollout_versions" in tensors:
@@ -91,7 +104,7 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
     for name, bits in TOKEN_COLUMNS.items():
         if name in tensors:
             columns[name] = _lists(_rounded(tensors[name].astype(np.float32), bits), response_real_BT)
-    return pa.table(columns)
+    return pa.table(columns, metadata={TOKEN_TEXTS: json.dumps(_token_texts(response_ids, tokenizer))})
 
 
 class HiddenTokensWarning:
@@ -147,6 +160,22 @@ def _decode_each_once(ids: pa.ListArray, tokenizer: Any, *, skip_special_tokens:
     texts = tokenizer.batch_decode(list(distinct.values()), skip_special_tokens=skip_special_tokens)
     text_of = dict(zip(distinct, texts, strict=True))
     return pa.array([text_of[key] for key in keys], pa.string())
+
+
+def _token_texts(ids: pa.ListArray, tokenizer: Any) -> dict[int, str]:
+    """Return the text of each distinct token: what a second one adds to a first.
+
+    Some tokenizers drop the space before the first word of a text. A part of a character is "\ufffd".
+    """
+    distinct = np.unique(ids.values.to_numpy()).tolist()
+    if not distinct:  # batch_decode returns one text for no lists
+        return {}
+    once = tokenizer.batch_decode([[token] for token in distinct], skip_special_tokens=False)
+    twice = tokenizer.batch_decode([[token, token] for token in distinct], skip_special_tokens=False)
+    return {
+        token: second.removeprefix(first) if second.startswith(first) else first
+        for token, first, second in zip(distinct, once, twice, strict=True)
+    }
 
 
 def _whole_texts(ids: pa.ListArray, wanted_B: np.ndarray, tokenizer: Any) -> pa.Array:
