@@ -96,6 +96,7 @@ kl                  | BT  | float32 | nats   | driver  | driver, metrics | estim
 token_level_rewards | BT  | float32 | score  | driver  | advantages | scores - beta kl
 advantages          | BT  | float32 | score  | driver  | policy loss | whitened where configured
 returns             | BT  | float32 | score  | driver  | value loss | target of the values
+row                 | B   | int64   | row    | actor   | actor | number in its mini-batch | recorded updates
 rejected            | BT  | int64   | id     | data    | reward modelling | rejected answer | train-rm
 rejected_mask       | BT  | float32 | 0 or 1 | data    | reward modelling | 1 on its tokens | train-rm
 """)

@@ -60,7 +60,6 @@ def write_table(path: Path, table: pa.Table) -> None:
                 f"{name}.list.element" for name in TOKEN_COLUMNS if name in table.schema.names
             ],
             row_group_size=_row_group_size(table),
-            store_schema=False,  # it would hold the metadata a second time
         )
 
 
