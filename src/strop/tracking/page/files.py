@@ -201,7 +201,7 @@ class RunFiles:
                 for chunk in table["prompt"].chunks:
                     number = pc.index(chunk.dictionary, prompt).as_py()
                     if number >= 0:
-                        rows += (np.flatnonzero(chunk.indices == number) + start).tolist()
+                        rows += (np.flatnonzero(chunk.indices.to_numpy() == number) + start).tolist()
                     start += len(chunk)
         return rows
 
