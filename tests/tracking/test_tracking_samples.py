@@ -156,12 +156,11 @@ def test_a_failed_write_leaves_the_earlier_file_and_no_other(tmp_path, monkeypat
     write_samples(path, batch, Letters())
     before = path.read_bytes()
 
-    def full(table, where, **options):
-        where.write_bytes(b"PAR1 half")
+    def full(writer, table, **options):
         raise OSError(28, "No space left on device")
 
     if failure == "a full disk":
-        monkeypatch.setattr(pq, "write_table", full)
+        monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
     else:
         batch.non_tensor_batch["uid"][0] = "\ud800"
     with pytest.raises((OSError, UnicodeEncodeError)):

@@ -26,7 +26,7 @@ from strop.errors import DataError
 from strop.tracking.curves import drawn_panels
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.machine import MACHINE_FILE
-from strop.tracking.samples import TOKEN_TEXTS
+from strop.tracking.samples import TOKEN_TEXTS, unpack_texts
 from strop.tracking.text import VALIDATION_PREFIX, names_in_order
 
 KINDS = ("rollouts", "validation")
@@ -179,7 +179,8 @@ class RunFiles:
             if missing:
                 raise DataError(f"{path}: has {file.metadata.num_rows} samples, and no row {missing[0]}")
             records = _take(file, [name for name in wanted if name in names], rows)
-            texts = json.loads((file.metadata.metadata or {}).get(TOKEN_TEXTS, b"{}")) if tokens else {}
+            packed = (file.metadata.metadata or {}).get(TOKEN_TEXTS)
+            texts = unpack_texts(packed) if tokens and packed else {}
         return [_record(row, record, texts) for row, record in zip(rows, records, strict=True)]
 
     def history(self, kind: str, prompt: str) -> list[dict[str, Any]]:
