@@ -147,6 +147,11 @@ strop view runs/first --samples 3 --text "####"       answers that contain a tex
 strop view runs/first --uid 20-7                      all answers to one prompt
 strop view runs/first --metrics 'actor/*'""",
     ),
+    "report": _Command(
+        "write the page of one or several runs as one HTML file",
+        "strop.cli.page:add_arguments",
+        "strop.cli.page:run",
+    ),
 }
 
 

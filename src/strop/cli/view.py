@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from strop.cli.page import add_web_arguments, require_one_run, serve_page
 from strop.config.paths import expand
 from strop.errors import DataError
 from strop.terminal import literal, printable
@@ -39,6 +40,7 @@ _SAMPLE_COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run folder (trainer.default_local_dir)")
+    add_web_arguments(parser)
     parser.add_argument("--step", type=int, help="the step whose samples are shown (default: the last one)")
     parser.add_argument(
         "--samples", type=int, default=5, metavar="K", help="number of samples shown; 0 for none (5)"
@@ -66,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the run; DataError when the folder is not a run folder or has no such step."""
+    if args.web:
+        return serve_page([args.run_dir, *args.more_runs], host=args.host, port=args.port)
+    require_one_run(args.more_runs)
     run_dir = Path(expand(args.run_dir))
     steps = read_metrics(run_dir / METRICS_FILE)
     if not steps:

@@ -25,7 +25,12 @@ from strop.config.keys import longest_row
 from strop.config.machine import memory_for
 from strop.config.paths import expand, is_url, may_be_a_hub_name
 from strop.config.placement import Placement, pools_of, rollout_dtype, tensor_parallel_size
-from strop.config.roles import has_kl_in_reward, uses_critic, uses_reference
+from strop.config.roles import (
+    has_kl_in_reward,
+    uses_critic,
+    uses_reference,
+    why_old_log_probs_are_computed_apart,
+)
 from strop.config.schema import Config
 from strop.config.schema.critic import CriticModelConfig
 from strop.config.schema.policy import ActorModelConfig
@@ -228,6 +233,8 @@ def sample_files(config: Config, plan: BatchPlan) -> SampleFiles:
     takes nothing: advantages and returns without values and KL penalty.
     """
     columns = 2 * _16_BITS + _11_BITS  # log-probs of sampler and policy, entropies
+    if why_old_log_probs_are_computed_apart(config):
+        columns += _16_BITS  # log-probs in the update
     if uses_reference(config):
         columns += _16_BITS
     if has_kl_in_reward(config):

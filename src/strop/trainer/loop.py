@@ -21,6 +21,7 @@ from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.tracking.curves import draw_curves
 from strop.tracking.lengths import LENGTHS_NAME, ColumnLengths, draw_lengths
+from strop.tracking.machine import record_start
 from strop.tracking.timeline import TIMELINE_FILE, Timeline, draw_timeline
 from strop.tracking.trackers import Tracking
 from strop.trainer.run_folder import RunFolder, run_lock
@@ -67,6 +68,7 @@ class Run(ABC):
             self.checkpoints.go_on_from(trainer.global_step)
         if not (goes_on and settings.val_only):  # validating a run must not change its record
             self.folder.write_config(trainer.config)
+            self.write(lambda path: record_start(path, step=trainer.global_step), self.folder.path)
         self.tracking = Tracking(
             settings.logger,
             run_dir=self.folder.path,

@@ -321,7 +321,7 @@ class ReinforcementRun(Run):
             samples, metrics = trainer.step(batch)
         trainer.global_step += 1
         step = trainer.global_step
-        if settings.log_rollouts and self.is_due(settings.log_rollouts_freq):
+        if trainer.ppo.writes_samples(step):
             with trainer.timer.phase("log_rollouts"):
                 self.write(write_samples, self.folder.rollouts(step), samples, trainer.tokenizer)
                 if settings.rollouts_to_keep is not None:

@@ -22,12 +22,14 @@ from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError
 from strop.files import atomic_write_text
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
+from strop.tracking.machine import MACHINE_FILE
 
 logger = logging.getLogger(__name__)
 
 _RUN_FILES = (
     "config.yaml",
     METRICS_FILE,
+    MACHINE_FILE,
     "curves.png",
     "token_lengths.png",
     "timeline.png",

@@ -279,9 +279,15 @@ class ActorRolloutRefWorker(RoleWorker):
         return DataProto(columns)
 
     @register(Dispatch.DATA_PARALLEL)
-    def update_actor(self, mini_batch: DataProto) -> dict[str, float]:
-        """Take one optimizer step on a mini-batch whose ``meta_info`` has the global denominators."""
-        return self._update(mini_batch, self._objective(mini_batch))
+    def update_actor(self, mini_batch: DataProto) -> dict[str, float] | DataProto:
+        """Take one optimizer step on a mini-batch whose ``meta_info`` has the global denominators.
+
+        Return its metrics. With ``rows`` in ``meta_info``, return ``update_log_probs`` [B, T], the log-probs
+        that the loss saw, and the metrics in ``meta_info["metrics"]``.
+        """
+        if "rows" not in mini_batch.meta_info:
+            return self._update(mini_batch, self._objective(mini_batch))
+        return self._recorded(mini_batch, {"log_prob": "update_log_probs"})
 
     @register(Dispatch.DATA_PARALLEL)
     def update_actor_on_policy(self, batch: DataProto) -> DataProto:
@@ -290,7 +296,10 @@ class ActorRolloutRefWorker(RoleWorker):
         Return ``old_log_probs`` and ``entropys`` [B, T] from before the step, with the metrics of
         ``update_actor`` in ``meta_info["metrics"]``.
         """
-        recorder = Recorder(batch, {"log_prob": "old_log_probs", "entropy": "entropys"})
+        return self._recorded(batch, {"log_prob": "old_log_probs", "entropy": "entropys"})
+
+    def _recorded(self, batch: DataProto, names: dict[str, str]) -> DataProto:
+        recorder = Recorder(batch, names)
         metrics = self._update(recorder.mini_batch, recorder.watch(self._objective(batch)))
         return DataProto(recorder.columns(), {}, {"metrics": metrics})
 
