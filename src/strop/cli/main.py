@@ -145,12 +145,16 @@ strop view runs/first
 strop view runs/first --step 20 --sort score --samples 10
 strop view runs/first --samples 3 --text "####"       answers that contain a text
 strop view runs/first --uid 20-7                      all answers to one prompt
-strop view runs/first --metrics 'actor/*'""",
+strop view runs/first --metrics 'actor/*'
+strop view runs/first runs/second --web               a page, live while a run writes""",
     ),
     "report": _Command(
         "write the page of one or several runs as one HTML file",
         "strop.cli.page:add_arguments",
         "strop.cli.page:run",
+        """\
+strop report runs/first -o first.html
+strop report runs/first runs/second -o both.html --steps 8 --samples 64""",
     ),
 }
 
