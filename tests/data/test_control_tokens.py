@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.data.control_tokens import _BREAK, PromptError, control_tokens
-from strop.data.parquet import read_prompt_table
+from strop.data.prompt_table import read_prompt_table
 from strop.data.prompts import encode_prompts, encode_raw, encode_responses
 from strop.data.tokenize import tokenize_table
 

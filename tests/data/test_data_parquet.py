@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from strop.data.parquet import count_rows, read_prompt_table
+from strop.data.prompt_table import count_rows, read_prompt_table
 from strop.errors import DataError
 from strop.prepare.source import read_records
 

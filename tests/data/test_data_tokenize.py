@@ -6,7 +6,7 @@ import threading
 import pytest
 
 import strop.data.tokenize as tokenize_module
-from strop.data.parquet import read_prompt_table
+from strop.data.prompt_table import read_prompt_table
 from strop.data.prompts import PromptError, as_messages, encode_prompts, encode_raw, prompt_problem
 from strop.data.tokenize import tokenize_table, tokenizer_fingerprint
 from strop.errors import DataError, ModelError

@@ -87,7 +87,7 @@ def _train_rows(config: Config) -> int | None:
     files = [expand(file) for file in config.data.train_files]
     if not files or not all(os.path.isfile(file) for file in files):
         return None
-    from strop.data.parquet import count_rows  # pyarrow
+    from strop.data.prompt_table import count_rows  # pyarrow
 
     try:
         return count_rows(files)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from strop.data.loader import collate
-from strop.data.parquet import UNNAMED_SOURCE, Files, read_prompt_table
+from strop.data.prompt_table import UNNAMED_SOURCE, Files, read_prompt_table
 from strop.data.prompts import encode_responses
 from strop.data.rl_dataset import TokenLengths, truncate, usable_rows
 from strop.data.tokenize import tokenize_table

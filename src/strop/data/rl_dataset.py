@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from strop.data.loader import RowDataset
-from strop.data.parquet import (
+from strop.data.prompt_table import (
     UNNAMED_SOURCE,
     Files,
     PromptTable,
@@ -72,7 +72,7 @@ class RLHFDataset:
     ``cache_dir`` holds downloads and token ids; with None, ids are not cached and downloads go to
     ``~/.cache/strop``.
 
-    Raises :class:`DataError` for unusable files, rows and prompts (see :mod:`strop.data.parquet`), and when
+    Raises :class:`DataError` for unusable files, rows and prompts (see :mod:`strop.data.prompt_table`), and when
     no prompt is left.
     """
 
@@ -146,7 +146,7 @@ class RLHFDataset:
         )
 
     def require_ground_truths(self, sources: Collection[str], *, by_model: bool) -> None:
-        """Raise as :func:`strop.data.parquet.require_ground_truths`."""
+        """Raise as :func:`strop.data.prompt_table.require_ground_truths`."""
         require_ground_truths(self._table, self.reward_fn_key, sources, by_model=by_model)
 
 

@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 
 from strop.data.control_tokens import control_tokens
 from strop.data.fetch import Advance, cache_folder, content_digest, progress_bar
-from strop.data.parquet import PromptTable
+from strop.data.prompt_table import PromptTable
 from strop.data.prompts import PromptError, encode_prompts
 from strop.files import atomic_path
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from strop.config.paths import is_url
 from strop.data.fetch import local_path
-from strop.data.parquet import require_file, require_readable
+from strop.data.prompt_table import require_file, require_readable
 from strop.errors import DataError, MissingExtraError
 
 Splits = Mapping[str, Sequence[dict[str, Any]]]

@@ -1,4 +1,4 @@
-"""Parquet files of prompts: reading, and checks of the columns that rewards need.
+"""Tables of prompts: reading, and checks of the columns that rewards need.
 
 Rows count from 0 in every message. Nothing here imports torch.
 """
