@@ -5,37 +5,32 @@ Rows count from 0 in every message. Nothing here imports torch.
 
 from __future__ import annotations
 
+import difflib
 import itertools
-import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from strop.data.fetch import local_path
+from strop.data.sources import Files, Rows, read_table, reading, require_readable
 from strop.errors import DataError
-
-Files = str | Path | Sequence[str | Path]
 
 
 @dataclass(frozen=True)
 class PromptTable:
-    """The rows of one or several files, in order.
+    """The rows of one or several sources, in order.
 
-    ``files`` are the names as the user wrote them, ``paths`` their local copies, ``starts`` the row number of
-    each file's first row in ``table``. A column that only some files have is null in the rows of the others.
+    ``files`` are the names as the user wrote them, ``starts`` the row number of each file's first row in
+    ``table``. A column that only some files have is null in the rows of the others.
     """
 
     table: pa.Table
     files: tuple[str, ...]
-    paths: tuple[Path, ...]
     starts: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -56,6 +51,27 @@ class PromptTable:
         name, row_in_file = self.locate(row)
         return DataError(f"{name}, row {row_in_file}, field {field}: {problem}")
 
+    def has_texts(self, column: str) -> bool:
+        """Return True if a column holds strings, False for any other type."""
+        return _is_string(self.table.column(column).type)
+
+    def ending_with(self, role: str, column: str) -> int:
+        """Return the number of chats in a column whose last message is of ``role``."""
+        total = 0
+        for chats in self.table.column(column).chunks:
+            kind = chats.type
+            if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+                return 0
+            if not pa.types.is_struct(kind.value_type) or kind.value_type.get_field_index("role") < 0:
+                return 0
+            lengths = (
+                pc.call_function("list_value_length", [chats]).fill_null(0).to_numpy(zero_copy_only=False)
+            )
+            last = np.cumsum(lengths)[lengths > 0] - 1
+            roles = _field(chats.flatten(), "role").take(pa.array(last))
+            total += roles.to_pylist().count(role)
+        return total
+
     def values(self, column: str, start: int, stop: int) -> list[Any]:
         """Return rows ``start`` to ``stop`` of a column as plain Python values."""
         return self.table.column(column).slice(start, stop - start).to_pylist()
@@ -65,39 +81,43 @@ class PromptTable:
         return self.table.slice(row, 1).to_pylist()[0]
 
 
-def count_rows(files: Sequence[str]) -> int:
-    """Return the total number of rows of local files, from their footers."""
-    total = 0
-    for name in files:
-        with _reading(name):
-            total += pq.read_metadata(name).num_rows
-    return total
-
-
 def read_prompt_table(
-    files: Files, *, prompt_key: str = "prompt", cache_dir: str | Path | None = None
+    files: Files,
+    *,
+    prompt_key: str = "prompt",
+    answer_keys: Mapping[str, str] | None = None,
+    defaults: Mapping[str, str] | None = None,
+    cache_dir: str | Path | None = None,
 ) -> PromptTable:
-    """Read all files into one table.
+    """Read all sources into one table; see :mod:`strop.data.sources` for what they may be.
 
-    Raises :class:`DataError` for a missing or unreadable file, one without rows or without the column
-    ``prompt_key``, and for files whose columns have incompatible types.
+    ``answer_keys`` maps names of answers to their columns, in which numbers become text. A dotted name
+    (``extra_info.answer``) reaches into nested columns, and becomes a column itself. ``defaults`` are columns
+    with one value in all rows, for files that lack them.
+
+    Raises :class:`DataError` for a missing or unreadable file, one without rows or without one of these
+    columns, and for files whose columns have incompatible types.
     """
-    names = [str(name) for name in ([files] if isinstance(files, str | Path) else files)]
+    sources = [files] if isinstance(files, str | Path | Rows) else files
+    names = [str(source) for source in sources]
+    keys = {"prompt": prompt_key, **(answer_keys or {})}
+    answers = list((answer_keys or {}).values())
     if not names:
-        raise DataError("no data file was given: expected one parquet file or a list of them")
-    paths, tables = [], []
-    for name in names:
-        paths.append(path := local_path(name, cache_dir))
-        require_file(path, name)
-        with _reading(name):
-            tables.append(pq.read_table(path))
-            found = tables[-1].column_names
-            _require_names(tables[-1].schema)
-        require_readable(name, tables[-1])
-        if prompt_key not in found:
-            raise DataError(f"{name}: there is no column {prompt_key!r} (data.prompt_key); found {found}")
-        if not len(tables[-1]):
+        raise DataError("no data file was given: expected one file or a list of them")
+    tables = []
+    for name, source in zip(names, sources, strict=True):
+        table = read_table(source, texts=answers, cache_dir=cache_dir)
+        with reading(name):
+            _require_names(table.schema)
+        require_readable(name, table)
+        if not len(table):
             raise DataError(f"{name}: the file has no rows")
+        for what, key in keys.items():
+            table = _with_column(name, table, key, f"data.{what}_key", is_text=key in answers)
+        for column, value in (defaults or {}).items():
+            if column not in table.column_names:
+                table = table.append_column(column, pa.repeat(pa.scalar(value), len(table)))
+        tables.append(table)
     try:
         whole = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
@@ -105,23 +125,57 @@ def read_prompt_table(
             f"the columns of {', '.join(names)} have types that cannot be joined: {error}"
         ) from error
     starts = itertools.accumulate((table.num_rows for table in tables[:-1]), initial=0)
-    return PromptTable(whole, tuple(names), tuple(paths), tuple(starts))
+    return PromptTable(whole, tuple(names), tuple(starts))
 
 
-def require_file(path: Path, name: str) -> None:
-    """Raise :class:`DataError` unless ``path`` is a regular file: the first read of a pipe never returns."""
-    if not path.is_file():
-        found = "a folder" if path.is_dir() else "no regular file" if path.exists() else "nothing"
-        raise DataError(f"{name}: expected a data file, found {found} (looked at {path.absolute()})")
+def _with_column(name: str, table: pa.Table, key: str, option: str, *, is_text: bool) -> pa.Table:
+    """Return ``table`` with a column ``key``; a dotted name is that of a field in a nested column."""
+    column = _nested(table, key)
+    if column is None:
+        raise no_column(name, key, option, column_names(table.schema))
+    if is_text and (pa.types.is_primitive(column.type) or pa.types.is_decimal(column.type)):
+        if pa.types.is_floating(column.type):
+            is_missing = column.is_null(nan_is_null=True)
+            column = pc.call_function("if_else", [is_missing, pa.scalar(None, column.type), column])
+        column = column.cast(pa.string())
+    if key in table.column_names:
+        return table.set_column(table.column_names.index(key), key, column)
+    return table.append_column(key, column)
 
 
-@contextmanager
-def _reading(name: str) -> Generator[None]:
-    """Turn read errors of the body into a :class:`DataError` about the file ``name``."""
-    try:
-        yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns
-        raise DataError(f"{name}: cannot be read as parquet: {error}") from error
+def _field(records: Any, name: str) -> Any:
+    """Return a field of a column of records; null where the record is."""
+    return pc.call_function("struct_field", [records], pc.StructFieldOptions(name))
+
+
+def _nested(table: pa.Table, key: str) -> pa.ChunkedArray | None:
+    """Return the column ``key``, or the nested one that a dotted name reaches; None if there is none."""
+    if key in table.column_names:
+        return table.column(key)
+    top, *fields = key.split(".")
+    column = table.column(top) if top in table.column_names else None
+    for field in fields:
+        if column is None or not pa.types.is_struct(column.type) or column.type.get_field_index(field) < 0:
+            return None
+        column = _field(column, field)
+    return column if fields else None
+
+
+def column_names(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
+    """Return the names of all columns, those of records with a dot."""
+    names = []
+    for field in fields:
+        names.append(f"{prefix}{field.name}")
+        if pa.types.is_struct(field.type):
+            names += column_names(field.type, f"{prefix}{field.name}.")
+    return names
+
+
+def no_column(name: str, key: str, option: str, found: Sequence[str]) -> DataError:
+    """Return the error for a column that ``name`` lacks, with the columns there are and the nearest one."""
+    nearest = difflib.get_close_matches(key, found, 1)
+    guess = f"; did you mean {option}={nearest[0]}?" if nearest else f"; set {option} to one of them"
+    return DataError(f"{name}: there is no column {key!r} ({option}); found {list(found)}{guess}")
 
 
 def _require_names(fields: Iterable[pa.Field]) -> None:
@@ -131,40 +185,21 @@ def _require_names(fields: Iterable[pa.Field]) -> None:
         _require_names(field.type.field(number) for number in range(field.type.num_fields))
 
 
-_MAY_NOT_CONVERT = re.compile("timestamp|date|time|duration")  # nanoseconds, years after 9999
-
-
-def require_readable(name: str, table: pa.Table, *, first_row: int = 0) -> None:
-    """Raise :class:`DataError` for the first value that is no plain Python value, such as text not in UTF-8.
-
-    ``name`` is the file's, ``first_row`` the number in it of the table's first row.
-    """
-    for column, values in zip(table.column_names, table.columns, strict=True):
-        try:
-            values.validate(full=True)
-            if not _MAY_NOT_CONVERT.search(str(values.type)):
-                continue
-        except pa.ArrowInvalid:
-            pass
-        for row, value in enumerate(values, first_row):
-            try:
-                value.as_py()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{name}, row {row}, field {column}: text that is not UTF-8: {error}"
-                ) from error
-            except (ValueError, OverflowError, pa.ArrowException) as error:
-                raise DataError(
-                    f"{name}, row {row}, field {column}: a value cannot be read: {error}"
-                ) from error
-
-
 UNNAMED_SOURCE = "unnamed"
 """Data source of rows whose files lack the column; only a custom reward function can score them."""
 # Columns that strop adds to batches; columns of a file with these names would be silently overwritten.
 _RESERVED = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids", "uid", "seeds")
 _TARGET = "reward_model"
+_TRUTH = "ground_truth"
 _ROW = "row number"
+
+
+def with_ground_truths(table: PromptTable, answer_key: str) -> PromptTable:
+    """Return ``table`` with the column ``answer_key`` as the ground truth of every row, for rules."""
+    fields = pc.MakeStructOptions(["style", _TRUTH])
+    truth = pc.call_function("make_struct", [pa.scalar("rule"), table.table.column(answer_key)], fields)
+    others = table.table.drop_columns([_TARGET]) if _TARGET in table.names else table.table
+    return replace(table, table=others.append_column(_TARGET, truth))
 
 
 def check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> None:
@@ -198,14 +233,14 @@ def require_ground_truths(
         return
     if _TARGET not in table.names:
         raise DataError(
-            f"{table.files[0]}: there is no column {_TARGET!r}; found {table.names}. Expected a record "
-            "{style, ground_truth}: " + _who_needs_it(sources)
+            f"{table.files[0]}: there is no column {_TARGET!r}; found {table.names}. Name the column of the "
+            f"answer (data.answer_key), or add a record {{style, ground_truth}}: {_who_needs_it(sources)}"
         )
     fields = {field.name for field in rows.schema.field(_TARGET).type}
     problem = f"found only the fields {sorted(fields)}"
-    if "ground_truth" in fields:
+    if _TRUTH in fields:
         problem = "found null or NaN"
-        rows = rows.filter(pc.field(_TARGET, "ground_truth").is_null(nan_is_null=True))
+        rows = rows.filter(pc.field(_TARGET, _TRUTH).is_null(nan_is_null=True))
     if by_model and "style" in fields:
         style = pc.field(_TARGET, "style")
         rows = rows.filter(style.is_null() | (style != "model"))
@@ -213,7 +248,7 @@ def require_ground_truths(
         source = rows[reward_fn_key][0].as_py()
         raise table.error(
             rows[_ROW][0].as_py(),
-            f"{_TARGET}.ground_truth",
+            f"{_TARGET}.{_TRUTH}",
             f"{problem}, expected the answer: {_who_needs_it([source])}",
         )
 

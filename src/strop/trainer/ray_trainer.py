@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from strop.config.roles import uses_reference
 from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role
 from strop.data.loader import EpochSampler, PromptLoader, collate, one_pass
-from strop.data.rl_dataset import create_rl_dataset, first_of_each_source
+from strop.data.rl_dataset import create_rl_dataset, first_of_each_source, log_prompts
+from strop.data.sources import Rows, sources
 from strop.errors import Attempts, ConfigError, RewardError
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
@@ -48,6 +49,8 @@ class RayPPOTrainer:
         ray_worker_group_cls: the kind of group; ``LocalWorkerGroup`` runs everything in this process.
         reward_fn: maps a batch to a ``RewardOutput``, or to token-level scores [B, T].
         val_reward_fn: the same in validation; ``reward_fn`` if None.
+        train_dataset, val_dataset: in place of those that ``config.data`` describes.
+        rows: rows in memory, read where ``data.train_files`` or ``data.val_files`` has their names.
     """
 
     ppo: PPO
@@ -67,6 +70,7 @@ class RayPPOTrainer:
         val_reward_fn: Callable[[DataProto], Any] | None = None,
         train_dataset: Any | None = None,
         val_dataset: Any | None = None,
+        rows: Sequence[Rows] = (),
     ) -> None:
         self.config = as_config(config)
         self.tokenizer = tokenizer
@@ -75,7 +79,9 @@ class RayPPOTrainer:
         self.worker_group_cls = ray_worker_group_cls
         self.reward_fn = as_reward(reward_fn)
         self.val_reward_fn = as_reward(val_reward_fn or reward_fn)
-        self.train_loader, self.val_loader = build_loaders(self.config, tokenizer, train_dataset, val_dataset)
+        self.train_loader, self.val_loader = build_loaders(
+            self.config, tokenizer, train_dataset, val_dataset, rows
+        )
         trains = not self.config.trainer.val_only
         check(self.config, train_rows=len(self.train_loader.dataset) if trains else None).report(logger)
         self.total_steps = 0
@@ -339,7 +345,11 @@ class ReinforcementRun(Run):
 
 
 def build_loaders(
-    config: Config, tokenizer: Any, train_dataset: Any | None, val_dataset: Any | None
+    config: Config,
+    tokenizer: Any,
+    train_dataset: Any | None = None,
+    val_dataset: Any | None = None,
+    rows: Sequence[Rows] = (),
 ) -> tuple[PromptLoader | Any, PromptLoader]:
     """Return the endless seeded loader of training prompts and the loader of validation prompts.
 
@@ -352,13 +362,14 @@ def build_loaders(
     pad = partial(collate, pad_token_id=tokenizer.pad_token_id, max_prompt_length=data.max_prompt_length)
     train, attempt = None, Attempts()
     if not config.trainer.val_only and train_dataset is None:
-        train_dataset = attempt(lambda: create_rl_dataset(data.train_files, data, tokenizer))
+        train_dataset = attempt(lambda: create_rl_dataset(sources(data.train_files, rows), data, tokenizer))
     if val_dataset is None:
-        val_dataset = attempt(lambda: create_rl_dataset(data.val_files, data, tokenizer))
+        val_dataset = attempt(lambda: create_rl_dataset(sources(data.val_files, rows), data, tokenizer))
     attempt.raise_errors()
+    log_prompts(train_dataset, val_dataset)
     if train_dataset is not None and not config.trainer.val_only:
-        rows = EpochSampler(len(train_dataset), data.train_batch_size, config.trainer.seed, data.shuffle)
-        train = PromptLoader(train_dataset, rows, pad)
+        batches = EpochSampler(len(train_dataset), data.train_batch_size, config.trainer.seed, data.shuffle)
+        train = PromptLoader(train_dataset, batches, pad)
     if data.val_max_samples is not None:
         val_dataset = first_of_each_source(val_dataset, data.val_max_samples)
     return train, PromptLoader(val_dataset, one_pass(len(val_dataset), data.val_batch_size), pad)
