@@ -341,7 +341,7 @@ def _rows_table(rows: Rows, texts: Collection[str]) -> pa.Table:
         if hasattr(data, "__arrow_c_stream__"):
             return pa.table(data)
     except pa.ArrowException:  # a column of pandas' with values of several types
-        data = data.to_dict("records")
+        data = data.astype(object).where(data.notna(), None).to_dict("records")
     if isinstance(data, str | bytes | Mapping) or not isinstance(data, Sequence):
         raise DataError(
             f"{rows}: expected a list of dicts, a datasets.Dataset or a data frame, "
