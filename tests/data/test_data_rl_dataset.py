@@ -65,7 +65,7 @@ def test_raw_chat_and_raw_ids_come_on_request(build):
     assert row["raw_prompt"] == chat("w1 w2")
     assert row["raw_prompt_ids"] == [11, 12]
     plain = build([{"prompt": "w3"}], return_raw_chat=True, return_raw_input_ids=True)[0]
-    assert plain["input_ids"].tolist() == [1, 13]
+    assert plain["input_ids"].tolist() == [3, 13, 5]
     assert plain["raw_prompt"] == chat("w3")
     assert plain["raw_prompt_ids"] == [13]
 
@@ -163,6 +163,12 @@ def config(**changes):
         "return_raw_chat": True,
         "return_raw_input_ids": True,
         "reward_fn_key": "data_source",
+        "answer_key": None,
+        "data_source": None,
+        "apply_chat_template": "auto",
+        "system_prompt": None,
+        "apply_chat_template_kwargs": {},
+        "allow_special_tokens": False,
         "num_workers": None,
         "cache_dir": None,
     }

@@ -142,11 +142,11 @@ def _score_one_row(trainer: RayPPOTrainer) -> str:
 
 
 def _train_rows(config: RootConfig) -> int | None:
-    """Return the number of training prompts, from footers; None without local files that can be read."""
+    """Return the number of training prompts; None without local files that can be read."""
     files = [expand(file) for file in config.data.train_files]
-    if not files or not all(os.path.isfile(file) for file in files):
+    if not files or not all(os.path.exists(file) for file in files):
         return None
-    from strop.data.parquet import count_rows  # pyarrow
+    from strop.data.sources import count_rows  # pyarrow
 
     try:
         return count_rows(files)

@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from strop.terminal import literal
 
 if TYPE_CHECKING:
     from strop.data.fetch import Advance
+    from strop.data.sources import Rows
     from strop.tracking.report import ValidationReport
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 RESULTS = "results.json"
 
 
-def evaluate(config: Config, out: Path) -> ValidationReport:
+def evaluate(config: Config, out: Path, *, rows: Sequence[Rows] = ()) -> ValidationReport:
     """Validate with ``config``, which has ``trainer.val_only``, and write the results to ``out``.
+
+    ``rows`` in memory are read where ``data.val_files`` has their names.
 
     The files are ``samples.parquet``, ``config.yaml`` and, last, ``results.json``. Raises as a run does, and
     ``TrainingError`` if a file cannot be written.
@@ -44,7 +47,7 @@ def evaluate(config: Config, out: Path) -> ValidationReport:
     from strop.trainer.build import build_trainer
     from strop.trainer.run_folder import RunFolder
 
-    trainer = build_trainer(config)
+    trainer = build_trainer(config, rows=rows)
     try:
         trainer.init_workers()
         total = len(trainer.val_loader.dataset) * config.actor_rollout_ref.rollout.val_kwargs.n
@@ -107,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="FILE",
-        help="parquet file of prompts, as strop prepare writes them; once for each file",
+        help="prompts: a .parquet, .jsonl, .json or .csv file, or owner/name:split on the hub; once for each",
     )
     add("--n", type=int, default=1, help="answers to each prompt (1)")
     add("--temperature", type=float, help="sampling temperature; 0: greedy (0 for --n 1, else 1)")

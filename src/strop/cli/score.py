@@ -10,18 +10,16 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from strop.config.paths import expand
 from strop.config.reward_parts import SCORERS
 from strop.config.schema.base import MOST_PROCESSES, MOST_SECONDS
+from strop.data.sources import iterate, value_at
 from strop.errors import ConfigError, DataError, RewardError
-from strop.prepare.source import read_records
 from strop.rewards.custom import load_custom_reward
 from strop.rewards.router import BuiltInScorer, Router
 from strop.rewards.worker.feed import Feed
@@ -32,21 +30,6 @@ from strop.terminal import literal
 RESPONSE_COLUMNS = ("response", "responses", "solution_str", "solution", "answer")
 GROUND_TRUTH_COLUMNS = ("reward_model.ground_truth", "ground_truth")
 _WITHOUT_GROUND_TRUTH = ("format", "length")
-
-
-def value_at(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column; a dotted name (``extra_info.answer``) reaches into nested ones.
-
-    Raises ``KeyError`` if there is no such column.
-    """
-    if column in row:
-        return row[column]
-    value: Any = row
-    for name in column.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            raise KeyError(column)
-        value = value[name]
-    return value
 
 
 def _find_column(row: Mapping[str, Any], candidates: tuple[str, ...], option: str) -> str:
@@ -63,7 +46,10 @@ def _find_column(row: Mapping[str, Any], candidates: tuple[str, ...], option: st
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``strop score`` to ``parser``."""
-    parser.add_argument("file", help="parquet or JSONL, one answer per row")
+    parser.add_argument(
+        "file",
+        help="rows with an answer each: .parquet, .jsonl, .json, .csv, owner/name:split",
+    )
     add = parser.add_argument
     add(
         "--response-column",
@@ -178,11 +164,8 @@ def _require_time(require_ready: Callable[[float], None], timeout_s: float) -> N
 
 
 def _samples(arguments: argparse.Namespace) -> Iterator[Sample]:
-    path = Path(expand(arguments.file))
     response, truth = arguments.response_column, arguments.ground_truth_column
-    if path.suffix not in (".parquet", ".jsonl", ".json", ".gz"):
-        raise DataError(f"{path}: expected a .parquet or .jsonl file")
-    for number, row in enumerate(itertools.islice(read_records(path), arguments.limit), start=1):
+    for number, row in enumerate(itertools.islice(iterate(arguments.file), arguments.limit), start=1):
         try:
             response = response or _find_column(row, RESPONSE_COLUMNS, "--response-column")
             if arguments.scorer not in _WITHOUT_GROUND_TRUTH:

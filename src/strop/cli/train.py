@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from strop.errors import WorkerError
 from strop.terminal import PrintableFormatter
 
 if TYPE_CHECKING:
+    from strop.data.sources import Rows
     from strop.trainer.run_folder import RunFolder
 
 logger = logging.getLogger("strop")
@@ -102,17 +103,20 @@ def log_to_console(names: Mapping[str, str] | None = None) -> None:
     logger.setLevel(logging.INFO)
 
 
-def train_once(config: RootConfig) -> None:
-    """Build the trainer, train, and release its workers even if it raises."""
+def train_once(config: RootConfig, *, rows: Sequence[Rows] = ()) -> None:
+    """Build the trainer, train, and release its workers even if it raises.
+
+    ``rows`` in memory are read where ``data.train_files`` and ``data.val_files`` have their names.
+    """
     trainer: Any  # the modules import torch and transformers: seconds
     if isinstance(config, Config):
         from strop.trainer.build import build_trainer
 
-        trainer = build_trainer(config)
+        trainer = build_trainer(config, rows=rows)
     elif isinstance(config, SupervisedConfig):
         from strop.trainer.supervised import TRAINERS, build
 
-        trainer = build(TRAINERS[type(config)], config)
+        trainer = build(TRAINERS[type(config)], config, rows=rows)
     try:
         trainer.init_workers()
         trainer.fit()

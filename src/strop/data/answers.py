@@ -17,9 +17,9 @@ from torch import Tensor
 
 from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.data.loader import collate
-from strop.data.parquet import UNNAMED_SOURCE, Files, read_prompt_table
-from strop.data.prompts import encode_responses
-from strop.data.rl_dataset import TokenLengths, truncate, usable_rows
+from strop.data.prompt_table import UNNAMED_SOURCE, Files, read_prompt_table
+from strop.data.prompts import AUTO, PromptFormat, encode_responses
+from strop.data.rl_dataset import TokenLengths, prompts_in_words, truncate, usable_rows
 from strop.data.tokenize import tokenize_table
 from strop.errors import DataError
 from strop.protocol import DataProto
@@ -58,21 +58,22 @@ class AnsweredDataset:
         max_response_length: int,
         truncation: str = "error",
         filter_overlong: bool = True,
+        how: PromptFormat = AUTO,
         num_workers: int | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
-        """Read and tokenize; ``answer_keys`` maps names in the rows to columns of the files."""
+        """Read and tokenize; ``answer_keys`` maps names in the rows to columns of the files.
+
+        ``how`` says what becomes of prompts before they are tokenized, ``prompts_in_words`` says it.
+        """
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
         self.truncation = truncation
-        self._table = read_prompt_table(files, prompt_key=prompt_key, cache_dir=cache_dir)
+        self._table = read_prompt_table(
+            files, prompt_key=prompt_key, answer_keys=answer_keys, cache_dir=cache_dir
+        )
         self._columns = {"input_ids": prompt_key, **answer_keys}
-        for name, column in answer_keys.items():
-            if column not in self._table.names:
-                raise DataError(
-                    f"{', '.join(self._table.files)}: there is no column {column!r} (data.{name}_key); "
-                    f"found {self._table.names}"
-                )
-        options: dict[str, Any] = {"num_workers": num_workers, "cache_dir": cache_dir}
+        self.prompts_in_words = prompts_in_words(self._table, prompt_key, tokenizer, how)
+        options: dict[str, Any] = {"how": how, "num_workers": num_workers, "cache_dir": cache_dir}
         self._tokens = {
             "input_ids": tokenize_table(self._table, tokenizer, prompt_key=prompt_key, **options),
             **{

@@ -6,27 +6,31 @@ Copy ``build_trainer`` for a run with another worker, reward or placement: its p
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from strop.checkpoint.record import require_same_run
 from strop.checkpoint.store import Checkpoints
+from strop.config.paths import is_template_file
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import model_paths, roles_of, tokenizer_paths, uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import ModelConfig
+from strop.config.schema.data import RowsConfig
 from strop.config.schema.reward import RewardModelModelConfig
 from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role
+from strop.data.fetch import local_path
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import RowDataset
-from strop.data.parquet import UNNAMED_SOURCE
+from strop.data.prompt_table import UNNAMED_SOURCE
 from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows
+from strop.data.sources import Rows
 from strop.data.tokenize import tokenizer_fingerprint
-from strop.errors import Attempts, ModelError
+from strop.errors import Attempts, DataError, ModelError
 from strop.manifest import IF_ON_PURPOSE, covering, require_unchanged
 from strop.models.attention import attention_for, score_cap
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
@@ -198,14 +202,35 @@ def fetch_tokenizer(
     # Workers compare the weights, of folders from which they load a model.
     files = {name: entry for name, entry in covering(folder).items() if not name.endswith(".safetensors")}
     require_unchanged(str(folder), folder, files, IF_ON_PURPOSE)
-    return load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+    set_chat_template(tokenizer, config.data)
+    return tokenizer
 
 
-def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer:
+def set_chat_template(tokenizer: Any, data: RowsConfig) -> None:
+    """Give ``tokenizer`` the template of ``data.chat_template``; warn of variables that no template reads."""
+    template = data.chat_template
+    if is_template_file(template):
+        try:
+            template = local_path(template, data.cache_dir).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data.chat_template={template}: cannot be read: {error}") from error
+    if template is not None:
+        tokenizer.chat_template = template
+    unread = [name for name in data.apply_chat_template_kwargs if name not in str(tokenizer.chat_template)]
+    if unread and tokenizer.chat_template is not None:
+        logger.warning(
+            "data.apply_chat_template_kwargs: the chat template reads no %s, so it changes nothing",
+            ", ".join(unread),
+        )
+
+
+def build_trainer(config: Config, *, with_weights: bool = True, rows: Sequence[Rows] = ()) -> RayPPOTrainer:
     """Return a trainer whose ``init_workers()`` and ``fit()`` are left to call; no model is loaded yet.
 
     Everything that can be checked before is checked here. ``with_weights=False`` leaves the weights of models
-    on the hub there, for a caller who does not train.
+    on the hub there, for a caller who does not train. ``rows`` in memory are read where
+    ``data.train_files`` and ``data.val_files`` have their names.
 
     Raises:
         StropError: wrong inputs; several of them are ``SeveralErrors``.
@@ -248,6 +273,7 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
             ray_worker_group_cls=worker_group_class(config),
             reward_fn=reward_fn,
             val_reward_fn=val_reward_fn,
+            rows=rows,
         )
     )
     attempt.raise_errors()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from strop.data.loader import (
     one_pass,
     require_usable_sampler,
 )
-from strop.data.rl_dataset import create_rl_dataset, first_of_each_source
+from strop.data.rl_dataset import create_rl_dataset, first_of_each_source, log_prompts
+from strop.data.sources import Rows, sources
 from strop.errors import Attempts, ConfigError, RewardError
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
@@ -61,12 +62,13 @@ class RayPPOTrainer:
         ray_worker_group_cls: the kind of group; ``LocalWorkerGroup`` runs everything in this process.
         reward_fn: maps a batch to a ``RewardOutput``, or to token-level scores [B, T].
         val_reward_fn: the same in validation; ``reward_fn`` if None.
-        train_dataset: read from ``data.train_files`` if None; ``val_dataset`` likewise.
+        train_dataset, val_dataset: in place of those that ``config.data`` describes.
         collate_fn: makes a ``DataProto``, or a mapping of its columns, from a list of rows, in training and
             validation; None: ``strop.data.loader.collate``.
         train_sampler: yields the row numbers of one epoch per iteration over it, and has a length; None: a
             new seeded order every epoch. Its ``state_dict`` is a part of checkpoints, so one without
             ``state_dict`` and ``load_state_dict`` is a ``ConfigError`` where ``trainer.save_freq`` > 0.
+        rows: rows in memory, read where ``data.train_files`` or ``data.val_files`` has their names.
     """
 
     trained: tuple[str, ...] = TRAINED
@@ -91,6 +93,7 @@ class RayPPOTrainer:
         val_dataset: Any | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         train_sampler: Any | None = None,
+        rows: Sequence[Rows] = (),
     ) -> None:
         self.config = as_config(config)
         self.tokenizer = tokenizer
@@ -100,7 +103,7 @@ class RayPPOTrainer:
         self.reward_fn = as_reward(reward_fn)
         self.val_reward_fn = as_reward(val_reward_fn or reward_fn)
         self.train_loader, self.val_loader = build_loaders(
-            self.config, tokenizer, train_dataset, val_dataset, collate_fn, train_sampler
+            self.config, tokenizer, train_dataset, val_dataset, collate_fn, train_sampler, rows
         )
         trains = not self.config.trainer.val_only
         check(self.config, train_rows=len(self.train_loader.dataset) if trains else None).report(logger)
@@ -391,6 +394,7 @@ def build_loaders(
     val_dataset: Any | None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     train_sampler: Any | None = None,
+    rows: Sequence[Rows] = (),
 ) -> tuple[PromptLoader | Any, PromptLoader]:
     """Return the endless loader of training prompts and the loader of validation prompts.
 
@@ -415,17 +419,20 @@ def build_loaders(
             ahead=[f"{key}={value}" for key, value in ahead.items() if value],
         )
     if not config.trainer.val_only and train_dataset is None:
-        train_dataset = attempt(lambda: create_rl_dataset(data.train_files, data, tokenizer))
+        train_dataset = attempt(lambda: create_rl_dataset(sources(data.train_files, rows), data, tokenizer))
     if val_dataset is None:
-        val_dataset = attempt(lambda: create_rl_dataset(data.val_files, data, tokenizer))
+        val_dataset = attempt(lambda: create_rl_dataset(sources(data.val_files, rows), data, tokenizer))
     attempt.raise_errors()
+    log_prompts(train_dataset, val_dataset)
     if train_dataset is not None and not config.trainer.val_only:
-        rows: Any
+        batches: Any
         if train_sampler is None:
-            rows = EpochSampler(len(train_dataset), data.train_batch_size, config.trainer.seed, data.shuffle)
+            batches = EpochSampler(
+                len(train_dataset), data.train_batch_size, config.trainer.seed, data.shuffle
+            )
         else:
-            rows = SampledBatches(train_sampler, data.train_batch_size)
-        train = PromptLoader(train_dataset, rows, pad)
+            batches = SampledBatches(train_sampler, data.train_batch_size)
+        train = PromptLoader(train_dataset, batches, pad)
     if data.val_max_samples is not None:
         val_dataset = first_of_each_source(val_dataset, data.val_max_samples)
     return train, PromptLoader(val_dataset, one_pass(len(val_dataset), data.val_batch_size), pad)

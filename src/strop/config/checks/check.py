@@ -95,6 +95,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     processes.worker_group,
     processes.restarts,
     inputs.data_files,
+    inputs.chat_template,
     inputs.tokenizers,
     inputs.libraries,
     inputs.resume,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic
@@ -22,6 +22,8 @@ from strop.config.schema.supervised import SupervisedConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset
 from strop.data.loader import EpochSampler, PromptLoader, one_pass
+from strop.data.rl_dataset import log_prompts, prompt_format
+from strop.data.sources import Files, Rows, sources
 from strop.protocol import DataProto
 from strop.tracking.trackers import resolve_tracker
 from strop.trainer.build import check_model, fetch_tokenizer, require_checkpoint, worker_group_class
@@ -45,22 +47,37 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
     collate: ClassVar[Callable[..., DataProto]]
     """Function of ``strop.data.answers`` that makes a batch from rows."""
 
-    def __init__(self, config: Supervised, tokenizer: Any, *, group_cls: type, pool: ResourcePool) -> None:
-        """Read the data without loading a model; ``DataError`` for files that cannot be used."""
+    def __init__(
+        self,
+        config: Supervised,
+        tokenizer: Any,
+        *,
+        group_cls: type,
+        pool: ResourcePool,
+        rows: Sequence[Rows] = (),
+    ) -> None:
+        """Read the data without loading a model; ``DataError`` for files that cannot be used.
+
+        ``rows`` in memory are read where the configuration has their names.
+        """
         self.config = config
         self.tokenizer = tokenizer
         self._group_cls, self._pool = group_cls, pool
         data = config.data
         self.train_loader: Any = None  # not read with trainer.val_only
         self.total_steps = 0
+        trained = validated = None
         if not config.trainer.val_only:
-            rows = self._dataset(data.train_files)
-            batches = EpochSampler(len(rows), data.train_batch_size, config.trainer.seed, data.shuffle)
-            self.train_loader = self._loader(rows, batches)
+            trained = self._dataset(sources(data.train_files, rows))
+            batches = EpochSampler(len(trained), data.train_batch_size, config.trainer.seed, data.shuffle)
+            self.train_loader = self._loader(trained, batches)
             self.total_steps = config.trainer.total_training_steps or (
                 len(self.train_loader) * config.trainer.total_epochs
             )
-        self.val_loader = self._one_pass(self._dataset(data.val_files)) if data.val_files else None
+        if data.val_files:
+            validated = self._dataset(sources(data.val_files, rows))
+        self.val_loader = self._one_pass(validated) if validated is not None else None
+        log_prompts(trained, validated)
         self.global_step = 0
         self.timer = PhaseTimer()
         self.group: Any = None  # a worker group, with the worker's methods
@@ -98,7 +115,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Compare or restore what ``state_dict`` returned."""
 
-    def _dataset(self, files: list[str]) -> AnsweredDataset:
+    def _dataset(self, files: Files) -> AnsweredDataset:
         data = self.config.data
         return AnsweredDataset(
             files,
@@ -109,6 +126,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
             max_response_length=data.max_response_length,
             truncation=data.truncation,
             filter_overlong=data.filter_overlong,
+            how=prompt_format(data),
             num_workers=data.num_workers,
             cache_dir=data.cache_dir,
         )
@@ -216,11 +234,16 @@ class SupervisedRun(Run):
 
 
 def build(
-    trainer_cls: type[SupervisedTrainer[Any]], config: SupervisedConfig, *, with_weights: bool = True
+    trainer_cls: type[SupervisedTrainer[Any]],
+    config: SupervisedConfig,
+    *,
+    with_weights: bool = True,
+    rows: Sequence[Rows] = (),
 ) -> Any:
     """Check everything that can be checked without a model, and return the trainer.
 
-    ``with_weights=False`` leaves the weights of a model on the hub there.
+    ``with_weights=False`` leaves the weights of a model on the hub there. ``rows`` in memory are read where
+    ``data.train_files`` and ``data.val_files`` have their names.
     """
     check(config).report(logger)
     require_checkpoint(Checkpoints.of(config, trained=(trainer_cls.group_name,)), config)
@@ -236,4 +259,5 @@ def build(
         tokenizer,
         group_cls=worker_group_class(config),
         pool=ResourcePool(trainer_cls.role.name, pools_of(config)[GLOBAL_POOL]),
+        rows=rows,
     )
