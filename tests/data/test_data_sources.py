@@ -57,8 +57,6 @@ def sources(tmp_path):
 
 
 def test_every_format_gives_the_same_rows(sources, tokenizer):
-    keys = {"prompt_key": "question", "answer_key": "answer", "data_source": "a/b"}
-
     def rows_of(source):
         dataset = RLHFDataset(
             source,

@@ -296,11 +296,11 @@ Located = tuple[str, Any]
 
 
 def _json_records(name: str, path: Path) -> Iterator[Located]:
-    """Yield the records of JSON lines, or of one JSON list."""
+    """Yield the records of JSON lines, or of one JSON list in a file of another name."""
     with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as lines:
         beginning = lines.read(1024).removeprefix(b"\xef\xbb\xbf")  # editors on Windows write a mark
         lines.seek(0)
-        if beginning.lstrip().startswith(b"["):
+        if ".jsonl" not in path.name and beginning.lstrip().startswith(b"["):
             yield from _json_list(name, lines.read())
             return
         for number, data in enumerate(lines, 1):
