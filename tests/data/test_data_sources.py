@@ -111,7 +111,7 @@ def test_answers_of_several_types_become_text(tmp_path):
 
 
 def test_columns_that_only_some_records_have_are_kept(monkeypatch):
-    monkeypatch.setattr("strop.data.sources.CHUNK_ROWS", 1)
+    monkeypatch.setattr("strop.data.records.CHUNK_ROWS", 1)
     rows = [{"a": 1}, {"a": 2.5, "b": {"c": [1]}}, {"b": {"d": "x"}}]
     assert read_table(Rows("list", rows)).to_pylist() == [
         {"a": 1.0, "b": None},
