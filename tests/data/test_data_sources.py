@@ -57,7 +57,6 @@ def sources(tmp_path):
 
 
 def test_every_format_gives_the_same_rows(sources, tokenizer):
-
     def rows_of(source):
         dataset = RLHFDataset(
             source,
@@ -75,7 +74,9 @@ def test_every_format_gives_the_same_rows(sources, tokenizer):
     }  # fmt: skip
     for source in sources:
         first, second = rows_of(source)
-        assert {key: value for key, value in first.items() if key not in ("input_ids", "question")} == expected, source
+        assert {
+            key: value for key, value in first.items() if key not in ("input_ids", "question")
+        } == expected, source
         assert second["reward_model"]["ground_truth"] == "7"
         assert second["input_ids"] == [3, 14, 5]  # [user] w4 [assistant]
 
@@ -112,7 +113,7 @@ def test_answers_of_several_types_become_text(tmp_path):
 
 
 def test_columns_that_only_some_records_have_are_kept(monkeypatch):
-    monkeypatch.setattr("strop.data.sources.CHUNK_ROWS", 1)
+    monkeypatch.setattr("strop.data.records.CHUNK_ROWS", 1)
     rows = [{"a": 1}, {"a": 2.5, "b": {"c": [1]}}, {"b": {"d": "x"}}]
     assert read_table(Rows("list", rows)).to_pylist() == [
         {"a": 1.0, "b": None},

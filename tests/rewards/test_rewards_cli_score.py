@@ -185,7 +185,7 @@ def test_code_without_a_sandbox_is_one_error_and_not_one_for_each_row(
         ("a.jsonl", "[1]\n", [], "line 1: .*object"),
         ("a.jsonl", "\n", [], "rows"),
         ("a.jsonl", None, [], "a.jsonl"),
-        ("a.csv", "a,b\n", [], "a.csv.* .parquet .* .jsonl"),
+        ("a.txt", "a,b\n", [], "a.txt.* .parquet.* .jsonl"),
         ("a.parquet", "a,b\n", [], "a.parquet"),
     ],
 )

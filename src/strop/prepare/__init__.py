@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from strop.config.backends import load_backend
 from strop.config.paths import expand, is_url
 from strop.data.fetch import progress_bar
-from strop.data.sources import table_of
+from strop.data.records import table_of
 from strop.errors import DataError
 from strop.files import atomic_path, atomic_write_text
 from strop.prepare.source import Split

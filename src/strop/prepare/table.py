@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.data.prompts import prompt_problem
-from strop.data.sources import as_text, value_at
+from strop.data.records import as_text
+from strop.data.sources import value_at
 from strop.errors import DataError
 from strop.prepare.source import Split, read_splits
 
