@@ -136,6 +136,32 @@ trainer: {balance_batch: true, resume_from_path: null, use_v1: true}
     assert config == load_config()
 
 
+def test_every_key_of_0_3_0_post1_is_accepted_at_its_default_there():
+    unlike_here = {
+        f"{ACTOR}.checkpoint.contents": "[model,hf_model,optimizer,extra]",
+        f"{ACTOR}.optim.lr_warmup_steps": "-1",
+        f"{ACTOR}.use_torch_compile": "True",
+        f"{ROLLOUT}.disable_log_stats": "True",
+        f"{ROLLOUT}.enable_chunked_prefill": "True",
+        f"{ROLLOUT}.max_model_len": "null",
+        f"{ROLLOUT}.use_fire_sampling": "False",
+        "critic.checkpoint.contents": "[model,hf_model,optimizer,extra]",
+        "data.image_key": "images",
+        "data.val_batch_size": "null",
+        "reward_model.model.fsdp_config.fsdp_size": "-1",
+        "reward_model.model.fsdp_config.wrap_policy.min_num_params": "0",
+        "reward_model.model.use_remove_padding": "False",
+        "reward_model.strategy": "fsdp",
+        "trainer.balance_batch": "True",
+        "trainer.del_local_ckpt_after_load": "False",
+        "trainer.max_actor_ckpt_to_keep": "null",
+        "trainer.max_critic_ckpt_to_keep": "null",
+        "trainer.resume_from_path": "null",
+        "trainer.val_generations_to_log_to_wandb": "0",
+    }
+    assert load_config([f"{key}={value}" for key, value in unlike_here.items()]) == load_config()
+
+
 def test_overrides_win_over_verls_keys_of_a_file(tmp_path: Path):
     (tmp_path / "own.yaml").write_text(
         "trainer: {max_actor_ckpt_to_keep: 5}\nactor_rollout_ref: {model: {lora_rank: 8}}\n"

@@ -141,8 +141,9 @@ class RLHFDataset:
         """Return the error for files without the column that selects a scorer, where one is needed."""
         return DataError(
             f"{', '.join(self._table.files)}: there is no column {self.reward_fn_key!r} (data.reward_fn_key) "
-            f"to select the scorer of a row; found {self._table.names}. Add the column, name another one, or "
-            "score all rows with a custom function (custom_reward_function.path)"
+            f"to select the scorer of a row; found {self._table.names}. Add the column, name another one, "
+            "score all rows with a custom function (custom_reward_function.path), or whole batches with a "
+            "manager of your own (reward_model.reward_manager=module:Class; docs/rewards.md)"
         )
 
     def require_ground_truths(self, sources: Collection[str], *, by_model: bool) -> None:
