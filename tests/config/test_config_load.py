@@ -225,12 +225,12 @@ def test_missing_files_and_folders_are_errors_with_the_alternatives(folder):
 
 
 def test_unknown_keys_in_a_file_and_on_the_command_line_are_reported_together(folder):
-    (folder / "typo.yaml").write_text("trainer: {totl_epochs: 3, 7: x}\ndata: {image_key: images}\n")
+    (folder / "typo.yaml").write_text("trainer: {totl_epochs: 3, 7: x}\ndata: {picture_key: images}\n")
     problems = problems_of("algoritm.lam=1", config_path=folder, config_name="typo")
     assert Message("trainer.totl_epochs", "trainer.total_epochs") in problems
     assert Message("algoritm", "algorithm") in problems
     assert Message("trainer.7") in problems
-    assert Message("data.image_key") in problems
+    assert Message("data.picture_key") in problems
 
 
 def test_the_users_own_hydra_application_is_left_alone(folder):

@@ -29,7 +29,14 @@ def test_each_data_source_has_a_scorer(data_source: str, response: str, truth: s
 def test_an_unknown_source_names_the_known_and_both_ways_to_add_one():
     known = ("openai/gsm8k", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "strop/arithmetic")
     with pytest.raises(
-        RewardError, match=naming("'openai/gsm9k'", *known, "custom_reward_function.path", "register_scorer")
+        RewardError,
+        match=naming(
+            "'openai/gsm9k'",
+            *known,
+            "custom_reward_function.path",
+            "module:Class",
+            "register_scorer",
+        ),
     ) as error:
         default_compute_score("openai/gsm9k", "#### 7", "7")
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)  # it may come from a worker

@@ -45,6 +45,7 @@ UNANSWERED = with_value("reward_model", {"style": "rule", "ground_truth": None})
 @pytest.mark.parametrize(
     ("change", "found"),
     [
+        (without("data_source"), "reward_manager=module:Class"),
         (without("data_source"), "'data_source' (data.reward_fn_key)"),
         (with_value("data_source", None), "row 7, field data_source"),
         (UNANSWERED, "changed.parquet, row 7, field reward_model.ground_truth"),

@@ -22,6 +22,7 @@ from rich.text import Text
 from strop.cli.train import add_config_arguments, load_arguments
 from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
 from strop.config.checks.check import CheckResult, check
+from strop.config.checks.keys import changed_from_verl
 from strop.config.forecast import Forecast, SampleFiles, forecast, read_model_facts, sample_files
 from strop.config.identity import in_words
 from strop.config.load import to_yaml
@@ -31,6 +32,7 @@ from strop.config.roles import Schedule, is_off_policy, why_old_log_probs_are_co
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import TREES
+from strop.config.verl import versions
 from strop.errors import Attempts, DataError, RewardError
 from strop.terminal import literal
 
@@ -59,6 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--diff", action="store_true", help="show the keys that differ from the defaults, not all keys"
     )
+    known = versions()
+    parser.add_argument(
+        "--from",
+        dest="verl",
+        metavar="verl[==VERSION]",
+        choices=["verl", *(f"verl=={version}" for version in known)],
+        help="also say which keys that are not written mean something else than in that version of verl "
+        f"({', '.join(known)}; the last, unless you name one)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,6 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
     config, console = load_arguments(TREES[arguments.command], arguments), Console(soft_wrap=True)
     result = check(config, train_rows=_train_rows(config))
     console.print(render(result, config, only_differences=arguments.diff))
+    if arguments.verl:
+        version = arguments.verl.partition("==")[2] or versions()[-1]
+        lines = list(changed_from_verl(config, version)) or ["no key that is not written"]
+        console.print(
+            Group(Text(f"other than in verl {version}:"), *(literal(f"  {line}") for line in lines))
+        )
     if result.errors:
         return 2
     if arguments.config_only:
@@ -303,7 +320,10 @@ def _add_update(table: Table, name: str, update: UpdatePlan) -> None:
         f"{name}: optimizer steps per iteration",
         f"{update.optimizer_steps:,} = {update.mini_batches:,} mini-batches x {update.epochs} ppo_epochs",
     )
-    table.add_row(f"{name}: samples in a mini-batch", f"{update.samples_per_mini_batch:,}")
+    samples = f"{update.samples_per_mini_batch:,}"
+    if update.samples_in_last < update.samples_per_mini_batch:
+        samples += f"; the last {update.samples_in_last:,}"
+    table.add_row(f"{name}: samples in a mini-batch", samples)
     ranks = "rank" if update.sharing == 1 else f"{update.sharing} ranks"
     table.add_row(f"{name}: micro-batches of a mini-batch, on each {ranks}", _micro_batches(update))
 

@@ -39,27 +39,6 @@ _PLAIN_NAMES = {
 OF_ALL_NUMBERS = (LARGEST_INT, LARGEST_SIZE, MOST_PROCESSES, LARGEST_FLOAT, -LARGEST_FLOAT, SMALLEST_FLOAT)
 """Bounds that are mentioned only where a value exceeds them."""
 
-_IN_VERL = {
-    f"algorithm.rollout_correction.{name}": f"actor_rollout_ref.actor.{key}"
-    for name, key in {
-        "rollout_is": "rollout_is",
-        "rollout_is_threshold": "rollout_is_threshold",
-        "rollout_rs": "rollout_is, with rollout_is_mode=mask",
-        "rollout_rs_threshold": "rollout_is_threshold and rollout_is_threshold_low, with mode mask",
-        "bypass_mode": "use_rollout_log_probs",
-    }.items()
-} | dict.fromkeys(
-    [
-        "async_training.staleness_threshold",
-        "async_training.trigger_parameter_sync_step",
-        "async_training.partial_rollout",
-        "trainer.max_off_policy_steps",
-        "trainer.max_staleness",
-    ],
-    "trainer.async_steps",
-)
-"""Key of verl's -> the one that does this here, under another name."""
-
 _CLOSE_ENOUGH = 0.65  # fsdp_size is not fsdp_config
 _CLOSE_ENOUGH_ELSEWHERE = 0.8
 
@@ -112,10 +91,6 @@ def nearest(path: str, schema: type[RootConfig] = Config) -> str | None:
 
 def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
     """Return the message about a key that does not exist."""
-    others = {name: key for name, key in _IN_VERL.items() if f"{name}.".startswith(f"{path}.")}
-    if others and schema is Config:
-        meant = [key if name == path else f"{key} (for {_last_word(name)})" for name, key in others.items()]
-        return f"{path}: unknown key; did you mean {'; '.join(meant)}?"
     guess, keys = nearest(path, schema), all_keys(schema)
     guesses = [guess] if guess else _elsewhere(path, list(keys))
     if guesses:

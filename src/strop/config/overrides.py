@@ -111,6 +111,11 @@ def locate(config_path: str | Path | None, config_name: str | None, default_name
         ConfigError: there is no such file.
     """
     name = (config_name or default_name).removesuffix(".yaml")
+    if name.endswith("_megatron_trainer") and (config_path is None or not Path(expand(config_path)).exists()):
+        raise ConfigError(
+            f"--config-name {config_name}: verl's settings for Megatron, which is not in this version; leave "
+            "out --config-path, --config-name and the megatron sections, and FSDP2 shards the models"
+        )
     if config_path is None:
         if name == default_name:
             return None

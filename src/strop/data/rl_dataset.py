@@ -166,8 +166,9 @@ class RLHFDataset:
         return DataError(
             f"{', '.join(self._table.files)}: there is no column {self.reward_fn_key!r} (data.reward_fn_key) "
             f"to select the scorer of a row; found {self._table.names}. Add the column, name another one or "
-            "one source for all rows (data.data_source), or score them with a custom function "
-            "(custom_reward_function.path)"
+            "one source for all rows (data.data_source), score them with a custom function "
+            "(custom_reward_function.path), or whole batches with a manager of your own "
+            "(reward_model.reward_manager=module:Class; docs/rewards.md)"
         )
 
     def require_ground_truths(self, sources: Collection[str], *, by_model: bool) -> None:

@@ -117,8 +117,9 @@ class UnknownSourceError(RewardError):
     def __str__(self) -> str:
         return (
             f"{self.what}. To add one, set custom_reward_function.path to a Python file with "
-            "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
-            "or call strop.rewards.router.register_scorer(data_source, function)"
+            "compute_score(data_source, solution_str, ground_truth, extra_info=None), set "
+            "reward_model.reward_manager=module:Class to a manager that scores whole batches "
+            "(docs/rewards.md), or call strop.rewards.router.register_scorer(data_source, function)"
         )
 
 

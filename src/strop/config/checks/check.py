@@ -86,10 +86,16 @@ def deprecated(config: Config) -> Iterator[Finding]:
             )
 
 
+def notes(config: RootConfig) -> Iterator[Finding]:
+    """Name what was read otherwise than it was written."""
+    yield from map(warning, config.notes)
+
+
 Rule = Callable[[Any], Iterator[Finding]]
 """Rule across keys, which yields findings; rules of one key are markers on its field."""
 
 COMMON_RULES: tuple[Rule, ...] = (
+    notes,
     check_keys,
     learning.trackers,
     processes.worker_group,
@@ -106,6 +112,7 @@ RULES: tuple[Rule, ...] = (
     learning.pluggable_names,
     learning.reward_parts,
     learning.groups,
+    learning.mini_batches,
     learning.filtered_groups,
     learning.sampling,
     learning.old_samples,

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from strop.config.checks.finding import Finding, error, warning
+from strop.config.keys import divisors, nearest_in_words
 from strop.config.names import (
     OPTIONAL_PACKAGES,
     REWARD_MANAGERS,
@@ -19,7 +20,7 @@ from strop.config.names import (
 )
 from strop.config.placement import policy_changing_sampling, sampling_of_whole_responses
 from strop.config.reward_parts import SCORERS, read_parts
-from strop.config.roles import is_off_policy, why_the_update_changes_log_probs
+from strop.config.roles import is_off_policy, uses_critic, why_the_update_changes_log_probs
 from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
 
@@ -45,6 +46,22 @@ def groups(config: Config) -> Iterator[Finding]:
             f"{given}: a group of one has no mean to compare with; the score itself is the advantage "
             "(usual: n >= 4)"
         )
+
+
+def mini_batches(config: Config) -> Iterator[Finding]:
+    """Warn of a last mini-batch with fewer samples, whose optimizer step counts as much as the others."""
+    prompts, actor = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    sizes = {f"{_ACTOR}.ppo_mini_batch_size": actor}
+    if uses_critic(config) and config.critic.ppo_mini_batch_size != actor:
+        sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+    for key, size in sizes.items():
+        if size < prompts and prompts % size and not config.trainer.val_only:
+            whole, rest = divmod(prompts, size)
+            yield warning(
+                f"{key}={size} does not divide data.train_batch_size={prompts}: the last of {whole + 1} "
+                f"mini-batches has {rest} prompts, and its optimizer step is as long as that of {size} "
+                f"({nearest_in_words(size, divisors(prompts))})"
+            )
 
 
 def filtered_groups(config: Config) -> Iterator[Finding]:

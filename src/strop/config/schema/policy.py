@@ -242,8 +242,8 @@ class ActorConfig(PpoUpdateConfig):
 
     clip_ratio: Fraction
     """PPO's clip range of the probability ratio, on both sides."""
-    clip_ratio_low: Fraction | None
-    """Clip range below 1; null: clip_ratio."""
+    clip_ratio_low: NonNegativeFloat | None
+    """Clip range below 1; null: clip_ratio. From 1 on there is no lower bound."""
     clip_ratio_high: NonNegativeFloat | None
     """Clip range above 1; null: clip_ratio."""
     clip_ratio_c: Annotated[
