@@ -60,13 +60,15 @@ docs: .venv/docs  ## regenerate the generated pages and build the site in build/
 	$(BIN)/python docs/generate_gpu_settings.py
 	$(SITE)
 
-dist: .venv/release  ## build wheel and sdist in dist/, install the wheel into a clean environment and run the demo with it
+dist: .venv/release  ## build wheel and sdist in dist/; run the demo of the sdist with the wheel in a clean environment
 	rm -rf dist build/dist_test
 	$(BIN)/python -m build --outdir dist .
+	! tar -xzOf dist/*.tar.gz --wildcards '*/PKG-INFO' | grep -E '\]\([^h#]'  # a relative link
 	$(PYTHON) -m venv build/dist_test/venv
 	build/dist_test/venv/bin/pip install --quiet --disable-pip-version-check --constraint requirements.lock torch dist/*.whl
-	cd build/dist_test && tar -xzf ../../dist/*.tar.gz --strip-components 1 --wildcards '*/examples'
-	cd build/dist_test && venv/bin/python examples/check_installation.py && venv/bin/python examples/demo.py $(DEMO_ARGS)
+	tar -xzf dist/*.tar.gz --directory build/dist_test --strip-components 1 --wildcards '*/examples'
+	cd build/dist_test && venv/bin/python -c "import strop; assert 'site-packages' in strop.__file__, strop.__file__"
+	cd build/dist_test && venv/bin/python examples/demo.py $(DEMO_ARGS)
 
 clean:
 	rm -rf .venv build dist runs src/*.egg-info

@@ -59,12 +59,13 @@ ONE_CHANGE = {  # key=value: what it is
     "actor_rollout_ref.model.compute_dtype=float32": "passes in float32",
     "data.max_response_length=8192": "responses eight times as long",
     "actor_rollout_ref.rollout.max_num_seqs=1024": "the default number of samples at once",
-    "actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.micro_batch_size_per_gpu=64": "no second copy",
+    "actor_rollout_ref.rollout.name=hf "
+    "actor_rollout_ref.rollout.micro_batch_size_per_gpu=64": "64 at once, and no second copy of the weights",
 }
 
 
 def write_model(folder: Path, name: str) -> Path:
-    """Write a folder from which sizes can be read: config.json, and weights without contents (a sparse file)."""
+    """Write a folder from which sizes can be read: config.json, and weights as a sparse file."""
     parameters, hidden, layers, heads, kv_heads, words = MODELS[name]
     path = folder / name
     path.mkdir()
@@ -103,7 +104,8 @@ def memory_of(model: Path, *settings: str, gpus: int = 1) -> Forecast:
 
 def tables() -> str:
     """Return the generated part of the page."""
-    lines = ["```bash", *(f"{line} \\" for line in SETTINGS.splitlines()), "```", ""]
+    command = "strop train actor_rollout_ref.model.path=MODEL data.train_files=TRAIN data.val_files=TEST"
+    lines = ["```bash", " \\\n    ".join([command, *SETTINGS.splitlines()]), "```", ""]
     with tempfile.TemporaryDirectory() as folder:
         models = {name: write_model(Path(folder), name) for name in MODELS}
         for title, algorithm in ALGORITHMS.items():
@@ -116,7 +118,10 @@ def tables() -> str:
             lines += [""]
         name, algorithm = "Qwen2.5-1.5B", ALGORITHMS["GRPO without a reference model"]
         lines += [f"**One change to the first table**: {name} on one GPU, GiB", ""]
-        lines += ["| change | | during the update | during generation | peak |", "| --- | --- | ---: | ---: | ---: |"]
+        lines += [
+            "| change | | during the update | during generation | peak |",
+            "| --- | --- | ---: | ---: | ---: |",
+        ]
         for change, meaning in ONE_CHANGE.items():
             memory = memory_of(models[name], algorithm, change)
             update, generation = memory.phases.values()

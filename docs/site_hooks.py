@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages from outside docs/, and links that hold in the repository and on the site alike.
 
-Pages link to one another as files of the repository, so that they can be read there, too. On the site a link to
-a page becomes a link within the site, and a link to another file one to the repository.
+Pages link to one another as files of the repository, so that they can be read there, too. On the site a
+link to a page becomes a link within the site, and a link to another file one to the repository.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
 }
+KEY = re.compile(r"(?<=<td><code>)[\w.]+(?=</code>)")
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")
 
 
@@ -54,3 +55,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         return f"{config.repo_url.rstrip('/')}/blob/main/{path}"
 
     return LINK.sub(rewrite, markdown)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Let a long key in a table break after a dot or underscore; the search index has it in one piece."""
+    return KEY.sub(lambda key: re.sub("[._]", r"\g<0><wbr>", key[0]), output)
