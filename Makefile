@@ -9,7 +9,8 @@ DATA ?= ../shared/data
 
 BIN := .venv/bin
 TODAY := $(shell date +%F)
-SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+# Not --quiet, which hides warnings from --strict too.
+SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
 .PHONY: demo preferences test test-all check format bench families docs dist clean
