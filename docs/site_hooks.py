@@ -58,5 +58,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Let a long key in a table break after a dot or underscore; the search index has it in one piece."""
-    return KEY.sub(lambda key: re.sub("[._]", r"\g<0><wbr>", key[0]), output)
+    """Let a long key in a table break after a dot; the search index has it in one piece."""
+    return KEY.sub(lambda key: key[0].replace(".", ".<wbr>"), output)
