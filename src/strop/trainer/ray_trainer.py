@@ -62,7 +62,7 @@ class RayPPOTrainer:
         ray_worker_group_cls: the kind of group; ``LocalWorkerGroup`` runs everything in this process.
         reward_fn: maps a batch to a ``RewardOutput``, or to token-level scores [B, T].
         val_reward_fn: the same in validation; ``reward_fn`` if None.
-        train_dataset, val_dataset: in place of those that ``config.data`` describes.
+        train_dataset: in place of the one that ``config.data`` describes; ``val_dataset`` likewise.
         collate_fn: makes a ``DataProto``, or a mapping of its columns, from a list of rows, in training and
             validation; None: ``strop.data.loader.collate``.
         train_sampler: yields the row numbers of one epoch per iteration over it, and has a length; None: a
