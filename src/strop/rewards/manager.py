@@ -29,6 +29,7 @@ from strop.rewards.reward_output import (
 from strop.rewards.router import BuiltInScorer, Router
 from strop.rewards.sample_values import (
     SampleValues,
+    example_response,
     row_fields,
     warn_without_ground_truths,
     with_response,
@@ -93,6 +94,7 @@ class RewardManager(Reward):
         printer: Callable[[str], None] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.num_examine = num_examine
         self._print = SamplePrinter(tokenizer, num_examine, printer or logger.info)
         self.reward_fn_key, self.prompt_key = reward_fn_key, prompt_key
         self.error_score = error_score
@@ -285,21 +287,23 @@ class RewardManager(Reward):
         """Warn if a user's function names the ground truth, and no row has one."""
         warn_without_ground_truths(self._own_functions(), rows)
 
-    def score_example(self, prompts: DataProto, *, has_reward_model: bool) -> tuple[str, Outcome] | None:
-        """Score one row, as a check, with its ground truth as the response; return this text and the outcome.
+    def score_example(self, prompts: DataProto, *, has_reward_model: bool) -> tuple[str, str, Outcome] | None:
+        """Score one row, as a check, with its right answer as the response.
 
-        ``prompts`` is a batch of one row. None without a function of the user's. Raises as ``__call__``.
+        ``prompts`` is a batch of one row. Returns what the response is, its text, and the outcome; None
+        without a function of the user's. The response is the ground truth if a function takes it; else the
+        first of the columns that they name; else the ground truth, or empty without one. Raises as
+        ``__call__``.
         """
         has_own = self._own_functions() or (self._router is not None and self._router.has_own)
         if not has_own or not any(self._required(prompts, has_model=has_reward_model)):
             return None
-        ((_, ground_truth, _),) = row_fields(prompts, self.reward_fn_key)
-        text = "" if ground_truth is None else str(ground_truth)
+        what, text = example_response(self._own_functions(), prompts, self.prompt_key, self.reward_fn_key)
         batch = with_response(prompts, text, self.tokenizer)
         pending = self._expect(batch, n=1, with_model=has_reward_model)
         pending.complete(batch)
         (outcome,) = pending.outcomes()
-        return None if outcome is None else (text, outcome)
+        return None if outcome is None else (what, text, outcome)
 
     def _own_functions(self) -> list[Function]:
         """Return the user's functions: the custom one, and those of parts."""

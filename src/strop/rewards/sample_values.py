@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,13 @@ import torch
 
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.arguments import Function, named_values
+from strop.rewards.arguments import BATCH_NAMES, SAMPLE_NAMES, Function, Row, named_values
 from strop.rewards.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
 _GROUND_TRUTHS = {"ground_truth", "ground_truths"}
+_OF_EVERY_ROW = ("index", "uid")  # columns that strop adds
 
 
 def ground_truth_of(record: Mapping[str, Any] | None, column: Any) -> Any:
@@ -57,30 +58,20 @@ class SampleValues:
         self, prompt: int, token_ids: list[int], response: str, *, truncated: bool | None
     ) -> dict[str, Any]:
         """Return the values for a response to the prompt in row ``prompt``."""
-        given = None if self._given is None else self._given[prompt]
-        is_chat = given is not None and not isinstance(given, str)
-
-        def messages() -> list[dict[str, Any]]:
-            if given is None or not is_chat:
-                return [{"role": "user", "content": self._text(prompt) if given is None else given}]
-            # Arrow gives every message the keys of all others.
-            return [{key: value for key, value in message.items() if value is not None} for message in given]
-
-        known: dict[str, Callable[[], Any]] = {
-            "prompt": lambda: given if isinstance(given, str) else self._text(prompt),
-            "messages": messages,
-            "prompt_ids": lambda: self._ids(prompt),
-            "n_prompt_tokens": lambda: len(self._ids(prompt)),
-            "response_ids": lambda: token_ids,
-        }
-        if truncated is not None:
-            known["truncated"] = lambda: truncated
-        if self._scorer.is_batch:
-            answer = [{"role": "assistant", "content": response}]
-            known["prompts"] = lambda: messages() if is_chat else known["prompt"]()
-            known["completions"] = lambda: answer if is_chat else response
-        columns = {name: column[prompt] for name, column in self._columns.items()}
-        return named_values(self._scorer.wanted, columns=columns, known=known)
+        row = Row(
+            columns={name: column[prompt] for name, column in self._columns.items()},
+            given=None if self._given is None else self._given[prompt],
+            ids=lambda: self._ids(prompt),
+            text=lambda: self._tokenizer.decode(self._ids(prompt), skip_special_tokens=False),
+        )
+        return named_values(
+            self._scorer.wanted,
+            row,
+            response,
+            for_batches=self._scorer.is_batch,
+            response_ids=token_ids,
+            truncated=truncated,
+        )
 
     def _ids(self, prompt: int) -> list[int]:
         tensors = self._prompts.batch
@@ -89,9 +80,6 @@ class SampleValues:
             return []
         ids_P = tensors[name][prompt]
         return ids_P[tensors["attention_mask"][prompt, : len(ids_P)].bool()].tolist()
-
-    def _text(self, prompt: int) -> str:
-        return self._tokenizer.decode(self._ids(prompt), skip_special_tokens=False)
 
 
 def warn_without_ground_truths(functions: Iterable[Function], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -111,6 +99,22 @@ def warn_without_ground_truths(functions: Iterable[Function], rows: Iterable[Map
         "(data.answer_key), or take it as a parameter of the function; the columns are %s",
         taking[0].where, found,
     )  # fmt: skip
+
+
+def example_response(
+    functions: Sequence[Function], prompts: DataProto, prompt_key: str, reward_fn_key: str
+) -> tuple[str, str]:
+    """Return the right answer of a batch of one row, as the functions read it: what it is, and its text."""
+    ((_, ground_truth, _),) = row_fields(prompts, reward_fn_key)
+    if ground_truth is None or not any(function.names & _GROUND_TRUTHS for function in functions):
+        known = {*SAMPLE_NAMES, *BATCH_NAMES, *_OF_EVERY_ROW, prompt_key, reward_fn_key}
+        columns = {name: column[0] for name, column in prompts.non_tensor_batch.items() if name not in known}
+        for name in (name for function in functions for name in function.ordered):
+            if isinstance(columns.get(name), str | int | float):
+                return f"its column {name!r}", str(columns[name])
+    if ground_truth is None:
+        return "an empty text (the row has no ground truth, and no column that the function names)", ""
+    return "its ground truth", str(ground_truth)
 
 
 def with_response(prompts: DataProto, text: str, tokenizer: Any) -> DataProto:
