@@ -235,9 +235,12 @@ def named_values(
         known["completions"] = lambda: answer if row.is_chat else response
         if row.is_chat or "prompt" in known:
             known["prompts"] = row.messages if row.is_chat else known["prompt"]
-    names = {*row.columns, *known} if wanted is None else wanted
+    columns = dict(row.columns)
+    if row.is_chat:
+        columns.pop("prompt", None)  # the name means a text
+    names = {*columns, *known} if wanted is None else wanted
     return {
-        name: known[name]() if name in known else row.columns[name]
+        name: known[name]() if name in known else columns[name]
         for name in names
-        if name in known or name in row.columns
+        if name in known or name in columns
     }
