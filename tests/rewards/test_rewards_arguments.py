@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -245,6 +247,79 @@ def test_a_coroutine_that_costs_the_process_costs_no_other_sample(
     expected = "crashed" if fault == "exit" else "timeout"
     assert [outcome.status for outcome in found] == ["scored"] * 2 + [expected] + ["scored"] * 3
     assert [outcome.score for outcome in found if not outcome.error] == [1, 2, 3, 4, 5]
+
+
+def test_a_process_has_its_next_sample_before_it_answers(judging: Callable[..., RewardProcess]):
+    """A sample that was only sent ahead costs nothing when the one before it ends the process."""
+    process = judging(max_concurrency=1, timeout_s=60)
+    taken: list[str] = []
+
+    def noted(response: str) -> Sample:
+        taken.append(response)
+        return Sample("d", response, named={"seconds": 0.0})
+
+    feed = Feed()
+    for response in ("1", "exit", "2", "3"):
+        feed.add(functools.partial(noted, response))
+    feed.end()
+    outcomes = process.evaluate_all(feed)
+    assert next(outcomes).score == 1.0
+    assert taken[:2] == ["1", "exit"]
+    rest = list(outcomes)
+    assert [outcome.status for outcome in rest] == ["crashed", "scored", "scored"]
+    assert [outcome.score for outcome in rest[1:]] == [2.0, 3.0]
+
+
+def test_async_functions_are_weighted_parts(
+    make: Make, batch_of: Callable[..., DataProto], monkeypatch: pytest.MonkeyPatch
+):
+    async def judge(response):
+        await asyncio.sleep(0.01)
+        if response == "7":
+            raise ValueError("no verdict")
+        return float(response)
+
+    async def critic(completions, ground_truth, **values):
+        await asyncio.sleep(0.01)
+        return [None if truth == "0" else 10.0 for truth in ground_truth]
+
+    module = types.ModuleType("async_of_a_test")
+    module.judge, module.critic = judge, critic
+    judge.__module__ = critic.__module__ = "__main__"  # sent by value
+    monkeypatch.setitem(sys.modules, "async_of_a_test", module)
+    rule = lambda response, ground_truth: float(response == ground_truth)  # noqa: E731
+    judged = {"weight": 0.5, "scorer": "async_of_a_test:judge"}
+    batch = batch_of(["3", "4", "7"], ["3", "0", "7"])
+    output = make(rule, parts={"judge": judged}, max_error_rate=1.0, error_score=-1.0)(batch)
+    assert output.token_level_scores.sum(1).tolist() == [2.5, 2.0, -1.0]
+    assert "no verdict" in output.errors[2]
+    both = {"judge": judged, "critic": {"weight": 2, "scorer": "async_of_a_test:critic"}}
+    output = make(rule, parts=both, max_error_rate=1.0, error_score=-1.0)(batch)  # of samples, and of a batch
+    assert output.token_level_scores.sum(1).tolist() == [22.5, 2.0, -1.0]
+
+
+def test_data_without_any_ground_truth_is_a_warning_if_a_function_takes_it(
+    make: Make, caplog: pytest.LogCaptureFixture
+):
+    rows = [{"prompt": "1+2=", "answer": "3", "input_ids": [1]}, {"prompt": "1", "answer": "1"}]
+
+    def warnings_of(function: Any, rows: list[dict[str, Any]]) -> list[str]:
+        caplog.clear()
+        make(function).warn_without_ground_truths(rows)
+        return [record.getMessage() for record in caplog.records]
+
+    (warning,) = warnings_of(lambda response, ground_truth: 1.0, rows)
+    for word in ("ground_truth=None for every row", "data.answer_key", "answer, prompt"):
+        assert word in warning
+    assert len(warnings_of(lambda completions, ground_truths: [1.0], rows)) == 1
+    assert warnings_of(lambda response, answer: 1.0, rows) == []
+    assert warnings_of(lambda response, ground_truth: 1.0, [*rows, {"ground_truth": "3"}]) == []
+    record = {"reward_model": {"style": "rule", "ground_truth": "3"}}
+    assert warnings_of(lambda response, ground_truth: 1.0, [*rows, record]) == []
+    assert (
+        len(warnings_of(lambda response, ground_truth: 1.0, [{"reward_model": {"ground_truth": None}}])) == 1
+    )
+    assert warnings_of(None, rows) == []  # built-in scorers have errors of their own
 
 
 def test_cancelling_kills_the_process_of_coroutines(judging: Callable[..., RewardProcess]):

@@ -16,7 +16,7 @@ import torch
 
 from strop.config.load import load_config
 from strop.protocol import DataProto
-from strop.rewards.manager import load_reward_manager
+from strop.rewards.loading import load_reward_manager
 from strop.trainer.scores import PendingScores
 
 LIKE_THEIRS = """

@@ -126,7 +126,7 @@ def check_inputs(config: RootConfig) -> tuple[list[str], list[str], str]:
 
 
 def _score_one_row(trainer: RayPPOTrainer) -> str:
-    """Score the first row with its ground truth as the response; return the result in words.
+    """Score the first row with its right answer as the response; return the result in words.
 
     Raises ``RewardError`` if the user's function fails.
     """
@@ -146,10 +146,10 @@ def _score_one_row(trainer: RayPPOTrainer) -> str:
     )
     if found is None:
         return ""
-    response, outcome = found
+    what, response, outcome = found
     where = manager.scorer.own.where
     taken = ", ".join(sorted(manager.scorer.wanted)) if manager.scorer.wanted else "everything (**kwargs)"
-    of_row = f"the first row, with its ground truth as the response: {response!r:.80}"
+    of_row = f"the first row, with {what} as the response" + (f": {response!r:.80}" if response else "")
     if outcome.error:
         raise RewardError(f"{where} (it takes {taken}) fails for {of_row}\n{outcome.error.strip()}")
     score = "None: it does not apply" if outcome.score is None else f"{outcome.score:g}"

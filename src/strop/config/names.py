@@ -22,7 +22,7 @@ OPTIONAL_PACKAGES = ("tensorboard", "wandb")
 """Trackers that need the package, and the extra, of their own name."""
 
 REWARD_MANAGERS = ("naive", "prime")
-"""One class with one process or several: ``strop.rewards.manager.load_reward_manager``."""
+"""One class with one process or several: ``strop.rewards.loading.load_reward_manager``."""
 
 
 @cache

@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from strop.errors import ConfigError
@@ -73,6 +74,8 @@ class Function:
         self.is_async = is_async(function)
         self.takes_all: bool = getattr(function, "takes_all", False)
         """True for ``**kwargs``."""
+        self.ordered: tuple[str, ...] = ()
+        """Parameters, in their order."""
         own: frozenset[str] | None = getattr(function, "argument_names", None)  # of built-in scorers
         self.required: tuple[str, ...] = ()
         if own is None:
@@ -99,12 +102,13 @@ class Function:
             )
         required = [name for name, parameter in named.items() if parameter.default is parameter.empty]
         self.required = tuple(name for name in required if name not in self.options)
+        self.ordered = tuple(name for name in named if name not in self.options)
         for name, parameter in signature.parameters.items():
             if kinds[name] is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
                 raise ConfigError(
                     f"{self.where} has the parameters {signature}: {name!r} cannot be passed by name"
                 )
-        return frozenset(named.keys() - self.options.keys())
+        return frozenset(self.ordered)
 
     def wanted(self) -> frozenset[str] | None:
         """Return the names of the values of one sample that it takes; None for all."""
@@ -173,13 +177,67 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
+@dataclass(frozen=True)
+class Row:
+    """What is known of the prompt of a sample."""
+
+    columns: Mapping[str, Any]
+    given: Any
+    """The prompt as the data has it: chat messages, a text, or None where it has none."""
+    ids: Callable[[], list[int]] | None = None
+    """Its token ids; None if they are not known."""
+    text: Callable[[], str] | None = None
+    """Its text as the model reads it; None if that is not known."""
+
+    @property
+    def is_chat(self) -> bool:
+        """True for chat messages."""
+        return self.given is not None and not isinstance(self.given, str)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the prompt as chat messages."""
+        if self.is_chat:  # Arrow gives every message the keys of all others
+            return [
+                {key: value for key, value in message.items() if value is not None} for message in self.given
+            ]
+        text = self.text() if self.given is None and self.text is not None else self.given
+        return [{"role": "user", "content": text}]
+
+
 def named_values(
     wanted: Collection[str] | None,
+    row: Row,
+    response: str,
     *,
-    columns: Mapping[str, Any],
-    known: Mapping[str, Callable[[], Any]],
+    for_batches: bool,
+    response_ids: list[int] | None = None,
+    truncated: bool | None = None,
 ) -> dict[str, Any]:
-    """Return ``Sample.named``: the ``wanted`` ones of ``columns`` and ``known``; the latter are computed."""
+    """Return ``Sample.named``: the ``wanted`` columns of the row and values that are known; None for all.
+
+    ``for_batches`` adds those that functions for a batch alone take. Only what is wanted is computed.
+    """
+    known: dict[str, Callable[[], Any]] = {}
+    if isinstance(row.given, str):
+        known["prompt"] = lambda: row.given
+    elif row.text is not None:
+        known["prompt"] = row.text
+    if row.given is not None or row.text is not None:
+        known["messages"] = row.messages
+    if (ids := row.ids) is not None:
+        known |= {"prompt_ids": ids, "n_prompt_tokens": lambda: len(ids())}
+    if response_ids is not None:
+        known["response_ids"] = lambda: response_ids
+    if truncated is not None:
+        known["truncated"] = lambda: truncated
+    if for_batches:
+        answer = [{"role": "assistant", "content": response}]
+        known["completions"] = lambda: answer if row.is_chat else response
+        if row.is_chat or "prompt" in known:
+            known["prompts"] = row.messages if row.is_chat else known["prompt"]
+    columns = dict(row.columns)
+    if row.is_chat:
+        columns.pop("prompt", None)  # the name means a text
     names = {*columns, *known} if wanted is None else wanted
     return {
         name: known[name]() if name in known else columns[name]

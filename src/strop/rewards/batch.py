@@ -22,7 +22,7 @@ from torch import Tensor
 from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.base import PendingReward
-from strop.rewards.reward_output import RewardOutput, read_output
+from strop.rewards.reward_output import RewardOutput, read_output, real_tokens
 from strop.rewards.worker.feed import Feed, Maker
 from strop.rewards.worker.pool import RewardPool
 from strop.rewards.worker.process import RewardProcess
@@ -117,6 +117,24 @@ def log_first(errors: Sequence[str], name: Callable[[int], str]) -> None:
         if error:
             _log_error(name(row), error)
             return
+
+
+def with_errors(
+    outcomes: Sequence[Outcome | None],
+    samples: Sequence[Sample],
+    lost_B: Tensor,
+    found: str,
+    values_B: Tensor,
+) -> list[Outcome | None]:
+    """Return the outcomes with an error for the rows in ``lost_B`` that have none, and log the first."""
+    changed = list(outcomes)
+    errors = [""] * len(changed)
+    for row in lost_B.nonzero().flatten().tolist():
+        if not ((outcome := changed[row]) and outcome.error):
+            errors[row] = f"{found} {values_B[row].item()}"
+            changed[row] = Outcome("raised", error=errors[row])
+    log_first(errors, functools.partial(name_row, samples))
+    return changed
 
 
 def _log_error(name: str, error: str) -> None:
@@ -323,9 +341,3 @@ class PendingSamples(PendingReward):
         outcomes = self._job.outcomes()
         samples = [sample for sample in self._job.samples if sample is not None]
         return self._compose(self._batch, samples, outcomes, model_scores)
-
-
-def real_tokens(ids_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
-    """Return the token ids of each row where the mask is 1."""
-    rows = zip(ids_BT.cpu(), mask_BT.cpu().bool(), strict=True)
-    return [ids_T[mask_T].tolist() for ids_T, mask_T in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from strop.algorithms.registry import resolve
 from strop.config.reward_parts import KEY, OTHER_SOURCES, REWARD_MODEL, RULE, SCORERS, RewardPart
 from strop.errors import RewardError
+from strop.protocol import DataProto
 from strop.rewards.arguments import Function
 from strop.rewards.router import BuiltInScorer, UnknownSourceError
 
@@ -88,6 +90,18 @@ class Composition:
             if weights_B.any():
                 added[name] = values_B.nan_to_num() * weights_B
         return added
+
+    def penalty(self, batch: DataProto, scores_B: Tensor) -> Tensor:
+        """Return the difference [B] between non-stop penalty and score; NaN where no penalty is due."""
+        columns = batch.batch
+        if "truncated" not in columns:
+            raise RewardError(
+                "reward_model.non_stop_penalty needs the column 'truncated' [B], which is true for responses "
+                f"without a stop token; the batch has {sorted(columns)}"
+            )
+        is_short_B = columns["response_mask"].sum(dim=1).cpu() < self.min_response_length
+        due_B = columns["truncated"].cpu().bool() | is_short_B
+        return (self.penalty_reward_value - scores_B).masked_fill(~due_B, math.nan)
 
 
 class UnusedParts:

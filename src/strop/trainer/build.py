@@ -35,7 +35,7 @@ from strop.manifest import IF_ON_PURPOSE, covering, require_unchanged
 from strop.models.attention import attention_for, score_cap
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
 from strop.rewards.base import Reward
-from strop.rewards.manager import load_reward_manager
+from strop.rewards.loading import load_reward_manager
 from strop.rewards.router import UnknownSourceError
 from strop.tracking.trackers import resolve_tracker
 from strop.trainer.ray_trainer import RayPPOTrainer

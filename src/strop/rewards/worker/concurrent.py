@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
 from collections import deque
 from collections.abc import Generator
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from strop.rewards.worker import wire
 from strop.rewards.worker.feed import Feed
@@ -20,17 +22,20 @@ _GRACE_S = 1.0  # the process itself cuts off coroutines at their deadline; this
 _TICK_S = 0.005  # time until a sample that is added while others are in flight is sent
 
 
-class _Sent(NamedTuple):
+@dataclass
+class _Sent:
     number: int
     request: Request
-    deadline: float
+    deadline: float | None = None
+    """None while it waits in the process for one before it."""
 
 
 def concurrently(process: RewardProcess, samples: Feed) -> Generator[Outcome]:
     """Yield each sample's outcome, in order; the process scores up to ``max_concurrency`` at the same time.
 
-    Each sample has ``timeout_s`` seconds from when it is sent. If the process ends, or blocks its event loop,
-    it is not known which sample did it: the samples in flight are scored again one at a time.
+    As many again are sent ahead, so that the process begins the next one without waiting for this one. Each
+    sample has ``timeout_s`` seconds from when it is begun. If the process ends, or blocks its event loop, it
+    is not known which sample did it: those that were begun are scored again one at a time.
     """
     return _Concurrent(process, samples).outcomes()
 
@@ -38,8 +43,9 @@ def concurrently(process: RewardProcess, samples: Feed) -> Generator[Outcome]:
 class _Concurrent:
     def __init__(self, process: RewardProcess, samples: Feed) -> None:
         self._process, self._samples = process, samples
-        self._in_flight: dict[str, _Sent] = {}  # by token, in the order of their deadlines
-        self._one_by_one: deque[tuple[int, Request]] = deque()
+        self._in_flight: dict[str, _Sent] = {}  # by token, in the order in which they are begun
+        self._one_by_one: deque[_Sent] = deque()
+        self._again: deque[_Sent] = deque()  # were sent ahead to a process that is lost
         self._done: dict[int, Outcome] = {}
         self._taken = 0
         self._child: Child | None = None
@@ -66,10 +72,13 @@ class _Concurrent:
         """Send samples while there are some and the process has room; return False after the last one."""
         if self._one_by_one:
             if not self._in_flight:
-                self._post(*self._one_by_one.popleft())
+                self._post(self._one_by_one.popleft())
             self._samples.require_wanted()
             return True
-        while len(self._in_flight) < self._process.max_concurrency:
+        while self._has_room():
+            if self._again:
+                self._post(self._again.popleft())
+                continue
             sample = self._samples.take(wait=not self._in_flight and not self._done)
             if sample is None:
                 break
@@ -78,20 +87,31 @@ class _Concurrent:
             if isinstance(request, Outcome):
                 self._done[number] = request
             else:
-                self._post(number, request)
+                self._post(_Sent(number, request))
         return bool(self._in_flight or self._done)
 
-    def _post(self, number: int, request: Request) -> None:
+    def _has_room(self) -> bool:
+        return len(self._in_flight) < 2 * self._process.max_concurrency
+
+    def _post(self, sent: _Sent) -> None:
         if not self._in_flight:
             child = self._process.start()
             if child is not self._child or self._lane is None:
                 self._child, self._lane = child, wire.Lane(child.requests, child.answers)
         assert self._child is not None
         assert self._lane is not None
-        self._lane.post(pickle.dumps(tuple(request)))
+        self._lane.post(pickle.dumps(tuple(sent.request)))
         self._child.output.allow_more()
-        deadline = time.monotonic() + self._process.timeout_s + _GRACE_S
-        self._in_flight[request.token] = _Sent(number, request, deadline)
+        self._in_flight[sent.request.token] = sent
+
+    def _begun(self) -> list[_Sent]:
+        """Return the samples that the process works at; set the deadlines of new ones."""
+        begun = list(itertools.islice(self._in_flight.values(), self._process.max_concurrency))
+        for sent in reversed(begun):
+            if sent.deadline is not None:
+                break
+            sent.deadline = time.monotonic() + self._process.timeout_s + _GRACE_S
+        return begun
 
     def _receive(self) -> None:
         """Wait for one answer, or for a moment if further samples may come."""
@@ -103,8 +123,9 @@ class _Concurrent:
             self._samples.require_wanted()
             return child.is_alive()
 
-        deadline = next(iter(self._in_flight.values())).deadline
-        has_room = not self._one_by_one and len(self._in_flight) < self._process.max_concurrency
+        deadline = self._begun()[0].deadline
+        assert deadline is not None
+        has_room = not self._one_by_one and self._has_room()
         try:
             answer = lane.exchange(
                 min(deadline, time.monotonic() + _TICK_S) if has_room else deadline, is_alive
@@ -124,22 +145,28 @@ class _Concurrent:
             found = f"the reward function wrote into its process's pipe: {error}"
             self._lost(Outcome("crashed", error=found))
         else:
+            n_begun = len(self._begun()) - 1
             self._done[self._in_flight.pop(token).number] = outcome
             if outcome.status == "crashed":
                 self._process.drop()
-                self._score_again()
+                self._score_again(n_begun)
 
     def _lost(self, outcome: Outcome) -> None:
-        """Give a lost process's only sample in flight this outcome; score several again."""
-        if len(self._in_flight) == 1:
-            (sent,) = self._in_flight.values()
-            self._in_flight.clear()
-            self._done[sent.number] = outcome
-        else:
-            self._score_again()
+        """Give the only sample that a lost process worked at this outcome; score several again."""
+        begun = self._begun()
+        if len(begun) > 1:
+            self._score_again(len(begun))
+            return
+        (sent,) = begun
+        del self._in_flight[sent.request.token]
+        self._done[sent.number] = outcome
+        self._score_again(0)
 
-    def _score_again(self) -> None:
-        self._one_by_one.extend((sent.number, sent.request) for sent in self._in_flight.values())
+    def _score_again(self, n_begun: int) -> None:
+        """Score the first ones in flight again one at a time, and then send the others again."""
+        sent = [_Sent(sent.number, sent.request) for sent in self._in_flight.values()]
+        self._one_by_one.extend(sent[:n_begun])
+        self._again.extend(sent[n_begun:])
         self._in_flight.clear()
         self._child = self._lane = None
 

@@ -25,15 +25,16 @@ def serve_on_loop(
     timeout_s: float,
     max_concurrency: int,
 ) -> None:
-    """Score every message as soon as it arrives, on one event loop, until the messages end.
+    """Score the messages in their order, ``max_concurrency`` at the same time, until they end.
 
-    The sender limits the number of messages in flight. A call that takes longer than ``timeout_s`` is
-    cancelled. Generators of random numbers are not seeded: samples take turns.
+    All of them share one event loop. A call that takes longer than ``timeout_s`` is cancelled. Generators of
+    random numbers are not seeded: samples take turns.
     """
 
     async def respond(message: Any) -> None:
         tokens, contents = unpack(message)
         outcomes: Outcome | list[Outcome]
+        await places.acquire()  # in the order of the messages
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
@@ -59,8 +60,9 @@ def serve_on_loop(
             sys.stdout.flush()
             sys.stderr.flush()
         answer(tokens, outcomes if isinstance(outcomes, list) else [outcomes] * len(tokens))
+        places.release()
 
-    ending = False
+    ending, places = False, asyncio.Semaphore(max_concurrency)
 
     async def serve() -> None:
         nonlocal ending
