@@ -10,6 +10,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
