@@ -16,13 +16,14 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from strop.algorithms.registry import accepted, resolve
+from strop.config.paths import is_function
 from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE, read_parts
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
 from strop.rewards.arguments import Function, named_values
 from strop.rewards.base import BatchReward, PendingReward, Reward
 from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, log_first, name_row, real_tokens
-from strop.rewards.custom import CustomReward, load_custom_reward
+from strop.rewards.custom import CustomReward, load_custom_reward, passed
 from strop.rewards.parts import Composition, UnusedParts, part_scorers
 from strop.rewards.reward_output import (
     RewardOutput,
@@ -538,13 +539,21 @@ class SampleValues:
         return self._tokenizer.decode(self._ids(prompt), skip_special_tokens=False)
 
 
-def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
+def load_reward_manager(
+    config: Config,
+    tokenizer: Any,
+    num_examine: int,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    /,
+    **reward_kwargs: Any,
+) -> Any:
     """Make the reward manager that ``reward_model.reward_manager`` names.
 
     ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class. Its
     arguments are ``tokenizer``, ``num_examine``, ``compute_score`` (from ``custom_reward_function``, or
     None), ``reward_fn_key``, the entries of ``reward_kwargs`` (mappings as ``DictConfig``), and those of
-    ``_SECTION_KEYS`` that it accepts.
+    ``_SECTION_KEYS`` that it accepts. ``functions`` are those that a program passes, by the names that stand
+    for them in the configuration.
 
     Raises:
         ConfigError: an unknown name, an argument that the class does not take, a key that is on and would be
@@ -554,9 +563,12 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
     workers = section.num_workers or default_num_workers()
     built_in = {"naive": RewardManager, "prime": functools.partial(RewardManager, num_workers=workers)}
     build = resolve(section.reward_manager, built_in, _KEY)
-    custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
+    custom = load_custom_reward(
+        config.custom_reward_function.path, config.custom_reward_function.name, functions
+    )
     own = {name: getattr(section, name) for name in _SECTION_KEYS}
     own["prompt_key"] = config.data.prompt_key
+    own["parts"] = _with_functions(section.parts, functions)
     _require_honoured(build, own, section.reward_manager)
     if section.reward_manager not in built_in:  # verl's managers read attributes: overlong_buffer_cfg.enable
         reward_kwargs = {
@@ -579,6 +591,19 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
             f"its parameters are {inspect.signature(build)}"
         ) from None
     return build(**arguments)
+
+
+def _with_functions(
+    parts: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None
+) -> dict[str, Any]:
+    """Return ``reward_model.parts`` with the functions of a program in place of their names."""
+    found = dict(parts)
+    for name, part in parts.items():
+        scorer = part.get("scorer") if isinstance(part, Mapping) else None
+        if isinstance(scorer, str) and is_function(scorer):
+            function = passed(scorer, functions, f"reward_model.parts.{name}.scorer")
+            found[name] = {**part, "scorer": function}
+    return found
 
 
 def _require_honoured(build: Callable[..., Any], settings: Mapping[str, Any], name: str) -> None:
