@@ -21,9 +21,13 @@ class Run:
     @property
     def metrics(self) -> Any:
         """One row for each iteration, in order: ``step`` and the metrics of docs/metrics.md."""
+        return _table(self.read_metrics())
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of ``metrics`` as dicts, with or without pandas."""
         from strop.tracking.jsonl import METRICS_FILE, read_metrics
 
-        return _table(read_metrics(self.folder / METRICS_FILE))
+        return read_metrics(self.folder / METRICS_FILE)
 
     @property
     def samples(self) -> Any:
