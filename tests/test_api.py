@@ -45,10 +45,10 @@ def model(tmp_path_factory):
 
 
 def train(model, folder, reward, **more):
-    section = dict(prompt_key="question", max_prompt_length=8, max_response_length=4, train_batch_size=8)
+    section = {"prompt_key": "question", "max_prompt_length": 8, "max_response_length": 4}
     return strop.train(
         model,
-        {"train_files": ROWS, **section},
+        {"train_files": ROWS, "train_batch_size": 8, **section},
         reward,
         actor_rollout_ref={"rollout": {"name": "hf", "n": 2}},
         trainer={"total_training_steps": 1, "default_local_dir": folder, "device": "cpu"},
