@@ -9,6 +9,7 @@ import argparse
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from strop.cli.options import in_options
@@ -75,12 +76,22 @@ def run_dpo(arguments: argparse.Namespace) -> int:
 def run(config: RootConfig) -> int:
     """Train the kind of run that the configuration describes; return 0."""
     log_to_console()
+    train(config)
+    return 0
+
+
+def train(
+    config: RootConfig,
+    *,
+    rows: Sequence[Rows] = (),
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+) -> None:
+    """Check the configuration and train; see ``train_once`` and ``with_restarts``."""
     require_valid(config)
     logger.info("run folder: %s", config.trainer.default_local_dir)
     if isinstance(config, Config):
         logger.info("%s", rollout_in_words(config))
-    with_restarts(config, train_once)
-    return 0
+    with_restarts(config, partial(train_once, rows=rows, functions=functions))
 
 
 class _InOptions(PrintableFormatter):
@@ -103,16 +114,22 @@ def log_to_console(names: Mapping[str, str] | None = None) -> None:
     logger.setLevel(logging.INFO)
 
 
-def train_once(config: RootConfig, *, rows: Sequence[Rows] = ()) -> None:
+def train_once(
+    config: RootConfig,
+    *,
+    rows: Sequence[Rows] = (),
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+) -> None:
     """Build the trainer, train, and release its workers even if it raises.
 
-    ``rows`` in memory are read where ``data.train_files`` and ``data.val_files`` have their names.
+    ``rows`` in memory are read where ``data.train_files`` and ``data.val_files`` have their names, and
+    ``functions`` score where the configuration has theirs.
     """
     trainer: Any  # the modules import torch and transformers: seconds
     if isinstance(config, Config):
         from strop.trainer.build import build_trainer
 
-        trainer = build_trainer(config, rows=rows)
+        trainer = build_trainer(config, rows=rows, functions=functions)
     elif isinstance(config, SupervisedConfig):
         from strop.trainer.supervised import TRAINERS, build
 

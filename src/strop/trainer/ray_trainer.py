@@ -265,9 +265,13 @@ class RayPPOTrainer:
         ReinforcementRun(self).fit()
 
     def shutdown(self) -> None:
-        """End the workers and free what they hold; the trainer cannot be used afterwards."""
-        for group in self.groups.values():
-            group.shutdown()
+        """End the workers and the scoring processes; the trainer cannot be used afterwards."""
+        try:
+            for group in self.groups.values():
+                group.shutdown()
+        finally:
+            self.reward_fn.close()
+            self.val_reward_fn.close()
 
 
 class ReinforcementRun(Run):
