@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from hub import COMMIT, UploadHub, serving
@@ -169,3 +170,34 @@ def test_check_names_what_publishing_lacks(inputs, tmp_path, hub, monkeypatch):
     assert mentions(errors(), "HF_TOKEN", "hf auth login")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert mentions(errors(), "HF_HUB_OFFLINE", "strop export")
+
+
+@pytest.mark.parametrize("kind", ["train-rm", "dpo"])
+def test_validation_pairs_are_shown_with_both_scores(inputs, tmp_path, kind, monkeypatch):
+    shown = []
+    monkeypatch.setattr(
+        "strop.tracking.console.PlainLines.log_validation", lambda self, step, report: shown.append(report)
+    )
+    extra = ["trainer.push_to_hub=False", "trainer.log_val_generations=3", "trainer.test_freq=2"]
+    assert run(kind, inputs, tmp_path / "run", *extra) == 0
+    (report,) = shown
+    assert report.shown_name == "val/preferences"
+    first, middle, last = report.shown
+    rows = pq.read_table(inputs / "val.parquet").to_pylist()
+    assert rows[0]["prompt"][0]["content"] in first.prompt
+    assert (first.chosen[: len(rows[0]["chosen"])], last.data_source) == (rows[0]["chosen"], "odd")
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    names = ("val/rewards/chosen", "val/rewards/rejected") if kind == "dpo" else (
+        "val/chosen_score", "val/rejected_score"
+    )  # fmt: skip
+    extra = ["trainer.resume_mode=disable", "trainer.log_val_generations=100"]
+    assert (
+        run(kind, inputs, tmp_path / "all", "trainer.push_to_hub=False", "trainer.test_freq=2", *extra) == 0
+    )
+    pairs = shown[-1].shown
+    assert len(pairs) == len(rows)
+    assert {first, middle} <= set(pairs)
+    assert sum(pair.chosen_score for pair in pairs) / len(pairs) == pytest.approx(metrics[names[0]], abs=1e-5)
+    assert sum(pair.rejected_score for pair in pairs) / len(pairs) == pytest.approx(
+        metrics[names[1]], abs=1e-5
+    )

@@ -46,7 +46,6 @@ _RUN_FILES = (
     "wandb_run_id.txt",
     "mlflow",
     "mlflow_run_id.txt",
-    "trackio",
     "swanlab",
     "swanlab_run_id.txt",
 )

@@ -1,7 +1,6 @@
-"""Trackio: a SQLite file in ``<run folder>/trackio``, unless ``TRACKIO_DIR`` or a Space is named.
+"""Trackio: its own folder (``TRACKIO_DIR``), or the Space or server that its variables name.
 
-``TRACKIO_SPACE_ID`` and ``TRACKIO_SERVER_URL`` are Trackio's own. ``trackio show`` needs the same
-``TRACKIO_DIR``.
+All runs of a project are in one file there, where ``trackio show`` finds them.
 """
 
 from __future__ import annotations
@@ -12,21 +11,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import trackio
+from trackio.utils import TRACKIO_DIR
+
 from strop.errors import ConfigError
 from strop.tracking.base import RunInfo
 from strop.tracking.report import ValidationReport
 
 
 class TrackioTracker:
-    """Log to one Trackio run, which a resume of the training run continues."""
+    """Log to one Trackio run; a resume of the training run continues the newest one of its name."""
 
     def __init__(self, run: RunInfo) -> None:
         """Start or continue the run; ConfigError if that fails (no login for a Space, no network)."""
-        # Trackio reads the variable once, when it is imported.
-        self._folder = os.environ.setdefault("TRACKIO_DIR", str((run.run_dir / "trackio").absolute()))
-        import trackio
-
-        self._trackio = trackio
         try:
             self._run = trackio.init(
                 project=run.project_name,
@@ -44,7 +41,7 @@ class TrackioTracker:
     @property
     def address(self) -> str:
         """The Space or server, else the folder."""
-        where = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL") or self._folder
+        where = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL") or TRACKIO_DIR
         return f"project {self._project}, run {self._run.name}, in {where}"
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -57,11 +54,11 @@ class TrackioTracker:
             import pandas  # trackio.Table takes a data frame
 
             rows = pandas.DataFrame([asdict(sample) for sample in report.shown])
-            self.log(step, {report.shown_name: self._trackio.Table(dataframe=rows)})
+            self.log(step, {report.shown_name: trackio.Table(dataframe=rows)})
 
     def log_image(self, step: int, name: str, path: Path) -> None:
         """Record the picture."""
-        self.log(step, {name: self._trackio.Image(str(path))})
+        self.log(step, {name: trackio.Image(str(path))})
 
     def close(self) -> None:
         """Write what is left."""
