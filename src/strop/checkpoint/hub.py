@@ -119,7 +119,7 @@ def _refusals_named(key: str, name: str) -> Generator[None]:
 
 def reason(error: Exception) -> str:
     """Return an error of the client in one line."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
