@@ -214,9 +214,10 @@ _NOTEBOOK_HTML = '<pre style="line-height:normal;font-family:monospace">{code}</
 
 
 def _validation(step: int, report: ValidationReport) -> Group:
-    tables = [report_table(report, title=f"Validation at step {step}")]
+    tables = [report_table(report, title=f"Validation at step {step}")] if report.sources else []
     if report.shown:
-        tables.append(shown_table(report.shown, title=f"Samples of the validation at step {step}"))
+        what = "Samples" if report.sources else "Pairs"
+        tables.append(shown_table(report.shown, title=f"{what} of the validation at step {step}"))
     return Group(*tables)
 
 

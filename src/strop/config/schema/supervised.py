@@ -25,7 +25,7 @@ from strop.config.schema.base import (
 )
 from strop.config.schema.data import RowsConfig
 from strop.config.schema.root import RootConfig
-from strop.config.schema.trainer import RunConfig
+from strop.config.schema.trainer import PairRunConfig, RunConfig
 
 
 class AnsweredDataConfig(RowsConfig):
@@ -127,6 +127,7 @@ class PairConfig(SupervisedConfig):
     """The whole configuration of a run on pairs of answers."""
 
     data: PairDataConfig
+    trainer: PairRunConfig
 
 
 class RewardModellingConfig(PairConfig):
