@@ -25,7 +25,13 @@ def _prepare(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from strop.checkpoint.export import export
 
-    out = export(arguments.checkpoint, arguments.out, role=arguments.role, dtype=arguments.dtype)
+    out = export(
+        arguments.checkpoint,
+        arguments.out,
+        role=arguments.role,
+        dtype=arguments.dtype,
+        merge=arguments.merge,
+    )
     print(f"model in {out}")
     return 0
 
@@ -41,6 +47,11 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="dtype of the weights (default: as saved)"
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="merge LoRA adapters into their base model; the checkpoint may be an adapter's folder",
     )
 
 
@@ -134,7 +145,8 @@ strop score answers.jsonl --custom my_reward.py""",
         "strop.cli.main:_export",
         """\
 strop export runs/first/global_step_100 --out models/first
-strop export runs/first/global_step_100 --role critic --dtype bfloat16 --out models/critic""",
+strop export runs/first/global_step_100 --role critic --dtype bfloat16 --out models/critic
+strop export runs/lora/global_step_100 --merge --out models/merged""",
     ),
     "view": _Command(
         "show metrics and samples of a run",

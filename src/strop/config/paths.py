@@ -89,7 +89,7 @@ def instead_of_adapter(key: str, path: str | Path) -> str:
         base = None
     section = key.removesuffix(".path")
     return (
-        f"{key}={path}: a LoRA adapter of {base or 'an unnamed model'}, not a model. To train it further, set "
-        f"{key}={base or 'the base model'} and {section}.lora_adapter_path={path}. For a model with the adapter "
-        f"merged in: strop export {path} --merge --out FOLDER"
+        f"{key}={path}: a LoRA adapter of {base or 'an unnamed model'}, not a model. To train it further, "
+        f"set {key}={base or 'its base model'} and {section}.lora_adapter_path={path}. For a model with the "
+        f"adapter merged in: strop export {path} --merge --out FOLDER"
     )

@@ -96,8 +96,8 @@ class Adapters:
                 reason = f"a {type(base).__name__} under peft's {type(layer).__name__}"
             if reason is not None:
                 raise ConfigError(
-                    f"{settings.key}.target_modules: {name} is {reason}; only linear layers inside the decoder "
-                    "can have adapters, without DoRA and biases; set it to all-linear, or name others"
+                    f"{settings.key}.target_modules: {name} is {reason}; only linear layers inside the "
+                    "decoder can have adapters, without DoRA and biases; set it to all-linear, or name others"
                 )
             self._layers[name] = layer
         self._names = {
@@ -203,8 +203,8 @@ def _read_config(peft: Any, settings: LoraSettings) -> Any:
         raise ModelError(f"{found}: an adapter of type {config.peft_type}, expected LORA")
     if settings.rank not in (0, config.r):
         raise ConfigError(
-            f"{settings.key}.lora_rank={settings.rank}: the adapter in {settings.folder} has rank {config.r}; "
-            f"set it to {config.r}"
+            f"{settings.key}.lora_rank={settings.rank}: the adapter in {settings.folder} has rank "
+            f"{config.r}; set it to {config.r}"
         )
     if others := set(config.modules_to_save or ()) - {"score"}:
         raise ModelError(f"{found}: it has whole copies of {sorted(others)}, expected adapters alone")
@@ -285,6 +285,6 @@ class _AdaptedSource:
 
 
 def base_of(folder: Path) -> tuple[str, bool]:
-    """Return the path of an adapter's base model, and whether the adapter is of a model with a scalar head."""
+    """Return the path of an adapter's base model, and whether that has a scalar head."""
     content = json.loads((folder / ADAPTER_CONFIG).read_text())
     return str(content.get("base_model_name_or_path") or ""), content.get("task_type") == "SEQ_CLS"

@@ -18,6 +18,8 @@ from strop.config.names import missing_module
 from strop.config.paths import (
     expand,
     hub_split,
+    instead_of_adapter,
+    is_adapter,
     is_rows,
     is_template_file,
     is_url,

@@ -356,6 +356,25 @@ class FsdpConfig(FrozenFsdpConfig):
     """Ranks that share one copy of the parameters; -1: all."""
 
 
+def _no_lora(neutral: Any) -> Limit:
+    return no_effect(
+        "without lora_rank and lora_adapter_path",
+        lambda at: at.value != neutral and not at.section.has_adapters,
+        "the whole model is trained",
+    )
+
+
+def _of_new_adapters(neutral: Any) -> Limit:
+    return no_effect(
+        "with lora_adapter_path",
+        lambda at: at.value != neutral and at.section.lora_adapter_path is not None,
+        "the adapter in that folder decides",
+    )
+
+
+ModuleNames = Annotated[Text | list[Text], Expected("string or list of strings")]
+
+
 class ModelConfig(Section):
     """A Hugging Face model that is trained."""
 
@@ -383,3 +402,20 @@ class ModelConfig(Section):
     """Attention kernel of transformers; null: its choice, or eager with attn_logit_softcapping."""
     compute_dtype: ComputeDtype
     """Precision of the passes; auto: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
+    lora_rank: Count
+    """Train LoRA adapters of this rank on frozen weights; 0: train the weights (docs/lora.md)."""
+    lora_alpha: Annotated[PositiveFloat, _no_lora(16), _of_new_adapters(16)]
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    target_modules: Annotated[ModuleNames, _no_lora("all-linear"), _of_new_adapters("all-linear")]
+    """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
+    exclude_modules: Annotated[ModuleNames | None, _no_lora(None), _of_new_adapters(None)]
+    """Layers without adapters: a list of names' ends, or a regular expression of names."""
+    lora_adapter_path: Text | None
+    """Folder of an adapter of peft's to start from; it decides rank, alpha and layers."""
+    lora_merge: Annotated[bool, _no_lora(False)]
+    """Write final_model as a whole model with the adapters merged in, not as an adapter."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if LoRA adapters are trained, not the weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None

@@ -1,8 +1,8 @@
 """Training state on disk, by ``torch.distributed.checkpoint``.
 
-The files hold ``model.<name>`` for every parameter (tied ones once; of a model with LoRA adapters these alone,
-see ``adapter_state``) and persistent buffer, and
-``optimizer.<name>.step|exp_avg|exp_avg_sq``, whole or sharded. Names and values do not depend on the number
+The files hold ``model.<name>`` for every parameter (tied ones once) and persistent buffer, and
+``optimizer.<name>.step|exp_avg|exp_avg_sq``, whole or sharded; of LoRA adapters, these alone
+(``strop.engines.torch.adapter_state``). Names and values do not depend on the number
 of ranks, so a state loads on any number of them.
 """
 
