@@ -33,8 +33,8 @@ from strop.config.roles import (
     why_old_log_probs_are_computed_apart,
 )
 from strop.config.schema import Config
-from strop.config.schema.base import ModelConfig
 from strop.config.schema.critic import CriticModelConfig
+from strop.config.schema.model import ModelConfig
 from strop.config.schema.policy import ActorModelConfig
 from strop.config.schema.supervised import SupervisedConfig, TrainedModelConfig
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,7 +27,7 @@ from strop.engines import ranks
 from strop.engines.base import EngineSpec, Loss, ModelSpec, OptimizerSettings, Outputs, StepResult
 from strop.engines.micro_batches import MicroBatching, restore, trim
 from strop.engines.torch import state
-from strop.engines.torch.export import write_weights
+from strop.engines.torch.export import write_weights, writing
 from strop.engines.torch.sharding import (
     Offload,
     ShardingSettings,
@@ -39,7 +38,6 @@ from strop.engines.torch.sharding import (
     shard,
     whole,
 )
-from strop.errors import CheckpointError
 from strop.models.attention import is_flash
 from strop.models.base import RoleModel
 from strop.models.comparison import require_eager_figures
@@ -48,7 +46,6 @@ from strop.models.loader import (
     dtype_named,
     load_causal_lm,
     load_scorer,
-    no_progress_bars,
     persistent_buffers,
 )
 from strop.models.lora import Adapters
@@ -359,12 +356,12 @@ class TorchEngine:
         """See ``Engine.export``; weights are written in float32, as they are trained."""
         model, adapters = self.module.hugging_face_model, self.module.adapters
         if weights and not self._sharded and adapters is None:
-            with _writing(folder):
+            with writing(folder):
                 model.save_pretrained(folder, safe_serialization=True)
                 tokenizer.save_pretrained(folder)
             return
         if ranks.is_first():
-            with _writing(folder):
+            with writing(folder):
                 model.config.architectures = [type(model).__name__]  # as save_pretrained does
                 model.config.save_pretrained(folder)
                 if adapters is not None and not merged:
@@ -385,7 +382,7 @@ class TorchEngine:
                 if adapters.is_trained(name)
             }
         if ranks.is_first():
-            with _writing(folder):
+            with writing(folder):
                 adapters.save(folder, trained)
 
     def _export_weights(self, folder: Path) -> None:
@@ -404,12 +401,3 @@ class TorchEngine:
             write_weights(folder, tensors, sizes)
         finally:
             collections.deque(tensors, maxlen=0)
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Generator[None]:
-    with no_progress_bars():  # they would break the run's live display
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
