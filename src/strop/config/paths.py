@@ -87,9 +87,13 @@ def instead_of_adapter(key: str, path: str | Path) -> str:
         base = json.loads((Path(path) / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         base = None
-    section = key.removesuffix(".path")
+    further = (
+        f"To train it further, set {key}={base or 'its base model'} and "
+        f"{key.removesuffix('path')}lora_adapter_path={path}. For"
+    )
+    if key.startswith("reward_model."):  # it is not trained
+        further = "Set the path to"
     return (
-        f"{key}={path}: a LoRA adapter of {base or 'an unnamed model'}, not a model. To train it further, "
-        f"set {key}={base or 'its base model'} and {section}.lora_adapter_path={path}. For a model with the "
+        f"{key}={path}: a LoRA adapter of {base or 'an unnamed model'}, not a model. {further} a model with the "
         f"adapter merged in: strop export {path} --merge --out FOLDER"
     )
