@@ -94,6 +94,6 @@ def instead_of_adapter(key: str, path: str | Path) -> str:
     if key.startswith("reward_model."):  # it is not trained
         further = "Set the path to"
     return (
-        f"{key}={path}: a LoRA adapter of {base or 'an unnamed model'}, not a model. {further} a model with the "
-        f"adapter merged in: strop export {path} --merge --out FOLDER"
+        f"{key}={path}: a LoRA adapter of {base or 'an unnamed model'}, not a model. {further} a model with "
+        f"the adapter merged in: strop export {path} --merge --out FOLDER"
     )
