@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from strop.errors import ModelError
@@ -52,6 +54,17 @@ def test_sampler_and_trainer_agree_after_every_update(undisturbed):
     assert max(differences) < 1e-5
     # Transfers 0 and 3: the latter comes with the generation of iteration 4.
     assert [line["step"] for line in lines if "timing_s/verify_weights" in line] == [0, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: pip install 'strop[peft]'")
+def test_lora_adapters_arrive_merged(inputs, tmp_path):
+    lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.verify_weights_every=1")
+    train(overrides(inputs, tmp_path, *VLLM, *lora, "algorithm.adv_estimator=grpo"))
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line["step"]]
+    assert len(lines) == 2
+    assert all("timing_s/verify_weights" in line for line in lines[1:])
+    assert max(line["training/rollout_probs_diff_max"] for line in lines) < 1e-5
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ the weights are assembled from them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import tempfile
@@ -18,19 +19,35 @@ from safetensors.torch import save_file
 
 from strop.checkpoint.folder import verify
 from strop.checkpoint.remote import download, read_manifest
-from strop.config.paths import expand, is_url
-from strop.engines.torch.export import export_from_shards
+from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED_CONFIG, expand, is_adapter, is_url
+from strop.data.hub import local_model
+from strop.engines.torch.export import export_from_shards, write_weights
 from strop.errors import CheckpointError, ConfigError
-from strop.manifest import MANIFEST, describe, require_unchanged, write
+from strop.manifest import IF_ON_PURPOSE, MANIFEST, covering, describe, require_unchanged, write
+from strop.models.checkpoint_layout import CheckpointLayout
+from strop.models.deferred import defer_causal_lm, defer_scorer
+from strop.models.loader import load_tokenizer, persistent_buffers
+from strop.models.lora import Adapters, LoraSettings, base_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def export(checkpoint: str | Path, out: str | Path, *, role: str = "actor", dtype: str | None = None) -> Path:
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    role: str = "actor",
+    dtype: str | None = None,
+    merge: bool = False,
+) -> Path:
     """Write the model of ``role`` in a ``global_step_N`` folder or URL to the new folder ``out``; return it.
 
     ``dtype`` is a name in ``DTYPES``; None keeps the dtype of the checkpoint. ``out`` appears only when
-    whole. Raises ``CheckpointError`` when the checkpoint is not whole or lacks that role.
+    whole. With ``merge``, LoRA adapters are merged into their base model, of which single weights are read;
+    ``checkpoint`` may then also be the folder of an adapter.
+
+    Raises ``CheckpointError`` when the checkpoint is not whole or lacks that role, ``ModelError`` when the
+    base model cannot be read.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
@@ -45,7 +62,11 @@ def export(checkpoint: str | Path, out: str | Path, *, role: str = "actor", dtyp
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
             building = Path(scratch) / "model"
             source = _local_role(checkpoint, role, Path(scratch))
-            if any((source / "huggingface").glob("*.safetensors")):
+            exported = source if is_adapter(source) else source / "huggingface"
+            if merge:
+                _require_adapter(exported, checkpoint)
+                merge_adapter(exported, building)
+            elif any((source / "huggingface").glob("*.safetensors")):
                 shutil.copytree(source / "huggingface", building)
             else:
                 export_from_shards(source, source / "huggingface", building)
@@ -58,6 +79,36 @@ def export(checkpoint: str | Path, out: str | Path, *, role: str = "actor", dtyp
     return out
 
 
+def _require_adapter(folder: Path, checkpoint: str | Path) -> None:
+    if not is_adapter(folder):
+        raise CheckpointError(f"{checkpoint} holds no LoRA adapter, so there is nothing to merge")
+
+
+def merge_adapter(adapter: Path, out: Path) -> None:
+    """Write the base model of an adapter's folder with the adapter merged in, and the folder's tokenizer."""
+    base, is_scorer = base_of(adapter)
+    path = local_model(base)
+    if is_scorer:
+        model, source = defer_scorer(path, fresh_head_seed=0)
+    else:
+        model, source = defer_causal_lm(path)
+    layout = CheckpointLayout(model)
+    adapters = Adapters(model, LoraSettings(base=base, folder=adapter))
+    sizes = {name: 4 * shape.numel() for name, shape in layout.shapes().items()}
+    buffers = dict(persistent_buffers(model))
+    sizes |= {name: buffer.nbytes for name, buffer in buffers.items()}
+    own = (MERGED_CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    shutil.copytree(adapter, out, ignore=shutil.ignore_patterns(*own, MANIFEST))
+    if (adapter / MERGED_CONFIG).is_file():
+        shutil.copy(adapter / MERGED_CONFIG, out / "config.json")
+    else:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(out)
+    if not (out / "tokenizer_config.json").is_file():
+        load_tokenizer(path).save_pretrained(out)
+    write_weights(out, itertools.chain(layout.convert(adapters.merged_from(source)), buffers.items()), sizes)
+
+
 def _local_role(checkpoint: str | Path, role: str, scratch: Path) -> Path:
     """Return the local folder of ``role``; of a remote checkpoint only the needed files are downloaded."""
     if is_url(checkpoint):
@@ -68,6 +119,9 @@ def _local_role(checkpoint: str | Path, role: str, scratch: Path) -> Path:
         download(url, local, wanted=lambda name: name.startswith(needed))
         return local / role
     local = Path(expand(checkpoint))
+    if is_adapter(local):
+        require_unchanged(str(local), local, covering(local), IF_ON_PURPOSE)
+        return local
     files = verify(local)
     _require_role(str(local), role, {path.name for path in local.iterdir() if path.is_dir()})
     copied = (path for path in (local / role / "huggingface").rglob("*") if path.is_file())
@@ -113,6 +167,8 @@ def _convert(folder: Path, dtype: str) -> None:
         content = json.loads(index.read_text())
         content["metadata"]["total_size"] = total_size
         index.write_text(json.dumps(content, indent=2) + "\n")
+    if is_adapter(folder):
+        return
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)  # the key of older transformers
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")

@@ -149,7 +149,7 @@ def _is_used(key: str, config: RootConfig) -> bool:
         return True
     if key.startswith("reward_model.model."):
         return config.reward_model.enable
-    return key != "critic.model.path" or uses_critic(config)
+    return not key.startswith("critic.model.") or uses_critic(config)
 
 
 _OWN = ("trainer.resume_mode", "trainer.default_local_dir", "trainer.experiment_name")

@@ -23,6 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("float32", "bfloat16"), help="dtype of the weights (default: as saved)"
     )
     parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="merge LoRA adapters into their base model; the checkpoint may be an adapter's folder",
+    )
+    parser.add_argument(
         "--push",
         nargs="?",
         const="",
@@ -41,11 +46,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{given[0]} counts with --push OWNER/NAME only")
     if arguments.push is None and arguments.out is None:
         raise ConfigError("strop export needs --out FOLDER, --push OWNER/NAME, or both")
+    if arguments.merge and arguments.out is None:
+        raise ConfigError("--merge needs --out FOLDER, the merged model's; --push then uploads that")
     model = None
     if arguments.out is not None:
         from strop.checkpoint.export import export
 
-        model = export(arguments.checkpoint, arguments.out, role=arguments.role, dtype=arguments.dtype)
+        model = export(
+            arguments.checkpoint,
+            arguments.out,
+            role=arguments.role,
+            dtype=arguments.dtype,
+            merge=arguments.merge,
+        )
         print(f"model in {model}")
     if arguments.push is not None:
         from strop.checkpoint.hub import push

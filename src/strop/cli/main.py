@@ -113,6 +113,7 @@ strop score answers.jsonl --custom my_reward.py""",
         """\
 strop export runs/first/global_step_100 --out models/first
 strop export runs/first/global_step_100 --role critic --dtype bfloat16 --out models/critic
+strop export runs/lora/global_step_100 --merge --out models/merged
 strop export runs/first --push me/first               upload the run's model with a model card""",
     ),
     "view": _Command(

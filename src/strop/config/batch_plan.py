@@ -12,7 +12,7 @@ from typing import Self
 
 from strop.config.keys import divisors, longest_row, nearest_in_words, value_at
 from strop.config.placement import Placement
-from strop.config.roles import uses_critic, uses_reference
+from strop.config.roles import reference_is_the_actor, uses_critic, uses_reference
 from strop.config.schema import Config
 from strop.errors import Attempts, ConfigError
 
@@ -71,6 +71,8 @@ def sequence_parallel_size(config: Config, name: str, ranks: int) -> int:
     Raises:
         ConfigError: the size does not divide the number of ranks.
     """
+    if name == "ref" and reference_is_the_actor(config):
+        name = "actor"
     key = MICRO_BATCHES[name].sequence_parallel
     size = value_at(config, key) if ranks > 1 else 1
     if ranks % size:

@@ -27,12 +27,14 @@ from strop.config.paths import expand, is_url, may_be_a_hub_name
 from strop.config.placement import Placement, pools_of, rollout_dtype, tensor_parallel_size
 from strop.config.roles import (
     has_kl_in_reward,
+    reference_is_the_actor,
     uses_critic,
     uses_reference,
     why_old_log_probs_are_computed_apart,
 )
 from strop.config.schema import Config
 from strop.config.schema.critic import CriticModelConfig
+from strop.config.schema.model import ModelConfig
 from strop.config.schema.policy import ActorModelConfig
 from strop.config.schema.supervised import SupervisedConfig, TrainedModelConfig
 
@@ -158,17 +160,21 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
     resident: dict[str, int | None] = {}
     if _is_in(config, role := _policy_role(config), pool):
         shards = _shards(config, role, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)
-        resident[f"actor: weights{added}"] = _times(policy, trained, shards)
+        size = _times(policy, trained, shards)
+        if config.actor_rollout_ref.model.has_adapters and not config.trainer.val_only:
+            size = _trained(policy, config.actor_rollout_ref.model, shards)
+        resident[f"actor: weights{added}"] = size
     if (
         uses_reference(config)
         and not config.trainer.val_only
+        and not reference_is_the_actor(config)
         and _is_in(config, role := _reference_role(config), pool)
     ):
         resident["reference: weights"] = _times(policy, _FLOAT32, _shards(config, role, -1))
     if uses_critic(config) and not config.trainer.val_only and _is_in(config, "Critic", pool):
         critic = read_model_facts(config.critic.model.path)
         shards = _shards(config, "Critic", config.critic.model.fsdp_config.fsdp_size)
-        resident["critic: weights, gradients, AdamW"] = _times(critic, _TRAINED, shards)
+        resident["critic: weights, gradients, AdamW"] = _trained(critic, config.critic.model, shards)
     if config.reward_model.enable and _is_in(config, "RewardModel", pool):
         scorer = read_model_facts(config.reward_model.model.path)
         resident["reward model: weights"] = _times(scorer, _FLOAT32, _shards(config, "RewardModel", -1))
@@ -189,7 +195,7 @@ def supervised_forecast(config: SupervisedConfig, sequences_of_a_row: int) -> Fo
     shards = min(size_of_group, ranks) if size_of_group > 0 else ranks
     logits = _logits_of(model, tokens) if sequences_of_a_row == 1 else 0
     return Forecast(
-        {"model: weights, gradients, AdamW": _times(model, _TRAINED, shards)},
+        {"model: weights, gradients, AdamW": _trained(model, config.model, shards)},
         {"update: activations, logits": _sum(_activations_of(model, tokens, config.model), logits)},
     )
 
@@ -318,6 +324,15 @@ def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None
 
 def _times(facts: ModelFacts | None, bytes_each: int, shards: int) -> int | None:
     return facts.parameters * bytes_each // shards if facts is not None and facts.parameters else None
+
+
+def _trained(facts: ModelFacts | None, model: ModelConfig, shards: int) -> int | None:
+    """Return the bytes of a rank's part of a model that is trained; of adapters about those of all-linear."""
+    if not model.has_adapters or facts is None:
+        return _times(facts, _TRAINED, shards)
+    # Widths in and out of the seven matrices of a layer; a feed-forward part is about four times as wide.
+    adapters = model.lora_rank * facts.layers * 25 * facts.hidden
+    return _sum(_times(facts, _FLOAT32, shards), _TRAINED * adapters // shards)
 
 
 def _sum(*parts: int | None) -> int | None:

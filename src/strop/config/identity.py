@@ -27,8 +27,16 @@ _MAY_CHANGE = re.compile(
 """Keys of the sections below that say how the run computes, not what it trains."""
 _SECTIONS = ("data", "reward_model", "custom_reward_function")
 _MODELS = ("model.path", "actor_rollout_ref.model.path", "critic.model.path")
+_ADAPTER_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+_ADAPTERS_OF = {
+    section: {f"{section}{name}" for name in _ADAPTER_KEYS}
+    for section in (key.removesuffix("path") for key in _MODELS)
+}
+"""Keys of adapters, by what their names begin with."""
+_ADAPTERS = frozenset().union(*_ADAPTERS_OF.values())
 FILES = (
     *_MODELS,
+    *(f"{section}lora_adapter_path" for section in _ADAPTERS_OF),
     *("data.train_files", "data.tokenizer", "custom_reward_function.path"),
     *("reward_model.model.path", "reward_model.model.input_tokenizer"),
 )
@@ -82,7 +90,7 @@ def _at(tree: Mapping[str, Any], key: str) -> Any:
 
 def decides_what_is_trained(key: str, *, validates_only: bool = False) -> bool:
     """Return True for a key of the model, the reward or the data; only the model counts in a validation."""
-    if key in _MODELS:
+    if key in _MODELS or key in _ADAPTERS:
         return True
     return not validates_only and key.startswith(_SECTIONS) and not _MAY_CHANGE.fullmatch(key)
 
@@ -106,6 +114,9 @@ def default_name(command: str, tree: Mapping[str, Any]) -> str:
     """
     values = values_of(tree)
     trained = {key: value for key, value in values.items() if decides_what_is_trained(key)}
+    for section, keys in _ADAPTERS_OF.items():
+        if not (values.get(f"{section}lora_rank") or values.get(f"{section}lora_adapter_path")):
+            trained = {key: value for key, value in trained.items() if key not in keys}
     trained |= {key: values.get(key) for key in ("algorithm.adv_estimator", "trainer.seed")}
     for key in FILES:
         value = trained.get(key)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of an adapter, as peft writes it."""
+MERGED_CONFIG = "merged_config.json"
+"""Beside them: the config.json of the model with the adapter merged in. A config.json here would make
+transformers look for a whole model."""
+_OTHER_WEIGHTS = ("model*.safetensors*", "pytorch_model*", "*.gguf")
 
 _SPLIT = re.compile(r"(.+):(\w[\w.+-]*(?:\[[\w:%-]*\])?)")
 _HUB_DATA_SET = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?:@([\w./-]+))?")
@@ -69,3 +77,28 @@ def is_function(name: str) -> bool:
 def is_template_file(template: str | None) -> TypeGuard[str]:
     """Return True if a chat template is given as the path of a file, and not as Jinja text."""
     return template is not None and "{" not in template
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return True if a folder holds an adapter of peft's, and no model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not any(
+        any(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS
+    )
+
+
+def instead_of_adapter(key: str, path: str | Path) -> str:
+    """Return what to do where ``key``, a model's path, names the folder of an adapter."""
+    try:
+        base = json.loads((Path(path) / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    further = (
+        f"To train it further, set {key}={base or 'its base model'} and "
+        f"{key.removesuffix('path')}lora_adapter_path={path}. For"
+    )
+    if key.startswith("reward_model."):  # it is not trained
+        further = "Set the path to"
+    return (
+        f"{key}={path}: a LoRA adapter of {base or 'an unnamed model'}, not a model. {further} a model with "
+        f"the adapter merged in: strop export {path} --merge --out FOLDER"
+    )

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from strop.config.backends import ROLLOUTS
 from strop.config.keys import all_keys
-from strop.config.roles import policy_roles
+from strop.config.roles import policy_roles, reference_is_the_actor
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.policy import VLLMSampling
 from strop.errors import ConfigError
@@ -30,7 +30,8 @@ class Placement:
     roles: dict[str, str]
     """Role -> pool, the role that trains the policy first.
 
-    ``Actor`` and ``Rollout`` apart, or ``ActorRollout``, or ``ActorRolloutRef`` without ``RefPolicy``.
+    ``Actor`` and ``Rollout`` apart, or ``ActorRollout``, or ``ActorRolloutRef`` without ``RefPolicy``;
+    without it, too, if LoRA adapters make it the actor.
     """
 
     @classmethod
@@ -38,7 +39,7 @@ class Placement:
         """Return the placement of a run; ``ConfigError`` has a line for each name that does not fit."""
         pools, policy = pools_of(config), policy_roles(config)
         default = GLOBAL_POOL if GLOBAL_POOL in pools else next(iter(pools))
-        apart = [] if "ActorRolloutRef" in policy else ["RefPolicy"]
+        apart = [] if "ActorRolloutRef" in policy or reference_is_the_actor(config) else ["RefPolicy"]
         roles = dict.fromkeys([*policy, "Critic", *apart, "RewardModel"], default)
         problems = []
         for role, pool in config.trainer.placement.items():

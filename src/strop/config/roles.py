@@ -15,6 +15,12 @@ def uses_reference(config: Config) -> bool:
     return has_kl_term(config) and not config.trainer.val_only
 
 
+def reference_is_the_actor(config: Config) -> bool:
+    """Return True if the reference is the actor with its LoRA adapters off: no second model is loaded."""
+    adapted = config.actor_rollout_ref.model.has_adapters
+    return uses_reference(config) and adapted and "RefPolicy" not in config.trainer.placement
+
+
 def uses_critic(config: Config) -> bool:
     """Return True if there are updates whose advantage estimator needs values."""
     return needs_critic(config.algorithm.adv_estimator) and not config.trainer.val_only
@@ -46,7 +52,9 @@ def roles_of(config: Config) -> list[str]:
     """Return the names of the roles of this run."""
     policy = policy_roles(config)
     optional = {
-        "RefPolicy": uses_reference(config) and "ActorRolloutRef" not in policy,
+        "RefPolicy": uses_reference(config)
+        and "ActorRolloutRef" not in policy
+        and not reference_is_the_actor(config),
         "Critic": uses_critic(config),
         "RewardModel": config.reward_model.enable,
     }

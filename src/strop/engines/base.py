@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from strop.config.backends import ENGINES, load_backend
 from strop.engines.micro_batches import MicroBatching
 from strop.errors import ConfigError
+from strop.models.lora import LoraSettings
 from strop.protocol import DataProto
 
 Outputs = dict[str, Tensor]
@@ -54,6 +55,8 @@ class ModelSpec:
     packing_key: str = "actor_rollout_ref.model.use_remove_padding"
     """Configuration key of ``packed``, for errors."""
     gradient_checkpointing: bool = False
+    lora: LoraSettings | None = None
+    """Adapters that are trained instead of the weights; those are frozen, but for a scalar head."""
     keeps_reference_head: bool = False
     """Keep a frozen copy of the output layer as loaded, for the full KL."""
 
@@ -134,8 +137,14 @@ class Engine(Protocol):
         """Keep the weights on the device in the body, for a rollout that shares them."""
         ...
 
+    def base_model(self) -> AbstractContextManager[None]:
+        """Switch LoRA adapters off in the body: passes and weights are those of the model under them."""
+        ...
+
     def named_weights(self, *, as_saved: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights by their names in the model, one at a time, tied ones once, detached.
+
+        LoRA adapters are merged into them.
 
         ``as_saved``: by the names and in the shapes of a checkpoint (``strop.models.checkpoint_layout``).
         Collective: every rank must iterate to the end.
@@ -169,8 +178,19 @@ class Engine(Protocol):
         """Read what ``save`` wrote, on any number of ranks."""
         ...
 
-    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True) -> None:
-        """Write a Hugging Face folder; without ``weights``, only its configuration and tokenizer."""
+    def export(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        weights: bool = True,
+        merged: bool = False,
+    ) -> None:
+        """Write a Hugging Face folder; without ``weights``, only its configuration and tokenizer.
+
+        Of a model with LoRA adapters the folder holds these alone, in any case (they are small); with
+        ``merged``, the whole model with the adapters in its weights.
+        """
         ...
 
 

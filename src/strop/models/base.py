@@ -19,6 +19,7 @@ from strop.errors import ModelError
 from strop.models.attention import is_flash, packed_attention
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.heads import check_causal, decoder_of, model_errors
+from strop.models.lora import Adapters, LoraSettings
 from strop.models.packing import Packing, check_packable, check_packed_pass, packed_hidden_states
 from strop.models.prompts_once import PromptsOnce
 from strop.models.ulysses import SequenceGroup, check_shareable
@@ -51,6 +52,7 @@ class RoleModel(nn.Module):
         self.packed = packed
         self.packing_key = packing_key or self.packing_key
         self.sequence_group: SequenceGroup | None = None
+        self.adapters: Adapters | None = None
         if packed:
             check_packable(hugging_face_model, self.packing_key)
         if not next(hugging_face_model.parameters()).is_meta:
@@ -61,12 +63,28 @@ class RoleModel(nn.Module):
         return (parameter for parameter in self.parameters() if parameter.requires_grad)
 
     def export_weights(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of an export or a transfer by Hugging Face name, tied ones once.
+        """Yield the weights of an export or a transfer by Hugging Face name, tied ones once, LoRA merged in.
 
         ``whole`` gathers a sharded parameter. Collective if the model is sharded.
         """
-        for name, weight in self.hugging_face_model.named_parameters():
+        weights = self.hugging_face_model.named_parameters()
+        if self.adapters is not None:
+            yield from self.adapters.merged(weights, whole)
+            return
+        for name, weight in weights:
             yield name, whole(weight)
+
+    def adapt(self, settings: LoraSettings) -> Adapters:
+        """Put LoRA adapters into the model, which alone are trained and saved from now on."""
+        self.adapters = Adapters(self.hugging_face_model, settings)
+        return self.adapters
+
+    def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of a training state by their names in this module, tied ones once."""
+        prefix = "hugging_face_model."
+        for name, parameter in self.named_parameters():
+            if self.adapters is None or self.adapters.is_trained(name.removeprefix(prefix)):
+                yield name, parameter
 
     def check(self) -> None:
         """Raise ``ModelError`` if the wrapper does not fit the model; needs its weights."""

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -38,6 +38,19 @@ from strop.models.loader import (
     persistent_buffers,
     without_jitter,
 )
+
+
+class Weights(Protocol):
+    """Source of the weights of a model that is built without them."""
+
+    @property
+    def readable(self) -> bool:
+        """True if every process can read single tensors."""
+        ...
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter in float32, tied ones once."""
+        ...
 
 
 class WeightSource:

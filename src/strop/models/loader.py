@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from strop.config.paths import instead_of_adapter, is_adapter
 from strop.errors import MissingExtraError, ModelError, StropError
 from strop.models.attention import attention_for, config_parts
 from strop.models.heads import scorer_config, why_unsupported
@@ -74,6 +75,8 @@ def locate(path: str | Path) -> dict[str, Any]:
     gguf_files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if not path.exists():
         raise ModelError(f"model path {path}: nothing there; expected a Hugging Face folder or a .gguf file")
+    if is_adapter(path):
+        raise ModelError(instead_of_adapter("model.path", path))
     if path.is_dir() and (path / "config.json").is_file():
         return {"pretrained_model_name_or_path": str(path)}
     if len(gguf_files) != 1:

@@ -17,8 +17,8 @@ from strop.config.paths import is_template_file
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import model_paths, roles_of, tokenizer_paths, uses_critic
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.base import ModelConfig
 from strop.config.schema.data import RowsConfig
+from strop.config.schema.model import ModelConfig
 from strop.config.schema.reward import RewardModelModelConfig
 from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role

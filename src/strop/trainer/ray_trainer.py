@@ -15,7 +15,7 @@ from strop.checkpoint.hub import Publication, open_publication
 from strop.checkpoint.store import IN_FLIGHT, TRAINED, reading_state_of
 from strop.config.checks.check import check
 from strop.config.load import as_config
-from strop.config.roles import uses_reference
+from strop.config.roles import reference_is_the_actor, uses_reference
 from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role, name_of
 from strop.data.loader import (
@@ -139,6 +139,8 @@ class RayPPOTrainer:
         self.actor = next(iter(groups.values()))
         self.rollout = groups.get(Role.Rollout, self.actor)
         self.ref = groups.get(Role.RefPolicy, groups.get(Role.ActorRolloutRef))
+        if reference_is_the_actor(config):
+            self.ref = self.actor
         self.critic, self.reward_model = groups.get(Role.Critic), groups.get(Role.RewardModel)
         self.own_groups = {name_of(role): self._group(role) for role in self._own_roles()}
         require_shared_folder(Path(config.trainer.default_local_dir), self.groups)
@@ -193,7 +195,8 @@ class RayPPOTrainer:
             policy = [Role.Actor, Role.Rollout]
         needed = dict.fromkeys(policy or [Role.ActorRollout], "the policy")
         estimator = config.algorithm.adv_estimator
-        if uses_reference(config) and Role.ActorRolloutRef not in needed:
+        has_reference = Role.ActorRolloutRef in needed or reference_is_the_actor(config)
+        if uses_reference(config) and not has_reference:
             needed[Role.RefPolicy] = "the KL to the reference model"
         if not config.trainer.val_only and "values" in needs(get_estimator(estimator)):
             needed[Role.Critic] = f"algorithm.adv_estimator={estimator}"

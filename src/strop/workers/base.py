@@ -7,6 +7,7 @@ parallelism the configuration names.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from strop.config.backends import ENGINES
 from strop.config.batch_plan import resolve_micro_batch, sequence_parallel_size
+from strop.config.paths import expand, is_url
 from strop.config.schema import Config
 from strop.config.trees import Root
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role, name_of
+from strop.data.fetch import local_path
 from strop.data.hub import is_hub_name, local_model, local_tokenizer
 from strop.engines import ranks
 from strop.engines.base import (
@@ -38,6 +41,7 @@ from strop.engines.micro_batches import MicroBatching
 from strop.errors import CheckpointError, ConfigError, ModelError
 from strop.manifest import IF_ON_PURPOSE, Manifest, covering, describe, leave_digest, require_unchanged, write
 from strop.models.loader import import_external_lib, load_tokenizer
+from strop.models.lora import LoraSettings
 from strop.protocol import DataProto
 
 logger = logging.getLogger(__name__)
@@ -77,6 +81,8 @@ class Worker(Generic[Root]):
 
     engine: Engine
     tokenizer: Any
+    merges_export: bool = False
+    """Export a whole model with the LoRA adapters merged in."""
 
     def __init__(self, config: Root, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
         self.config = config
@@ -111,6 +117,22 @@ class Worker(Generic[Root]):
             "trust_remote_code": model.trust_remote_code,
             "attn_implementation": model.attn_implementation,
         }
+
+    def adapters_of(self, model: Any, key: str) -> LoraSettings | None:
+        """Return the LoRA adapters of a section ``model``, whose name is ``key``; None if it has none."""
+        if not model.has_adapters:
+            return None
+        base, folder = model.path, model.lora_adapter_path
+        return LoraSettings(
+            base=base if is_url(base) or is_hub_name(base) else os.path.abspath(expand(base)),
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            target_modules=model.target_modules,
+            exclude_modules=model.exclude_modules,
+            folder=None if folder is None else local_path(folder, self.config.data.cache_dir),
+            seed=self.config.trainer.seed,
+            key=key,
+        )
 
     def engine_of(
         self,
@@ -196,7 +218,8 @@ class Worker(Generic[Root]):
         """Write weights, buffers and moments into ``folder`` and the model into ``folder/huggingface``.
 
         With ``background`` the state is written while training goes on, until ``finish_save``, and
-        ``huggingface`` has no weights: ``export_from_shards`` makes them from the state.
+        ``huggingface`` has no weights: ``export_from_shards`` makes them from the state. LoRA adapters are
+        in ``huggingface`` in any case, and the base model in neither.
         """
         self.engine.save(folder, background=background)
         exported = folder / "huggingface"
@@ -251,7 +274,7 @@ class Worker(Generic[Root]):
         building = folder.with_name(f"{folder.name}.tmp")
         if self.rank == 0:
             shutil.rmtree(building, ignore_errors=True)
-        self.engine.export(building, self.tokenizer)
+        self.engine.export(building, self.tokenizer, merged=self.merges_export)
         if self.rank == 0:
             write(building, describe(building))
             shutil.rmtree(folder, ignore_errors=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from strop.config.backends import ROLLOUTS
 from strop.config.placement import rollout_dtype
-from strop.config.roles import uses_full_kl, uses_reference
+from strop.config.roles import reference_is_the_actor, uses_full_kl, uses_reference
 from strop.config.schema import Config
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role
@@ -53,6 +53,7 @@ class ActorRolloutRefWorker(RoleWorker):
         actor = self.section.actor
         self.full_kl_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
         self.full_kl = uses_full_kl(config)
+        self._is_reference = role is not Role.RefPolicy and reference_is_the_actor(config)
         self._loading_s = 0.0  # of weights, since the last generation
         self._admitted: dict[int, list[str]] = {}
         """Number of each batch in flight -> the uids of its prompts."""
@@ -61,7 +62,9 @@ class ActorRolloutRefWorker(RoleWorker):
     def init_model(self) -> None:
         """Load the model (twice if the role has actor and reference) and build what the role needs."""
         self.tokenizer = self.load_tokenizer(self.config.data.tokenizer or self.section.model.path)
+        self.merges_export = self.section.model.lora_merge
         shares = self.role is Role.ActorRolloutRef and uses_reference(self.config)
+        shares = shares and not self._is_reference
         if shares or self.role is Role.RefPolicy:
             self.reference = self._build_engine("ref")
         if self.role is Role.Rollout:
@@ -87,6 +90,7 @@ class ActorRolloutRefWorker(RoleWorker):
             packed=model.use_remove_padding,
             checkpointing=model.enable_gradient_checkpointing,
             trained=policy.actor if trains else None,
+            lora=self.adapters_of(model, "actor_rollout_ref.model") if name == "actor" else None,
             keeps_reference_head=name == "actor" and self.full_kl,
         )
 
@@ -270,9 +274,11 @@ class ActorRolloutRefWorker(RoleWorker):
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ``ref_log_prob`` [B, T], and the hidden states ``ref_hidden`` [B, T, H] for the full KL."""
         micro = self.micro_batching("ref")
-        found = self.reference.infer(
-            batch, micro, temperature=self.temperature, with_entropy=False, with_hidden=self.full_kl
-        )
+        reference = self.engine if self._is_reference else self.reference
+        with reference.base_model():
+            found = reference.infer(
+                batch, micro, temperature=self.temperature, with_entropy=False, with_hidden=self.full_kl
+            )
         columns = {"ref_log_prob": found["log_prob"]}
         if self.full_kl:
             columns["ref_hidden"] = found["hidden"]

@@ -41,6 +41,7 @@ class SupervisedWorker(Worker[Supervised]):
     def load(self, kind: Any, **spec: Any) -> None:
         """Load the tokenizer, which is saved beside the model, and build the engine."""
         model, update = self.config.model, self.config.update
+        self.merges_export = model.lora_merge
         options = self.model_options(model)
         self.tokenizer = self.load_tokenizer_from(
             self.config.data.tokenizer or model.path, trust_remote_code=model.trust_remote_code
@@ -55,6 +56,7 @@ class SupervisedWorker(Worker[Supervised]):
             packing_key="model.use_remove_padding",
             checkpointing=model.enable_gradient_checkpointing,
             trained=update,
+            lora=self.adapters_of(model, "model"),
             **spec,
         )
 
@@ -187,6 +189,21 @@ class PreferenceWorker(SupervisedWorker[PreferenceConfig]):
     def evaluate(self, batch: DataProto) -> DataProto:
         """Return ``chosen_log_prob`` and ``rejected_log_prob``, [B] each, of the current model."""
         return DataProto(self.engine.infer(batch, self.micro_batching))
+
+    @register(Dispatch.DATA_PARALLEL)
+    def evaluate_reference(self, batch: DataProto) -> DataProto:
+        """Return what ``evaluate`` does, of the model as loaded or, with LoRA, with its adapters off.
+
+        Without LoRA: before the first update only.
+        """
+        with self.engine.base_model():
+            return self.evaluate(batch)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def reference_hash(self) -> str:
+        """Return ``weights_hash`` of the model that ``evaluate_reference`` runs."""
+        with self.engine.base_model():
+            return self.weights_hash()
 
 
 def preference_loss(update: PreferenceUpdateConfig) -> PreferenceLossFunction:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.config.batch_plan import MICRO_BATCHES, BatchPlan
-from strop.config.checks import inputs, learning, memory, processes, publishing, supervised
+from strop.config.checks import inputs, learning, lora, memory, processes, publishing, supervised
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.keys import check_keys
 from strop.config.keys import value_at
@@ -97,6 +97,7 @@ Rule = Callable[[Any], Iterator[Finding]]
 COMMON_RULES: tuple[Rule, ...] = (
     notes,
     check_keys,
+    lora.adapters,
     learning.trackers,
     processes.worker_group,
     processes.restarts,
@@ -130,6 +131,7 @@ RULES: tuple[Rule, ...] = (
     inputs.memory,
     inputs.context_windows,
     inputs.longest_sequence,
+    lora.reference,
     deprecated,
 )
 

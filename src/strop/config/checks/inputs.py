@@ -18,6 +18,8 @@ from strop.config.names import missing_module
 from strop.config.paths import (
     expand,
     hub_split,
+    instead_of_adapter,
+    is_adapter,
     is_function,
     is_rows,
     is_template_file,
@@ -78,7 +80,9 @@ def model_folder(key: str, path: str) -> Iterator[Finding]:
     if not path or is_url(path) or folder.is_file():
         return
     if folder.is_dir():
-        if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
+        if is_adapter(folder):
+            yield error(instead_of_adapter(key, path))
+        elif not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
             yield error(f"{key}={path}: the folder has no config.json, so it is not a Hugging Face model")
     elif not may_be_a_hub_name(path):
         yield error(f"{key}={path}: no such folder")

@@ -354,32 +354,3 @@ class FsdpConfig(FrozenFsdpConfig):
     """Keep the optimizer state in CPU memory while it is not used."""
     fsdp_size: Annotated[PositiveOrAll, _UNSHARDED]
     """Ranks that share one copy of the parameters; -1: all."""
-
-
-class ModelConfig(Section):
-    """A Hugging Face model that is trained."""
-
-    path: Annotated[str, Required("a Hugging Face folder, hub name or URL", "Qwen/Qwen2.5-0.5B-Instruct")]
-    """Hugging Face model: folder, name on the hub, hdfs:// or any fsspec URL, or a GGUF file."""
-    external_lib: Modules
-    """Package, or list of packages, to import first: they register models or tokenizers with transformers."""
-    override_config: dict[str, Any]
-    """Values laid over the model's config.json, for example a dropout rate."""
-    enable_gradient_checkpointing: bool
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    use_remove_padding: Annotated[
-        bool,
-        refused(
-            "if True with attn_implementation flex_attention",
-            lambda at: at.value and at.section.attn_implementation == "flex_attention",
-            "packed rows need attention by lengths, and this attn_implementation takes a mask matrix; set it "
-            "to null, sdpa, eager or flash_attention_2",
-        ),
-    ]
-    """Pack sequences without padding: the same numbers in less time."""
-    trust_remote_code: bool
-    """Run Python code that comes with the model."""
-    attn_implementation: AttentionName | None
-    """Attention kernel of transformers; null: its choice, or eager with attn_logit_softcapping."""
-    compute_dtype: ComputeDtype
-    """Precision of the passes; auto: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""

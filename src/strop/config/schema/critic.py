@@ -8,7 +8,6 @@ from strop.config.names import needs_critic
 from strop.config.schema.base import (
     At,
     FsdpConfig,
-    ModelConfig,
     PositiveFloat,
     PositiveInt,
     PpoUpdateConfig,
@@ -16,6 +15,7 @@ from strop.config.schema.base import (
     by_tokens,
     no_effect,
 )
+from strop.config.schema.model import ModelConfig
 
 # The reward model's keys of the same names follow these, unless they are set themselves.
 _ALSO_FOR_REWARD_MODEL = (

@@ -17,7 +17,6 @@ from strop.config.schema.base import (
     FsdpConfig,
     KlKind,
     Limit,
-    ModelConfig,
     Modules,
     Names,
     NonNegativeFloat,
@@ -35,6 +34,7 @@ from strop.config.schema.base import (
     no_effect,
     refused,
 )
+from strop.config.schema.model import ModelConfig
 
 if TYPE_CHECKING:
     RolloutName = str

@@ -10,7 +10,6 @@ from strop.config.names import preference_losses
 from strop.config.schema.base import (
     FsdpConfig,
     Limit,
-    ModelConfig,
     NonNegativeFloat,
     Number,
     OptimConfig,
@@ -24,6 +23,7 @@ from strop.config.schema.base import (
     no_effect,
 )
 from strop.config.schema.data import RowsConfig
+from strop.config.schema.model import ModelConfig
 from strop.config.schema.root import RootConfig
 from strop.config.schema.trainer import PairRunConfig, RunConfig
 

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from strop.config.paths import MERGED_CONFIG
 from strop.config.roles import sets_noise
 from strop.engines import ranks
 from strop.engines.base import EngineSpec, Loss, ModelSpec, OptimizerSettings, Outputs, StepResult
 from strop.engines.micro_batches import MicroBatching, restore, trim
 from strop.engines.torch import state
-from strop.engines.torch.export import write_weights
+from strop.engines.torch.export import write_weights, writing
 from strop.engines.torch.sharding import (
     Offload,
     ShardingSettings,
@@ -38,18 +38,17 @@ from strop.engines.torch.sharding import (
     shard,
     whole,
 )
-from strop.errors import CheckpointError
 from strop.models.attention import is_flash
 from strop.models.base import RoleModel
 from strop.models.comparison import require_eager_figures
-from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
+from strop.models.deferred import Weights, WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import (
     dtype_named,
     load_causal_lm,
     load_scorer,
-    no_progress_bars,
     persistent_buffers,
 )
+from strop.models.lora import Adapters
 from strop.models.pair_policy import PairPolicy
 from strop.models.policy import PolicyModel
 from strop.models.scorer import PairScorer, SequenceScorer, ValueModel
@@ -91,7 +90,7 @@ class TorchEngine:
         optimizer: OptimizerSettings | None = None,
         gradient_checkpointing: bool = False,
         sharding: ShardingSettings | None = None,
-        weights: WeightSource | None = None,
+        weights: Weights | None = None,
         offload_parameters: bool = False,
         offload_moments: bool = False,
     ) -> None:
@@ -146,7 +145,11 @@ class TorchEngine:
             sharding = ShardingSettings.from_section(
                 spec.section, sequence_parallel_size=spec.sequence_parallel_size
             )
-        module, weights = build_module(model, sharded=sharding is not None)
+        module, base = build_module(model, sharded=sharding is not None)
+        weights: Weights | None = base
+        if model.lora is not None:
+            adapters = module.adapt(model.lora)
+            weights = None if base is None else adapters.source(base)
         engine = cls(
             module,
             device=spec.device,
@@ -303,6 +306,10 @@ class TorchEngine:
         finally:
             self._offload.park_parameters()
 
+    def base_model(self) -> contextlib.AbstractContextManager[None]:
+        """See ``Engine.base_model``."""
+        return contextlib.nullcontext() if self.module.adapters is None else self.module.adapters.off()
+
     def named_weights(self, *, as_saved: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See ``Engine.named_weights``."""
         with self.on_device():
@@ -338,43 +345,59 @@ class TorchEngine:
         self._wait_for_save()
         state.load(self.module, self._optimizer, folder)
 
-    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True) -> None:
+    def export(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        weights: bool = True,
+        merged: bool = False,
+    ) -> None:
         """See ``Engine.export``; weights are written in float32, as they are trained."""
-        model = self.module.hugging_face_model
-        if weights and not self._sharded:
-            with _writing(folder):
+        model, adapters = self.module.hugging_face_model, self.module.adapters
+        if weights and not self._sharded and adapters is None:
+            with writing(folder):
                 model.save_pretrained(folder, safe_serialization=True)
                 tokenizer.save_pretrained(folder)
             return
         if ranks.is_first():
-            with _writing(folder):
+            with writing(folder):
                 model.config.architectures = [type(model).__name__]  # as save_pretrained does
                 model.config.save_pretrained(folder)
+                if adapters is not None and not merged:
+                    (folder / "config.json").rename(folder / MERGED_CONFIG)
                 if model.can_generate() and model.generation_config is not None:
                     model.generation_config.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
-        if weights:
+        if adapters is not None and not merged:
+            self._export_adapters(folder, adapters)
+        elif weights:
             self._export_weights(folder)
+
+    def _export_adapters(self, folder: Path, adapters: Adapters) -> None:
+        with self.on_device():
+            trained = {
+                name: whole(weight)
+                for name, weight in self.module.hugging_face_model.named_parameters()
+                if adapters.is_trained(name)
+            }
+        if ranks.is_first():
+            with writing(folder):
+                adapters.save(folder, trained)
 
     def _export_weights(self, folder: Path) -> None:
         """Write on rank zero; the other ranks take part in the gathers, also if rank zero's disk fails."""
-        model = self.module.hugging_face_model
+        model, as_saved = self.module.hugging_face_model, self.module.adapters is not None
         buffers = dict(persistent_buffers(model))
-        tensors = itertools.chain(self.named_weights(), buffers.items())
+        tensors = itertools.chain(self.named_weights(as_saved=as_saved), buffers.items())
         if not ranks.is_first():
             collections.deque(tensors, maxlen=0)
             return
-        sizes = {name: t.nbytes for name, t in itertools.chain(model.named_parameters(), buffers.items())}
+        sizes = {name: t.nbytes for name, t in model.named_parameters()}
+        if as_saved:
+            sizes = {name: 4 * shape.numel() for name, shape in self.module.layout.shapes().items()}
+        sizes |= {name: buffer.nbytes for name, buffer in buffers.items()}
         try:
             write_weights(folder, tensors, sizes)
         finally:
             collections.deque(tensors, maxlen=0)
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Generator[None]:
-    with no_progress_bars():  # they would break the run's live display
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot write the model to {folder}: {error}") from error

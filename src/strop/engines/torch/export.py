@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from strop.engines.torch.shard_files import IndexReader
 from strop.engines.torch.state import failing_as, stored_shapes
 from strop.errors import CheckpointError
+from strop.models.loader import no_progress_bars
 
 MAX_FILE_BYTES = 2 << 30
 """Size limit of a safetensors file, and of CPU memory in use, unless a single tensor is larger."""
@@ -98,3 +100,13 @@ def _read(
         with failing_as(f"{folder}: {name} cannot be read"):
             dcp.load({_MODEL + name: tensor}, storage_reader=IndexReader(str(folder)), no_dist=True)
         yield name, tensor
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Generator[None]:
+    """Raise ``CheckpointError`` for a disk that fails in the body; draw no progress bars."""
+    with no_progress_bars():  # they would break the run's live display
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot write the model to {folder}: {error}") from error

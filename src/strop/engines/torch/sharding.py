@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from strop.engines import ranks
 from strop.errors import ConfigError, StropError
 from strop.models.base import RoleModel
-from strop.models.deferred import WeightSource
+from strop.models.deferred import Weights
 from strop.models.heads import decoder_of
 from strop.models.ulysses import SequenceGroup
 
@@ -203,7 +203,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
     return float(norm)
 
 
-def materialize(module: RoleModel, source: WeightSource, device: torch.device) -> None:
+def materialize(module: RoleModel, source: Weights, device: torch.device) -> None:
     """Allocate this rank's part of every parameter on ``device`` and fill it. Collective.
 
     Every rank reads safetensors files. Of other files rank zero reads the whole model on the CPU and
@@ -213,7 +213,7 @@ def materialize(module: RoleModel, source: WeightSource, device: torch.device) -
     places = dict(module.hugging_face_model.named_parameters())
     weights = source.stream() if source.readable else _from_first_rank(places, source, device)
     for name, weight in weights:
-        _keep_part(places.pop(name), weight)
+        keep_part(places.pop(name), weight)
         del weight  # free it before the next one is read
     if places:
         raise StropError(f"the model's files have no weights for {sorted(places)[:5]}")
@@ -232,7 +232,8 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _keep_part(parameter: Tensor, weight: Tensor) -> None:
+def keep_part(parameter: Tensor, weight: Tensor) -> None:
+    """Copy this rank's part of a whole tensor into a parameter or moment, which may be sharded."""
     if isinstance(parameter, DTensor):
         # src_data_rank=None: every rank has the tensor, so nothing is sent.
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -245,7 +246,7 @@ def _keep_part(parameter: Tensor, weight: Tensor) -> None:
 
 
 def _from_first_rank(
-    places: dict[str, nn.Parameter], source: WeightSource, device: torch.device
+    places: dict[str, nn.Parameter], source: Weights, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     weights: dict[str, Tensor] = {}
     failure: Exception | None = None

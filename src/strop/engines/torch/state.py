@@ -1,7 +1,8 @@
 """Training state on disk, by ``torch.distributed.checkpoint``.
 
 The files hold ``model.<name>`` for every parameter (tied ones once) and persistent buffer, and
-``optimizer.<name>.step|exp_avg|exp_avg_sq``, whole or sharded. Names and values do not depend on the number
+``optimizer.<name>.step|exp_avg|exp_avg_sq``, whole or sharded; of LoRA adapters, these alone
+(``strop.engines.torch.adapter_state``). Names and values do not depend on the number
 of ranks, so a state loads on any number of them.
 """
 
@@ -22,8 +23,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from strop.engines import ranks
+from strop.engines.torch import adapter_state
 from strop.engines.torch.shard_files import DigestingWriter, IndexReader
 from strop.errors import CheckpointError, is_interrupt
+from strop.models.base import RoleModel
 from strop.models.loader import persistent_buffers
 
 _FAILURES = (
@@ -88,10 +91,14 @@ def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Pat
     """
     collected = _collect(module, optimizer)
     message = f"{folder} cannot be read as the state of this model"
+    adapters = _adapters(module)
+    layout = collected[adapter_state.LAYOUT].clone() if adapters else None
     with failing_as(message):
         if misfits := _misfits(collected, stored_shapes(folder)):
             raise CheckpointError(f"{message}: {'; '.join(misfits[:5])}")
         dcp.load(collected, storage_reader=IndexReader(str(folder)), **_process_group(folder))
+        if layout is not None:
+            adapter_state.unpack(collected, layout, adapters, optimizer)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -105,15 +112,24 @@ def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]
 
 
 def _collect(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Collect the tensors themselves, not copies: loading writes into them."""
+    """Collect the tensors themselves, not copies, as loading writes into them; but adapters as copies."""
+    buffers = {f"model.{name}": buffer for name, buffer in persistent_buffers(module)}
+    if adapters := _adapters(module):
+        return buffers | adapter_state.flat(adapters, optimizer)
     parameters = dict(module.named_parameters())
-    found = {f"model.{name}": weight.detach() for name, weight in parameters.items()}
-    found |= {f"model.{name}": buffer for name, buffer in persistent_buffers(module)}
+    found = {f"model.{name}": weight.detach() for name, weight in parameters.items()} | buffers
     if optimizer is not None:
         for name, parameter in parameters.items():
             for kind, tensor in optimizer.state.get(parameter, {}).items():
                 found[f"optimizer.{name}.{kind}"] = tensor
     return found
+
+
+def _adapters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights of LoRA adapters, with a trained head; empty without adapters."""
+    if not isinstance(module, RoleModel) or module.adapters is None:
+        return {}
+    return dict(module.saved_parameters())
 
 
 def _misfits(wanted: dict[str, Tensor], stored: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> list[str]:

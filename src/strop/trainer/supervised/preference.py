@@ -60,7 +60,7 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         if not needs_reference(self._loss):
             return
         settings = json.dumps(self.config.model.override_config, sort_keys=True, default=str)
-        weights = self.group.weights_hash()
+        weights = self.group.reference_hash()
         self._reference_model = hashlib.sha256(f"{weights} {settings}".encode()).hexdigest()
         for name, loader in {"train": self.train_loader, "val": self.val_loader}.items():
             if loader is not None:
@@ -99,11 +99,11 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         return [row for rows in itertools.islice(batches, self.total_steps) for row in rows]
 
     def _infer(self, dataset: Any) -> dict[str, Tensor]:
-        """Return ``REFERENCE_INPUTS`` of all rows by the current model."""
+        """Return ``REFERENCE_INPUTS`` of all rows by the reference."""
         found: dict[str, list[Tensor]] = {name: [] for name in REFERENCE_INPUTS}
         done, reported = 0, time.perf_counter()
         for batch in self._one_pass(dataset):
-            answers = self.group.evaluate(DataProto(batch.batch))
+            answers = self.group.evaluate_reference(DataProto(batch.batch))
             for name, parts in found.items():
                 parts.append(answers.batch[name.removeprefix("ref_")])
             done += len(batch)

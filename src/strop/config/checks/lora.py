@@ -1,0 +1,110 @@
+"""Rules about LoRA adapters."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from strop.config.backends import ENGINES
+from strop.config.checks.finding import Finding, error, warning
+from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, expand, is_url
+from strop.config.roles import reference_is_the_actor, uses_critic, uses_reference
+from strop.config.schema import Config, RootConfig
+from strop.config.schema.supervised import SupervisedConfig
+
+_LOWEST_RATE = 1e-5
+
+
+class _Adapted(NamedTuple):
+    key: str
+    model: Any
+    update_key: str
+    update: Any
+
+
+def _adapted(config: RootConfig) -> Iterator[_Adapted]:
+    """Yield the sections of models of this run that have adapters, each with that of its update."""
+    found: list[_Adapted] = []
+    if isinstance(config, Config):
+        policy, critic = config.actor_rollout_ref, config.critic
+        found.append(
+            _Adapted("actor_rollout_ref.model", policy.model, "actor_rollout_ref.actor", policy.actor)
+        )
+        if uses_critic(config):
+            found.append(_Adapted("critic.model", critic.model, "critic", critic))
+    elif isinstance(config, SupervisedConfig):
+        found.append(_Adapted("model", config.model, "update", config.update))
+    yield from (entry for entry in found if entry.model.has_adapters)
+
+
+def adapters(config: RootConfig) -> Iterator[Finding]:
+    """Require a strategy, weights and an adapter that LoRA can use; warn of a rate that is too low for it."""
+    for key, model, update_key, update in _adapted(config):
+        given = f"{key}.lora_rank={model.lora_rank}"
+        if model.lora_adapter_path is not None:
+            given = f"{key}.lora_adapter_path={model.lora_adapter_path}"
+        strategies = [name for name, kind in ENGINES.items() if kind.trains_adapters]
+        if update.strategy not in strategies:
+            yield error(
+                f"{given} with {update_key}.strategy={update.strategy}: this engine trains no LoRA adapters; "
+                f"set the strategy to {' or '.join(strategies)}, or lora_rank to 0"
+            )
+        if importlib.util.find_spec("peft") is None:
+            yield error(f"{given}: the package peft is not installed: pip install 'strop[peft]'")
+        if method := _quantization(model.path):
+            yield error(
+                f"{given}: the weights in {key}.path={model.path} are quantized ({method}), and adapters on "
+                "quantized weights (QLoRA) are not supported; set the path to the unquantized model"
+            )
+        yield from _folder(key, model.lora_adapter_path)
+        if update.optim.lr < _LOWEST_RATE and not config.trainer.val_only:
+            yield warning(
+                f"{update_key}.optim.lr={update.optim.lr:g} with {given}: adapters hardly change at such a "
+                f"rate; usual are {_LOWEST_RATE:g} to 1e-3, ten times and more that of full training "
+                "(docs/lora.md)"
+            )
+
+
+def reference(config: Config) -> Iterator[Finding]:
+    """Warn of a second copy of the base model, and of keys that a reference without a model has not."""
+    policy, placed = config.actor_rollout_ref, config.trainer.placement.get("RefPolicy")
+    if not policy.model.has_adapters or not uses_reference(config):
+        return
+    if placed is not None:
+        yield warning(
+            f"trainer.placement.RefPolicy={placed}: the reference is loaded as a model of its own. Without "
+            "this key it is the actor with its adapters off, which takes no memory"
+        )
+    shared = policy.ref.ulysses_sequence_parallel_size, policy.actor.ulysses_sequence_parallel_size
+    if reference_is_the_actor(config) and shared[0] != shared[1]:
+        yield warning(
+            f"actor_rollout_ref.ref.ulysses_sequence_parallel_size={shared[0]} has no effect: the reference "
+            f"is the actor with its adapters off, and the actor's is {shared[1]}"
+        )
+
+
+def _folder(key: str, path: str | None) -> Iterator[Finding]:
+    if path is None or is_url(path):
+        return
+    folder = Path(expand(path))
+    if not (folder / ADAPTER_CONFIG).is_file():
+        found = f"no {ADAPTER_CONFIG} there" if folder.is_dir() else "no such folder"
+        yield error(
+            f"{key}.lora_adapter_path={path}: {found}; expected a folder of peft's, with {ADAPTER_CONFIG} "
+            f"and {ADAPTER_WEIGHTS}"
+        )
+
+
+def _quantization(path: str) -> str | None:
+    """Return the name of the method by which a local model is quantized; None if it is not, or not here."""
+    file = Path(expand(path)) / "config.json"
+    if not path or is_url(path) or not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text()).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None  # loading the model reports it
+    return str(found.get("quant_method", "of an unnamed method")) if isinstance(found, dict) else None

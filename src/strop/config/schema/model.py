@@ -1,0 +1,85 @@
+"""Keys of a Hugging Face model that is trained, in every tree."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from strop.config.schema.base import (
+    AttentionName,
+    ComputeDtype,
+    Count,
+    Expected,
+    Limit,
+    Modules,
+    PositiveFloat,
+    Required,
+    Section,
+    Text,
+    no_effect,
+    refused,
+)
+
+
+def _no_lora(neutral: Any) -> Limit:
+    return no_effect(
+        "without lora_rank and lora_adapter_path",
+        lambda at: at.value != neutral and not at.section.has_adapters,
+        "the whole model is trained",
+    )
+
+
+def _of_new_adapters(neutral: Any) -> Limit:
+    return no_effect(
+        "with lora_adapter_path",
+        lambda at: at.value != neutral and at.section.lora_adapter_path is not None,
+        "the adapter in that folder decides",
+    )
+
+
+ModuleNames = Annotated[Text | list[Text], Expected("string or list of strings")]
+
+
+class ModelConfig(Section):
+    """A Hugging Face model that is trained."""
+
+    path: Annotated[str, Required("a Hugging Face folder, hub name or URL", "Qwen/Qwen2.5-0.5B-Instruct")]
+    """Hugging Face model: folder, name on the hub, hdfs:// or any fsspec URL, or a GGUF file."""
+    external_lib: Modules
+    """Package, or list of packages, to import first: they register models or tokenizers with transformers."""
+    override_config: dict[str, Any]
+    """Values laid over the model's config.json, for example a dropout rate."""
+    enable_gradient_checkpointing: bool
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    use_remove_padding: Annotated[
+        bool,
+        refused(
+            "if True with attn_implementation flex_attention",
+            lambda at: at.value and at.section.attn_implementation == "flex_attention",
+            "packed rows need attention by lengths, and this attn_implementation takes a mask matrix; set it "
+            "to null, sdpa, eager or flash_attention_2",
+        ),
+    ]
+    """Pack sequences without padding: the same numbers in less time."""
+    trust_remote_code: bool
+    """Run Python code that comes with the model."""
+    attn_implementation: AttentionName | None
+    """Attention kernel of transformers; null: its choice, or eager with attn_logit_softcapping."""
+    compute_dtype: ComputeDtype
+    """Precision of the passes; auto: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
+    lora_rank: Count
+    """Train LoRA adapters of this rank on frozen weights; 0: train the weights (docs/lora.md)."""
+    lora_alpha: Annotated[PositiveFloat, _no_lora(16), _of_new_adapters(16)]
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    target_modules: Annotated[ModuleNames, _no_lora("all-linear"), _of_new_adapters("all-linear")]
+    """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
+    exclude_modules: Annotated[ModuleNames | None, _no_lora(None), _of_new_adapters(None)]
+    """Layers without adapters: a list of names' ends, or a regular expression of names."""
+    lora_adapter_path: Text | None
+    """Folder of an adapter of peft's to start from; it decides rank, alpha and layers."""
+    lora_merge: Annotated[bool, _no_lora(False)]
+    """Write final_model as a whole model with the adapters merged in, not as an adapter."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if LoRA adapters are trained, not the weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None

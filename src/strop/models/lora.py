@@ -1,0 +1,290 @@
+"""LoRA: low-rank adapters on linear layers of a frozen model (Hu et al., arXiv:2106.09685), by peft.
+
+An adapted layer computes W x + s B (A x), with s = alpha / rank, A [rank, in] and B [out, rank]. A is drawn
+from (seed, name of the layer) and B is 0, so that training starts from the base model's own numbers on any
+number of ranks. peft's layers are put into the Hugging Face model; its class stays as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from strop.errors import ConfigError, MissingExtraError, ModelError
+from strop.models.deferred import Weights
+
+_ADAPTER = "default"  # peft's name for the only adapter
+_HEAD = "score.weight"
+_PREFIX = "base_model.model."  # of names in files of peft
+_MATRICES = ("lora_A", "lora_B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """Adapters of a model: new ones, or those of a folder."""
+
+    base: str
+    """Path of the base model, for ``adapter_config.json``."""
+    rank: int = 0
+    """0: that of the folder."""
+    alpha: float = 16.0
+    target_modules: str | list[str] = "all-linear"
+    exclude_modules: str | list[str] | None = None
+    folder: Path | None = None
+    """Local folder of an adapter to start from; it decides alpha and modules."""
+    seed: int = 0
+    key: str = "actor_rollout_ref.model"
+    """Section of the configuration, for errors."""
+
+
+class Adapters:
+    """The adapters of a Hugging Face model, by the names that its weights have without them."""
+
+    def __init__(self, model: PreTrainedModel, settings: LoraSettings) -> None:
+        """Put adapters into ``model`` in place and freeze all other weights but a scalar head's.
+
+        A model on the meta device gets its weights from ``source``. Raises ``ConfigError`` for modules that
+        the model lacks or that cannot be adapted, ``ModelError`` for a folder that does not fit,
+        ``MissingExtraError`` without peft.
+        """
+        try:
+            import peft
+            from peft.tuners.lora import Linear
+        except ImportError as error:
+            raise MissingExtraError("peft", "peft", f"{settings.key}.lora_rank") from error
+        self._settings = settings
+        self._has_head = isinstance(getattr(model, "score", None), nn.Linear) and not model.can_generate()
+        names = {id(weight): name for name, weight in model.named_parameters()}
+        self._config: Any = _read_config(peft, settings) if settings.folder else _new_config(peft, settings)
+        self._config.task_type = "SEQ_CLS" if self._has_head else "CAUSAL_LM"  # all-linear without the head
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the checks below say more
+                peft.inject_adapter_in_model(self._config, model, adapter_name=_ADAPTER)
+        except ValueError as error:
+            raise ConfigError(
+                f"{settings.key}.target_modules={settings.target_modules} with exclude_modules="
+                f"{settings.exclude_modules}: {type(model).__name__} cannot be adapted so: {error}"
+            ) from error
+        self._layers: dict[str, Any] = {}
+        unfit = {
+            id(model.get_output_embeddings()): "the output layer",
+            id(getattr(model, "score", None)): "the head",
+        }
+        for name, layer in model.named_modules():
+            if not hasattr(layer, "base_layer"):
+                continue
+            base = layer.get_base_layer()
+            reason = unfit.get(id(layer)) or unfit.get(id(base))
+            if reason is None and (
+                type(layer) is not Linear or layer.lora_variant or layer.lora_bias[_ADAPTER]
+            ):
+                reason = f"a {type(base).__name__} under peft's {type(layer).__name__}"
+            if reason is not None:
+                raise ConfigError(
+                    f"{settings.key}.target_modules: {name} is {reason}; only linear layers inside the "
+                    "decoder can have adapters, without DoRA and biases; set it to all-linear, or name others"
+                )
+            self._layers[name] = layer
+        self._names = {
+            name: names.get(id(weight)) for name, weight in model.named_parameters() if id(weight) in names
+        }
+        if self._has_head:
+            model.get_submodule("score").requires_grad_(True)
+        self._start = _start_of(model, settings)
+        if not next(model.parameters()).is_meta:
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    if name in self._start:
+                        weight.copy_(self._start[name]())
+        else:
+            for layer in self._layers.values():
+                for kind in _MATRICES:
+                    getattr(layer, kind).to("meta")
+
+    def is_trained(self, name: str) -> bool:
+        """Return True for the name, in the adapted model, of a weight that is trained and saved."""
+        return name not in self._names or (self._has_head and name == _HEAD)
+
+    def source(self, base: Weights) -> Weights:
+        """Return the source of all weights of the adapted model, from that of the base model."""
+        return _AdaptedSource(base, {name: adapted for adapted, name in self._names.items()}, self._start)
+
+    def merged(
+        self, weights: Iterable[tuple[str, Tensor]], whole: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield W + s B A for the weights (by adapted names) of the base model, by their own names.
+
+        In the body of ``off``, yield W. ``whole`` gathers a sharded weight; adapters in ``weights`` are
+        skipped.
+        """
+        for adapted, weight in weights:
+            name = self._names.get(adapted)
+            if name is None:
+                continue
+            layer = self._layers.get(name.removesuffix(".weight"))
+            if layer is None or layer.disable_adapters or not name.endswith(".weight"):
+                yield name, whole(weight)
+                continue
+            delta = whole(layer.lora_B[_ADAPTER].weight) @ whole(layer.lora_A[_ADAPTER].weight)
+            delta = (delta.T if layer.fan_in_fan_out else delta) * layer.scaling[_ADAPTER]
+            found = whole(weight)
+            del weight
+            # -0.0 + 0.0 is 0.0, and with B = 0 the base should come out bit for bit
+            yield name, torch.where(delta == 0, found, found + delta)
+
+    def merged_from(self, base: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Yield the merged weights of a model on the meta device, reading ``base`` one at a time."""
+        start = {name: make() for name, make in self._start.items()}
+        for layer_name, layer in self._layers.items():
+            for kind in _MATRICES:
+                matrix = start[f"{layer_name}.{kind}.{_ADAPTER}.weight"]
+                getattr(layer, kind)[_ADAPTER].weight = nn.Parameter(matrix, requires_grad=False)
+        adapted = {name: adapted for adapted, name in self._names.items()}
+        stream = ((adapted[name], start.get(name, weight)) for name, weight in base.stream())
+        return self.merged(stream, lambda weight: weight)
+
+    @contextmanager
+    def off(self) -> Generator[None]:
+        """Run passes of the base model alone in the body."""
+        # Not by peft's enable_adapters, which changes requires_grad.
+        for layer in self._layers.values():
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer._disable_adapters = False
+
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Write a folder of peft's from the whole trained weights by name."""
+        self._config.base_model_name_or_path = self._settings.base
+        self._config.inference_mode = True
+        self._config.modules_to_save = ["score"] if self._has_head else None
+        self._config.save_pretrained(folder)
+        named = {
+            _PREFIX + name.replace(f".{_ADAPTER}.", "."): weight.cpu().contiguous()
+            for name, weight in weights.items()
+        }
+        save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+
+def _new_config(peft: Any, settings: LoraSettings) -> Any:
+    return peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=settings.target_modules,
+        exclude_modules=settings.exclude_modules,
+    )
+
+
+def _read_config(peft: Any, settings: LoraSettings) -> Any:
+    """Return the configuration of the adapter in a folder, without dropout."""
+    found = f"{settings.key}.lora_adapter_path={settings.folder}"
+    try:
+        config = peft.PeftConfig.from_pretrained(str(settings.folder))
+    except Exception as error:  # peft raises ValueError, TypeError and json's errors for a broken file
+        raise ModelError(f"{found}: no adapter of peft's can be read: {error}") from error
+    if not isinstance(config, peft.LoraConfig):
+        raise ModelError(f"{found}: an adapter of type {config.peft_type}, expected LORA")
+    if settings.rank not in (0, config.r):
+        raise ConfigError(
+            f"{settings.key}.lora_rank={settings.rank}: the adapter in {settings.folder} has rank "
+            f"{config.r}; set it to {config.r}"
+        )
+    if others := set(config.modules_to_save or ()) - {"score"}:
+        raise ModelError(f"{found}: it has whole copies of {sorted(others)}, expected adapters alone")
+    config.lora_dropout, config.modules_to_save, config.inference_mode = 0.0, None, False
+    return config
+
+
+def _start_of(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Callable[[], Tensor]]:
+    """Return what makes the first value of each adapter weight (and of a head in the folder), by name."""
+    shapes = {
+        name: weight.shape
+        for name, weight in model.named_parameters()
+        if any(f".{kind}." in name for kind in _MATRICES)
+    }
+    if settings.folder is None:
+        return {name: _draw(name, shape, settings.seed) for name, shape in shapes.items()}
+    file = settings.folder / ADAPTER_WEIGHTS
+    found = f"{settings.key}.lora_adapter_path={settings.folder}"
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            stored = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{found}: {ADAPTER_WEIGHTS} cannot be read: {error}") from error
+    keys = {name: _PREFIX + name.replace(f".{_ADAPTER}.", ".") for name in shapes}
+    wrong = [name for name, key in keys.items() if stored.get(key) != list(shapes[name])]
+    head = {_HEAD: _PREFIX + _HEAD} if _PREFIX + _HEAD in stored else {}
+    unused = sorted(stored.keys() - {*keys.values(), *head.values()})
+    if wrong or unused:
+        raise ModelError(
+            f"{found} does not fit {settings.base}: it has no {wrong[0]} of shape {list(shapes[wrong[0]])}"
+            if wrong
+            else f"{found} does not fit {settings.base}: the model has no place for {unused[0]}"
+        )
+    if head and not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ModelError(f"{found}: an adapter with a scalar head, and {settings.base} is loaded without one")
+    return {name: _reader(file, key) for name, key in {**keys, **head}.items()}
+
+
+def _draw(name: str, shape: torch.Size, seed: int) -> Callable[[], Tensor]:
+    """Draw A as peft does (a uniform distribution by Kaiming's rule), from the seed and the name; B is 0."""
+
+    def make() -> Tensor:
+        weight = torch.zeros(shape)
+        if ".lora_A." in name:
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+        return weight
+
+    return make
+
+
+def _reader(file: Path, key: str) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.get_tensor(key).float()
+
+    return read
+
+
+class _AdaptedSource:
+    """Weights of an adapted model: the base model's under their names in it, and those of adapters."""
+
+    def __init__(self, base: Weights, names: dict[Any, str], start: dict[str, Callable[[], Tensor]]) -> None:
+        self._base, self._names, self._start = base, names, start
+
+    @property
+    def readable(self) -> bool:
+        return self._base.readable
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        start = dict(self._start)
+        for name, weight in self._base.stream():
+            make = start.pop(name, None)
+            yield self._names[name], weight if make is None else make()
+        for name, make in start.items():
+            yield name, make()
+
+
+def base_of(folder: Path) -> tuple[str, bool]:
+    """Return the path of an adapter's base model, and whether that has a scalar head."""
+    content = json.loads((folder / ADAPTER_CONFIG).read_text())
+    return str(content.get("base_model_name_or_path") or ""), content.get("task_type") == "SEQ_CLS"

@@ -1,0 +1,200 @@
+"""LoRA adapters in the torch engine, in one process and sharded; the oracles are transformers and peft."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import lora_jobs as lora
+import pytest
+import sharded_jobs as jobs
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from strop.checkpoint.export import export
+from strop.engines.base import weights_hash
+from strop.errors import CheckpointError, ConfigError, ModelError
+from strop.models.loader import load_tokenizer
+from strop.rollout.hf.engine import HFRollout
+from strop.rollout.weights import WeightLedger
+
+import tiny_model
+from messages import naming
+from ranks import Ranks
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="needs peft: pip install 'strop[peft]'"
+)
+
+AUTO = {"policy": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model.save(tmp_path_factory.mktemp("tiny"), hidden=64)
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    engine = lora.build(folder)
+    lora.update(engine, "policy")
+    return engine
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(2) as found:
+        yield found
+
+
+def logits(model):
+    ids_BL = jobs.samples().batch["input_ids"][:, -5:]
+    with torch.no_grad():
+        return model.eval()(ids_BL).logits
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_an_adapted_model_begins_as_its_base_bit_for_bit(folder, kind, packed):
+    adapted = lora.build(folder, kind, packed=packed, checkpointing=True)
+    base = lora.build(folder, kind, lora=False, trained=False, packed=packed)
+    samples = jobs.samples()
+    for name, figure in base.infer(samples, lora.MICRO).items():
+        assert torch.equal(adapted.infer(samples, lora.MICRO)[name], figure), name
+    assert weights_hash(adapted.named_weights()) == weights_hash(base.named_weights())
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_only_adapters_and_a_head_move_and_have_moments(folder, kind):
+    engine = lora.build(folder, kind)
+    before = {name: weight.clone() for name, weight in engine.module.named_parameters()}
+    lora.update(engine, kind)
+    after = dict(engine.module.named_parameters())
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if "lora_" in name or "score" in name}
+    assert any("score" in name for name in moved) == (kind == "value")
+    trained = sum(after[name].numel() for name in moved)
+    states = engine._optimizer.state.values()
+    moments = sum(state[k].nbytes for state in states for k in ("exp_avg", "exp_avg_sq"))
+    assert moments == 8 * trained
+
+
+def test_with_adapters_off_it_is_the_base_and_afterwards_itself_again(folder, trained):
+    base, samples = lora.build(folder, lora=False, trained=False), jobs.samples()
+    now = trained.infer(samples, lora.MICRO)["log_prob"]
+    expected = base.infer(samples, lora.MICRO)["log_prob"]
+    with trained.base_model():
+        assert torch.equal(trained.infer(samples, lora.MICRO)["log_prob"], expected)
+        assert weights_hash(trained.named_weights()) == weights_hash(base.named_weights())
+    assert torch.equal(trained.infer(samples, lora.MICRO)["log_prob"], now)
+    assert (now - expected).abs().max() > 1e-3
+    assert all(weight.requires_grad for weight in trained.module.trainable())
+
+
+def test_weights_are_sent_merged_under_the_names_and_shapes_of_the_base(folder, trained):
+    shapes = {
+        name: weight.shape for name, weight in AUTO["policy"].from_pretrained(folder).named_parameters()
+    }
+    ledger = WeightLedger(shapes)
+    ledger.begin()
+    for name, weight in trained.named_weights():
+        ledger.take(name, weight)
+    ledger.end()
+
+
+def test_generation_runs_on_the_adapted_module(trained):
+    HFRollout(trained.module.hugging_face_model, pad_token_id=0, eos_token_ids=[1])  # checks its decoding
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_exports_are_what_transformers_and_peft_load(folder, tmp_path, kind):
+    lora.save_everything(folder, tmp_path, kind)
+    engine = lora.build(folder, kind)
+    engine.load(tmp_path / "state")
+    expected = logits(engine.module.hugging_face_model)
+    options = {"num_labels": 1} if kind == "value" else {}
+    by_peft = AUTO[kind].from_pretrained(tmp_path / "adapter", **options)
+    assert torch.allclose(logits(by_peft), expected, atol=1e-6)
+    merged = AUTO[kind].from_pretrained(tmp_path / "merged")
+    assert (logits(merged) - expected).abs().max() < 1e-5
+    whole = export(tmp_path / "adapter", tmp_path / "by command", merge=True)
+    again = dict(AUTO[kind].from_pretrained(whole).named_parameters())
+    for name, weight in merged.named_parameters():
+        assert torch.equal(again[name], weight), name
+    assert json.loads((whole / "config.json").read_text())["architectures"] == [type(merged).__name__]
+    load_tokenizer(whole)
+
+
+def test_files_hold_what_is_trained_and_little_else(tmp_path):
+    folder = tiny_model.save(tmp_path / "model", hidden=128)
+    engine = lora.build(folder, rank=8)
+    trained = sum(weight.numel() for weight in engine.module.trainable())
+    engine.save(tmp_path / "state")
+    engine.export(tmp_path / "adapter", load_tokenizer(folder))
+    state = sum(file.stat().st_size for file in (tmp_path / "state").iterdir())
+    assert 12 * trained < state <= 1.1 * 12 * trained
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size <= 1.1 * 4 * trained
+
+
+def test_an_adapter_of_a_folder_is_trained_further(folder, trained, tmp_path):
+    trained.export(tmp_path, load_tokenizer(folder))
+    again = lora.build(folder, rank=0, folder=tmp_path)
+    assert weights_hash(again.named_weights()) == weights_hash(trained.named_weights())
+    with safe_open(tmp_path / "adapter_model.safetensors", framework="pt") as tensors:
+        assert all(name.startswith("base_model.model.model.layers.") for name in tensors.keys())  # noqa: SIM118
+    with pytest.raises(ConfigError, match=naming("lora_rank=8", "rank 4")):
+        lora.build(folder, rank=8, folder=tmp_path)
+
+
+def test_what_cannot_be_adapted_is_refused_by_name(folder, tmp_path, trained):
+    for modules in ("all", ["nonesuch"], ["lm_head"], ["embed_tokens"]):
+        with pytest.raises(ConfigError, match=naming("target_modules")):
+            lora.build(folder, target_modules=modules)
+    with pytest.raises(ConfigError, match=naming("score")):
+        lora.build(folder, "value", target_modules=["score", "q_proj"])
+    trained.export(tmp_path / "adapter", load_tokenizer(folder))
+    other = tiny_model.save(tmp_path / "other", hidden=32)
+    with pytest.raises(ModelError, match=naming("lora_adapter_path", "lora_A")):
+        lora.build(other, rank=0, folder=tmp_path / "adapter")
+    with pytest.raises(ModelError, match=naming("LoRA adapter", str(folder), "lora_adapter_path", "--merge")):
+        lora.build(tmp_path / "adapter")
+
+
+def test_a_state_of_adapters_on_other_modules_is_refused(folder, trained, tmp_path):
+    trained.save(tmp_path / "state")
+    with pytest.raises(CheckpointError, match="adapters"):
+        lora.build(folder, rank=8).load(tmp_path / "state")
+    q, k = (lora.build(folder, target_modules=[name]) for name in ("q_proj", "o_proj"))
+    q.save(tmp_path / "q")
+    with pytest.raises(CheckpointError, match="other modules"):
+        k.load(tmp_path / "q")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_two_ranks_are_one(folder, ranks, tmp_path, kind):
+    for settings in ({"packed": True, "checkpointing": True}, {}):
+        start, end, base = lora.train(folder, kind, settings)
+        for found in ranks.run(2, lora.train, folder, kind, settings):
+            for expected, weights in zip((start, end, base), found, strict=True):
+                assert expected.keys() == weights.keys()
+                for name, weight in expected.items():
+                    torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=0)
+            assert all(torch.equal(found[0][name], weight) for name, weight in start.items())
+    by_two, _ = ranks.run(2, lora.save_everything, folder, tmp_path / "2", kind)
+    assert ranks.run(2, lora.resume, folder, tmp_path / "2", kind) == [by_two, by_two]
+    by_one = lora.save_everything(folder, tmp_path / "1", kind)
+    assert lora.resume(folder, tmp_path / "1", kind) == by_one
+    assert lora.build(folder, kind, trained=False).load(tmp_path / "2" / "state") is None
+    for export_of in ("adapter", "merged"):
+        files = [
+            tmp_path / n / export_of / f
+            for n in "12"
+            for f in ("adapter_model.safetensors", "model.safetensors")
+        ]
+        first, second = [file for file in files if file.exists()]
+        with safe_open(first, framework="pt") as ours, safe_open(second, framework="pt") as theirs:
+            assert set(ours.keys()) == set(theirs.keys())
+            for name in ours.keys():  # noqa: SIM118
+                torch.testing.assert_close(ours.get_tensor(name), theirs.get_tensor(name), atol=1e-5, rtol=0)
