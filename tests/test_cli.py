@@ -190,7 +190,7 @@ def test_options_and_overrides_come_in_any_order(inputs, tmp_path, capsys):
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_ctrl_c_mentions_the_checkpoint_if_there_is_one(inputs, tmp_path, monkeypatch, capsys, saved):
-    def stop(_config):
+    def stop(_config, **_given):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("strop.cli.train.train_once", stop)
