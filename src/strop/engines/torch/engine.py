@@ -7,9 +7,7 @@ float32.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import itertools
 import math
 import threading
 from collections.abc import Generator, Iterator, Mapping
@@ -18,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.config.roles import sets_noise
 from strop.engines import ranks
 from strop.engines.base import EngineSpec, Loss, ModelSpec, OptimizerSettings, Outputs, StepResult
-from strop.engines.micro_batches import MicroBatching, restore, trim
+from strop.engines.micro_batches import MicroBatching, columns_of, restore
 from strop.engines.torch import state
-from strop.engines.torch.export import write_weights
+from strop.engines.torch.export import set_entries, write_folder, writing
 from strop.engines.torch.sharding import (
     Offload,
     ShardingSettings,
@@ -38,18 +35,11 @@ from strop.engines.torch.sharding import (
     shard,
     whole,
 )
-from strop.errors import CheckpointError
 from strop.models.attention import is_flash
 from strop.models.base import RoleModel
 from strop.models.comparison import require_eager_figures
 from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
-from strop.models.loader import (
-    dtype_named,
-    load_causal_lm,
-    load_scorer,
-    no_progress_bars,
-    persistent_buffers,
-)
+from strop.models.loader import dtype_named, load_causal_lm, load_scorer
 from strop.models.policy import PolicyModel
 from strop.models.scorer import PairScorer, SequenceScorer, ValueModel
 from strop.protocol import DataProto
@@ -194,12 +184,7 @@ class TorchEngine:
 
     def set_config(self, entries: Mapping[str, Any]) -> None:
         """See ``Engine.set_config``."""
-        config = self.module.hugging_face_model.config
-        for name, value in entries.items():
-            if value is not None:
-                setattr(config, name, value)
-            elif hasattr(config, name):
-                delattr(config, name)
+        set_entries(self.module.hugging_face_model.config, entries)
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         if self.autocast_dtype is None or self._sharded:
@@ -229,14 +214,6 @@ class TorchEngine:
                 "runs passes in its worker's shared_passes"
             )
 
-    def _columns(self, batch: DataProto, rows: Tensor) -> dict[str, Tensor]:
-        if len(rows) == 0:  # another rank has a micro-batch: take part in its collectives with a masked row
-            batch = batch[torch.zeros(1, dtype=torch.long)]
-            rows = torch.zeros(1, dtype=torch.long)
-            if "response_mask" in batch:
-                batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
-        return {name: tensor.to(self.device) for name, tensor in trim(batch[rows]).items()}
-
     @torch.no_grad()
     def infer(self, batch: DataProto, micro: MicroBatching, **options: Any) -> Outputs:
         """See ``Engine.infer``; the outputs are on the CPU."""
@@ -246,7 +223,7 @@ class TorchEngine:
         pieces, rows = [], self._split(batch, micro)
         for piece_rows in rows:
             with self._autocast():
-                outputs = self.module(self._columns(batch, piece_rows), **options)
+                outputs = self.module(columns_of(batch, piece_rows, self.device), **options)
             pieces.append({name: tensor[: len(piece_rows)].cpu() for name, tensor in outputs.items()})
         reshard(self.module)
         self._offload.park_parameters()
@@ -262,7 +239,7 @@ class TorchEngine:
         batch = DataProto(batch.batch)
         totals: dict[str, Tensor] = {}
         for rows in self._split(batch, micro):
-            columns = self._columns(batch, rows)
+            columns = columns_of(batch, rows, self.device)
             with self._autocast():
                 outputs = self.module(columns, **options)
             value, metrics = loss(outputs, columns)
@@ -338,39 +315,8 @@ class TorchEngine:
         """See ``Engine.export``; weights are written in float32, as they are trained."""
         model = self.module.hugging_face_model
         if weights and not self._sharded:
-            with _writing(folder):
+            with writing(folder):
                 model.save_pretrained(folder, safe_serialization=True)
                 tokenizer.save_pretrained(folder)
             return
-        if ranks.is_first():
-            with _writing(folder):
-                model.config.architectures = [type(model).__name__]  # as save_pretrained does
-                model.config.save_pretrained(folder)
-                if model.can_generate() and model.generation_config is not None:
-                    model.generation_config.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
-        if weights:
-            self._export_weights(folder)
-
-    def _export_weights(self, folder: Path) -> None:
-        """Write on rank zero; the other ranks take part in the gathers, also if rank zero's disk fails."""
-        model = self.module.hugging_face_model
-        buffers = dict(persistent_buffers(model))
-        tensors = itertools.chain(self.named_weights(), buffers.items())
-        if not ranks.is_first():
-            collections.deque(tensors, maxlen=0)
-            return
-        sizes = {name: t.nbytes for name, t in itertools.chain(model.named_parameters(), buffers.items())}
-        try:
-            write_weights(folder, tensors, sizes)
-        finally:
-            collections.deque(tensors, maxlen=0)
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Generator[None]:
-    with no_progress_bars():  # they would break the run's live display
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
+        write_folder(folder, model, tokenizer, self.named_weights() if weights else None)
