@@ -1,0 +1,1 @@
+"""The engine ``megatron``: tensor, pipeline and data parallelism by megatron-core."""

@@ -1,0 +1,144 @@
+"""Functions that ranks run in the tests of the engine ``megatron``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import sharded_jobs
+import torch
+import torch.distributed as dist
+
+from strop.engines.base import EngineSpec, ModelSpec, OptimizerSettings
+from strop.engines.micro_batches import MicroBatching
+from strop.engines.torch.engine import TorchEngine
+
+SETTINGS = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.01, eps=1e-5, grad_clip=0.5)
+STEPS = 5
+LEARNING_RATE = 1e-2
+Weights = dict[str, torch.Tensor]
+
+
+class Trained(NamedTuple):
+    """What some updates gave on one rank."""
+
+    initial: Weights
+    figures: dict[str, torch.Tensor]
+    gradient: Weights
+    """Of the first step."""
+    metrics: dict[str, float]
+    """Of the first step."""
+    norms: list[float]
+    weights: Weights
+
+
+def section(**keys: Any) -> SimpleNamespace:
+    """A section ``megatron`` with these keys."""
+    defaults = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "sequence_parallel": True,
+        "use_distributed_optimizer": True,
+        "param_offload": False,
+        "override_transformer_config": {},
+        "override_ddp_config": {},
+    }
+    return SimpleNamespace(**{**defaults, **keys})
+
+
+def build(
+    folder: Path, kind: str, layout: dict[str, Any] | None, *, trains: bool = True, **options: Any
+) -> Any:
+    """The engine ``megatron`` in a layout; None: the engine ``fsdp`` in one process."""
+    model = ModelSpec(kind=kind, path=folder, head_seed=1, **options)
+    settings: dict[str, Any] = {"device": torch.device("cpu"), "optimizer": SETTINGS if trains else None}
+    if layout is None:
+        offload = SimpleNamespace(param_offload=False, model_dump=dict)
+        return TorchEngine.build(model, EngineSpec(section=offload, **settings))
+    import megatron_shim  # noqa: F401
+
+    from strop.engines.megatron.engine import MegatronEngine
+
+    world = sharded_jobs.world_size()
+    return MegatronEngine.build(model, EngineSpec(section=section(**layout), world_size=world, **settings))
+
+
+def place(layout: dict[str, Any] | None) -> tuple[int, int]:
+    """This rank's part of a batch, and the number of parts."""
+    if layout is None:
+        return 0, 1
+    from strop.engines.megatron.engine import MegatronEngine
+
+    return MegatronEngine.data_parallel_place(
+        sharded_jobs.rank(), sharded_jobs.world_size(), section=section(**layout), sequence_parallel_size=1
+    )
+
+
+def part_of(batch: Any, layout: dict[str, Any] | None) -> Any:
+    """This rank's rows."""
+    mine, parts = place(layout)
+    return batch[torch.arange(mine, len(batch), parts)]
+
+
+def gradients(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole gradients of an update by Hugging Face name, after the reduction over ranks."""
+    if isinstance(engine, TorchEngine):
+        for name, weight in engine.module.hugging_face_model.named_parameters():
+            yield name, weight.grad.clone()
+        return
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(engine._chunks)
+
+    def reduced(parameter: torch.Tensor) -> torch.Tensor:
+        held = engine._optimizer._held(parameter)
+        values = torch.zeros_like(parameter)
+        if held is not None:  # the rest of the buffer is not reduced
+            values.view(-1)[held[2]] = parameter.main_grad.view(-1)[held[2]]
+        if engine._optimizer._is_sharded:
+            dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+        return values
+
+    yield from engine._weights.whole(reduced)
+
+
+def objective(kind: str, batch: Any) -> Callable[..., Any]:
+    """The loss of a role."""
+    return sharded_jobs.objective("actor" if kind == "policy" else "critic", batch, "seq-mean-token-mean")
+
+
+def train(
+    folder: Path,
+    kind: str,
+    layout: dict[str, Any] | None,
+    rows: int,
+    spoil: Callable[[], None] | None = None,
+    options: dict[str, Any] | None = None,
+) -> Trained:
+    """Some updates; ``spoil`` breaks megatron-core for a negative control."""
+    if spoil is not None:
+        import megatron_shim  # noqa: F401
+
+        spoil()
+    engine = build(folder, kind, layout, **(options or {}))
+    micro = MicroBatching(rows=rows)
+    passes: dict[str, Any] = {"temperature": 0.8} if kind == "policy" else {}
+    initial = {name: weight.clone() for name, weight in engine.named_weights()}
+    batch = sharded_jobs.samples(8, 0)
+    figures = engine.infer(part_of(batch, layout), micro, **passes)
+    metrics = engine.forward_backward(part_of(batch, layout), objective(kind, batch), micro, **passes)
+    gradient = {name: weight.clone() for name, weight in gradients(engine)}
+    engine = build(folder, kind, layout, **(options or {}))  # the reduction of `gradients` must not run twice
+    norms = []
+    for seed in range(STEPS):
+        batch = sharded_jobs.samples(8, seed)
+        engine.forward_backward(part_of(batch, layout), objective(kind, batch), micro, **passes)
+        norms.append(engine.optimizer_step(LEARNING_RATE).grad_norm)
+    weights = {name: weight.clone() for name, weight in engine.named_weights()}
+    return Trained(initial, figures, gradient, metrics, norms, weights)
