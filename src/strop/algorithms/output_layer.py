@@ -47,7 +47,7 @@ class OutputLayer:
     first_word: int = 0
     """Id of the first row of ``weight_VH``."""
     group: dist.ProcessGroup | None = None
-    """Ranks that hold the other rows, and call with the same hidden states and ids; None: all rows are here."""
+    """Ranks that hold the other rows, and call with the same tokens; None: all rows are here."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute logits [..., V] of hidden states [..., H]."""

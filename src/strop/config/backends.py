@@ -19,6 +19,8 @@ class EngineKind:
     """"module:class" of the ``Engine``."""
     section: str = "fsdp_config"
     """Name of the section with its sharding and memory keys."""
+    package: str | None = None
+    """Package that must be installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,12 @@ class RolloutKind:
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
 
-ENGINES: dict[str, EngineKind] = {"fsdp": EngineKind("strop.engines.torch.engine:TorchEngine")}
+ENGINES: dict[str, EngineKind] = {
+    "fsdp": EngineKind("strop.engines.torch.engine:TorchEngine"),
+    "megatron": EngineKind(
+        "strop.engines.megatron.engine:MegatronEngine", section="megatron", package="megatron"
+    ),
+}
 
 ROLLOUTS: dict[str, RolloutKind] = {
     "hf": RolloutKind(

@@ -17,8 +17,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from strop.config.backends import ROLLOUTS, load_backend
-from strop.config.batch_plan import BatchPlan, UpdatePlan
-from strop.config.keys import longest_row
+from strop.config.batch_plan import MICRO_BATCHES, BatchPlan, UpdatePlan, ranks_with_same_rows, strategy_of
+from strop.config.keys import longest_row, value_at
 from strop.config.paths import expand, is_url
 from strop.config.placement import Placement, rollout_dtype, tensor_parallel_size
 from strop.config.roles import has_kl_in_reward, uses_critic, uses_reference
@@ -38,6 +38,7 @@ class ModelFacts:
     vocabulary: int
     heads: int
     """Query heads."""
+    kv_heads: int
     kv_width: int
     """Key-value heads x head size: a token's cache holds 2 x layers x kv_width numbers."""
     context: int | None
@@ -60,6 +61,7 @@ def read_model_facts(path: str) -> ModelFacts | None:
             hidden=shape["hidden_size"],
             vocabulary=shape["vocab_size"],
             heads=heads,
+            kv_heads=shape.get("num_key_value_heads", heads),
             kv_width=shape.get("num_key_value_heads", heads) * head_size,
             context=shape.get("max_position_embeddings"),
         )
@@ -107,22 +109,25 @@ def forecast(config: Config, plan: BatchPlan) -> Forecast:
     length = config.data.max_prompt_length + config.data.max_response_length
     activations = _activations(policy, plan.actor, length, actor)
     policy_role = "ActorRollout" if config.actor_rollout_ref.hybrid_engine else "Actor"
-    shards = _shards(config, policy_role, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)
-    resident = {"actor: weights, gradients, AdamW": _times(policy, _TRAINED, shards)}
+    fsdp_size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    trained = _trained(config, "actor", policy, policy_role, fsdp_size)
+    resident = {"actor: weights, gradients, AdamW": trained}
     phases = {"actor update: activations, logits": _sum(activations, _logits(policy, plan.actor, length))}
     generation = load_backend(ROLLOUTS[config.actor_rollout_ref.rollout.name].forecast)(config, plan, policy)
     resident |= generation.resident
     phases |= generation.phases
     if uses_reference(config):
-        shards = _shards(config, "RefPolicy", -1)
+        shards = _shards(config, "ref", "RefPolicy", -1)
         resident["reference: weights"] = _times(policy, _FLOAT32, shards)
     if plan.critic is not None:
         critic = read_model_facts(config.critic.model.path)
-        shards = _shards(config, "Critic", config.critic.model.fsdp_config.fsdp_size)
-        resident["critic: weights, gradients, AdamW"] = _times(critic, _TRAINED, shards)
+        fsdp_size = config.critic.model.fsdp_config.fsdp_size
+        trained = _trained(config, "critic", critic, "Critic", fsdp_size)
+        resident["critic: weights, gradients, AdamW"] = trained
         phases["critic update: activations"] = _activations(critic, plan.critic, length, config.critic.model)
     if config.reward_model.enable:
-        scorer, shards = read_model_facts(config.reward_model.model.path), _shards(config, "RewardModel", -1)
+        scorer = read_model_facts(config.reward_model.model.path)
+        shards = _shards(config, "reward_model", "RewardModel", -1)
         resident["reward model: weights"] = _times(scorer, _FLOAT32, shards)
     return Forecast(resident, phases)
 
@@ -166,9 +171,21 @@ def sample_files(config: Config, plan: BatchPlan) -> SampleFiles:
     return SampleFiles(round(plan.samples * sample), min(files, default=None))
 
 
-def _shards(config: Config, role: str, fsdp_size: int) -> int:
-    """Return the ranks over which one copy of a role's model is spread."""
+def _trained(config: Config, name: str, facts: ModelFacts | None, role: str, fsdp_size: int) -> int | None:
+    """Return the bytes of weights, gradients and moments on one rank of a role."""
+    shards = _shards(config, name, role, fsdp_size)
+    section = value_at(config, MICRO_BATCHES[name].megatron)
+    if strategy_of(config, name) != "megatron" or not section.use_distributed_optimizer:
+        return _times(facts, _TRAINED, shards)
     ranks = Placement.from_config(config).ranks(role)
+    return _sum(_times(facts, 2 * _FLOAT32, shards), _times(facts, 2 * _FLOAT32, ranks))
+
+
+def _shards(config: Config, name: str, role: str, fsdp_size: int) -> int:
+    """Return the ranks over which one copy of a role's model is spread; `name` is a pass of it."""
+    ranks = Placement.from_config(config).ranks(role)
+    if strategy_of(config, name) == "megatron":
+        return ranks_with_same_rows(config, name, ranks)
     return min(fsdp_size, ranks) if fsdp_size > 0 else ranks
 
 

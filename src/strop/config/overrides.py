@@ -114,8 +114,11 @@ def locate(config_path: str | Path | None, config_name: str | None, default_name
     if config_path is None:
         if name == default_name:
             return None
+        if (default_name, name) == ("ppo_trainer", "ppo_megatron_trainer"):
+            return Path(__file__).with_name(f"{name}.yaml")
+        others = " and ppo_megatron_trainer" if default_name == "ppo_trainer" else ""
         raise ConfigError(
-            f"--config-name {config_name}: strop ships only {default_name} for this command; "
+            f"--config-name {config_name}: strop ships only {default_name}{others} for this command; "
             "for your own file, give its folder with --config-path"
         )
     path = Path(expand(config_path)).resolve()

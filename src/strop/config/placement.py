@@ -59,8 +59,15 @@ class Placement:
 
     def ranks_of_pass(self, name: str) -> int:
         """Return the number of processes that share the pass ``name`` of ``MICRO_BATCHES``."""
+        return self.ranks(self._role_of_pass(name))
+
+    def pool_of_pass(self, name: str) -> str:
+        """Return the pool of the model that runs the pass ``name``."""
+        return self.roles[self._role_of_pass(name)]
+
+    def _role_of_pass(self, name: str) -> str:
         policy = "ActorRollout" if "ActorRollout" in self.roles else "Actor"
-        return self.ranks(_PASS_ROLES.get(name, policy))
+        return _PASS_ROLES.get(name, policy)
 
 
 def pools_of(config: RootConfig) -> dict[str, list[int]]:

@@ -291,7 +291,7 @@ class ActorRolloutRefWorker(RoleWorker):
         """
         recorder = Recorder(batch, {"log_prob": "old_log_probs", "entropy": "entropys"})
         metrics = self._update(recorder.mini_batch, recorder.watch(self._objective(batch)))
-        return DataProto(recorder.columns(), {}, {"metrics": metrics})
+        return DataProto(self.engine.agree(recorder.columns()), {}, {"metrics": metrics})
 
     def _objective(self, mini_batch: DataProto) -> Loss:
         return actor_objective(

@@ -12,7 +12,7 @@ from strop.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Section,
-    Strategy,
+    SupervisedStrategy,
     Text,
     by_rows,
     by_tokens,
@@ -56,7 +56,7 @@ class TrainedModelConfig(ModelConfig):
 class UpdateConfig(Section):
     """The update: one optimizer step per iteration."""
 
-    strategy: Strategy
+    strategy: SupervisedStrategy
     """Training back-end."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Rows in one pass, per rank; memory only: it never changes a number."""

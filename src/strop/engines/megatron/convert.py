@@ -120,8 +120,8 @@ class Place:
 def places(model: PreTrainedModel, chunks: Sequence[nn.Module], mcore: TransformerConfig) -> list[Place]:
     """Return the places of this rank, in the order of the model's parameters.
 
-    A tied embedding has two places on different stages. Raises ``ModelError`` for a weight without a rule, and
-    for a parameter of ``chunks`` that no weight fills.
+    A tied embedding has places on two stages. Raises ``ModelError`` for a weight without a rule, and for a
+    parameter of ``chunks`` that no weight fills.
     """
     here = {name: weight for chunk in chunks for name, weight in _global_names(chunk)}
     found: list[Place] = []
@@ -131,7 +131,7 @@ def places(model: PreTrainedModel, chunks: Sequence[nn.Module], mcore: Transform
             if rule.name in here:
                 cut = _cut(rule.part, mcore, weight.shape)
                 place = Place(name, tuple(weight.shape), rule.dim, here[rule.name], cut)
-                # megatron-core marks them in the initialization that is skipped; the gradient's norm needs it
+                # megatron-core marks it in the initialization that is skipped; the norm needs the mark
                 place.parameter.tensor_model_parallel = rule.dim is not None
                 found.append(place)
     filled = {id(place.parameter) for place in found}

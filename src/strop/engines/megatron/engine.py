@@ -74,8 +74,8 @@ class MegatronEngine:
         require_supported(hugging_face_model.config, settings, model.path)
         if not source.readable:
             raise ModelError(
-                f"model {model.path}: strategy=megatron reads safetensors files that hold every weight; convert "
-                "the model with save_pretrained"
+                f"model {model.path}: strategy=megatron reads safetensors files that hold every weight; "
+                "convert the model with save_pretrained"
             )
         self.module = staged(model.kind, hugging_face_model, packing_key=model.packing_key)
         self._mcore = transformer_config(
@@ -294,6 +294,10 @@ class MegatronEngine:
         found = self._pass(batches, metrics_of, backward=True)
         totals = {name: sum(float(metrics[name].double()) for metrics in found) for name in found[0]}
         return data_parallel_sum(totals, self.device)
+
+    def agree(self, value: Any) -> Any:
+        """See ``Engine.agree``; the last pipeline stage has the outputs."""
+        return from_last_stage(value)
 
     def optimizer_step(self, learning_rate: float) -> StepResult:
         """See ``Engine.optimizer_step``."""

@@ -25,6 +25,13 @@ def open_groups(settings: ParallelSettings, device: torch.device) -> None:
     Raises ``ConfigError`` if another role of this process has opened others.
     """
     global _opened
+    try:
+        torch.cuda.current_device()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"strategy=megatron: megatron-core runs on GPUs only, and torch finds none ({error}); set "
+            "strategy=fsdp"
+        ) from error
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -250,6 +250,10 @@ class TorchEngine:
         counts = group is None or group.rank == 0  # ranks that share sequences have equal figures: count once
         return ranks.total({name: float(figure) * counts for name, figure in totals.items()}, self.device)
 
+    def agree(self, value: Any) -> Any:
+        """See ``Engine.agree``; every rank has the outputs of its rows."""
+        return value
+
     def optimizer_step(self, learning_rate: float) -> StepResult:
         """See ``Engine.optimizer_step``."""
         if self._optimizer is None or self._settings is None:
