@@ -98,7 +98,7 @@ class PolicyModel(RoleModel):
         head = language_model.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(language_model).__name__} has no output embeddings to project with")
-        self.projection = LogitProjection(language_model.config, head)
+        self.projection: Any = LogitProjection(language_model.config, head)
         self._reference_head: dict[str, Tensor] | None = None
         if not head.weight.is_meta:
             with model_errors(language_model):

@@ -183,7 +183,8 @@ class Norm(nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
 
 
 class HiddenStates(nn.Module):

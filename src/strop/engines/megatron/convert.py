@@ -123,7 +123,7 @@ def places(model: PreTrainedModel, chunks: Sequence[nn.Module], mcore: Transform
     A tied embedding has places on two stages. Raises ``ModelError`` for a weight without a rule, and for a
     parameter of ``chunks`` that no weight fills.
     """
-    here = {name: weight for chunk in chunks for name, weight in _global_names(chunk)}
+    here: dict[str, Any] = {name: weight for chunk in chunks for name, weight in _global_names(chunk)}
     found: list[Place] = []
     tied = model.config.tie_word_embeddings and hasattr(model, "lm_head")
     for name, weight in model.named_parameters():
@@ -132,7 +132,7 @@ def places(model: PreTrainedModel, chunks: Sequence[nn.Module], mcore: Transform
                 cut = _cut(rule.part, mcore, weight.shape)
                 place = Place(name, tuple(weight.shape), rule.dim, here[rule.name], cut)
                 # megatron-core marks it in the initialization that is skipped; the norm needs the mark
-                place.parameter.tensor_model_parallel = rule.dim is not None
+                here[rule.name].tensor_model_parallel = rule.dim is not None
                 found.append(place)
     filled = {id(place.parameter) for place in found}
     if unfilled := [name for name, weight in here.items() if id(weight) not in filled]:
