@@ -14,6 +14,8 @@ import torch.distributed as dist
 from strop.engines.base import EngineSpec, ModelSpec, OptimizerSettings
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.engine import TorchEngine
+from strop.errors import ConfigError, ModelError
+from strop.models.loader import load_tokenizer
 
 SETTINGS = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.01, eps=1e-5, grad_clip=0.5)
 STEPS = 5
@@ -108,6 +110,17 @@ def gradients(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from engine._weights.whole(reduced)
 
 
+def samples(seed: int) -> Any:
+    """A mini-batch in which prompts are shared, and a response has the padding token's id."""
+    batch = sharded_jobs.samples(8, seed)
+    width = batch.batch["prompts"].shape[1]
+    for name in ("input_ids", "attention_mask"):
+        batch.batch[name][1::2, :width] = batch.batch[name][::2, :width]
+    batch.batch["position_ids"] = (batch.batch["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+    batch.batch["responses"][:, 0] = batch.batch["input_ids"][:, width] = 0
+    return batch
+
+
 def objective(kind: str, batch: Any) -> Callable[..., Any]:
     """The loss of a role."""
     return sharded_jobs.objective("actor" if kind == "policy" else "critic", batch, "seq-mean-token-mean")
@@ -130,15 +143,125 @@ def train(
     micro = MicroBatching(rows=rows)
     passes: dict[str, Any] = {"temperature": 0.8} if kind == "policy" else {}
     initial = {name: weight.clone() for name, weight in engine.named_weights()}
-    batch = sharded_jobs.samples(8, 0)
+    batch = samples(0)
     figures = engine.infer(part_of(batch, layout), micro, **passes)
     metrics = engine.forward_backward(part_of(batch, layout), objective(kind, batch), micro, **passes)
     gradient = {name: weight.clone() for name, weight in gradients(engine)}
     engine = build(folder, kind, layout, **(options or {}))  # the reduction of `gradients` must not run twice
     norms = []
     for seed in range(STEPS):
-        batch = sharded_jobs.samples(8, seed)
+        batch = samples(seed)
         engine.forward_backward(part_of(batch, layout), objective(kind, batch), micro, **passes)
         norms.append(engine.optimizer_step(LEARNING_RATE).grad_norm)
     weights = {name: weight.clone() for name, weight in engine.named_weights()}
     return Trained(initial, figures, gradient, metrics, norms, weights)
+
+
+def initial(folder: Path, kind: str, layout: dict[str, Any]) -> Weights:
+    """Weights as loaded."""
+    return {
+        name: weight.clone() for name, weight in build(folder, kind, layout, trains=False).named_weights()
+    }
+
+
+def refusal(folder: Path, kind: str, layout: dict[str, Any], options: dict[str, Any]) -> str:
+    """Message of the error that building raises."""
+    try:
+        build(folder, kind, layout, **options)
+    except (ConfigError, ModelError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def update(engine: Any, layout: dict[str, Any] | None, seed: int) -> float:
+    """Take a step of the policy; return its gradient norm."""
+    batch = samples(seed)
+    engine.forward_backward(part_of(batch, layout), objective("policy", batch), MicroBatching(rows=2))
+    return engine.optimizer_step(LEARNING_RATE).grad_norm
+
+
+def go_on(
+    folder: Path, layout: dict[str, Any] | None, start: Path | None, seeds: list[int], end: Path | None
+) -> tuple[Weights, list[float]]:
+    """Load ``start``, take steps, save to ``end``; return weights and gradient norms."""
+    engine = build(folder, "policy", layout)
+    if start is not None:
+        engine.load(start)
+    norms = [update(engine, layout, seed) for seed in seeds]
+    if end is not None:
+        engine.save(end)
+    return {name: weight.clone() for name, weight in engine.named_weights()}, norms
+
+
+def save_in_background(
+    folder: Path, layout: dict[str, Any], before: list[int], meanwhile: list[int], end: Path
+) -> None:
+    """Take steps, begin a save, and take more steps before it is finished."""
+    engine = build(folder, "policy", layout)
+    for seed in before:
+        update(engine, layout, seed)
+    engine.save(end, background=True)
+    for seed in meanwhile:
+        update(engine, layout, seed)
+    engine.finish_save()
+
+
+def export(folder: Path, layout: dict[str, Any] | None, out: Path) -> torch.Tensor:
+    """Take a step and export; return log-probs [B, T] of this rank's rows."""
+    engine = build(folder, "policy", layout)
+    update(engine, layout, 0)
+    engine.export(out, load_tokenizer(folder))
+    return engine.infer(part_of(samples(1), layout), MicroBatching(rows=3))["log_prob"]
+
+
+def unmark_norms() -> None:
+    """Do not sum the gradients of norms over the ranks that share the tokens."""
+    from strop.engines.megatron import build as building
+
+    own = building.Norm.__init__
+
+    def unmarked(self: Any, *args: Any, **options: Any) -> None:
+        own(self, *args, **options)
+        self.weight.sequence_parallel = False
+
+    building.Norm.__init__ = unmarked
+
+
+def divide_by_micro_batches() -> None:
+    """Divide losses by the number of micro-batches, as megatron-core does by default."""
+    from megatron.core.pipeline_parallel import schedules
+
+    own = schedules.forward_step_calc_loss
+
+    def divided(*args: Any, **options: Any) -> Any:
+        loss, tokens = own(*args, **options)
+        micro_batches, is_last_stage = args[6], args[9]
+        return (loss / micro_batches if is_last_stage else loss), tokens
+
+    schedules.forward_step_calc_loss = divided
+
+
+def add_bias_on_every_rank() -> None:
+    """Add what all ranks have, a bias after a row-parallel layer, once on each rank."""
+    from megatron.core.tensor_parallel import layers
+
+    own = layers.RowParallelLinear.forward
+
+    def doubled(self: Any, hidden: torch.Tensor) -> Any:
+        output, bias = own(self, hidden)
+        return output + 0.01 * self.tp_group.size(), bias
+
+    layers.RowParallelLinear.forward = doubled
+
+
+def sum_head_over_ranks() -> None:
+    """Sum the gradient of a value head over ranks that all have the whole of it."""
+    from strop.engines.megatron import build as building
+
+    own = building.HiddenStates.__init__
+
+    def marked(self: Any, *args: Any) -> None:
+        own(self, *args)
+        self.weight.sequence_parallel = True
+
+    building.HiddenStates.__init__ = marked

@@ -234,10 +234,10 @@ SharedSequences = Annotated[
         lambda at: at.value > 1 and at.one_rank,
         "one process shares no sequence; the numbers are the same",
     ),
-    refused(
-        "above 1 with strategy=megatron",
+    no_effect(
+        "with strategy=megatron",
         lambda at: at.value > 1 and strategy_at(at) == "megatron",
-        "strategy=megatron shares tokens by megatron.sequence_parallel; set it to 1",
+        "ranks share tokens by megatron.sequence_parallel",
     ),
 ]
 

@@ -6,6 +6,7 @@ neither Transformer Engine nor Apex.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,11 +119,21 @@ def transformer_config(
 
 
 def build_chunks(
-    config: PretrainedConfig, mcore: TransformerConfig, *, scalar_head: bool, implementation: str
+    config: PretrainedConfig,
+    mcore: TransformerConfig,
+    *,
+    scalar_head: bool,
+    implementation: str,
+    padding: int | None,
 ) -> list[GPTModel]:
     """Build this rank's model chunks, without weights: one, or several of an interleaved pipeline.
 
     The last chunk returns hidden states instead of logits. Collective.
+
+    Args:
+        scalar_head: the head is a row of weights, not a vocabulary.
+        implementation: attention back-end, as transformers calls it.
+        padding: ``padding_idx`` of the model's embedding.
     """
     tensor = mcore.tensor_model_parallel_size
     tied = config.tie_word_embeddings and not scalar_head
@@ -142,6 +153,8 @@ def build_chunks(
             position_embedding_type="none",  # PackedAttention rotates
             vp_stage=stage if mcore.virtual_pipeline_model_parallel_size else None,
         )
+        if chunk.pre_process and padding is not None:
+            chunk.embedding.word_embeddings.register_forward_hook(partial(_without_gradient, word=padding))
         if last:
             weight = chunk.output_layer.weight
             if scalar_head:
@@ -149,6 +162,15 @@ def build_chunks(
             chunk.output_layer = HiddenStates(weight, mcore.sequence_parallel)
         chunks.append(chunk)
     return chunks
+
+
+def _without_gradient(embedding: Any, ids_BM: tuple[Tensor], output: Tensor, *, word: int) -> Tensor:
+    """Let no gradient reach the embedding of ``word``, as ``padding_idx`` of torch's embeddings does."""
+    is_word = (ids_BM[0] == word)[..., None]
+    if embedding.reduce_scatter_embeddings:  # this rank's tokens [M / ranks, B, H]
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        is_word = is_word.transpose(0, 1).chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+    return torch.where(is_word, output.detach(), output)
 
 
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
