@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import tiny_model
 from runs import make_inputs, metrics, overrides, train
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'strop[megatron]'")
@@ -53,6 +54,7 @@ ROLLOUTS = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, ray_session):
     inputs = make_inputs(tmp_path_factory.mktemp("inputs"))
+    tiny_model.save(inputs / "model", hidden=64)  # vLLM's attention on a CPU takes no smaller heads
     found: dict[tuple[str, str], Path] = {}
 
     def run(layout: str, rollout: str) -> Path:
