@@ -214,6 +214,23 @@ def export(folder: Path, layout: dict[str, Any] | None, out: Path) -> torch.Tens
     return engine.infer(part_of(samples(1), layout), MicroBatching(rows=3))["log_prob"]
 
 
+def skip(folder: Path, layout: dict[str, Any]) -> tuple[Any, bool, float]:
+    """Take a step whose loss is not finite; return it, whether weights stayed, and the next step's norm."""
+    engine = build(folder, "policy", layout)
+    before = {name: weight.clone() for name, weight in engine.named_weights()}
+    batch = samples(0)
+    own = objective("policy", batch)
+
+    def infinite(outputs: Any, columns: Any) -> Any:
+        loss, metrics = own(outputs, columns)
+        return loss * float("inf"), metrics
+
+    engine.forward_backward(part_of(batch, layout), infinite, MicroBatching(rows=3))
+    step = engine.optimizer_step(LEARNING_RATE)
+    same = all(torch.equal(before[name], weight) for name, weight in engine.named_weights())
+    return step, same, update(engine, layout, 0)
+
+
 def unmark_norms() -> None:
     """Do not sum the gradients of norms over the ranks that share the tokens."""
     from strop.engines.megatron import build as building

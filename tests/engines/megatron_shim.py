@@ -36,6 +36,10 @@ def _on_cpu(factory: Any) -> Any:
     return made
 
 
+def _for_cpu(decorator: Any) -> Any:
+    return lambda function, *, device_type: decorator(function, device_type="cpu")
+
+
 def _type(self: torch.Tensor, *args: Any, **options: Any) -> Any:
     """``Tensor.type()`` names a CUDA tensor, which megatron-core's clipping and buffers require."""
     if args or options:
@@ -44,6 +48,7 @@ def _type(self: torch.Tensor, *args: Any, **options: Any) -> Any:
 
 
 _own_type = torch.Tensor.type
+_own_amp = {name: getattr(torch.amp, name) for name in ("custom_fwd", "custom_bwd")}
 
 
 def _install() -> None:
@@ -57,10 +62,12 @@ def _install() -> None:
     cuda.Stream = cuda.Event = _Nothing
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.is_current_stream_capturing = lambda: False
-    cuda.get_rng_state = lambda *args: torch.get_rng_state()
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **options: torch.get_rng_state()
     tensor: Any = torch.Tensor
     tensor.type = _type
     tensor.cuda = lambda self, *args, **options: self
+    for name, own in _own_amp.items():  # they restore autocast, of the CPU here, in the backward pass
+        setattr(torch.amp, name, _for_cpu(own))
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

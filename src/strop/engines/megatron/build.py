@@ -208,6 +208,16 @@ class Norm(nn.RMSNorm):
         weight: Any = self.weight
         weight.sequence_parallel = config.sequence_parallel
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize in float32; under autocast return its dtype.
+
+        megatron-core's linear layers send the gradient of their input in the dtype of that input, so it must
+        be the dtype of the products.
+        """
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return super().forward(x.float()).to(dtype)
+
 
 class HiddenStates(nn.Module):
     """Return whole hidden states [M, 1, H] in the place of an output layer, whose weight it keeps."""

@@ -91,6 +91,9 @@ class MegatronEngine:
         )
         for chunk in self._chunks:
             chunk.to(spec.device)
+            for layer in chunk.decoder.layers if self.autocast_dtype is not None else ():
+                # around each layer, as megatron-core computes layers again outside the forward pass
+                layer.forward = self._autocast()(layer.forward)
             for parameter in chunk.parameters():
                 parameter.data.zero_()  # rows that pad the vocabulary stay 0
                 parameter.requires_grad_(spec.optimizer is not None)
@@ -174,7 +177,7 @@ class MegatronEngine:
         """See ``Engine.set_config``."""
         set_entries(self.module.hugging_face_model.config, entries)
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
+    def _autocast(self) -> Any:
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast_dtype)
@@ -233,8 +236,7 @@ class MegatronEngine:
                 multiple=multiple,
                 at_least=longest,
             )
-            with self._autocast():
-                output = chunk(row.ids_1M, None, None, packed_seq_params=row)
+            output = chunk(row.ids_1M, None, None, packed_seq_params=row)
 
             def loss(hidden_1MH: Tensor) -> tuple[Tensor, Tensor, Any]:
                 self.module.hidden_MH = hidden_1MH[0]
