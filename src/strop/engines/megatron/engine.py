@@ -87,7 +87,7 @@ class MegatronEngine:
             self._mcore,
             scalar_head=model.kind != "policy",
             implementation=hugging_face_model.config._attn_implementation,
-            padding=hugging_face_model.get_input_embeddings().padding_idx,
+            padding=vars(hugging_face_model.get_input_embeddings())["padding_idx"],
         )
         for chunk in self._chunks:
             chunk.to(spec.device)
