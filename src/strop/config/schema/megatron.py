@@ -22,7 +22,7 @@ FOR_FSDP = no_effect(
 def _unsupported(reason: str) -> Any:
     return refused(
         f"unless {reason.partition(':')[0]}, with strategy=megatron",
-        lambda at: at.value not in (False, 1) and on_megatron(at),
+        lambda at: (at.value is True or at.value > 1) and on_megatron(at),
         reason.partition(": ")[2],
     )
 
