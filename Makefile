@@ -4,13 +4,16 @@ SEED ?= 1
 ALGORITHM ?= ppo
 ASYNC ?= 0
 DEMO_DIR ?= runs/demo
+DEMO_ARGS ?=
 DATA ?= ../shared/data
 
 BIN := .venv/bin
 TODAY := $(shell date +%F)
+# Not --quiet, which hides warnings from --strict too.
+SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: demo preferences test test-all check format bench families docs clean
+.PHONY: demo preferences test test-all check format bench families docs dist clean
 
 demo: .venv/core  ## train a tiny model with PPO; show accuracy before and after; ASYNC=1: generate while it learns
 	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --async-steps $(ASYNC) --out $(DEMO_DIR)
@@ -24,12 +27,14 @@ test: .venv/dev .venv/vllm  ## run the fast tests
 test-all: .venv/dev .venv/vllm  ## run all tests, including slow ones
 	$(BIN)/python tests/lanes.py --all $(ARGS)
 
-check: .venv/dev .venv/vllm  ## check formatting, lint, types, import layers and generated pages
+check: .venv/dev .venv/vllm .venv/docs  ## check formatting, lint, types, import layers, generated pages and links of the site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/ty check src
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate_config_reference.py --check
+	$(BIN)/python docs/generate_gpu_settings.py --check
+	$(SITE)
 
 format: .venv/dev  ## format the code and apply automatic lint fixes
 	$(BIN)/ruff format .
@@ -51,16 +56,28 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 families: .venv/dev .venv/vllm  ## compare every model family with transformers, and write docs/models.md
 	$(BIN)/python benchmarks/model_families.py --vllm --write
 
-docs: .venv/dev  ## regenerate the generated pages
+docs: .venv/docs  ## regenerate the generated pages and build the site in build/site; a broken link is an error
 	$(BIN)/python docs/generate_config_reference.py
+	$(BIN)/python docs/generate_gpu_settings.py
+	$(SITE)
+
+dist: .venv/release  ## build wheel and sdist in dist/; run the demo of the sdist with the wheel in a clean environment
+	rm -rf dist build/dist_test
+	$(BIN)/python -m build --outdir dist .
+	! tar -xzOf dist/*.tar.gz --wildcards '*/PKG-INFO' | grep -E '\]\([^h#]'  # a relative link
+	$(PYTHON) -m venv build/dist_test/venv
+	build/dist_test/venv/bin/pip install --quiet --disable-pip-version-check --constraint requirements.lock torch dist/*.whl
+	tar -xzf dist/*.tar.gz --directory build/dist_test --strip-components 1 --wildcards '*/examples'
+	cd build/dist_test && venv/bin/python -c "import strop; assert 'site-packages' in strop.__file__, strop.__file__"
+	cd build/dist_test && venv/bin/python examples/demo.py $(DEMO_ARGS)
 
 clean:
 	rm -rf .venv build dist runs src/*.egg-info
 
 # The lock file pins every version. Each extra has a stamp file, so a second run installs nothing.
 .venv/core: pyproject.toml requirements.lock
-	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else \
-	    f'strop needs Python 3.11 or 3.12, {sys.executable} is {v[0]}.{v[1]}: make demo PYTHON=python3.12')"
+	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else \
+	    f'strop needs Python 3.11 to 3.13, {sys.executable} is {v[0]}.{v[1]}: make demo PYTHON=python3.12')"
 	$(PYTHON) -m venv .venv
 	$(INSTALL) torch --editable .
 	@touch $@
@@ -71,6 +88,14 @@ clean:
 
 .venv/dev: .venv/core
 	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+.venv/docs: .venv/core
+	$(INSTALL) --editable '.[docs]'
+	@touch $@
+
+.venv/release: .venv/core
+	$(INSTALL) --editable '.[release]'
 	@touch $@
 
 # vLLM's CPU build. Its image and audio dependencies fail to import with this torch and are not used.

@@ -42,7 +42,7 @@ from strop.trainer.ray_trainer import RayPPOTrainer
 from light_workers import LightCritic, LightPolicy
 
 ROLES = {Role.ActorRollout: LightPolicy, Role.RefPolicy: LightPolicy, Role.Critic: LightCritic}
-PARTS = ("__next__", "generate", "_start_evaluation", "scored", "_finish_evaluation")
+PARTS = ("__next__", "collect", "_start_evaluation", "scored", "_finish_evaluation")
 PARTS += ("estimate_advantages", "batch_metrics", "start_critic_update", "start_actor_update", "get")
 MB = 1e6
 
@@ -246,7 +246,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def parts_table(rows: Sequence[Row]) -> str:
     """Format the trainer thread's CPU time by part of the step as a Markdown table."""
-    names = {"__next__": "next prompts", "get": "results of updates"}
+    names = {"__next__": "next prompts", "collect": "generate", "get": "results of updates"}
     lines = ["| workers | handles | " + " | ".join(names.get(p, p) for p in PARTS) + " |"]
     lines.append("| ---: | :---: |" + " ---: |" * len(PARTS))
     for row in rows:

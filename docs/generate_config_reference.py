@@ -12,7 +12,7 @@ from typing import Any
 
 from strop.config.checks.keys import status_in_words
 from strop.config.keys import Key, all_keys
-from strop.config.trees import PPO, REWARD_MODELLING, SFT, Tree
+from strop.config.trees import DPO, PPO, REWARD_MODELLING, SFT, Tree
 
 PAGE = Path(__file__).with_name("config.md")
 SUPERVISED_PAGE = Path(__file__).with_name("supervised_config.md")
@@ -76,9 +76,10 @@ SUPERVISED_INTRODUCTION = """\
 
 # Configuration of the supervised trainers
 
-Every key of `strop sft` and `strop train-rm`, with the defaults of `src/strop/config/sft_trainer.yaml` and
-`rm_trainer.yaml`. [supervised.md](supervised.md) describes the two commands; overrides and your own files
-work as in [config.md](config.md).
+Every key of `strop sft`, `strop train-rm` and `strop dpo`, with the defaults of `sft_trainer.yaml`,
+`rm_trainer.yaml` and `dpo_trainer.yaml` in `src/strop/config/`. [supervised.md](supervised.md) and
+[preference.md](preference.md) describe the commands; overrides and your own files work as in
+[config.md](config.md).
 """
 
 
@@ -90,23 +91,30 @@ def page() -> str:
 
 
 def supervised_page() -> str:
-    """Return the page of the supervised trainers, with only the differences of the second."""
+    """Return the page of the supervised trainers, with only the differences from the first."""
     lines = [SUPERVISED_INTRODUCTION, "## `strop sft`", "", *_sections(SFT, "###", with_status=False)]
-    same = set(_sections(SFT, "###", with_status=False))
-    own = [line for line in _sections(REWARD_MODELLING, "###", with_status=False) if _is_row(line)]
-    lines += [
-        "## `strop train-rm`",
+    for command, tree in (("train-rm", REWARD_MODELLING), ("dpo", DPO)):
+        lines += _differences(command, tree)
+    return "\n".join(lines)
+
+
+def _differences(command: str, tree: Tree) -> list[str]:
+    """Return the section of a command whose keys are mostly those of `strop sft`."""
+    same = [line for line in _sections(SFT, "###", with_status=False) if _is_row(line)]
+    own = [line for line in _sections(tree, "###", with_status=False) if _is_row(line)]
+    theirs = {line.split("|")[1] for line in own}
+    missing = sorted(line.split("|")[1].strip() for line in same if line.split("|")[1] not in theirs)
+    return [
+        f"## `strop {command}`",
         "",
         "The keys of `strop sft`, with these differences:",
         "",
         *_HEAD[False],
+        *(line for line in own if line not in same),
+        "",
+        f"It has no {', '.join(missing)}.",
+        "",
     ]
-    theirs = {line.split("|")[1] for line in own}
-    lines += [line for line in own if line not in same]
-    missing = [
-        line.split("|")[1].strip() for line in same if _is_row(line) and line.split("|")[1] not in theirs
-    ]
-    return "\n".join([*lines, "", f"It has no {', '.join(sorted(missing))}.", ""])
 
 
 _HEAD = {

@@ -2,9 +2,10 @@
 
 1. `strop sft` trains a tiny model on answers of mixed quality;
 2. the model samples several answers per prompt, and pairs of them are labelled, a few of them wrongly;
-3. `strop train-rm` trains a reward model on the pairs;
-4. `strop train` runs PPO against the reward model, with a KL penalty to the policy of step 1;
-5. the ground truth, which no training stage uses, measures the win rate against the policy of step 1.
+3. `strop dpo` trains the policy of step 1 on the pairs directly;
+4. `strop train-rm` trains a reward model on the pairs;
+5. `strop train` runs PPO against the reward model, with a KL penalty to the policy of step 1;
+6. the ground truth, which no training stage uses, measures the win rates against the policy of step 1.
 
 The task and its ground truth are in preferences_task.py, the evaluation in preferences_report.py.
 """
@@ -15,7 +16,9 @@ import argparse
 import random
 import time
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -39,6 +42,7 @@ PAIRS = 6000
 WRONG = 0.05
 """Fraction of training pairs with a flipped label. Held-out pairs are labelled correctly."""
 SFT = ("data.train_batch_size=128", "update.optim.lr=2e-3", "trainer.total_epochs=2")
+DPO = ("data.train_batch_size=64", "update.optim.lr=5e-4", "update.nll_coef=1.0", "trainer.total_epochs=2")
 REWARD_MODEL = ("data.train_batch_size=64", "update.optim.lr=1e-3", "trainer.total_epochs=3")
 SMALL = (
     "data.max_prompt_length=8",
@@ -92,10 +96,8 @@ def fine_tune(start: Path, out: Path, prompts: Sequence[str], common: Sequence[s
     return run / "final_model"
 
 
-def model_preferences(
-    policy: Path, out: Path, prompts: Sequence[str], common: Sequence[str], seed: int
-) -> Path:
-    """Label pairs of the policy's samples and train a reward model on them; return its folder."""
+def label_pairs(policy: Path, out: Path, prompts: Sequence[str], seed: int) -> tuple[str, str]:
+    """Label pairs of the policy's samples; return the overrides that name the files."""
     generator = random.Random(seed)
     prompts = prompts[: HELD_OUT + PAIRS]
     groups = several_answers(policy, prompts, 3)
@@ -106,8 +108,19 @@ def model_preferences(
             ("pairs.parquet", (prompts[HELD_OUT:], groups[HELD_OUT:]), WRONG),
         )
     )
+    return f"data.train_files={train}", f"data.val_files={held_out}"
+
+
+def prefer(policy: Path, files: Sequence[str], out: Path, common: Sequence[str]) -> Path:
+    """Train the policy on the pairs by DPO; return the trained model's folder."""
+    run = out / "dpo"
+    strop("dpo", f"model.path={policy}", *files, *common, *DPO, f"trainer.default_local_dir={run}")
+    return run / "final_model"
+
+
+def model_preferences(policy: Path, files: Sequence[str], out: Path, common: Sequence[str]) -> Path:
+    """Train a reward model on the pairs; return its folder."""
     run = out / "reward_model"
-    files = f"data.train_files={train}", f"data.val_files={held_out}"
     strop(
         "train-rm", f"model.path={policy}", *files, *common, *REWARD_MODEL, f"trainer.default_local_dir={run}"
     )
@@ -144,6 +157,16 @@ def train(
     return run
 
 
+def win_rate(model: Path, before: Path, prompts: Sequence[str]) -> float:
+    """Return the true win rate of a model's answers to held-out prompts against those of ``before``."""
+    pairs = zip(prompts, several_answers(model, prompts, 2), several_answers(before, prompts, 2), strict=True)
+    return fmean(
+        task.preference(letters, answer, other)
+        for letters, group, others in pairs
+        for answer, other in product(group, others)
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
@@ -160,12 +183,16 @@ def main() -> None:
     tokenizer.save_pretrained(out / "start")
     common = f"data.cache_dir={out / 'cache'}", f"trainer.seed={seed}"
     policy = fine_tune(out / "start", out, prompts, (*SMALL, *common), seed)
-    reward_model = model_preferences(policy, out, prompts, (*SMALL, *common), seed)
+    pairs = label_pairs(policy, out, prompts, seed)
+    preferred = prefer(policy, pairs, out, (*SMALL, *common))
+    reward_model = model_preferences(policy, pairs, out, (*SMALL, *common))
     run = train(policy, reward_model, out, prompts, common, options.overrides)
 
     judgements = judge(run)
     picture = draw(judgements, run / "preferences.png")
     show(judgements, out / "reward_model", console)
+    rate = win_rate(preferred, policy, prompts[:HELD_OUT])
+    console.print(f"true win rate of DPO against the initial policy: {rate:.3f}")
     console.print(
         f"{time.perf_counter() - started:.0f} s\n"
         f"picture:       {picture}\n"

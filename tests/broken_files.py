@@ -71,6 +71,7 @@ def broken_files() -> dict[str, dict[str, Breaker]]:
         "train": {**data, **models, **rewards, **run},
         "sft": {**data, **answers, **models, **run},
         "train-rm": {**data, **answers, **models, **run},
+        "dpo": {**data, **answers, **models, **run},
         "eval": {**data, **models, **rewards},
         "score": {**data, **answers, **rewards},
     }

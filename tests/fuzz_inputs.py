@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pyarrow as pa
@@ -30,15 +29,13 @@ from strop.cli.main import main
 from strop.config.keys import all_keys
 from strop.config.load import load_tree
 from strop.config.placement import process_count, runs_on_ray
-from strop.config.trees import PPO, REWARD_MODELLING, SFT
+from strop.config.trees import TREES
 from strop.controller.ray import cluster
 from strop.errors import ConfigError, StropError
 
 import runs
 import supervised_runs
 from broken_files import broken_files
-
-TREES: dict[str, Any] = {"train": PPO, "sft": SFT, "train-rm": REWARD_MODELLING}
 
 _WORDS = (
     "0 1 -1 2 3 7 0.5 1.5 -0.5 1e30 -1e30 1e-300 1e300 2147483647 2147483648 1000000000000000000000000000000 "
@@ -241,10 +238,7 @@ def arguments_of(kind: str, inputs: Path, run: Path, *extra: str) -> list[str]:
 def try_configuration(
     arguments: list[str], inputs: Path, *, kind: str = "train", train_for_real: bool = False
 ) -> str | None:
-    """Return what is wrong with the way in which the commands take it, or None.
-
-    ``strop check`` reads configurations of ``strop train`` only; those of other commands are built.
-    """
+    """Return what is wrong with the way in which the commands take it, or None."""
     run = inputs / "run"
     shutil.rmtree(run, ignore_errors=True)
     quick = ["trainer.resume_mode=disable", "trainer.save_freq=-1"]
@@ -254,9 +248,9 @@ def try_configuration(
     given = [*base, *arguments]
     if any("num_workers=" in one and one.rpartition("=")[2] not in ("1", "2") for one in arguments):
         return _loads(kind, given)  # many processes
-    checked = command("check", given) if kind == "train" else command(kind, given, stop_at_model=True)
+    checked = command("check", ["--command", kind, *given])
     if not checked.ok:
-        return f"{'check' if kind == 'train' else kind} {arguments}\n{checked.text[-2000:]}"
+        return f"check --command {kind} {arguments}\n{checked.text[-2000:]}"
     if checked.status:
         return None if "Error" in checked.text or "error" in checked.text else f"no error: {arguments}"
     with contextlib.suppress(ConfigError):

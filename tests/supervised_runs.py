@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import torch
 
 from strop.config.load import load_tree
-from strop.config.trees import REWARD_MODELLING, SFT
-from strop.trainer.supervised import RewardModelTrainer, SftTrainer, build
+from strop.config.trees import TREES
+from strop.trainer.supervised import TRAINERS, build
 
 import tiny_model
 from runs import metrics, undrawn  # noqa: F401 - metrics is re-exported
 
-KINDS = {"sft": (SFT, SftTrainer), "train-rm": (REWARD_MODELLING, RewardModelTrainer)}
+KINDS = {kind: (tree, TRAINERS[tree.schema]) for kind, tree in TREES.items() if tree.schema in TRAINERS}
 
 
 def make_inputs(folder: Path, *, rows: int = 24) -> Path:
@@ -69,7 +69,7 @@ def overrides(inputs: Path, run: Path, *extra: str) -> list[str]:
 
 
 def train(kind: str, options: list[str]) -> Any:
-    """Train as ``strop sft`` or ``strop train-rm``, without drawing pictures; return the trainer."""
+    """Train as ``strop sft``, ``train-rm`` or ``dpo``, without drawing pictures; return the trainer."""
     tree, trainer_cls = KINDS[kind]
     with undrawn():
         trainer = build(trainer_cls, load_tree(tree, options))

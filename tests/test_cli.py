@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 
-from strop.cli.main import main
+import strop
+from strop.cli.completion import _Keys
+from strop.cli.main import _COMMANDS, main
 
 from messages import mentions
 from runs import make_inputs, overrides, train
@@ -70,6 +73,90 @@ def test_check_builds_what_a_run_builds(inputs, capsys):
     assert main(["check", *overrides(inputs, inputs / "unused")]) == 0
     assert mentions(capsys.readouterr().out, "data sets and reward managers: no errors")
     assert not (inputs / "unused").exists()
+
+
+def test_check_shows_what_differs_from_the_defaults(inputs, capsys):
+    options = overrides(
+        inputs, inputs / "unused", "algorithm.gamma=1.0", "actor_rollout_ref.actor.clip_ratio=0.3"
+    )
+    assert main(["check", "--config-only", "--diff", *options]) == 0
+    printed = capsys.readouterr().out
+    table = printed[: printed.index("Batch sizes")]
+    assert mentions(
+        table, "actor_rollout_ref.actor.clip_ratio", "0.3", "0.2", "data.train_batch_size", "1024"
+    )
+    assert "algorithm.gamma" not in table  # written, with the default's value
+    assert "entropy_coeff" not in printed
+
+
+def test_strop_alone_shows_its_help(capsys):
+    assert main([]) == 0
+    assert mentions(capsys.readouterr().out, "usage: strop", "train-rm", "examples:")
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"strop {strop.__version__}\n")
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_every_help_has_examples(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert mentions(capsys.readouterr().out, "examples:", f"strop {command} ")
+
+
+def test_something_is_printed_before_slow_imports(inputs):
+    code = f"""
+import sys, strop.cli.main
+own = sys.stderr.write
+def write(text):
+    own(text + str([name for name in ("torch", "pydantic") if name in sys.modules]))
+    sys.exit(7)
+sys.stderr.write = write
+strop.cli.main.main(['train', *{overrides(inputs, inputs / "unused")!r}])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 7
+    assert run.stderr.startswith("strop ")
+    assert run.stderr.endswith("train is starting\n[]")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("lr", "actor_rollout_ref.actor.optim.lr"),
+        ("optim.lr", "actor_rollout_ref.actor.optim"),
+        ("n", "actor_rollout_ref.rollout.n"),
+        ("ppo_mini_batchsize", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+        ("model.path", "actor_rollout_ref.model"),
+        ("kl_coef", "algorithm.kl_ctrl.kl_coef"),
+        ("critic.lr", "critic.optim.lr"),
+    ],
+)
+def test_an_unknown_key_is_first_looked_for_in_the_actor(typed, meant, capsys):
+    assert main(["check", "--config-only", f"{typed}=1"]) == 2
+    assert f"did you mean {meant}" in capsys.readouterr().err
+
+
+def test_keys_and_words_are_completed():
+    keys = _Keys("train")
+    assert "data.train_files=" in keys("data.tr")
+    assert keys("trainer.device=") == ["trainer.device=auto", "trainer.device=cpu", "trainer.device=cuda"]
+    assert keys("trainer.val_only=") == ["trainer.val_only=True", "trainer.val_only=False"]
+    assert "model.path=" in _Keys("sft")("")
+
+
+def test_the_shell_gets_completions(tmp_path):
+    pytest.importorskip("argcomplete")
+    line = "strop train trainer.dev"
+    shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    shell |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"), "_ARGCOMPLETE_SHELL": "bash"}
+    run = subprocess.run(
+        [sys.executable, "-m", "strop.cli"], env={**os.environ, **shell}, capture_output=True
+    )
+    assert (tmp_path / "answer").read_text().split() == ["trainer.device="], run.stderr
 
 
 def test_prepare_and_score_go_together(tmp_path, capsys):

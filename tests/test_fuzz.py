@@ -22,6 +22,7 @@ def test_a_sample_of_configurations_and_broken_files(inputs, tmp_path):
         ("sft", "answers of numbers"),
         ("sft", "weights of NaN"),
         ("train-rm", "rejected null"),
+        ("dpo", "rejected null"),
         ("eval", "data is a pipe"),
         ("score", "data is a pipe"),
         ("score", "ground truth null"),
@@ -37,7 +38,13 @@ def test_a_sample_of_configurations_of_several_processes(inputs, tmp_path):
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     ("kind", "several", "number"),
-    [("train", False, 1000), ("train", True, 500), ("sft", False, 200), ("train-rm", True, 200)],
+    [
+        ("train", False, 1000),
+        ("train", True, 500),
+        ("sft", False, 200),
+        ("train-rm", True, 200),
+        ("dpo", False, 200),
+    ],
 )
 def test_many_configurations(inputs, tmp_path, kind, several, number):
     assert run_all(1, number, [], inputs, tmp_path, kind=kind, several=several) == []

@@ -22,7 +22,7 @@ CHECK = (
         ),
         ("strop.cli.score", "", "torch transformers ray"),
         (
-            "strop.cli.prepare strop.data.parquet strop.prepare.arithmetic strop.prepare.maths",
+            "strop.cli.prepare strop.data.prompt_table strop.prepare.arithmetic strop.prepare.maths",
             "",
             "torch transformers",
         ),

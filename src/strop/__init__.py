@@ -16,7 +16,7 @@ _PUBLIC = {
     "RLHFDataset": "strop.data.rl_dataset",
     "create_rl_dataset": "strop.data.rl_dataset",
     "RewardManager": "strop.rewards.manager",
-    "load_reward_manager": "strop.rewards.manager",
+    "load_reward_manager": "strop.rewards.loading",
     "Role": "strop.controller.pools",
     "ResourcePoolManager": "strop.controller.pools",
     "LocalWorkerGroup": "strop.controller.group",

@@ -68,6 +68,7 @@ data_source         | B   | object  | text   | data    | rewards, validation | s
 reward_model        | B   | object  | record | data    | rewards, samples | {style, ground_truth} | optional
 extra_info          | B   | object  | record | data    | rewards | any further facts | optional
 index               | B   | object  | row    | data    | reward functions | extra_info["index"] or row number
+prompt              | B   | object  | chat   | data    | rewards | as in the file; or named by data.prompt_key
 raw_prompt          | B   | object  | chat   | data    | data.rewriting | messages | return_raw_chat
 raw_prompt_ids      | B   | object  | ids    | data    | users | without template | return_raw_input_ids
 uid                 | B   | object  | text   | driver  | advantages | names the prompt; its n samples share it
@@ -88,6 +89,7 @@ baseline_scores     | B   | float32 | score  | rewards | advantages | of the gre
 old_log_probs       | BT  | float32 | nats   | actor   | policy loss, KL | log-prob before the update
 entropys            | BT  | float32 | nats   | actor   | metrics | entropy before the update
 ref_log_prob        | BT  | float32 | nats   | ref     | KL | log-prob | a KL is used
+update_log_probs    | BT  | float32 | nats   | actor   | samples | in the last epoch's step | several steps
 ref_hidden          | BTH | float32 |        | ref     | actor | hidden states | a full KL is used
 full_kl             | BT  | float32 | nats   | actor   | driver | KL over the vocabulary | a full KL is used
 values              | BT  | float32 | score  | critic  | advantages, value loss | before the update | gae
@@ -95,8 +97,11 @@ kl                  | BT  | float32 | nats   | driver  | driver, metrics | estim
 token_level_rewards | BT  | float32 | score  | driver  | advantages | scores - beta kl
 advantages          | BT  | float32 | score  | driver  | policy loss | whitened where configured
 returns             | BT  | float32 | score  | driver  | value loss | target of the values
-rejected            | BT  | int64   | id     | data    | reward modelling | rejected answer | train-rm
-rejected_mask       | BT  | float32 | 0 or 1 | data    | reward modelling | 1 on its tokens | train-rm
+rejected            | BT  | int64   | id     | data    | training on pairs | rejected answer | train-rm, dpo
+rejected_mask       | BT  | float32 | 0 or 1 | data    | training on pairs | 1 on its tokens | train-rm, dpo
+ref_chosen_log_prob | B   | float32 | nats   | driver  | preference loss | of the reference, summed | dpo
+ref_rejected_log_prob | B | float32 | nats   | driver  | preference loss | of the reference, summed | dpo
+row                 | B   | int64   | row    | actor   | actor | number in its mini-batch | recorded updates
 """)
 """Name in ``DataProto.batch`` or ``DataProto.non_tensor_batch`` -> its description."""
 
@@ -112,13 +117,15 @@ truncated           | B   | bool    |        | samples | validation, view | cut 
 score               | B   | float32 | score  | samples | validation, view | sum of token_level_scores
 reward/<part>       | B   | float32 | score  | samples | view | null where a part does not apply
 reward_failed       | B   | bool    |        | samples | validation | not scored | reward managers
+response_length     | B   | int32   | tokens | samples | view | of response_ids
 prompt_ids          | B*  | int32   | id     | samples | users | without padding
 response_ids        | B*  | int32   | id     | samples | view | without padding
 response_mask       | B*  | int8    | 0 or 1 | samples | users | 0 on tokens inserted by a tool
 rollout_versions    | B*  | int32   | number | samples | users | version that sampled the token | optional
 """)
+_LOG_PROBS = ("rollout_log_probs", "old_log_probs", "update_log_probs", "ref_log_prob")
 TOKEN_COLUMNS = {
-    **dict.fromkeys(("rollout_log_probs", "old_log_probs", "ref_log_prob", "token_level_rewards"), 16),
+    **dict.fromkeys((*_LOG_PROBS, "token_level_rewards"), 16),
     **dict.fromkeys(("entropys", "values", "advantages", "returns"), 11),
 }
 """Per-token column [B, T] of a batch -> significant bits of its float32 numbers in a samples file.

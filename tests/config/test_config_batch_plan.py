@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.config.batch_plan import BatchPlan, MicroBatchSize, resolve_micro_batch
+from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.errors import ConfigError
 
-from messages import Message, naming
+from messages import Message, mentions, naming
 
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 CRITIC = "critic.ppo_mini_batch_size"
@@ -86,7 +87,7 @@ def test_the_number_of_iterations():
 @pytest.mark.parametrize(
     ("overrides", "ranks", "rows", "parts"),
     [
-        (["data.train_batch_size=256", f"{MINI}=100"], 1, None, [f"{MINI}=100", "256", "64", "128"]),
+        (["data.train_batch_size=256", f"{MINI}=300"], 1, None, [f"{MINI}=300", "=256", "nearest: 256"]),
         (["data.train_batch_size=256", f"{CRITIC}=300"], 1, None, [f"{CRITIC}=300", "=256", "nearest: 256"]),
         (
             ["data.train_batch_size=64", f"{MINI}=2", "actor_rollout_ref.rollout.n=2"],
@@ -109,10 +110,21 @@ def test_sizes_that_do_not_divide_show_the_numbers_and_the_nearest_that_work(ove
 
 def test_all_wrong_sizes_are_reported_at_once():
     found = problems(
-        f"{MINI}=100", f"{MICRO}=3", f"{MICRO}_per_gpu=3", f"{CRITIC}=7",
+        f"{MINI}=2000", f"{MICRO}=3", f"{MICRO}_per_gpu=3", f"{CRITIC}=3000",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=null", train_rows=1,
     )  # fmt: skip
     assert len(found) == 5
+
+
+def test_a_mini_batch_that_does_not_divide_leaves_a_smaller_last_one():
+    found = plan("data.train_batch_size=800", f"{MINI}=256", "actor_rollout_ref.rollout.n=5", ranks=8)
+    assert (found.actor.mini_batches, found.actor.optimizer_steps) == (4, 4)  # 256, 256, 256, 32
+    assert (found.actor.samples_per_mini_batch, found.actor.samples_in_last) == (1280, 160)
+    config = load_config(["data.train_batch_size=800", f"{MINI}=256"])
+    [line] = [line for line in check(config).warnings if line.startswith(MINI)]
+    assert mentions(line, "=256", "=800", "the last of 4", "32 prompts", "nearest: 200, 400")
+    apart = check(load_config(["data.train_batch_size=800", f"{MINI}=400", f"{CRITIC}=300"])).warnings
+    assert [line.partition("=")[0] for line in apart if "does not divide" in line] == [CRITIC]
 
 
 def test_a_deprecated_size_is_divided_by_the_ranks():

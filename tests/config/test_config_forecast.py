@@ -187,7 +187,7 @@ SAMPLES = [
 
 
 def test_the_size_of_a_file_of_samples_is_that_of_a_real_one(tmp_path):
-    """128 samples of 500 tokens with numbers that do not repeat, about 19 bytes a token."""
+    """128 samples of 500 tokens with numbers that do not repeat, about 21 bytes a token."""
     config = load_config(SAMPLES)
     tokens = torch.randint(50_000, (128, 510), generator=torch.Generator().manual_seed(1))
     numbers = {name: torch.randn(128, 500) for name in TOKEN_COLUMNS}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -73,16 +74,35 @@ def test_overrides_work_as_hydra_users_know_them():
 @pytest.mark.parametrize(
     ("overrides", "experiment", "folder"),
     [
-        ([], "ppo", "checkpoints/strop/ppo"),
         (["trainer.experiment_name=a-${trainer.project_name}"], "a-strop", "checkpoints/strop/a-strop"),
         (["trainer.default_local_dir=runs/b"], "b", "runs/b"),
         (["trainer.default_local_dir=runs/b", "trainer.experiment_name=a"], "a", "runs/b"),
-        (["trainer.default_local_dir=runs/${trainer.experiment_name}/c"], "ppo", "runs/ppo/c"),
     ],
 )
 def test_the_experiment_and_the_run_folder_name_one_another(overrides, experiment, folder):
     trainer = load_config(overrides).trainer
     assert (trainer.experiment_name, trainer.default_local_dir) == (experiment, folder)
+
+
+def test_unrelated_runs_have_different_default_folders_and_a_repeated_command_the_same():
+    base = ["actor_rollout_ref.model.path=models/a", "data.train_files=data/gsm8k/train.parquet"]
+
+    def folder(*overrides):
+        trainer = load_config([*base, *overrides]).trainer
+        assert trainer.default_local_dir == f"checkpoints/strop/{trainer.experiment_name}"
+        return trainer.default_local_dir
+
+    assert folder().startswith("checkpoints/strop/ppo-a-gsm8k-")
+    assert folder() == folder("trainer.total_epochs=3", "actor_rollout_ref.actor.optim.lr=1e-5")
+    assert folder() == folder(f"data.train_files={Path('data/gsm8k/train.parquet').absolute()}")
+    others = [
+        "actor_rollout_ref.model.path=models/b/a", "data.train_files=data/other/gsm8k/train.parquet",
+        "custom_reward_function.path=my_reward.py", "custom_reward_function.name=other",
+        "reward_model.reward_kwargs.kind=x", "algorithm.adv_estimator=grpo", "trainer.seed=2",
+    ]  # fmt: skip
+    assert len({folder(), *map(folder, others)}) == 8
+    in_folder = load_config(["trainer.default_local_dir=runs/${trainer.experiment_name}/c"]).trainer
+    assert in_folder.default_local_dir == f"runs/{in_folder.experiment_name}/c"
 
 
 def test_everything_that_is_wrong_is_reported_at_once():
@@ -205,12 +225,12 @@ def test_missing_files_and_folders_are_errors_with_the_alternatives(folder):
 
 
 def test_unknown_keys_in_a_file_and_on_the_command_line_are_reported_together(folder):
-    (folder / "typo.yaml").write_text("trainer: {totl_epochs: 3, 7: x}\ndata: {image_key: images}\n")
+    (folder / "typo.yaml").write_text("trainer: {totl_epochs: 3, 7: x}\ndata: {picture_key: images}\n")
     problems = problems_of("algoritm.lam=1", config_path=folder, config_name="typo")
     assert Message("trainer.totl_epochs", "trainer.total_epochs") in problems
     assert Message("algoritm", "algorithm") in problems
     assert Message("trainer.7") in problems
-    assert Message("data.image_key") in problems
+    assert Message("data.picture_key") in problems
 
 
 def test_the_users_own_hydra_application_is_left_alone(folder):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from strop.config.checks import processes
+from strop.config.forecast import resident_weights
+from strop.config.identity import decides_what_is_trained
 from strop.config.load import load_config
 
 from messages import mentions
@@ -81,3 +85,29 @@ def test_keys_of_the_other_back_end_have_no_effect(installed, report):
     assert all(any(mentions(line, "strategy=megatron", key) for line in warnings) for key in written)
     [line] = report(f"{ACTOR}.megatron.tensor_model_parallel_size=2").warnings
     assert mentions(line, "without strategy=megatron", "tensor_model_parallel_size=2")
+
+
+def test_the_forecast_of_a_pool_counts_the_layout_and_the_distributed_optimizer(valid, installed, tmp_path):
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 6}
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**shape, "vocab_size": 19}))
+    save_file({"weight": np.zeros((40, 100), np.float32)}, tmp_path / "model" / "model.safetensors")
+    pools = ("trainer.resource_pools={one: [4], two: [2]}", "trainer.placement={Critic: two}")
+    sizes = (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "trainer.device=cpu")
+    config = load_config([*valid, MEGATRON[0], *pools, *sizes])
+    # weights and gradients over the 2 ranks of a copy, moments over all ranks of the pool
+    held = resident_weights(config, "one")
+    assert held["actor: weights, gradients, AdamW"] == 4000 * 8 // 2 + 4000 * 8 // 4
+    assert held["reference: weights"] == 4000 * 4 // 2
+    assert resident_weights(config, "two") == {
+        "critic: weights, gradients, AdamW": 4000 * 8 // 2 + 4000 * 8 // 2
+    }
+    whole = load_config(
+        [*valid, MEGATRON[0], *pools, *sizes, f"{ACTOR}.megatron.use_distributed_optimizer=False"]
+    )
+    assert resident_weights(whole, "one")["actor: weights, gradients, AdamW"] == 4000 * 16 // 2
+
+
+def test_another_layout_continues_a_run():
+    assert not decides_what_is_trained("reward_model.megatron.tensor_model_parallel_size")
+    assert not decides_what_is_trained(f"{ACTOR}.megatron.pipeline_model_parallel_size")
+    assert decides_what_is_trained("reward_model.model.path")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from strop.config.keys import nearest, unknown_key
+from strop.config.keys import nearest
 from strop.config.load import load_config
 from strop.config.schema import Config
 from strop.errors import ConfigError
@@ -73,34 +73,11 @@ def test_the_nearest_key_is_found(wrong, right):
 
 
 @pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("rollout_is", "rollout_is"),
-        ("rollout_is_threshold", "rollout_is_threshold"),
-        ("rollout_rs", "rollout_is_mode=mask"),
-        ("rollout_rs_threshold", "rollout_is_threshold_low"),
-        ("bypass_mode", "use_rollout_log_probs"),
-    ],
-)
-def test_verls_name_of_a_correction_proposes_the_key_here(name, key):
-    verl = f"algorithm.rollout_correction.{name}"
-    assert mentions(unknown_key(verl), verl, "did you mean actor_rollout_ref.actor.", key)
-    with pytest.raises(ConfigError) as caught:
-        load_config([f"{verl}=1"])
-    assert mentions(str(caught.value), "algorithm.rollout_correction: ", key, name)
-
-
-@pytest.mark.parametrize(
     "key",
     [
         "algorithm.clip_ratio",
-        "lr",
-        "reward_model.model.fsdp_config.fsdp_size",
         "reward_model.model.fsdp_size",
-        "reward_model.model.use_remove_padding",
-        "reward_model.strategy",
         "reward_model.use_remove_padding",
-        "use_remove_padding",
     ],
 )
 def test_no_key_of_another_section_is_proposed(key):

@@ -11,15 +11,15 @@ from strop.config.checks.check import check
 from strop.config.keys import all_keys
 from strop.config.load import load_config, load_tree, to_yaml, written_paths
 from strop.config.schema.supervised import SupervisedConfig
-from strop.config.trees import PPO, REWARD_MODELLING, SFT
+from strop.config.trees import DPO, PPO, REWARD_MODELLING, SFT
 from strop.errors import ConfigError
 
 from messages import mentions, naming
 
-TREES = pytest.mark.parametrize("tree", [SFT, REWARD_MODELLING], ids=lambda tree: tree.name)
+TREES = pytest.mark.parametrize("tree", [SFT, REWARD_MODELLING, DPO], ids=lambda tree: tree.name)
 
 
-@pytest.mark.parametrize("tree", [PPO, SFT, REWARD_MODELLING], ids=lambda tree: tree.name)
+@pytest.mark.parametrize("tree", [PPO, SFT, REWARD_MODELLING, DPO], ids=lambda tree: tree.name)
 def test_schema_and_yaml_hold_the_same_keys_and_each_is_documented_in_one_line(tree):
     in_yaml = written_paths(OmegaConf.to_container(OmegaConf.load(tree.defaults_file), resolve=False))
     keys = all_keys(tree.schema)
@@ -57,7 +57,7 @@ def test_numbers_of_processes_that_do_not_fit_are_errors():
     assert mentions(str(caught.value), "fsdp_size=3", "4")
 
 
-@pytest.fixture(params=[SFT, REWARD_MODELLING], ids=lambda tree: tree.name)
+@pytest.fixture(params=[SFT, REWARD_MODELLING, DPO], ids=lambda tree: tree.name)
 def warnings(request, tmp_path):
     """The warnings about a run that could start, of a model made for 2048 tokens."""
     (tmp_path / "rows.parquet").touch()
@@ -131,5 +131,5 @@ def test_attention_by_mask_matrices_cannot_be_packed(warnings):
     with pytest.raises(ConfigError, match=naming("model.use_remove_padding=True")):
         warnings(*packed)
     assert warnings(packed[0]) == warnings(packed[1]) == []
-    with pytest.raises(ConfigError, match=naming("update.strategy=megatron")):
+    with pytest.raises(ConfigError, match=naming("update.strategy=megatron", "strop dpo")):
         warnings("update.strategy=megatron")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.data.control_tokens import _BREAK, PromptError, control_tokens
-from strop.data.parquet import read_prompt_table
-from strop.data.prompts import encode_prompts, encode_raw, encode_responses
+from strop.data.prompt_table import read_prompt_table
+from strop.data.prompts import PromptFormat, encode_prompts, encode_raw, encode_responses
 from strop.data.tokenize import tokenize_table
 
 from chat_tokenizers import FAMILIES
@@ -128,7 +128,8 @@ def test_plain_prompts_answers_and_raw_text_have_no_control_tokens(family, n_exa
     @given(hostile(tokenizer).filter(bool))
     def check(text):
         added = in_order(tokenizer, tokenizer("")["input_ids"])
-        assert in_order(tokenizer, encode_prompts([text, "a"], tokenizer)[0]) == added
+        as_it_stands = PromptFormat(apply_chat_template=False)
+        assert in_order(tokenizer, encode_prompts([text, "a"], tokenizer, as_it_stands)[0]) == added
         assert in_order(tokenizer, encode_responses([text], tokenizer)[0]) == [tokenizer.eos_token]
         assert in_order(tokenizer, encode_raw(text, tokenizer)) == []
 

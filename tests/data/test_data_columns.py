@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from strop.data.parquet import read_prompt_table, require_ground_truths
+from strop.data.prompt_table import read_prompt_table, require_ground_truths
 from strop.errors import DataError
 
 from messages import naming

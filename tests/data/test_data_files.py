@@ -6,7 +6,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from strop.data.fetch import content_digest, local_path
+from strop.data.fetch import local_path
 from strop.errors import DataError
 from strop.files import atomic_path
 
@@ -123,9 +123,3 @@ def test_an_atomic_write_replaces_the_whole_file_or_leaves_it(tmp_path):
         write_half(target)
     assert target.read_text() == "old"
     assert below(tmp_path) == ["file.txt", "new"]
-
-
-def test_the_digest_is_sha256(tmp_path):
-    (tmp_path / "abc").write_bytes(b"abc")
-    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
-    assert content_digest(tmp_path / "abc") == expected

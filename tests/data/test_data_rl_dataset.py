@@ -54,6 +54,7 @@ def test_a_row_has_its_ids_and_its_columns_as_plain_python(build):
         "extra_info": {"split": "train", "index": 5, "tags": ["a", "b"]},
         "index": 5,
         "level": "hard",
+        "prompt": [{"role": "user", "content": "w1 w2"}],
     }
     assert type(row["extra_info"]["tags"]) is list
     assert dataset[0]["input_ids"].dtype == torch.int64
@@ -64,7 +65,7 @@ def test_raw_chat_and_raw_ids_come_on_request(build):
     assert row["raw_prompt"] == chat("w1 w2")
     assert row["raw_prompt_ids"] == [11, 12]
     plain = build([{"prompt": "w3"}], return_raw_chat=True, return_raw_input_ids=True)[0]
-    assert plain["input_ids"].tolist() == [1, 13]
+    assert plain["input_ids"].tolist() == [3, 13, 5]
     assert plain["raw_prompt"] == chat("w3")
     assert plain["raw_prompt_ids"] == [13]
 
@@ -78,7 +79,7 @@ def test_the_index_is_extra_infos_or_a_column_or_the_row_number(build):
 def test_the_only_column_that_is_needed_is_the_prompt(build):
     dataset = build([{"question": chat("w1")}], prompt_key="question")
     assert dataset[0]["input_ids"].tolist() == [3, 11, 5]
-    assert dataset[0].keys() == {"input_ids", "index", "data_source"}
+    assert dataset[0].keys() == {"input_ids", "index", "data_source", "question"}
     assert dataset[0]["data_source"] == "unnamed"
     assert dataset.data_sources() == {"unnamed"}
     row = build([{"prompt": "w1", "task": "my/task"}], reward_fn_key="task")[0]
@@ -162,6 +163,12 @@ def config(**changes):
         "return_raw_chat": True,
         "return_raw_input_ids": True,
         "reward_fn_key": "data_source",
+        "answer_key": None,
+        "data_source": None,
+        "apply_chat_template": "auto",
+        "system_prompt": None,
+        "apply_chat_template_kwargs": {},
+        "allow_special_tokens": False,
         "num_workers": None,
         "cache_dir": None,
     }

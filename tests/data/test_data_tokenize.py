@@ -6,8 +6,15 @@ import threading
 import pytest
 
 import strop.data.tokenize as tokenize_module
-from strop.data.parquet import read_prompt_table
-from strop.data.prompts import PromptError, as_messages, encode_prompts, encode_raw, prompt_problem
+from strop.data.prompt_table import read_prompt_table
+from strop.data.prompts import (
+    PromptError,
+    PromptFormat,
+    as_messages,
+    encode_prompts,
+    encode_raw,
+    prompt_problem,
+)
 from strop.data.tokenize import tokenize_table, tokenizer_fingerprint
 from strop.errors import DataError, ModelError
 
@@ -28,9 +35,11 @@ def test_messages_are_rendered_with_the_template_and_a_generation_prompt(tokeniz
     assert encode_prompts([prompt, chat("w9")], tokenizer) == [[4, 11, 3, 12, 13, 5], [3, 19, 5]]
 
 
-def test_a_plain_string_is_tokenized_as_it_stands(tokenizer, make_tokenizer):
+def test_a_plain_string_is_a_user_message_where_there_is_a_template(tokenizer, make_tokenizer):
+    assert encode_prompts(["w1 w2", "w3"], tokenizer) == [[3, 11, 12, 5], [3, 13, 5]]
     # <s> is what this tokenizer adds to any text by itself.
-    assert encode_prompts(["w1 w2", "w3"], tokenizer) == [[1, 11, 12], [1, 13]]
+    as_it_stands = PromptFormat(apply_chat_template=False)
+    assert encode_prompts(["w1 w2", "w3"], tokenizer, as_it_stands) == [[1, 11, 12], [1, 13]]
     assert encode_prompts(["w1"], make_tokenizer(chat_template=None)) == [[1, 11]]
     assert as_messages("hello") == as_messages([{"role": "user", "content": "hello", "name": None}])
     with pytest.raises(ModelError, match=naming("chat template")):
@@ -77,8 +86,8 @@ def test_the_cache_spares_the_second_tokenization(write, tokenizer, tmp_path, mo
     first = tokenize_table(table, tokenizer, cache_dir=tmp_path / "cache")
     monkeypatch.setattr(tokenize_module, "encode_prompts", lambda *_: pytest.fail("tokenized again"))
     again = tokenize_table(table, tokenizer, cache_dir=tmp_path / "cache")
-    assert as_lists(first) == as_lists(again) == [[1, 11, 12], [1, 13]]
-    assert again.lengths.tolist() == [3, 2]
+    assert as_lists(first) == as_lists(again) == [[3, 11, 12, 5], [3, 13, 5]]
+    assert again.lengths.tolist() == [4, 3]
 
 
 def test_the_cache_distinguishes_content_column_and_tokenizer(write, make_tokenizer, tmp_path):
@@ -147,7 +156,7 @@ def test_a_cache_that_cannot_be_written_only_warns(write, tokenizer, tmp_path, c
     (tmp_path / "cache").write_text("a file where the folder should be")
     table = read_prompt_table(write("a.parquet", [{"prompt": "w1"}]))
     with caplog.at_level(logging.WARNING, "strop.data"):
-        assert as_lists(tokenize_table(table, tokenizer, cache_dir=tmp_path / "cache")) == [[1, 11]]
+        assert as_lists(tokenize_table(table, tokenizer, cache_dir=tmp_path / "cache")) == [[3, 11, 5]]
     assert str(tmp_path / "cache") in caplog.text
 
 
@@ -172,5 +181,5 @@ def test_a_tokenizer_that_cannot_be_pickled_is_used_in_this_process(write, token
     tokenizer.lock = threading.Lock()
     table = read_prompt_table(write("a.parquet", [{"prompt": "w1"}, {"prompt": "w2"}]))
     with caplog.at_level(logging.WARNING, "strop.data"):
-        assert as_lists(tokenize_table(table, tokenizer, num_workers=2)) == [[1, 11], [1, 12]]
+        assert as_lists(tokenize_table(table, tokenizer, num_workers=2)) == [[3, 11, 5], [3, 12, 5]]
     assert "one process" in caplog.text

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.cli.prepare import add_arguments, prepare_from_arguments
-from strop.data.parquet import read_prompt_table
+from strop.data.prompt_table import read_prompt_table
 from strop.errors import DataError
 from strop.prepare import prepare
 from strop.prepare.source import read_source

@@ -106,6 +106,42 @@ def test_greedy_answers_are_those_of_transformers(inputs, tmp_path):
     assert list(found["sources"]["strop/arithmetic"]["scores"]) == ["mean@1"]
 
 
+BY_NAME = """
+import asyncio
+
+open_now = most = 0
+
+async def judge(response, messages, n_response_tokens):
+    global open_now, most
+    open_now += 1
+    most = max(most, open_now)
+    await asyncio.sleep(0.01)
+    open_now -= 1
+    return {"score": len(response), "sum": len(messages[0]["content"]), "most": most}
+
+def batch(prompts, completions, reward_model, **kwargs):
+    assert len(prompts) == 6 and kwargs["data_source"] == ["strop/arithmetic"] * 6
+    return [len(one[0]["content"]) if target["ground_truth"] != "3" else None
+            for one, target in zip(completions, reward_model)]
+"""
+
+
+@pytest.mark.parametrize("name", ["judge", "batch"])
+def test_async_and_batch_functions_take_values_by_name(inputs, tmp_path, name):
+    (tmp_path / "by_name.py").write_text(BY_NAME)
+    found, samples = evaluate(
+        inputs, tmp_path / "out", "--data", inputs / "val.parquet", "--custom-reward",
+        f"{tmp_path / 'by_name.py'}:{name}", "reward_model.max_concurrency=2",
+    )  # fmt: skip
+    applies = [name == "judge" or row["ground_truth"] != "3" for row in samples]
+    expected = [float(len(row["response"])) * does for row, does in zip(samples, applies, strict=True)]
+    assert [row["score"] for row in samples] == expected
+    assert found["sources"]["strop/arithmetic"]["scores"]["mean@1"]["value"] == pytest.approx(mean(expected))
+    if name == "judge":
+        assert max(row["reward/most"] for row in samples) == 2
+        assert {row["reward/sum"] for row in samples} == {4.0}
+
+
 def test_figures_are_those_of_the_samples_of_several_files(inputs, tmp_path, capsys):
     """Scores are lengths, except that one prompt of the second file cannot be scored."""
     (tmp_path / "reward.py").write_text(
@@ -158,14 +194,16 @@ VAL = ("--data", "{}/val.parquet")
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        (("{}/model", "--data", "{}/nothing.parquet"), ["data.val_files", "nothing.parquet"]),
-        (("{}/nowhere", *VAL), ["nowhere"]),
+        (("{}/model", "--data", "{}/nothing.parquet"), ["--data: no file", "nothing.parquet"]),
+        (("{}/nowhere", *VAL), ["MODEL={}/nowhere"]),
+        (("{}/model", *VAL, "data.val_batch_size=0"), ["data.val_batch_size: found 0"]),
+        (("{}/model", *VAL, "--max-prompt-length", "2"), ["--max-prompt-length is 2"]),
         (("{}/trained/global_step_2", *VAL), ["strop export --role actor {}/trained/global_step_2 --out"]),
         (("{}/trained", *VAL), ["strop export --role actor {}/trained/global_step_2 --out"]),
         (("{}/model", "--data", "{}/other.parquet"), ["someone/elses", "--custom-reward"]),
         (("{}/rewards", *VAL), ["strop export --role reward_model {}/rewards/global_step_7 --out"]),
         (("{}/rewards/global_step_7", *VAL), ["{}/rewards/global_step_7 --out", "--reward-model"]),
-        (("{}/model", *VAL, "--n", "0"), ["val_kwargs.n", "0"]),
+        (("{}/model", *VAL, "--n", "0"), ["--n: found 0"]),
         (("{}/model", *VAL, "--custom-reward", "{}/length.py:no"), ["length.py", "no"]),
         (("{}/model", *VAL, "--out", "{}/done"), ["done", "results.json"]),
     ],

@@ -72,6 +72,7 @@ def test_every_stage_takes_what_the_one_before_made(monkeypatch, tmp_path, capsy
     monkeypatch.setattr(preferences, "HELD_OUT", 20)
     monkeypatch.setattr(preferences, "PAIRS", 64)
     monkeypatch.setattr(preferences, "SFT", ("data.train_batch_size=16", "trainer.total_epochs=1"))
+    monkeypatch.setattr(preferences, "DPO", ("data.train_batch_size=8", "trainer.total_epochs=1"))
     monkeypatch.setattr(preferences, "REWARD_MODEL", ("data.train_batch_size=8", "trainer.total_epochs=1"))
     monkeypatch.setattr("strop.trainer.loop.draw_curves", lambda folder: folder)
     monkeypatch.setattr("strop.trainer.loop.draw_lengths", lambda columns, folder: folder)
@@ -79,8 +80,9 @@ def test_every_stage_takes_what_the_one_before_made(monkeypatch, tmp_path, capsy
     _run(monkeypatch, tmp_path, *steps)
     shown = capsys.readouterr().out
     commands = [line.split()[2] for line in shown.splitlines() if line.startswith("$ strop")]
-    assert commands == ["sft", "train-rm", "train"]
+    assert commands == ["sft", "dpo", "train-rm", "train"]
     assert "of held-out pairs" in shown
+    assert "true win rate of DPO" in shown
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward_model" / "final_model")
     assert model.score.weight.shape == (1, 64)
     assert [judgement.step for judgement in report.judge(tmp_path / "ppo")] == [0, 1, 2]

@@ -16,9 +16,14 @@ from strop.checkpoint.folder import verify
 from strop.checkpoint.remote import RemoteCheckpoints
 from strop.checkpoint.store import Checkpoints
 from strop.cli.main import main
+from strop.config.load import load_config, load_tree
+from strop.config.trees import SFT
 from strop.errors import CheckpointError, ConfigError
+from strop.trainer.build import build_trainer
+from strop.trainer.supervised import SftTrainer, build
 
 import forked
+from builders import write_prompts
 from killing import ROWS, SETTINGS, copy_until, kill
 from messages import mentions, naming
 from runs import hashes, make_inputs, metrics, overrides, train
@@ -153,3 +158,62 @@ def test_a_fresh_start_moves_the_earlier_run_aside(inputs, undisturbed, tmp_path
     assert (tmp_path / "run" / "previous_1" / "metrics.jsonl").read_bytes() == before
     assert (tmp_path / "run" / "previous_1" / "global_step_4" / "manifest.json").is_file()
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1]
+
+
+def test_a_repeated_command_says_what_it_resumes_and_what_differs(inputs, undisturbed, tmp_path, caplog):
+    caplog.set_level("INFO", logger="strop")
+    copy_until(undisturbed[0], 3, tmp_path / "run")
+    shutil.copytree(inputs / "model", tmp_path / "moved")  # the same model elsewhere
+    moved = f"actor_rollout_ref.model.path={tmp_path / 'moved'}"
+    trainer = build_trainer(load_config(overrides(inputs, tmp_path / "run", *SETTINGS)))
+    trainer.shutdown()
+    assert mentions(caplog.text, str(tmp_path / "run" / "global_step_3"), "configuration as before")
+    caplog.clear()
+    changed = overrides(inputs, tmp_path / "run", *SETTINGS, moved, "actor_rollout_ref.actor.optim.lr=3e-2")
+    build_trainer(load_config(changed)).shutdown()
+    assert mentions(
+        caplog.text, "actor_rollout_ref.actor.optim.lr: 0.01 -> 0.03", "actor_rollout_ref.model.path"
+    )
+    assert "critic.model.path" not in caplog.text  # it follows the actor's
+
+
+@pytest.mark.parametrize("what", ["model", "data", "reward", "contents", "command"])
+def test_a_checkpoint_of_another_run_is_not_continued_by_chance(inputs, undisturbed, tmp_path, what):
+    """Before a model loads; with the path of the checkpoint it is continued."""
+    run = tmp_path / "run"
+    copy_until(undisturbed[0], 3, run)
+    rows = shutil.copy(inputs / "train.parquet", tmp_path / "other.parquet")
+    if what == "data":
+        write_prompts(Path(rows), ROWS - 1)
+    model = shutil.copytree(inputs / "model", tmp_path / "model")
+    with (model / "model.safetensors").open("r+b") as weights:
+        weights.seek(-5, os.SEEK_END)
+        weights.write(b"\x01")
+    (tmp_path / "reward.py").write_text("def compute_score(**_): return 1.0\n")
+    options, named = {
+        "model": ([f"actor_rollout_ref.model.path={model}"], "actor_rollout_ref.model.path"),
+        "data": ([f"data.train_files={rows}"], "data.train_files"),
+        "reward": ([f"custom_reward_function.path={tmp_path / 'reward.py'}"], "custom_reward_function.path"),
+        "contents": ([], "actor_rollout_ref.model.path"),
+        "command": ([], "another command"),
+    }[what]
+    given = overrides(inputs, run, *SETTINGS, *options)
+    if what == "contents":  # other weights in the same folder
+        original = (inputs / "model" / "model.safetensors").read_bytes()
+        shutil.copy(model / "model.safetensors", inputs / "model" / "model.safetensors")
+    try:
+        if what == "command":
+            sft = [f"model.path={inputs / 'model'}", f"data.train_files={rows}", "trainer.device=cpu"]
+            with pytest.raises(ConfigError, match=naming(named, "another folder")):
+                build(SftTrainer, load_tree(SFT, [*sft, f"trainer.default_local_dir={run}"]))
+            return
+        with pytest.raises(ConfigError, match=naming(named, "trainer.resume_mode=", "global_step_3")):
+            build_trainer(load_config(given))
+        assert main(["train", *given]) == 2
+        on_purpose = [*given, f"trainer.resume_mode={run / 'global_step_3'}"]
+        build_trainer(load_config(on_purpose)).shutdown()
+        validates = build_trainer(load_config([*given, "trainer.val_only=True"])) if what == "data" else None
+        assert validates is None or validates.shutdown() is None
+    finally:
+        if what == "contents":
+            (inputs / "model" / "model.safetensors").write_bytes(original)

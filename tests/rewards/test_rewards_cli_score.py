@@ -89,6 +89,86 @@ def test_a_custom_function_scores_any_source(score: Callable[..., Any], tmp_path
     assert cells(score(path, "--custom", rewards, "--name", "mine")[1]) == {"own": ["1", "11.0000", "0"]}
 
 
+QUESTIONS = [
+    {"prompt": [{"role": "user", "content": "1+2="}], "answer": "3", "response": "3"},
+    {"prompt": [{"role": "user", "content": "2+2="}], "answer": "4", "response": "55"},
+    {"prompt": [{"role": "user", "content": "2+3="}], "answer": "5", "response": "5"},
+]
+FUNCTIONS = """
+import asyncio
+
+def by_name(response, answer, messages, prompt=None):
+    assert prompt is None and messages[0]["role"] == "user", (prompt, messages)
+    return float(response == answer)
+
+def trl(prompts, completions, answer, **kwargs):
+    assert len(prompts) == 3 and prompts[1][0]["content"] == "2+2=" and "response" in kwargs
+    return [None if a == "4" else 1.0 + (c[0]["content"] == a) for c, a in zip(completions, answer)]
+
+open_now = 0
+async def judge(response, answer):
+    global open_now
+    open_now += 1
+    most = open_now
+    for _ in range(5):
+        await asyncio.sleep(0)
+        most = max(most, open_now)
+    open_now -= 1
+    return {"score": most}
+
+def tokens(prompt, n_prompt_tokens, prompt_ids, response_ids, n_response_tokens):
+    assert len(prompt_ids) == n_prompt_tokens and len(response_ids) == n_response_tokens
+    return n_response_tokens + 10 * n_prompt_tokens + 100 * len(prompt)
+
+def misspelt(response, anwser): ...
+def cut(response, truncated): return float(truncated)
+"""
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    return write(tmp_path / "questions.jsonl", QUESTIONS)
+
+
+def test_custom_functions_take_columns_and_prompts_by_name_and_whole_files(
+    score: Callable[..., Any], questions: Path
+):
+    custom = ["--custom", questions.parent / "functions.py", "--name"]
+    assert cells(score(questions, *custom, "by_name")[1]) == {"unnamed": ["3", "0.6667", "0"]}
+    assert cells(score(questions, *custom, "trl")[1]) == {"unnamed": ["3", "2.0000", "0"]}  # None: no score
+    assert cells(score(questions, *custom, "judge", "--concurrency", 1)[1])["unnamed"][1] == "1.0000"
+    rows = write(questions.parent / "many.jsonl", QUESTIONS * 20)
+    assert 1 < float(cells(score(rows, *custom, "judge", "--concurrency", 3)[1])["unnamed"][1]) <= 3
+
+
+def test_tokens_are_those_of_a_tokenizer_or_of_the_columns_that_strop_writes(
+    score: Callable[..., Any], questions: Path, tokenizer: Any, tmp_path: Path
+):
+    custom = ["--custom", questions.parent / "functions.py", "--name", "tokens"]
+    with pytest.raises(ConfigError, match=naming("--name='tokens'", "'prompt'", "--tokenizer MODEL")):
+        score(questions, *custom)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    tokenizer.chat_template = None
+    found = cells(score(questions, *custom, "--tokenizer", tmp_path / "model")[1])
+    assert found == {"unnamed": ["3", f"{440 + (2 + 3 + 2) / 3:.4f}", "0"]}
+    written = {"prompt": "1+2=", "prompt_ids": [5, 6], "response": "3", "response_ids": [7, 8, 1]}
+    path = write(tmp_path / "samples.parquet", [{**written, "data_source": "d"}])
+    assert cells(score(path, *custom)[1]) == {"d": ["1", "423.0000", "0"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("misspelt", ["'anwser'", "did you mean 'answer'"]), ("cut", ["'truncated'", "a column 'truncated'"])],
+)
+def test_a_value_that_the_file_does_not_have_is_an_error_before_scoring(
+    score: Callable[..., Any], questions: Path, name: str, found: list[str]
+):
+    with pytest.raises(ConfigError, match=naming(f"--name='{name}'", *found)):
+        score(questions, "--custom", questions.parent / "functions.py", "--name", name)
+
+
 def test_answers_that_cannot_be_scored_are_counted_and_the_first_is_printed(
     score: Callable[..., Any], tmp_path: Path
 ):
@@ -185,7 +265,7 @@ def test_code_without_a_sandbox_is_one_error_and_not_one_for_each_row(
         ("a.jsonl", "[1]\n", [], "line 1: .*object"),
         ("a.jsonl", "\n", [], "rows"),
         ("a.jsonl", None, [], "a.jsonl"),
-        ("a.csv", "a,b\n", [], "a.csv.* .parquet .* .jsonl"),
+        ("a.txt", "a,b\n", [], "a.txt.* .parquet.* .jsonl"),
         ("a.parquet", "a,b\n", [], "a.parquet"),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError
-from strop.rewards.custom import load_custom_reward, require_score_signature
+from strop.rewards.custom import load_custom_reward
 
 from messages import naming
 
@@ -84,32 +84,3 @@ def test_ctrl_c_during_import_is_not_an_error_of_the_file(tmp_path: Path):
     (tmp_path / "slow.py").write_text("raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         load_custom_reward(str(tmp_path / "slow.py"))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "part"),
-    [
-        ("data_source, solution_str, ground_truth, extra_info=None", None),
-        ("*, solution_str, **rest", None),
-        ("extra_info, ground_truth, solution_str, data_source", None),
-        ("solution_str, ground_truth", "unexpected keyword argument 'data_source'"),
-        ("a, b, c, d", "parameters"),
-        ("data_source, solution_str, ground_truth", "'extra_info'"),
-        ("data_source, solution_str, ground_truth, extra_info, tokenizer", "'tokenizer'"),
-    ],
-)
-def test_a_function_must_accept_the_four_keywords(parameters: str, part: str | None):
-    function = eval(f"lambda {parameters}: 1.0")
-    if part is None:
-        require_score_signature(function, "compute_score")
-    else:
-        with pytest.raises(ConfigError, match=naming(part)):
-            require_score_signature(function, "compute_score")
-
-
-def test_a_coroutine_is_refused():
-    async def score(**sample):
-        return 1.0
-
-    with pytest.raises(ConfigError, match="async"):
-        require_score_signature(score, "compute_score")

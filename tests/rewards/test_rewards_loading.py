@@ -10,7 +10,8 @@ import pytest
 from strop.config.load import load_config
 from strop.errors import ConfigError
 from strop.rewards.custom import CustomReward
-from strop.rewards.manager import RewardManager, load_reward_manager
+from strop.rewards.loading import load_reward_manager
+from strop.rewards.manager import RewardManager
 from strop.rewards.worker.pool import RewardPool, default_num_workers
 
 from messages import naming

@@ -307,4 +307,4 @@ def test_options_of_built_in_scorers_exclude_a_custom_function(make: Make):
     with pytest.raises(ConfigError, match=naming("scorer_kwargs")):
         make(lambda **sample: 1.0, scorer_kwargs={"openai/gsm8k": {}})
     with pytest.raises(ConfigError, match=naming("compute_score")):
-        make(lambda text: 1.0)
+        make(lambda text, /: 1.0)

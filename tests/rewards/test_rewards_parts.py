@@ -12,7 +12,8 @@ import torch
 from strop.config.load import load_config
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
-from strop.rewards.manager import RewardManager, load_reward_manager
+from strop.rewards.loading import load_reward_manager
+from strop.rewards.manager import RewardManager
 
 from messages import mentions, naming
 

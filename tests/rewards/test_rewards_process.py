@@ -215,9 +215,9 @@ def test_a_fork_cannot_answer_even_after_its_sample(process: RewardProcess, time
 FORGED_WITH_THE_TOKEN = """
 import json, os, sys
 frame = sys._getframe()
-while "token" not in frame.f_locals:
+while "tokens" not in frame.f_locals:
     frame = frame.f_back
-forged = {"token": frame.f_locals["token"], "status": "scored", "score": 1.0, "parts": {}, "error": ""}
+forged = {"token": frame.f_locals["tokens"][0], "status": "scored", "score": 1.0, "parts": {}, "error": ""}
 os.write(frame.f_locals["answers"].fileno(), json.dumps(forged).encode() + b"\\n")
 """
 WRITES_JUNK = WRITES.format(text=b"junk\n")

@@ -70,7 +70,6 @@ def test_an_answer_is_read():
         answer(status=[]),
         answer(score="1.0"),
         answer(score=10**400),
-        answer(score=None),
         answer(score=True),
         answer(parts=[1.0]),
         answer(parts={"a": "1"}),

@@ -29,7 +29,14 @@ def test_each_data_source_has_a_scorer(data_source: str, response: str, truth: s
 def test_an_unknown_source_names_the_known_and_both_ways_to_add_one():
     known = ("openai/gsm8k", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "strop/arithmetic")
     with pytest.raises(
-        RewardError, match=naming("'openai/gsm9k'", *known, "custom_reward_function.path", "register_scorer")
+        RewardError,
+        match=naming(
+            "'openai/gsm9k'",
+            *known,
+            "custom_reward_function.path",
+            "module:Class",
+            "register_scorer",
+        ),
     ) as error:
         default_compute_score("openai/gsm9k", "#### 7", "7")
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)  # it may come from a worker
@@ -47,7 +54,9 @@ def test_registered_scorers_get_all_four_arguments_and_go_before_built_in_ones(
     assert default_compute_score("openai/gsm8k", "a", "b") == sample
     assert "mine" not in before.sources
     with pytest.raises(ConfigError, match=naming("register_scorer('mine')")):
-        register_scorer("mine", lambda text: 1.0)
+        register_scorer("mine", lambda text, /: 1.0)
+    with pytest.raises(ConfigError, match=naming("batch")):
+        register_scorer("mine", lambda completions: [1.0])
 
 
 @pytest.mark.parametrize(

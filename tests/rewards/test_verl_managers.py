@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from strop.config.load import load_config
 from strop.protocol import DataProto
-from strop.rewards.manager import load_reward_manager
+from strop.rewards.loading import load_reward_manager
 from strop.trainer.scores import PendingScores
 
 LIKE_THEIRS = """
@@ -99,6 +100,16 @@ def test_scores_of_the_reward_model_stand_at_the_last_token(load: Callable[..., 
     found = scored(load(LIKE_THEIRS, "Manager"), batch, torch.tensor([0.5, -1.0, 2.0]))
     assert found.batch["token_level_scores"].sum(dim=1).tolist() == [0.5, -1.0, 2.0]
     assert found.batch["token_level_scores"][1, 2] == -1.0
+
+
+def test_the_manager_in_the_documentation_scores_groups(load: Callable[..., Any], batch: DataProto):
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    [source] = re.findall(r"```python\n(# my_manager\.py.*?)```", page, re.DOTALL)
+    batch.non_tensor_batch["uid"] = np.array(["a", "a", "a"], dtype=object)
+    found = scored(load(source, "Shortest"), batch)  # "3" and "345" are right
+    expected = torch.zeros_like(batch.batch["response_mask"])
+    expected[0, 1], expected[2, 3] = 1.0, 0.5
+    assert torch.equal(found.batch["token_level_scores"], expected)
 
 
 @pytest.mark.slow

@@ -69,6 +69,7 @@ def test_a_row_holds_the_sample_without_padding(tmp_path):
         "score": 1.5,
         "reward/rule": 1.0,
         "reward/format": 0.5,
+        "response_length": 3,
         "prompt_ids": [1, 4],
         "response_ids": [7, 9, 1],
         "response_mask": [1, 0, 1],
@@ -138,7 +139,14 @@ def test_missing_columns_are_left_out(tmp_path):
     keep = ("prompts", "responses", "attention_mask", "response_mask")
     write_samples(tmp_path / "s.parquet", two_samples().select(*keep), Letters())
     table = pq.read_table(tmp_path / "s.parquet")
-    assert table.column_names == ["prompt", "response", "prompt_ids", "response_ids", "response_mask"]
+    assert table.column_names == [
+        "prompt",
+        "response",
+        "response_length",
+        "prompt_ids",
+        "response_ids",
+        "response_mask",
+    ]
     assert table["prompt"].to_pylist() == [".a", "abc"]
 
 
@@ -148,12 +156,11 @@ def test_a_failed_write_leaves_the_earlier_file_and_no_other(tmp_path, monkeypat
     write_samples(path, batch, Letters())
     before = path.read_bytes()
 
-    def full(table, where, **options):
-        where.write_bytes(b"PAR1 half")
+    def full(writer, table, **options):
         raise OSError(28, "No space left on device")
 
     if failure == "a full disk":
-        monkeypatch.setattr(pq, "write_table", full)
+        monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
     else:
         batch.non_tensor_batch["uid"][0] = "\ud800"
     with pytest.raises((OSError, UnicodeEncodeError)):

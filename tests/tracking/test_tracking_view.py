@@ -14,6 +14,8 @@ from strop.cli.main import main
 from strop.terminal import printable
 from strop.tracking.samples import write_samples
 
+from messages import mentions
+
 
 @pytest.fixture(autouse=True)
 def _wide_terminal(monkeypatch):
@@ -140,3 +142,30 @@ def test_an_answer_cannot_steer_the_terminal_or_the_markup(track, tmp_path, caps
     assert r"\x1b[2J[bold]\x07 [/] ü" in text
     assert "[red]x" in text
     assert printable("a\tb\nc\r\x9b") == "a\tb\nc\\r\\x9b"
+
+
+def test_one_sample_of_each_prompt_is_shown_and_others_are_found(track, tmp_path, capsys):
+    folder = tmp_path / "run"
+    with track(folder) as tracking:
+        tracking.log(1, {"critic/score/mean": 0.5})
+    path = folder / "rollouts" / "step_000001.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"uid": f"1-{i // 4}", "prompt": f"question {i // 4}", "response": f"answer {i}", "score": float(-i),
+         "response_ids": [1] * (i + 1)}
+        for i in range(12)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+    def answers(*arguments):
+        return [int(number) for number in re.findall(r"│ answer (\d+)", view(capsys, folder, *arguments))]
+
+    assert answers() == [0, 4, 8]
+    assert answers("--sort", "score") == [11, 7, 3]
+    assert answers("--uid", "1-1") == [4, 5, 6, 7]
+    assert answers("--prompt", "question 2") == [8]
+    assert answers("--text", "answer 1") == [1, 10]
+    assert answers("--text", "answer 1", "--uid", "1-2") == [10, 11]
+    assert "3 of 12, one of each prompt" in view(capsys, folder)
+    assert mentions(view(capsys, folder, "--uid", "9-9", status=2), "--uid 9-9", "1-0, 1-1, 1-2")
+    assert mentions(view(capsys, folder, "--text", "no", status=2), "--text no", "12 samples")

@@ -45,6 +45,7 @@ UNANSWERED = with_value("reward_model", {"style": "rule", "ground_truth": None})
 @pytest.mark.parametrize(
     ("change", "found"),
     [
+        (without("data_source"), "reward_manager=module:Class"),
         (without("data_source"), "'data_source' (data.reward_fn_key)"),
         (with_value("data_source", None), "row 7, field data_source"),
         (UNANSWERED, "changed.parquet, row 7, field reward_model.ground_truth"),
@@ -72,3 +73,67 @@ def test_an_option_that_a_scorer_does_not_take_is_one_line(problems, key, value,
 def test_good_files_have_no_problems_and_training_files_are_not_read_for_validation(problems):
     assert problems() == []
     assert problems(without("prompt"), "trainer.val_only=True") == []
+
+
+CUSTOM = """
+def with_truth(response, ground_truth):
+    return {"score": float(response == ground_truth), "length": len(response)}
+
+def trl(completions, answer, **columns):
+    assert len(completions) == 1 and completions[0][0]["role"] == "assistant"
+    return [float(one[0]["content"] == right) for one, right in zip(completions, answer)]
+
+async def without_answer(response):
+    return len(response)
+
+def failing(response, ground_truth):
+    raise ValueError("cannot read it")
+
+def misspelt(response, anwser):
+    return 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "answered", "shown"),
+    [
+        ("with_truth", True, ["takes ground_truth, response", "its ground truth", "'0'", ": 1, length 1 ("]),
+        ("with_truth", False, ["an empty text (the row has no ground truth", ": 0, length 0 ("]),
+        ("trl", False, ["everything (**kwargs)", "its column 'answer' as the response: '0': 1 ("]),
+        ("without_answer", True, ["its ground truth as the response: '0': 1 ("]),
+    ],
+)
+def test_the_first_row_is_scored_with_the_answer_that_the_function_reads(
+    inputs, tmp_path, name, answered, shown
+):
+    _, errors, scored = check_custom(inputs, tmp_path, name, answered)
+    assert errors == []
+    assert [word for word in [f"name={name!r}", *shown] if word not in scored] == []
+
+
+def check_custom(inputs, tmp_path, name, answered):
+    rows = pq.read_table(inputs / "train.parquet").drop_columns("ability").to_pylist()
+    for row in rows:
+        target = row["reward_model"] if answered else row.pop("reward_model")
+        row["answer"] = target["ground_truth"]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "reward.py").write_text(CUSTOM)
+    options = [f"data.{kind}_files={tmp_path}/rows.parquet" for kind in ("train", "val")]
+    options += [
+        f"custom_reward_function.path={tmp_path}/reward.py",
+        f"custom_reward_function.name={name}",
+    ]
+    return check_inputs(load_config(overrides(inputs, tmp_path / "run", *options)))
+
+
+def test_a_function_without_ground_truths_is_warned_of_and_one_that_fails_is_an_error(inputs, tmp_path):
+    warnings, errors, _ = check_custom(inputs, tmp_path, "with_truth", False)
+    assert any("ground_truth=None for every row" in line and "answer" in line for line in warnings)
+    assert errors == []
+    warnings, errors, scored = check_custom(inputs, tmp_path, "failing", True)
+    assert (warnings, scored) == ([], "")
+    assert len(errors) == 1
+    assert "its ground truth as the response: '0'" in errors[0]
+    assert "cannot read it" in errors[0]
+    _, errors, _ = check_custom(inputs, tmp_path, "misspelt", True)
+    assert "did you mean 'answer'" in errors[0]

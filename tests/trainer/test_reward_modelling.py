@@ -18,8 +18,7 @@ from strop.data.answers import pair_batch
 from strop.errors import ConfigError, DataError
 from strop.models.loader import load_scorer
 from strop.models.scorer import PairScorer, SequenceScorer
-from strop.trainer import supervised as reward_modelling
-from strop.trainer.supervised import RewardModelTrainer, build
+from strop.trainer.supervised import RewardModelTrainer, build, reward_model
 from strop.workers.supervised import pair_objective
 
 from messages import mentions, naming
@@ -121,7 +120,7 @@ def test_an_update_forgets_the_mean_of_the_model_before_it(inputs, tmp_path):
 
 
 def test_without_validation_files_the_mean_is_of_the_first_training_pairs(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_modelling, "_CALIBRATION_PAIRS", 3)
+    monkeypatch.setattr(reward_model, "_CALIBRATION_PAIRS", 3)
     options = overrides(inputs, tmp_path, "data.val_files=[]", "trainer.total_training_steps=1")
     dataset = train("train-rm", options).train_loader.dataset
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final_model")

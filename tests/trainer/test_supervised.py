@@ -1,9 +1,10 @@
-"""strop sft and strop train-rm: against plain transformers training, and other layouts of the same run."""
+"""strop sft, train-rm and dpo: against plain transformers training, and other layouts of the same run."""
 
 from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,7 +63,12 @@ def reward_model(inputs):
     return Straight("train-rm", inputs / "rm", train("train-rm", overrides(inputs, inputs / "rm")))
 
 
-@pytest.fixture(params=["sft", "reward_model"])
+@pytest.fixture(scope="module")
+def dpo(inputs):
+    return Straight("dpo", inputs / "dpo", train("dpo", overrides(inputs, inputs / "dpo")))
+
+
+@pytest.fixture(params=["sft", "reward_model", "dpo"])
 def straight(request):
     return request.getfixturevalue(request.param)
 
@@ -93,9 +99,26 @@ def pair_loss(model, rows):
     return -torch.nn.functional.logsigmoid(torch.stack(margins)).mean()
 
 
+def preference_loss(model, rows, reference):
+    """Mean of -log sigmoid of the difference of log-ratios times 0.1, each answer in a pass of its own."""
+
+    def log_ratio(fields, name):
+        prompt, answer = fields["input_ids"], fields[name]
+        with torch.no_grad():
+            before = -response_loss(reference, [{"input_ids": prompt, "response": answer}])
+        now = -response_loss(model, [{"input_ids": prompt, "response": answer}])
+        return (now - before) * len(answer)
+
+    margins = [0.1 * (log_ratio(fields, "chosen") - log_ratio(fields, "rejected")) for fields in rows]
+    return -torch.nn.functional.logsigmoid(torch.stack(margins)).mean()
+
+
 def test_parameters_and_losses_are_those_of_plain_transformers_training(inputs, straight):
     if straight.kind == "sft":
         model, loss_of = AutoModelForCausalLM.from_pretrained(inputs / "model"), response_loss
+    elif straight.kind == "dpo":
+        model, reference = (AutoModelForCausalLM.from_pretrained(inputs / "model") for _ in range(2))
+        loss_of = partial(preference_loss, reference=reference)
     else:
         loss_of = pair_loss
         model = AutoModelForSequenceClassification.from_pretrained(inputs / "model", num_labels=1)

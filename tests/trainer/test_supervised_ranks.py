@@ -1,4 +1,4 @@
-"""strop sft and strop train-rm on several ranks, after kill -9, and on real preferences."""
+"""strop sft, train-rm and dpo on several ranks, after kill -9, and on real preferences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inputs(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "train-rm"])
+@pytest.mark.parametrize("kind", ["sft", "train-rm", "dpo"])
 def test_two_ranks_train_what_one_trains(ray_session, inputs, tmp_path, kind):
     """7 rows a batch: one rank has a row more, the other one that is padding."""
     options = ("data.train_batch_size=7", "update.micro_batch_size_per_gpu=3")
@@ -41,7 +41,7 @@ def test_two_ranks_train_what_one_trains(ray_session, inputs, tmp_path, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "train-rm"])
+@pytest.mark.parametrize("kind", ["sft", "train-rm", "dpo"])
 def test_a_killed_run_resumes_exactly(inputs, tmp_path, kind):
     options = ("trainer.save_freq=1", "trainer.total_training_steps=40", "trainer.test_freq=20")
     straight = train(kind, overrides(inputs, tmp_path / "straight", *options))

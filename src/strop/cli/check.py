@@ -10,24 +10,34 @@ import argparse
 import logging
 import os
 import sys
+import time
 from logging.handlers import MemoryHandler
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from strop.cli.train import add_config_arguments, config_from
+from strop.cli.train import add_config_arguments, load_arguments
 from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
 from strop.config.checks.check import CheckResult, check
+from strop.config.checks.keys import changed_from_verl
 from strop.config.forecast import Forecast, SampleFiles, forecast, read_model_facts, sample_files
+from strop.config.identity import in_words
 from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import Schedule, is_off_policy, why_old_log_probs_are_computed_apart
-from strop.config.schema import Config
-from strop.errors import Attempts, DataError
+from strop.config.schema import Config, RootConfig
+from strop.config.schema.supervised import SupervisedConfig
+from strop.config.trees import TREES
+from strop.config.verl import versions
+from strop.errors import Attempts, DataError, RewardError
 from strop.terminal import literal
+
+if TYPE_CHECKING:
+    from strop.trainer.ray_trainer import RayPPOTrainer
 
 _FORWARD_NAMES = {
     "log_prob": "old log-probs",
@@ -41,53 +51,119 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the configuration's arguments and ``--config-only`` to ``parser``."""
     add_config_arguments(parser)
     parser.add_argument(
+        "--command", choices=TREES, default="train", help="command whose configuration is checked (train)"
+    )
+    parser.add_argument(
         "--config-only",
         action="store_true",
         help="check the configuration alone; do not build data sets and reward managers",
+    )
+    parser.add_argument(
+        "--diff", action="store_true", help="show the keys that differ from the defaults, not all keys"
+    )
+    known = versions()
+    parser.add_argument(
+        "--from",
+        dest="verl",
+        metavar="verl[==VERSION]",
+        choices=["verl", *(f"verl=={version}" for version in known)],
+        help="also say which keys that are not written mean something else than in that version of verl "
+        f"({', '.join(known)}; the last, unless you name one)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check and show a configuration; return 2 if there are errors, else 0."""
-    config, console = config_from(arguments), Console(soft_wrap=True)
+    config, console = load_arguments(TREES[arguments.command], arguments), Console(soft_wrap=True)
     result = check(config, train_rows=_train_rows(config))
-    console.print(render(result, config))
+    console.print(render(result, config, only_differences=arguments.diff))
+    if arguments.verl:
+        version = arguments.verl.partition("==")[2] or versions()[-1]
+        lines = list(changed_from_verl(config, version)) or ["no key that is not written"]
+        console.print(
+            Group(Text(f"other than in verl {version}:"), *(literal(f"  {line}") for line in lines))
+        )
     if result.errors:
         return 2
     if arguments.config_only:
         return 0
-    warnings, errors = check_inputs(config)
+    warnings, errors, scored = check_inputs(config)
     new = [line for line in warnings if line not in result.warnings]
-    console.print(Group(*_findings("data sets and reward managers", new, errors)))
+    if scored:
+        console.print(literal(scored))
+    subject = "data sets and reward managers" if isinstance(config, Config) else "data sets"
+    console.print(Group(*_findings(subject, new, errors)))
     return 2 if errors else 0
 
 
-def check_inputs(config: Config) -> tuple[list[str], list[str]]:
-    """Build tokenizer, data sets and reward managers as a run does; return warnings and errors."""
+def check_inputs(config: RootConfig) -> tuple[list[str], list[str], str]:
+    """Build tokenizer, data sets and reward managers as a run does, and score one row.
+
+    Returns warnings, errors, and the result for that row; "" if only built-in scorers are used.
+    """
     from strop.trainer.build import build_trainer  # torch and transformers: seconds
+    from strop.trainer.supervised import TRAINERS, build
 
     log = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize)
     log.setLevel(logging.WARNING)
     logger = logging.getLogger("strop")
     logger.addHandler(log)
-    attempt = Attempts()
+    attempt, trainer = Attempts(), None
     try:
-        trainer = attempt(lambda: build_trainer(config, with_weights=False))
+        if isinstance(config, Config):
+            trainer = attempt(lambda: build_trainer(config, with_weights=False))
+        elif isinstance(config, SupervisedConfig):
+            trainer = attempt(lambda: build(TRAINERS[type(config)], config, with_weights=False))
     finally:
         logger.removeHandler(log)
-    if trainer is not None:
+    scored = ""
+    if trainer is not None and isinstance(config, Config):
+        scored = attempt(lambda: _score_one_row(trainer)) or ""
         trainer.reward_fn.close()
         trainer.val_reward_fn.close()
     warnings = [record.getMessage().removeprefix("warning: ") for record in log.buffer]
-    return warnings, attempt.lines
+    return warnings, attempt.lines, scored
 
 
-def _train_rows(config: Config) -> int | None:
-    """Return the number of training prompts, from footers; None without local files that can be read."""
+def _score_one_row(trainer: RayPPOTrainer) -> str:
+    """Score the first row with its right answer as the response; return the result in words.
+
+    Raises ``RewardError`` if the user's function fails.
+    """
+    from strop.protocol import DataProto
+    from strop.rewards.manager import RewardManager
+
+    val_only = trainer.config.trainer.val_only
+    manager = trainer.val_reward_fn if val_only else trainer.reward_fn
+    loader = trainer.val_loader if val_only else trainer.train_loader
+    if not isinstance(manager, RewardManager):
+        return ""
+    prompts = loader.collate_fn([loader.dataset[0]])
+    started = time.monotonic()
+    found = manager.score_example(
+        prompts.union(DataProto.from_dict(non_tensors={"uid": ["0-0"]})),
+        has_reward_model=trainer.config.reward_model.enable,
+    )
+    if found is None:
+        return ""
+    what, response, outcome = found
+    where = manager.scorer.own.where
+    taken = ", ".join(sorted(manager.scorer.wanted)) if manager.scorer.wanted else "everything (**kwargs)"
+    of_row = f"the first row, with {what} as the response" + (f": {response!r:.80}" if response else "")
+    if outcome.error:
+        raise RewardError(f"{where} (it takes {taken}) fails for {of_row}\n{outcome.error.strip()}")
+    score = "None: it does not apply" if outcome.score is None else f"{outcome.score:g}"
+    parts = "".join(f", {name} {value:g}" for name, value in outcome.parts.items())
+    seconds = time.monotonic() - started
+    return f"{where} takes {taken}\nscore of {of_row}: {score}{parts} ({seconds:.2f} s)"
+
+
+def _train_rows(config: RootConfig) -> int | None:
+    """Return the number of training prompts; None without local files that can be read."""
     files = [expand(file) for file in config.data.train_files]
-    if not files or not all(os.path.isfile(file) for file in files):
+    if not files or not all(os.path.exists(file) for file in files):
         return None
-    from strop.data.parquet import count_rows  # pyarrow
+    from strop.data.sources import count_rows  # pyarrow
 
     try:
         return count_rows(files)
@@ -95,10 +171,14 @@ def _train_rows(config: Config) -> int | None:
         return None  # reported when the data sets are built
 
 
-def render(result: CheckResult, config: Config) -> Group:
+def render(result: CheckResult, config: RootConfig, *, only_differences: bool = False) -> Group:
     """Return everything about `config` for a rich console; errors and warnings come last."""
-    parts: list[RenderableType] = [Syntax(to_yaml(config), "yaml", background_color="default")]
-    if result.plan is not None:
+    parts: list[RenderableType] = (
+        [differences(config)]
+        if only_differences
+        else [Syntax(to_yaml(config), "yaml", background_color="default")]
+    )
+    if isinstance(config, Config) and result.plan is not None:
         parts += [plan_table(result.plan, config), placement_table(config, result.plan)]
         if config.trainer.async_steps and not config.trainer.val_only:
             parts.append(schedule_table(config))
@@ -106,6 +186,16 @@ def render(result: CheckResult, config: Config) -> Group:
         if config.trainer.log_rollouts and not config.trainer.val_only:
             parts.append(disk_table(sample_files(config, result.plan)))
     return Group(*parts, *_findings("configuration", result.warnings, result.errors))
+
+
+def differences(config: RootConfig) -> Group:
+    """Return a line for each key that has another value than its default; none is cut to the terminal."""
+    tree = next(tree for tree in TREES.values() if isinstance(config, tree.schema))
+    lines = [
+        literal(f"{change.key}: {in_words(change.now)}  (default: {in_words(change.before)})")
+        for change in tree.differences(config)
+    ]
+    return Group(Text("Differences from the defaults", style="italic"), *lines, Text(""))
 
 
 def plan_table(plan: BatchPlan, config: Config) -> Table:
@@ -155,6 +245,7 @@ def placement_table(config: Config, plan: BatchPlan) -> Table:
     generator = config.actor_rollout_ref.rollout.name
     names = {
         "ActorRollout": ("log_prob", f"actor and rollout ({generator})"),
+        "ActorRolloutRef": ("log_prob", f"actor, rollout ({generator}) and reference"),
         "Actor": ("log_prob", "actor"),
         "Rollout": ("log_prob", f"rollout ({generator})"),
         "RefPolicy": ("ref", "reference"),
@@ -229,7 +320,10 @@ def _add_update(table: Table, name: str, update: UpdatePlan) -> None:
         f"{name}: optimizer steps per iteration",
         f"{update.optimizer_steps:,} = {update.mini_batches:,} mini-batches x {update.epochs} ppo_epochs",
     )
-    table.add_row(f"{name}: samples in a mini-batch", f"{update.samples_per_mini_batch:,}")
+    samples = f"{update.samples_per_mini_batch:,}"
+    if update.samples_in_last < update.samples_per_mini_batch:
+        samples += f"; the last {update.samples_in_last:,}"
+    table.add_row(f"{name}: samples in a mini-batch", samples)
     ranks = "rank" if update.sharing == 1 else f"{update.sharing} ranks"
     table.add_row(f"{name}: micro-batches of a mini-batch, on each {ranks}", _micro_batches(update))
 

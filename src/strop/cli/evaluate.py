@@ -8,10 +8,11 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.cli.options import naming_options
 from strop.cli.train import log_to_console, require_valid
 from strop.config.backends import ROLLOUTS
 from strop.config.load import load_config
@@ -23,6 +24,7 @@ from strop.terminal import literal
 
 if TYPE_CHECKING:
     from strop.data.fetch import Advance
+    from strop.data.sources import Rows
     from strop.tracking.report import ValidationReport
 
 logger = logging.getLogger(__name__)
@@ -32,8 +34,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 RESULTS = "results.json"
 
 
-def evaluate(config: Config, out: Path) -> ValidationReport:
+def evaluate(config: Config, out: Path, *, rows: Sequence[Rows] = ()) -> ValidationReport:
     """Validate with ``config``, which has ``trainer.val_only``, and write the results to ``out``.
+
+    ``rows`` in memory are read where ``data.val_files`` has their names.
 
     The files are ``samples.parquet``, ``config.yaml`` and, last, ``results.json``. Raises as a run does, and
     ``TrainingError`` if a file cannot be written.
@@ -43,7 +47,7 @@ def evaluate(config: Config, out: Path) -> ValidationReport:
     from strop.trainer.build import build_trainer
     from strop.trainer.run_folder import RunFolder
 
-    trainer = build_trainer(config)
+    trainer = build_trainer(config, rows=rows)
     try:
         trainer.init_workers()
         total = len(trainer.val_loader.dataset) * config.actor_rollout_ref.rollout.val_kwargs.n
@@ -106,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="FILE",
-        help="parquet file of prompts, as strop prepare writes them; once for each file",
+        help="prompts: a .parquet, .jsonl, .json or .csv file, or owner/name:split on the hub; once for each",
     )
     add("--n", type=int, default=1, help="answers to each prompt (1)")
     add("--temperature", type=float, help="sampling temperature; 0: greedy (0 for --n 1, else 1)")
@@ -123,9 +127,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="key=value", help="further keys, as for strop train")
 
 
+OPTIONS = {
+    "actor_rollout_ref.model.path": "MODEL",
+    "actor_rollout_ref.rollout.name": "--rollout",
+    "actor_rollout_ref.rollout.val_kwargs.n": "--n",
+    "actor_rollout_ref.rollout.val_kwargs.temperature": "--temperature",
+    "actor_rollout_ref.rollout.val_kwargs.top_p": "--top-p",
+    "data.val_files": "--data",
+    "data.val_batch_size": "--batch-size",
+    "data.max_prompt_length": "--max-prompt-length",
+    "data.max_response_length": "--max-response-length",
+    "data.val_max_samples": "--limit",
+    "reward_model.model.path": "--reward-model",
+    "custom_reward_function.path": "--custom-reward",
+    "custom_reward_function.name": "--custom-reward",
+    "trainer.default_local_dir": "--out",
+    "trainer.log_val_generations": "--show",
+}
+"""Key -> the argument that sets it; messages name what the user wrote."""
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate the model and show the figures; return 0."""
-    log_to_console()
+    overridden = {override.partition("=")[0].lstrip("+~") for override in arguments.overrides}
+    names = {key: option for key, option in OPTIONS.items() if key not in overridden}
+    log_to_console(names)
+    with naming_options(names):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     out = Path(config.trainer.default_local_dir)
     if (out / RESULTS).exists():

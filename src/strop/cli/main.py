@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from strop import __version__
 from strop.cli.run import run_command
 from strop.config.backends import load_backend
 from strop.terminal import print_exception
@@ -48,46 +50,149 @@ class _Command(NamedTuple):
     summary: str
     add_arguments: str
     run: str
+    examples: str
 
 
 _CONFIG = "strop.cli.train:add_config_arguments"
 _COMMANDS = {
-    "train": _Command("train a model", _CONFIG, "strop.cli.train:run_train"),
-    "sft": _Command("fine-tune a model on responses", _CONFIG, "strop.cli.train:run_sft"),
-    "train-rm": _Command("train a reward model on pairs of answers", _CONFIG, "strop.cli.train:run_train_rm"),
+    "train": _Command(
+        "train a model",
+        _CONFIG,
+        "strop.cli.train:run_train",
+        """\
+strop train actor_rollout_ref.model.path=MODEL data.train_files=data/gsm8k/train.parquet \\
+    data.val_files=data/gsm8k/test.parquet algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8
+strop train --config-path my.yaml trainer.default_local_dir=runs/first
+strop train ... custom_reward_function.path=my_reward.py
+The same command again resumes from the last checkpoint. Keys: docs/config.md""",
+    ),
+    "sft": _Command(
+        "fine-tune a model on responses",
+        _CONFIG,
+        "strop.cli.train:run_sft",
+        """\
+strop sft model.path=MODEL data.train_files=answers.parquet data.response_key=response
+strop sft model.path=MODEL data.train_files=answers.parquet update.optim.lr=1e-5 trainer.total_epochs=2
+Keys: docs/supervised_config.md""",
+    ),
+    "train-rm": _Command(
+        "train a reward model on pairs of answers",
+        _CONFIG,
+        "strop.cli.train:run_train_rm",
+        """\
+strop train-rm model.path=MODEL data.train_files=pairs.parquet data.val_files=held_out.parquet
+Keys: docs/supervised_config.md""",
+    ),
+    "dpo": _Command(
+        "train a model on preferred and rejected answers (DPO, IPO, SimPO, ORPO and others)",
+        _CONFIG,
+        "strop.cli.train:run_dpo",
+        """\
+strop dpo model.path=MODEL data.train_files=pairs.parquet data.val_files=held_out.parquet
+strop dpo model.path=MODEL data.train_files=pairs.parquet update.loss=simpo
+Keys: docs/supervised_config.md""",
+    ),
     "check": _Command(
         "check a configuration and the data that it names, without loading a model",
         "strop.cli.check:add_arguments",
         "strop.cli.check:run",
+        """\
+strop check ...                       the arguments of strop train: sizes, memory, every error
+strop check --diff ...                show the keys that differ from the defaults, not all of them
+strop check --config-only ...         do not read data sets and rewards""",
     ),
     "eval": _Command(
         "answer the prompts of a data set with a model, and score the answers",
         "strop.cli.evaluate:add_arguments",
         "strop.cli.evaluate:run",
+        """\
+strop eval MODEL --data data/gsm8k/test.parquet
+strop eval MODEL --data data/gsm8k/test.parquet --n 8 --temperature 0.7 --limit 100
+strop eval MODEL --data prompts.parquet --custom-reward my_reward.py""",
     ),
     "prepare": _Command(
-        "turn a data set into parquet files", "strop.cli.prepare:add_arguments", "strop.cli.main:_prepare"
+        "turn a data set into parquet files",
+        "strop.cli.prepare:add_arguments",
+        "strop.cli.main:_prepare",
+        """\
+strop prepare gsm8k --source path/to/gsm8k --out data/gsm8k
+strop prepare full_hh_rlhf --split-kind rm --source path/to/hh --out data/hh/rm
+strop prepare arithmetic --max-operand 49 --held-out 0.1 --out data/arithmetic""",
     ),
-    "score": _Command("score a file of answers", "strop.cli.score:add_arguments", "strop.cli.score:run"),
+    "score": _Command(
+        "score a file of answers",
+        "strop.cli.score:add_arguments",
+        "strop.cli.score:run",
+        """\
+strop score answers.jsonl
+strop score answers.parquet --response-column response --scorer math
+strop score answers.jsonl --custom my_reward.py""",
+    ),
     "export": _Command(
         "turn a checkpoint into a Hugging Face folder",
         "strop.cli.main:_export_arguments",
         "strop.cli.main:_export",
+        """\
+strop export runs/first/global_step_100 --out models/first
+strop export runs/first/global_step_100 --role critic --dtype bfloat16 --out models/critic""",
     ),
     "view": _Command(
-        "show metrics and samples of a run", "strop.cli.view:add_arguments", "strop.cli.view:run"
+        "show metrics and samples of a run",
+        "strop.cli.view:add_arguments",
+        "strop.cli.view:run",
+        """\
+strop view runs/first
+strop view runs/first --step 20 --sort score --samples 10
+strop view runs/first --samples 3 --text "####"       answers that contain a text
+strop view runs/first --uid 20-7                      all answers to one prompt
+strop view runs/first --metrics 'actor/*'
+strop view runs/first runs/second --web               a page, live while a run writes""",
+    ),
+    "report": _Command(
+        "write the page of one or several runs as one HTML file",
+        "strop.cli.page:add_arguments",
+        "strop.cli.page:run",
+        """\
+strop report runs/first -o first.html
+strop report runs/first runs/second -o both.html --steps 8 --samples 64""",
     ),
 }
 
 
-def _overview() -> argparse.ArgumentParser:
-    """Return the parser behind ``strop --help``; each command has its own for its arguments."""
+def _overview(arguments_of: str = "") -> argparse.ArgumentParser:
+    """Return the parser behind ``strop --help``; each command has its own for its arguments.
+
+    ``arguments_of``: the command whose arguments it has all the same, for completion.
+    """
     parser = argparse.ArgumentParser(
-        prog="strop", description="Train language models with reinforcement learning."
+        prog="strop",
+        description="Train language models with reinforcement learning.",
+        epilog="strop COMMAND --help shows the arguments of a command, with examples.\n\nexamples:\n"
+        "  strop prepare gsm8k --source path/to/gsm8k --out data/gsm8k\n"
+        "  strop check actor_rollout_ref.model.path=MODEL data.train_files=data/gsm8k/train.parquet ...\n"
+        "  strop view checkpoints/strop/NAME",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"strop {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
-        commands.add_parser(name, help=command.summary)
+        parser_of_command = commands.add_parser(name, help=command.summary)
+        if name == arguments_of:
+            load_backend(command.add_arguments)(parser_of_command)
+    return parser
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of a command."""
+    command = _COMMANDS[name]
+    parser = argparse.ArgumentParser(
+        prog=f"strop {name}",
+        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+        epilog="examples:\n  " + command.examples.replace("\n", "\n  "),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    load_backend(command.add_arguments)(parser)
     return parser
 
 
@@ -96,15 +201,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # the whole process is the command's
         sys.excepthook = print_exception
         argv = sys.argv[1:]
-    if not argv or argv[0] not in _COMMANDS:
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+            from strop.cli.completion import complete
+
+            command = "".join(os.environ.get("COMP_LINE", "").split()[1:2])
+            complete(_overview(command), command)
+    if not argv:
+        _overview().print_help()
+        return 0
+    if argv[0] not in _COMMANDS:
         _overview().parse_args(argv)
         return 2
+    name = argv[0]
+    if name not in _QUICK and not {"-h", "--help"} & set(argv):  # what follows imports packages for seconds
+        sys.stderr.write(f"strop {__version__}: {name} is starting\n")
+        sys.stderr.flush()
     sys.path.insert(0, "")  # users' modules, named by import path, are in the current folder
-    command = _COMMANDS[argv[0]]
-    parser = argparse.ArgumentParser(
-        prog=f"strop {argv[0]}", description=f"{command.summary[0].upper()}{command.summary[1:]}."
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    load_backend(command.add_arguments)(parser)
+    parser = _parser(name)
     arguments = parser.parse_intermixed_args(argv[1:])
-    return run_command(lambda: load_backend(command.run)(arguments), debug=arguments.debug)
+    return run_command(lambda: load_backend(_COMMANDS[name].run)(arguments), debug=arguments.debug)
+
+
+_QUICK = ("view",)

@@ -12,15 +12,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", choices=sorted(DATASETS), help="which data set to prepare")
     parser.add_argument(
         "--source",
-        help="a file or folder of JSONL (also .gz) or parquet, an fsspec URL, or a hub name for the package "
-        "`datasets`; default: the data set's own hub name",
+        help="a file or folder of parquet, JSONL (also .gz), JSON or CSV, an fsspec URL, a folder of "
+        "`save_to_disk`, or a hub name for the package `datasets`; default: the data set's own hub name",
     )
     parser.add_argument("--out", required=True, help="folder for <split>.parquet")
     parser.argument_default = argparse.SUPPRESS  # each data set has its own defaults
     add = parser.add_argument_group("all but arithmetic").add_argument
     add("--cache-dir", help="folder for downloads (default: ~/.cache/strop)")
-    add = parser.add_argument_group("gsm8k, math, hellaswag, humaneval, mbpp").add_argument
+    add = parser.add_argument_group("gsm8k, math, hellaswag, humaneval, mbpp, table").add_argument
     add("--instruction", help="the sentence that asks for the form of an answer")
+    add = parser.add_argument_group("table: rows of your own").add_argument
+    add("--prompt", metavar="COLUMN", help="the prompt, a text or chat messages; a.b: field b of a (prompt)")
+    add("--answer", metavar="COLUMN", help="the right answer, which becomes the ground truth (answer)")
+    add("--data-source", metavar="NAME", help="what selects the scorer (the column data_source, if any)")
     add = parser.add_argument_group("full_hh_rlhf").add_argument
     add("--split-kind", help="kind of training that reads the files: sft, rm or rl (rl)")
     add = parser.add_argument_group("arithmetic").add_argument

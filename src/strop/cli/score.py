@@ -17,36 +17,25 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from strop.cli.options import in_options, naming_options
 from strop.config.paths import expand
 from strop.config.reward_parts import SCORERS
 from strop.config.schema.base import MOST_PROCESSES, MOST_SECONDS
+from strop.data.prompt_table import UNNAMED_SOURCE
+from strop.data.sources import iterate, value_at
 from strop.errors import ConfigError, DataError, RewardError
-from strop.prepare.source import read_records
+from strop.rewards.arguments import BATCH_NAMES, Function, Row, named_values, values_of
 from strop.rewards.custom import load_custom_reward
 from strop.rewards.router import BuiltInScorer, Router
+from strop.rewards.scorer import Scorer
 from strop.rewards.worker.feed import Feed
-from strop.rewards.worker.pool import RewardPool
+from strop.rewards.worker.pool import reward_process
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 from strop.terminal import literal
 
 RESPONSE_COLUMNS = ("response", "responses", "solution_str", "solution", "answer")
 GROUND_TRUTH_COLUMNS = ("reward_model.ground_truth", "ground_truth")
 _WITHOUT_GROUND_TRUTH = ("format", "length")
-
-
-def value_at(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column; a dotted name (``extra_info.answer``) reaches into nested ones.
-
-    Raises ``KeyError`` if there is no such column.
-    """
-    if column in row:
-        return row[column]
-    value: Any = row
-    for name in column.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            raise KeyError(column)
-        value = value[name]
-    return value
 
 
 def _find_column(row: Mapping[str, Any], candidates: tuple[str, ...], option: str) -> str:
@@ -63,7 +52,10 @@ def _find_column(row: Mapping[str, Any], candidates: tuple[str, ...], option: st
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``strop score`` to ``parser``."""
-    parser.add_argument("file", help="parquet or JSONL, one answer per row")
+    parser.add_argument(
+        "file",
+        help="rows with an answer each: .parquet, .jsonl, .json, .csv, owner/name:split",
+    )
     add = parser.add_argument
     add(
         "--response-column",
@@ -86,9 +78,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--custom", metavar="PATH", help="score all rows with a function from this Python file")
     add("--name", default="compute_score", help="name of that function (compute_score)")
+    add(
+        "--prompt-column",
+        default="prompt",
+        help="the prompt, a text or chat messages, for a --custom function (prompt)",
+    )
+    add(
+        "--tokenizer",
+        metavar="MODEL",
+        help="a Hugging Face folder, for a --custom function that takes tokens or the text of a chat",
+    )
     add("--limit", type=int, help="score only the first rows")
     add("--timeout", type=float, default=10.0, help="time limit for one answer in seconds (10)")
     add("--workers", type=int, default=1, help="scoring processes (1)")
+    add(
+        "--concurrency",
+        type=int,
+        default=32,
+        help="answers that an async --custom function scores at the same time, in one process (32)",
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
@@ -96,20 +104,33 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
 
     All rows are read, and every data source checked, before the first answer is scored.
     """
-    for option, most in {"limit": math.inf, "timeout": MOST_SECONDS, "workers": MOST_PROCESSES}.items():
+    bounds = {
+        "limit": math.inf,
+        "timeout": MOST_SECONDS,
+        "workers": MOST_PROCESSES,
+        "concurrency": math.inf,
+    }
+    for option, most in bounds.items():
         value = getattr(arguments, option)
         if value is not None and not 0 < value <= most:
             bound = f", at most {most}" if math.isfinite(most) else ""
             raise ConfigError(f"--{option} {value}: expected a number above 0{bound}")
     console = console or Console()
-    scorer = _scorer(arguments)
-    samples = list(_samples(arguments))
+    with naming_options(_OPTIONS):
+        scorer = _scorer(arguments)
+        values = _Values(arguments, scorer) if isinstance(scorer, Scorer) else None
+        samples = list(_samples(arguments, values))
     if not samples:
         raise DataError(f"{arguments.file}: there are no rows in it")
     _require_ready(scorer, Counter(sample.data_source for sample in samples), arguments.timeout)
     by_source: defaultdict[str, list[Outcome]] = defaultdict(list)
     first_error = ""
-    pool = RewardPool(scorer, num_workers=arguments.workers, timeout_s=arguments.timeout)
+    pool = reward_process(
+        scorer,
+        num_workers=arguments.workers,
+        timeout_s=arguments.timeout,
+        max_concurrency=arguments.concurrency,
+    )
     with contextlib.closing(pool):
         outcomes = pool.evaluate_all(Feed.of(samples))
         progress = track(outcomes, "Scoring", console=console, transient=True, total=len(samples))
@@ -118,11 +139,20 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
             first_error = first_error or outcome.error
     console.print(_table(by_source))
     if first_error:
-        console.print(literal(f"The first answer that could not be scored:\n{first_error}"))
+        found = in_options(first_error, _OPTIONS)
+        console.print(literal(f"The first answer that could not be scored:\n{found}"))
     return 1 if first_error else 0
 
 
-def _scorer(arguments: argparse.Namespace) -> ScoreFunction:
+_OPTIONS = {
+    "custom_reward_function.path": "--custom",
+    "custom_reward_function.name": "--name",
+    "reward_model.timeout_s": "--timeout",
+}
+"""Key -> the option that sets it, in errors of a user's function."""
+
+
+def _scorer(arguments: argparse.Namespace) -> ScoreFunction | Scorer:
     """Return the user's function, one scorer for all rows, or the router by data source."""
     if arguments.option and arguments.scorer is None:
         raise ConfigError(
@@ -130,7 +160,8 @@ def _scorer(arguments: argparse.Namespace) -> ScoreFunction:
             f"(one of {', '.join(SCORERS)})"
         )
     if arguments.scorer is None:
-        return load_custom_reward(arguments.custom, arguments.name) or Router()
+        custom = load_custom_reward(arguments.custom, arguments.name)
+        return Router() if custom is None else Scorer(Function(custom, custom.where))
     if arguments.custom is not None:
         raise ConfigError("--custom and --scorer: each scores all rows; leave one out")
     options = dict(map(_read_option, arguments.option))
@@ -150,7 +181,7 @@ def _read_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _require_ready(scorer: ScoreFunction, rows: Counter[str], timeout_s: float) -> None:
+def _require_ready(scorer: ScoreFunction | Scorer, rows: Counter[str], timeout_s: float) -> None:
     """Require a scorer that works on this machine, within the timeout, for every data source."""
     if isinstance(scorer, BuiltInScorer):
         _require_time(scorer.require_ready, timeout_s)
@@ -177,29 +208,105 @@ def _require_time(require_ready: Callable[[float], None], timeout_s: float) -> N
         ) from None
 
 
-def _samples(arguments: argparse.Namespace) -> Iterator[Sample]:
-    path = Path(expand(arguments.file))
+def _samples(arguments: argparse.Namespace, values: _Values | None) -> Iterator[Sample]:
     response, truth = arguments.response_column, arguments.ground_truth_column
-    if path.suffix not in (".parquet", ".jsonl", ".json", ".gz"):
-        raise DataError(f"{path}: expected a .parquet or .jsonl file")
-    for number, row in enumerate(itertools.islice(read_records(path), arguments.limit), start=1):
+    needs_truth = values.needs_truth if values else arguments.scorer not in _WITHOUT_GROUND_TRUTH
+    for number, row in enumerate(itertools.islice(iterate(arguments.file), arguments.limit), start=1):
         try:
             response = response or _find_column(row, RESPONSE_COLUMNS, "--response-column")
-            if arguments.scorer not in _WITHOUT_GROUND_TRUTH:
+            if needs_truth:
                 truth = truth or _find_column(row, GROUND_TRUTH_COLUMNS, "--ground-truth-column")
             text = value_at(row, response)
             if not isinstance(text, str):
                 raise DataError(f"column {response} holds {text!r:.80}: expected a text")
             ground_truth = None if truth is None else value_at(row, truth)
-            if truth and not arguments.custom and (ground_truth is None or ground_truth != ground_truth):
+            if truth and not values and (ground_truth is None or ground_truth != ground_truth):
                 raise DataError(f"column {truth} holds {ground_truth}: expected the answer")
-            yield Sample(_source(arguments, row), text, ground_truth, row.get("extra_info"))
+            sample = Sample(_source(arguments, row), text, ground_truth, row.get("extra_info"))
+            yield values.add_to(sample, row) if values else sample
         except KeyError as error:
             raise DataError(
                 f"{arguments.file}, row {number}: no column {error}; the columns are {', '.join(row)}"
             ) from None
         except DataError as error:
             raise DataError(f"{arguments.file}, row {number}: {error}") from None
+
+
+class _Values:
+    """What a user's function takes by name, from the rows of the file."""
+
+    def __init__(self, arguments: argparse.Namespace, scorer: Scorer) -> None:
+        self._arguments, self._scorer = arguments, scorer
+        self.needs_truth = bool({"ground_truth", "ground_truths"} & set(scorer.own.required))
+        """True for a function that cannot be called without a ground truth."""
+        self._tokenizer = None if arguments.tokenizer is None else _load_tokenizer(arguments.tokenizer)
+        self._is_checked = False
+
+    def add_to(self, sample: Sample, row: Mapping[str, Any]) -> Sample:
+        """Return the sample with the named values of its row, as in training.
+
+        Token ids are those of the columns that strop writes, else the tokenizer's.
+        """
+        given = row.get(self._arguments.prompt_column)
+        if (ids := row.get("response_ids")) is None and self._tokenizer is not None:
+            from strop.data.prompts import encode_responses
+
+            (ids,) = encode_responses([sample.solution_str], self._tokenizer)
+        prompt = Row(row, given)
+        if row.get("prompt_ids") is not None:
+            prompt = Row(row, given, ids=lambda: row["prompt_ids"])
+        elif self._tokenizer is not None and given is not None:
+            prompt = self._tokenized(row, given)
+        own = self._scorer
+        named = named_values(
+            own.wanted, prompt, sample.solution_str, for_batches=own.is_batch, response_ids=ids
+        )
+        sample = sample._replace(n_tokens=None if ids is None else len(ids), named=named)
+        if not self._is_checked:
+            self._require(sample, row)
+            self._is_checked = True
+        return sample
+
+    def _tokenized(self, row: Mapping[str, Any], given: Any) -> Row:
+        from strop.data.control_tokens import PromptError
+        from strop.data.prompts import encode_prompts
+
+        tokenizer: Any = self._tokenizer
+
+        @functools.cache
+        def ids() -> list[int]:
+            try:
+                return encode_prompts([given], tokenizer)[0]
+            except PromptError as error:
+                raise DataError(f"column {self._arguments.prompt_column}: {error.reason}") from None
+
+        return Row(row, given, ids=ids, text=lambda: tokenizer.decode(ids(), skip_special_tokens=False))
+
+    def _require(self, sample: Sample, row: Mapping[str, Any]) -> None:
+        """Raise ``ConfigError`` if the function needs a value that the rows do not have."""
+        function, known = self._scorer.own, values_of(sample)
+        function.require(row.keys())
+        for name in function.required:
+            value = BATCH_NAMES.get(name, name)
+            if value in known and not (value == "n_response_tokens" and known[value] is None):
+                continue
+            remedy = "--tokenizer MODEL"
+            if value in ("truncated", "uid"):
+                remedy = f"a column {value!r} in the file"
+            elif self._arguments.prompt_column not in row and value not in _OF_RESPONSES:
+                remedy = f"a column {self._arguments.prompt_column!r}, or --prompt-column NAME"
+            raise ConfigError(
+                f"{function.where} takes {name!r}, which needs {remedy}; the columns are {', '.join(row)}"
+            )
+
+
+_OF_RESPONSES = ("n_response_tokens", "response_ids")
+
+
+def _load_tokenizer(path: str) -> Any:
+    from strop.models.loader import load_tokenizer  # transformers: seconds
+
+    return load_tokenizer(Path(expand(path)))
 
 
 def _source(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
@@ -209,9 +316,9 @@ def _source(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
     try:
         return str(value_at(row, arguments.data_source_column))
     except KeyError:
-        if arguments.scorer is None:
+        if arguments.scorer is None and arguments.custom is None:
             raise
-        return arguments.scorer
+        return arguments.scorer or UNNAMED_SOURCE
 
 
 def _table(by_source: Mapping[str, list[Outcome]]) -> Table:
@@ -219,7 +326,8 @@ def _table(by_source: Mapping[str, list[Outcome]]) -> Table:
     for heading in ("answers", "mean score", "errors"):
         table.add_column(heading, justify="right")
     for source, outcomes in sorted(by_source.items()):
-        scores = [outcome.score for outcome in outcomes if not outcome.error]
+        scores = [outcome.score for outcome in outcomes if not outcome.error and outcome.score is not None]
         mean = f"{sum(scores) / len(scores):.4f}" if scores else "-"
-        table.add_row(literal(source), str(len(outcomes)), mean, str(len(outcomes) - len(scores)))
+        errors = sum(bool(outcome.error) for outcome in outcomes)
+        table.add_row(literal(source), str(len(outcomes)), mean, str(errors))
     return table

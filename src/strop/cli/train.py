@@ -1,4 +1,4 @@
-"""``strop train``, ``sft`` and ``train-rm``: from a command line to a trained model.
+"""``strop train``, ``sft``, ``train-rm`` and ``dpo``: from a command line to a trained model.
 
 Configuration errors are raised before torch is imported.
 """
@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from strop.cli.options import in_options
 from strop.config.checks.check import check
 from strop.config.load import load_tree
 from strop.config.placement import rollout_in_words
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.supervised import SftConfig, SupervisedConfig
-from strop.config.trees import PPO, REWARD_MODELLING, SFT, Root, Tree
+from strop.config.schema.supervised import SupervisedConfig
+from strop.config.trees import DPO, PPO, REWARD_MODELLING, SFT, Root, Tree
 from strop.errors import WorkerError
 from strop.terminal import PrintableFormatter
 
 if TYPE_CHECKING:
+    from strop.data.sources import Rows
     from strop.trainer.run_folder import RunFolder
 
 logger = logging.getLogger("strop")
@@ -35,10 +37,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_from(arguments: argparse.Namespace) -> Config:
     """Return the configuration of a ``strop train`` command line; ``ConfigError`` has all load errors."""
-    return _load(PPO, arguments)
+    return load_arguments(PPO, arguments)
 
 
-def _load(tree: Tree[Root], arguments: argparse.Namespace) -> Root:
+def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> Root:
+    """Return the configuration of a command line; ``ConfigError`` has all load errors."""
     return load_tree(
         tree, arguments.overrides, config_name=arguments.config_name, config_path=arguments.config_path
     )
@@ -56,43 +59,64 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 def run_sft(arguments: argparse.Namespace) -> int:
     """Run ``strop sft``; return 0."""
-    return run(_load(SFT, arguments))
+    return run(load_arguments(SFT, arguments))
 
 
 def run_train_rm(arguments: argparse.Namespace) -> int:
     """Run ``strop train-rm``; return 0."""
-    return run(_load(REWARD_MODELLING, arguments))
+    return run(load_arguments(REWARD_MODELLING, arguments))
+
+
+def run_dpo(arguments: argparse.Namespace) -> int:
+    """Run ``strop dpo``; return 0."""
+    return run(load_arguments(DPO, arguments))
 
 
 def run(config: RootConfig) -> int:
     """Train the kind of run that the configuration describes; return 0."""
     log_to_console()
     require_valid(config)
+    logger.info("run folder: %s", config.trainer.default_local_dir)
     if isinstance(config, Config):
         logger.info("%s", rollout_in_words(config))
     with_restarts(config, train_once)
     return 0
 
 
-def log_to_console() -> None:
-    """Log strop's own messages from level INFO, those of other packages from WARNING."""
+class _InOptions(PrintableFormatter):
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__("%(message)s")
+        self._names = names
+
+    def format(self, record: logging.LogRecord) -> str:
+        return in_options(super().format(record), self._names)
+
+
+def log_to_console(names: Mapping[str, str] | None = None) -> None:
+    """Log strop's own messages from level INFO, those of other packages from WARNING.
+
+    ``names``: the options of a command, by the keys that they set; see ``in_options``.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(message)s"))
+    handler.setFormatter(_InOptions(names or {}))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logger.setLevel(logging.INFO)
 
 
-def train_once(config: RootConfig) -> None:
-    """Build the trainer, train, and release its workers even if it raises."""
+def train_once(config: RootConfig, *, rows: Sequence[Rows] = ()) -> None:
+    """Build the trainer, train, and release its workers even if it raises.
+
+    ``rows`` in memory are read where ``data.train_files`` and ``data.val_files`` have their names.
+    """
     trainer: Any  # the modules import torch and transformers: seconds
     if isinstance(config, Config):
         from strop.trainer.build import build_trainer
 
-        trainer = build_trainer(config)
+        trainer = build_trainer(config, rows=rows)
     elif isinstance(config, SupervisedConfig):
-        from strop.trainer.supervised import RewardModelTrainer, SftTrainer, build
+        from strop.trainer.supervised import TRAINERS, build
 
-        trainer = build(SftTrainer if isinstance(config, SftConfig) else RewardModelTrainer, config)
+        trainer = build(TRAINERS[type(config)], config, rows=rows)
     try:
         trainer.init_workers()
         trainer.fit()

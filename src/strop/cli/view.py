@@ -7,7 +7,7 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from strop.cli.page import add_web_arguments, require_one_run, serve_page
 from strop.config.paths import expand
 from strop.errors import DataError
 from strop.terminal import literal, printable
@@ -39,9 +40,15 @@ _SAMPLE_COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run folder (trainer.default_local_dir)")
+    add_web_arguments(parser)
     parser.add_argument("--step", type=int, help="the step whose samples are shown (default: the last one)")
     parser.add_argument(
         "--samples", type=int, default=5, metavar="K", help="number of samples shown; 0 for none (5)"
+    )
+    parser.add_argument("--prompt", metavar="TEXT", help="show samples whose prompt contains this text")
+    parser.add_argument("--text", metavar="TEXT", help="show samples whose response contains this text")
+    parser.add_argument(
+        "--uid", help="show the samples of the prompt with this uid; without it, one sample of each prompt"
     )
     parser.add_argument(
         "--sort",
@@ -61,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the run; DataError when the folder is not a run folder or has no such step."""
+    if args.web:
+        return serve_page([args.run_dir, *args.more_runs], host=args.host, port=args.port)
+    require_one_run(args.more_runs)
     run_dir = Path(expand(args.run_dir))
     steps = read_metrics(run_dir / METRICS_FILE)
     if not steps:
@@ -73,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     files = {int(name): path for name, path in names.items() if name.isdecimal()}
     if args.samples > 0 and (files or args.step is not None):
         step, path = _choose_step(folder, files, args.step)
-        shown.append(_samples_view(step, path, count=args.samples, sort=args.sort))
+        wanted = _Wanted(args.prompt, args.text, args.uid)
+        shown.append(_samples_view(step, path, wanted, count=args.samples, sort=args.sort))
     Console().print(*shown, sep="\n")  # last, so that a mistake in the arguments prints its error only
     return 0
 
@@ -150,16 +161,54 @@ def _validation_table(steps: Steps) -> Table:
     return table
 
 
-def _samples_view(step: int, path: Path, *, count: int, sort: str | None) -> Group:
-    """Return the first ``count`` samples of the file, after sorting, each in a frame."""
-    samples = _read_samples(path)
+class _Wanted(NamedTuple):
+    """Which samples to show: parts of the prompt and of the response, and the prompt's uid; None: any."""
+
+    prompt: str | None
+    text: str | None
+    uid: str | None
+
+    def __str__(self) -> str:
+        given = [f"--{name} {value}" for name, value in self._asdict().items() if value is not None]
+        return " ".join(given)
+
+    def selects(self, sample: Mapping[str, Any]) -> bool:
+        """Return True for a sample that has all of it."""
+        responses = [sample.get(name) or "" for name in ("response", "response_with_special_tokens")]
+        return (
+            (self.prompt is None or self.prompt in (sample.get("prompt") or ""))
+            and (self.text is None or any(self.text in response for response in responses))
+            and (self.uid is None or self.uid == str(sample.get("uid")))
+        )
+
+
+def _one_of_each_prompt(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first sample of each uid; samples without one count as a prompt each."""
+    first: dict[Any, dict[str, Any]] = {}
+    for number, sample in enumerate(samples):
+        first.setdefault(sample.get("uid") or number, sample)
+    return list(first.values())
+
+
+def _samples_view(step: int, path: Path, wanted: _Wanted, *, count: int, sort: str | None) -> Group:
+    """Return the first ``count`` samples of those wanted, after sorting, each in a frame."""
+    everything = _read_samples(path)
+    samples = [sample for sample in everything if wanted.selects(sample)]
+    if not samples:
+        uids = list(dict.fromkeys(str(sample.get("uid")) for sample in everything))
+        hint = f"; its uids are {', '.join(uids[:5])}{', ...' if len(uids) > 5 else ''}" if wanted.uid else ""
+        raise DataError(f"{wanted}: none of the {len(everything)} samples of step {step} ({path}){hint}")
+    found = len(samples)
     if sort == "score":
         samples.sort(key=lambda sample: sample.get("score", 0.0))
     elif sort == "length":
         samples.sort(key=lambda sample: -sample["length"])
-    title = literal(
-        f"Samples of step {step}: {min(count, len(samples))} of {len(samples)} ({path})", style="bold"
-    )
+    if wanted.uid is None:
+        samples = _one_of_each_prompt(samples)
+    each = ", one of each prompt" if len(samples) < found else ""
+    given = f" with {wanted}" if str(wanted) else ""
+    shown = f"{min(count, len(samples))} of {found}{given}{each}"
+    title = literal(f"Samples of step {step}: {shown} ({path})", style="bold")
     return Group(title, *(_sample_panel(sample) for sample in samples[:count]))
 
 

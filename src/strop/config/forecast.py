@@ -11,20 +11,38 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
 from strop.config.backends import ROLLOUTS, load_backend
-from strop.config.batch_plan import MICRO_BATCHES, BatchPlan, UpdatePlan, ranks_with_same_rows, strategy_of
+from strop.config.batch_plan import (
+    MICRO_BATCHES,
+    BatchPlan,
+    ForwardPlan,
+    MicroBatchSize,
+    UpdatePlan,
+    ranks_with_same_rows,
+    strategy_of,
+)
 from strop.config.keys import longest_row, value_at
-from strop.config.paths import expand, is_url
-from strop.config.placement import Placement, rollout_dtype, tensor_parallel_size
-from strop.config.roles import has_kl_in_reward, uses_critic, uses_reference
+from strop.config.machine import memory_for
+from strop.config.paths import expand, is_url, may_be_a_hub_name
+from strop.config.placement import Placement, pools_of, rollout_dtype, tensor_parallel_size
+from strop.config.roles import (
+    has_kl_in_reward,
+    uses_critic,
+    uses_reference,
+    why_old_log_probs_are_computed_apart,
+)
 from strop.config.schema import Config
 from strop.config.schema.critic import CriticModelConfig
 from strop.config.schema.policy import ActorModelConfig
+from strop.config.schema.supervised import SupervisedConfig, TrainedModelConfig
 
 
 @dataclass(frozen=True)
@@ -47,26 +65,44 @@ class ModelFacts:
 
 def read_model_facts(path: str) -> ModelFacts | None:
     """Return facts about the model in the folder `path`; None if it is not local or lacks them."""
+    if not path or is_url(path):
+        return None
     folder = Path(expand(path))
-    if not path or is_url(path) or not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() and may_be_a_hub_name(path):
+        cached = try_to_load_from_cache(path, "config.json")
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    if not (folder / "config.json").is_file():
         return None
     try:
-        config = json.loads((folder / "config.json").read_text())
-        shape = config.get("text_config", config)
-        heads = shape["num_attention_heads"]
-        head_size = shape.get("head_dim") or shape["hidden_size"] // heads
-        return ModelFacts(
-            parameters=sum(count_parameters(file) for file in folder.glob("*.safetensors")) or None,
-            layers=shape["num_hidden_layers"],
-            hidden=shape["hidden_size"],
-            vocabulary=shape["vocab_size"],
-            heads=heads,
-            kv_heads=shape.get("num_key_value_heads", heads),
-            kv_width=shape.get("num_key_value_heads", heads) * head_size,
-            context=shape.get("max_position_embeddings"),
-        )
+        parameters = sum(count_parameters(file) for file in folder.glob("*.safetensors")) or None
+        return facts_of(json.loads((folder / "config.json").read_text()), parameters)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None  # loading the model reports a broken folder
+
+
+SHAPE_KEYS = (
+    *("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "max_position_embeddings"),
+)
+"""Keys of config.json that hold the sizes of a model."""
+
+
+def facts_of(config: Mapping[str, Any], parameters: int | None) -> ModelFacts:
+    """Return facts from the content of a config.json; ``KeyError`` and others if it lacks them."""
+    shape = config.get("text_config", config)
+    heads = shape["num_attention_heads"]
+    kv_heads = shape.get("num_key_value_heads") or heads
+    head_size = shape.get("head_dim") or shape["hidden_size"] // heads
+    return ModelFacts(
+        parameters=parameters,
+        layers=shape["num_hidden_layers"],
+        hidden=shape["hidden_size"],
+        vocabulary=shape["vocab_size"],
+        heads=heads,
+        kv_heads=kv_heads,
+        kv_width=kv_heads * head_size,
+        context=shape.get("max_position_embeddings"),
+    )
 
 
 def count_parameters(file: Path) -> int:
@@ -80,6 +116,7 @@ _TRAINED = 4 * _FLOAT32  # weight, gradient and two moments
 _ACTIVATION_BYTES = {2: 34, 4: 68}  # for each token, layer and hidden unit, by the bytes of a number
 _LOGITS_AT_ONCE = 1 << 25  # in one block of the vocabulary on a GPU; fewer on a CPU
 _LOGIT_COPIES = 3
+_SHARE_OF_CACHES = 0.5  # of the memory beside the models; the rest is for prefills, batches and the system
 _CACHE_BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
 
 
@@ -99,37 +136,87 @@ class Forecast:
         phases = [size for size in self.phases.values() if size is not None]
         if resident is None or len(phases) < len(self.phases):
             return None
-        return resident + max(phases)
+        return resident + max(phases, default=0)
 
 
-def forecast(config: Config, plan: BatchPlan) -> Forecast:
-    """Return the memory of one rank, from config.json and the headers of the weights alone."""
+def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> Forecast:
+    """Return the memory of one rank, from config.json and the headers of the weights alone.
+
+    ``pool``: of the roles in this pool; None: of all roles, as if they shared one.
+    """
     actor = config.actor_rollout_ref.model
     policy = read_model_facts(actor.path)
-    length = config.data.max_prompt_length + config.data.max_response_length
-    activations = _activations(policy, plan.actor, length, actor)
-    policy_role = "ActorRollout" if config.actor_rollout_ref.hybrid_engine else "Actor"
-    fsdp_size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
-    trained = _trained(config, "actor", policy, policy_role, fsdp_size)
-    resident = {"actor: weights, gradients, AdamW": trained}
-    phases = {"actor update: activations, logits": _sum(activations, _logits(policy, plan.actor, length))}
-    generation = load_backend(ROLLOUTS[config.actor_rollout_ref.rollout.name].forecast)(config, plan, policy)
-    resident |= generation.resident
-    phases |= generation.phases
-    if uses_reference(config):
-        shards = _shards(config, "ref", "RefPolicy", -1)
-        resident["reference: weights"] = _times(policy, _FLOAT32, shards)
-    if plan.critic is not None:
+    length = longest_row(config.data)[0]
+    resident, phases = resident_weights(config, pool), {}
+    if _is_in(config, _policy_role(config), pool):
+        activations = _activations(policy, plan.actor, length, actor)
+        phases["actor update: activations, logits"] = _sum(activations, _logits(policy, plan.actor, length))
+    if _is_in(config, _rollout_role(config), pool):
+        back_end = ROLLOUTS[config.actor_rollout_ref.rollout.name]
+        generation = load_backend(back_end.forecast)(config, plan, policy)
+        resident |= generation.resident
+        phases |= generation.phases
+    if plan.critic is not None and _is_in(config, "Critic", pool):
         critic = read_model_facts(config.critic.model.path)
-        fsdp_size = config.critic.model.fsdp_config.fsdp_size
-        trained = _trained(config, "critic", critic, "Critic", fsdp_size)
-        resident["critic: weights, gradients, AdamW"] = trained
         phases["critic update: activations"] = _activations(critic, plan.critic, length, config.critic.model)
-    if config.reward_model.enable:
-        scorer = read_model_facts(config.reward_model.model.path)
-        shards = _shards(config, "reward_model", "RewardModel", -1)
-        resident["reward model: weights"] = _times(scorer, _FLOAT32, shards)
     return Forecast(resident, phases)
+
+
+def resident_weights(config: Config, pool: str | None = None) -> dict[str, int | None]:
+    """Return the bytes of one rank's models of ``pool`` (None: of all), with what their training keeps."""
+    policy = read_model_facts(config.actor_rollout_ref.model.path)
+    trains = not config.trainer.val_only
+    resident: dict[str, int | None] = {}
+    if _is_in(config, _policy_role(config), pool):
+        size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+        if trains:
+            resident["actor: weights, gradients, AdamW"] = _trained(config, "actor", policy, size)
+        else:
+            resident["actor: weights"] = _times(policy, _FLOAT32, _shards(config, "actor", size))
+    if uses_reference(config) and trains and _is_in(config, _reference_role(config), pool):
+        resident["reference: weights"] = _times(policy, _FLOAT32, _shards(config, "ref", -1))
+    if uses_critic(config) and trains and _is_in(config, "Critic", pool):
+        critic, size = read_model_facts(config.critic.model.path), config.critic.model.fsdp_config.fsdp_size
+        resident["critic: weights, gradients, AdamW"] = _trained(config, "critic", critic, size)
+    if config.reward_model.enable and _is_in(config, "RewardModel", pool):
+        scorer = read_model_facts(config.reward_model.model.path)
+        resident["reward model: weights"] = _times(scorer, _FLOAT32, _shards(config, "reward_model", -1))
+    return resident
+
+
+def supervised_forecast(config: SupervisedConfig, sequences_of_a_row: int) -> Forecast:
+    """Return the memory of one rank of a supervised run."""
+    model, update, length = read_model_facts(config.model.path), config.update, longest_row(config.data)[0]
+    ranks = sum(map(sum, pools_of(config).values()))
+    rows = -(-config.data.train_batch_size // ranks) * sequences_of_a_row
+    if update.use_dynamic_bsz:
+        size = MicroBatchSize(max_tokens=update.max_token_len_per_gpu)
+    else:
+        size = MicroBatchSize(rows=(update.micro_batch_size_per_gpu or rows) * sequences_of_a_row)
+    tokens = _tokens_at_once(ForwardPlan(rows, size), length)
+    size_of_group = config.model.fsdp_config.fsdp_size
+    shards = min(size_of_group, ranks) if size_of_group > 0 else ranks
+    logits = _logits_of(model, tokens) if sequences_of_a_row == 1 else 0
+    return Forecast(
+        {"model: weights, gradients, AdamW": _times(model, _TRAINED, shards)},
+        {"update: activations, logits": _sum(_activations_of(model, tokens, config.model), logits)},
+    )
+
+
+def _policy_role(config: Config) -> str:
+    return Placement.from_config(config).role_of_pass("actor")
+
+
+def _reference_role(config: Config) -> str:
+    return Placement.from_config(config).role_of_pass("ref")
+
+
+def _rollout_role(config: Config) -> str:
+    return _policy_role(config) if config.actor_rollout_ref.hybrid_engine else "Rollout"
+
+
+def _is_in(config: Config, role: str, pool: str | None) -> bool:
+    return pool is None or Placement.from_config(config).roles[role] == pool
 
 
 # Bytes of a token in a file of samples, compressed; `strop.columns.TOKEN_COLUMNS` has the significant bits.
@@ -155,6 +242,8 @@ def sample_files(config: Config, plan: BatchPlan) -> SampleFiles:
     takes nothing: advantages and returns without values and KL penalty.
     """
     columns = 2 * _16_BITS + _11_BITS  # log-probs of sampler and policy, entropies
+    if why_old_log_probs_are_computed_apart(config):
+        columns += _16_BITS  # log-probs in the update
     if uses_reference(config):
         columns += _16_BITS
     if has_kl_in_reward(config):
@@ -171,35 +260,59 @@ def sample_files(config: Config, plan: BatchPlan) -> SampleFiles:
     return SampleFiles(round(plan.samples * sample), min(files, default=None))
 
 
-def _trained(config: Config, name: str, facts: ModelFacts | None, role: str, fsdp_size: int) -> int | None:
-    """Return the bytes of weights, gradients and moments on one rank of a role."""
-    shards = _shards(config, name, role, fsdp_size)
+def _trained(config: Config, name: str, facts: ModelFacts | None, fsdp_size: int) -> int | None:
+    """Return the bytes of weights, gradients and moments on one rank of the role of a pass."""
+    shards = _shards(config, name, fsdp_size)
     section = value_at(config, MICRO_BATCHES[name].megatron)
     if strategy_of(config, name) != "megatron" or not section.use_distributed_optimizer:
         return _times(facts, _TRAINED, shards)
-    ranks = Placement.from_config(config).ranks(role)
+    ranks = Placement.from_config(config).ranks_of_pass(name)
     return _sum(_times(facts, 2 * _FLOAT32, shards), _times(facts, 2 * _FLOAT32, ranks))
 
 
-def _shards(config: Config, name: str, role: str, fsdp_size: int) -> int:
-    """Return the ranks over which one copy of a role's model is spread; `name` is a pass of it."""
-    ranks = Placement.from_config(config).ranks(role)
+def _shards(config: Config, name: str, fsdp_size: int) -> int:
+    """Return the ranks over which one copy of the model of a pass is spread."""
+    ranks = Placement.from_config(config).ranks_of_pass(name)
     if strategy_of(config, name) == "megatron":
         return ranks_with_same_rows(config, name, ranks)
     return min(fsdp_size, ranks) if fsdp_size > 0 else ranks
 
 
 def sample_caches(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
-    """Return the memory of a rollout on the actor's weights: KV caches of the samples generated at once."""
+    """Return the memory of rollout ``hf``: KV caches of the samples generated at once."""
     cache = None
     if facts is not None:
-        samples, at_once = (
-            plan.samples // plan.ranks,
-            config.actor_rollout_ref.rollout.micro_batch_size_per_gpu,
-        )
-        tokens = min(samples, at_once or samples) * longest_row(config.data)[0]
-        cache = tokens * 2 * facts.layers * facts.kv_width * _number_bytes(config.actor_rollout_ref.model)
+        samples = min(plan.samples // plan.ranks, samples_at_once(config, facts))
+        cache = samples * longest_row(config.data)[0] * _cache_bytes(config, facts)
     return Forecast({}, {"generation: KV cache": cache})
+
+
+def samples_at_once(config: Config, facts: ModelFacts) -> int:
+    """Return how many samples rollout ``hf`` generates at once: ``micro_batch_size_per_gpu``, or what fits.
+
+    What fits depends on the configuration and on the memory that is installed, not on what is free at the
+    moment: a resumed run has to form the same batches.
+    """
+    if size := config.actor_rollout_ref.rollout.micro_batch_size_per_gpu:
+        return size
+    memory = memory_for(config)
+    own = memory.size // memory.processes
+    pool = Placement.from_config(config).roles[_rollout_role(config)]
+    held = _sum(*resident_weights(config, pool).values())
+    copy = _times(
+        facts, _number_bytes(config.actor_rollout_ref.model), 1
+    )  # packed, or beside a sharded actor
+    free = own // 2 if held is None else own - held - (copy or 0)
+    tokens, logits = longest_row(config.data)[0], 2 * _FLOAT32 * facts.vocabulary
+    sample = (
+        tokens * _cache_bytes(config, facts) * (facts.layers + 1) // facts.layers + logits
+    )  # grows by a layer
+    return max(1, max(int(free * _SHARE_OF_CACHES), own // 32) // sample)
+
+
+def _cache_bytes(config: Config, facts: ModelFacts) -> int:
+    """Return the bytes of a token's keys and values."""
+    return 2 * facts.layers * facts.kv_width * _number_bytes(config.actor_rollout_ref.model)
 
 
 def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
@@ -216,6 +329,9 @@ def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None
         tokens = config.actor_rollout_ref.rollout.max_num_seqs * blocks * _CACHE_BLOCK
         weights = _times(facts, size, ranks)
         cache = tokens * 2 * facts.layers * facts.kv_width * size // ranks
+        memory = memory_for(config)  # vLLM takes no more, whatever is asked for
+        share = config.actor_rollout_ref.rollout.gpu_memory_utilization * memory.size / memory.processes
+        cache = min(cache, int(share))
     if config.trainer.device == "cpu" or not config.actor_rollout_ref.rollout.free_cache_engine:
         return Forecast({"vLLM: weights": weights, "vLLM: KV cache, at most": cache}, {})
     return Forecast({}, {"generation: vLLM's weights, and KV cache at most": _sum(weights, cache)})
@@ -230,23 +346,29 @@ def _sum(*parts: int | None) -> int | None:
     return sum(known) if len(known) == len(parts) else None
 
 
-def _number_bytes(model: ActorModelConfig | CriticModelConfig) -> int:
+def _number_bytes(model: ActorModelConfig | CriticModelConfig | TrainedModelConfig) -> int:
     """Return the bytes of an activation; the larger figure for `auto`, as the device is unknown here."""
     return 2 if model.compute_dtype == "bfloat16" else 4
 
 
-def _tokens_at_once(update: UpdatePlan, length: int) -> int:
-    rows, all_tokens = update.micro_batch.rows, update.samples_per_rank * length
-    tokens = min(all_tokens, update.micro_batch.max_tokens or all_tokens if rows is None else rows * length)
-    return -(-tokens // update.sharing)
+def _tokens_at_once(part: ForwardPlan, length: int, sharing: int = 1) -> int:
+    rows, all_tokens = part.micro_batch.rows, part.samples_per_rank * length
+    tokens = min(all_tokens, part.micro_batch.max_tokens or all_tokens if rows is None else rows * length)
+    return -(-tokens // sharing)
 
 
 def _activations(
     facts: ModelFacts | None, update: UpdatePlan, length: int, model: ActorModelConfig | CriticModelConfig
 ) -> int | None:
+    return _activations_of(facts, _tokens_at_once(update, length, update.sharing), model)
+
+
+def _activations_of(
+    facts: ModelFacts | None, tokens: int, model: ActorModelConfig | CriticModelConfig | TrainedModelConfig
+) -> int | None:
     if facts is None:
         return None
-    size, numbers = _number_bytes(model), _tokens_at_once(update, length) * facts.hidden
+    size, numbers = _number_bytes(model), tokens * facts.hidden
     layer = numbers * _ACTIVATION_BYTES[size]
     if model.enable_gradient_checkpointing:
         return numbers * size * facts.layers + layer
@@ -254,7 +376,10 @@ def _activations(
 
 
 def _logits(facts: ModelFacts | None, update: UpdatePlan, length: int) -> int | None:
+    return _logits_of(facts, _tokens_at_once(update, length, update.sharing))
+
+
+def _logits_of(facts: ModelFacts | None, tokens: int) -> int | None:
     if facts is None:
         return None
-    logits = min(_tokens_at_once(update, length) * facts.vocabulary, _LOGITS_AT_ONCE)
-    return logits * _FLOAT32 * _LOGIT_COPIES
+    return min(tokens * facts.vocabulary, _LOGITS_AT_ONCE) * _FLOAT32 * _LOGIT_COPIES

@@ -39,28 +39,8 @@ _PLAIN_NAMES = {
 OF_ALL_NUMBERS = (LARGEST_INT, LARGEST_SIZE, MOST_PROCESSES, LARGEST_FLOAT, -LARGEST_FLOAT, SMALLEST_FLOAT)
 """Bounds that are mentioned only where a value exceeds them."""
 
-_IN_VERL = {
-    f"algorithm.rollout_correction.{name}": f"actor_rollout_ref.actor.{key}"
-    for name, key in {
-        "rollout_is": "rollout_is",
-        "rollout_is_threshold": "rollout_is_threshold",
-        "rollout_rs": "rollout_is, with rollout_is_mode=mask",
-        "rollout_rs_threshold": "rollout_is_threshold and rollout_is_threshold_low, with mode mask",
-        "bypass_mode": "use_rollout_log_probs",
-    }.items()
-} | dict.fromkeys(
-    [
-        "async_training.staleness_threshold",
-        "async_training.trigger_parameter_sync_step",
-        "async_training.partial_rollout",
-        "trainer.max_off_policy_steps",
-        "trainer.max_staleness",
-    ],
-    "trainer.async_steps",
-)
-"""Key of verl's -> the one that does this here, under another name."""
-
 _CLOSE_ENOUGH = 0.65  # fsdp_size is not fsdp_config
+_CLOSE_ENOUGH_ELSEWHERE = 0.8
 
 
 @dataclass(frozen=True)
@@ -111,19 +91,43 @@ def nearest(path: str, schema: type[RootConfig] = Config) -> str | None:
 
 def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
     """Return the message about a key that does not exist."""
-    others = {name: key for name, key in _IN_VERL.items() if f"{name}.".startswith(f"{path}.")}
-    if others and schema is Config:
-        meant = [key if name == path else f"{key} (for {_last_word(name)})" for name, key in others.items()]
-        return f"{path}: unknown key; did you mean {'; '.join(meant)}?"
     guess, keys = nearest(path, schema), all_keys(schema)
-    if guess:
-        return f"{path}: unknown key; did you mean {guess}?"
+    guesses = [guess] if guess else _elsewhere(path, list(keys))
+    if guesses:
+        return f"{path}: unknown key; did you mean {' or '.join(guesses)}?"
     sections = {key.path for key in keys.values() if key.is_section}
     section = path.rpartition(".")[0]
     while section and section not in sections:
         section = section.rpartition(".")[0]
     siblings = [_last_word(known) for known in keys if known.rpartition(".")[0] == section]
     return f"{path}: unknown key; the keys of {section or 'the configuration'} are {', '.join(siblings)}"
+
+
+_MOST_GUESSES = 3
+
+
+def _elsewhere(path: str, keys: list[str]) -> list[str]:
+    """Return the keys that end with the last word of ``path`` and have its others on their way.
+
+    Keys of the actor come first: it is what most people want to set.
+    """
+
+    def found(last: str) -> list[str]:
+        others = path.split(".")[:-1]
+        return [key for key in keys if _last_word(key) == last and _in_order(others, key.split("."))]
+
+    def rank(key: str) -> tuple[bool, bool]:
+        return not key.startswith("actor_rollout_ref.actor."), not key.startswith("actor_rollout_ref.")
+
+    word, last_words = _last_word(path), list(dict.fromkeys(map(_last_word, keys)))
+    close = difflib.get_close_matches(word, last_words, _MOST_GUESSES, _CLOSE_ENOUGH_ELSEWHERE)
+    matching = found(word) or [key for last in close for key in found(last)]
+    return sorted(matching, key=rank)[:_MOST_GUESSES]
+
+
+def _in_order(words: list[str], among: list[str]) -> bool:
+    rest = iter(among)
+    return all(word in rest for word in words)
 
 
 def _last_word(path: str) -> str:

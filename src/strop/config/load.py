@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,9 +15,10 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from pydantic import ValidationError
 
 from strop.config.keys import OF_ALL_NUMBERS, all_keys, unknown_key
-from strop.config.overrides import apply_override, compose_file, locate, split_overrides
+from strop.config.overrides import apply_override, compose_file, locate, shipped_names, split_overrides
 from strop.config.schema import Config, RootConfig
 from strop.config.trees import PPO, Root, Tree
+from strop.config.verl import OWN_FOLDERS, Translation, leaves, translate, without_foreign
 from strop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,10 +53,16 @@ def load_tree(
         ConfigError: the file cannot be read, or one line for each unknown key, wrong value, dead
             interpolation and unreadable override.
     """
+    notes = []
+    if config_path in OWN_FOLDERS and not Path(config_path).exists():
+        name = (config_name or tree.name).removesuffix(".yaml")
+        if name in shipped_names(tree.name):
+            notes.append(f"--config-path {config_path}: no such folder; verl's has the place of the defaults")
+            config_path = None
     file = locate(config_path, config_name, tree.name)
     groups, settings, problems = split_overrides(overrides, file.parent if file else None)
     layer = compose_file(file, groups, tree.name) if file else OmegaConf.create({})
-    return _build(tree, layer, settings, problems)
+    return _build(tree, layer, settings, problems, notes)
 
 
 def as_config(config: Config | DictConfig | Mapping[str, Any]) -> Config:
@@ -70,7 +78,7 @@ def as_config(config: Config | DictConfig | Mapping[str, Any]) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(f"configuration: {str(error).splitlines()[0]}") from error
     OmegaConf.set_struct(layer, False)
-    return _build(PPO, layer, [], [])
+    return _build(PPO, layer, [], [], [])
 
 
 def to_yaml(config: RootConfig) -> str:
@@ -78,9 +86,21 @@ def to_yaml(config: RootConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=10_000)
 
 
-def _build(tree: Tree[Root], layer: DictConfig, settings: list[Override], problems: list[str]) -> Root:
-    """Lay `layer` and `settings` over the defaults, resolve, validate; `problems` are known already."""
+def _build(
+    tree: Tree[Root], layer: DictConfig, settings: list[Override], problems: list[str], notes: list[str]
+) -> Root:
+    """Lay `layer` and `settings` over the defaults, resolve, validate.
+
+    `problems` and `notes` are those known already.
+    """
     given = cast(dict[Any, Any], OmegaConf.to_container(layer, resolve=False))
+    problems, names = list(problems), Translation()
+    if tree is PPO:
+        names = _of_verl(given, settings)
+        given = without_foreign(given)
+        layer = OmegaConf.create(given)
+        settings = [own for setting in settings if (own := _own_part(setting))]
+        problems += names.problems
     in_file = written_paths(given)
     defaults = cast(DictConfig, OmegaConf.merge(tree.defaults()))  # a copy
     OmegaConf.set_readonly(defaults, False)
@@ -91,12 +111,14 @@ def _build(tree: Tree[Root], layer: DictConfig, settings: list[Override], proble
     merged = cast(DictConfig, OmegaConf.merge(defaults, layer))
     OmegaConf.set_readonly(merged, False)
     overridden: set[str] = set()
-    problems = list(problems)
     for override in settings:
         if problem := apply_override(merged, override, tree.schema):
             problems.append(problem)
         overridden |= written_paths({override.key_or_group: override.value()})
-    written = in_file | overridden
+    for path, value in {**{path: tree.raw_default(path) for path in names.defaults}, **names.values}.items():
+        OmegaConf.update(merged, path, value, force_add=True)
+    overridden |= {path[:end] for path in names.values for end, mark in enumerate(f"{path}.") if mark == "."}
+    written = (in_file | overridden) - set(names.defaults)
     tree.settle(merged, written)
 
     by_path: dict[str, str | None] = {}
@@ -110,11 +132,34 @@ def _build(tree: Tree[Root], layer: DictConfig, settings: list[Override], proble
         own = {path: line for path, line in lines.items() if path in written or not tree.followed_by(path)}
         by_path = {**(own or lines), **by_path}
     if problems or by_path or config is None:
+        for path, source in names.sources.items():
+            if source != path and by_path.get(path):
+                by_path[path] = f"{by_path[path]} (written as {source})"
         raise ConfigError(*problems, *(line for line in by_path.values() if line is not None))
     keys = all_keys(tree.schema)
     changed = {path for path in in_file if path in keys and _differs(merged, tree, path)}
-    config.note_written(written, meant=overridden | changed)
+    config.note_written(written, meant=overridden | changed, notes=[*notes, *names.notes])
     return config
+
+
+def _of_verl(given: dict[Any, Any], settings: list[Override]) -> Translation:
+    """Return what keys and values of verl mean here, those of `settings` over those of the file."""
+    values, overridden = dict(leaves(given)), set[str]()
+    for setting in settings:
+        if not setting.is_delete():
+            own = dict(leaves({setting.key_or_group: setting.value()}))
+            values |= own
+            overridden |= own.keys()
+    return translate(values, overridden, PPO.raw_default)
+
+
+def _own_part(setting: Override) -> Override | None:
+    """Return `setting` without verl's keys; None if nothing is left."""
+    key, value = setting.key_or_group, setting.value()
+    own = without_foreign({key: value})
+    if not own:
+        return None
+    return setting if own == {key: value} else replace(setting, _value=own[key])
 
 
 def _of_another_kind(default: Any, given: Any, path: str = "") -> Iterator[str]:

@@ -22,7 +22,7 @@ OPTIONAL_PACKAGES = ("tensorboard", "wandb")
 """Trackers that need the package, and the extra, of their own name."""
 
 REWARD_MANAGERS = ("naive", "prime")
-"""One class with one process or several: ``strop.rewards.manager.load_reward_manager``."""
+"""One class with one process or several: ``strop.rewards.loading.load_reward_manager``."""
 
 
 @cache
@@ -35,6 +35,12 @@ def estimators() -> dict[str, frozenset[str]]:
 def policy_losses() -> dict[str, frozenset[str]]:
     """Return the parameters of every built-in policy loss, by name."""
     return _registered("policy_loss.py")
+
+
+@cache
+def preference_losses() -> dict[str, frozenset[str]]:
+    """Return the parameters of every built-in preference loss, by name."""
+    return _registered("preference.py")
 
 
 def _registered(file: str) -> dict[str, frozenset[str]]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple, TypeGuard
 
+_SPLIT = re.compile(r"(.+):(\w[\w.+-]*(?:\[[\w:%-]*\])?)")
+_HUB_DATA_SET = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?:@([\w./-]+))?")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -25,3 +28,39 @@ def expand(path: str | Path) -> str:
 def may_be_a_hub_name(path: str) -> bool:
     """Return True if `path` may name a model on the hub (owner/name); local folders take precedence."""
     return _HUB_NAME.fullmatch(path) is not None and not path.endswith(".gguf")
+
+
+class HubSplit(NamedTuple):
+    """A split of a data set on the hub, written ``owner/name:split``.
+
+    A configuration and a revision may follow the name: ``owner/name/configuration@revision:split``.
+    """
+
+    repo: str
+    config: str | None
+    revision: str | None
+    split: str
+    """As for ``datasets.load_dataset``: ``train``, ``train[:1000]``."""
+
+
+def with_split(path: str) -> tuple[str, str] | None:
+    """Return a path and the split that follows it after a colon; None if there is none."""
+    found = _SPLIT.fullmatch(path)
+    return (found[1], found[2]) if found else None
+
+
+def hub_split(path: str) -> HubSplit | None:
+    """Return the split of a data set on the hub that `path` may name; local files take precedence."""
+    parts = with_split(path)
+    found = _HUB_DATA_SET.fullmatch(parts[0]) if parts else None
+    return HubSplit(*found.groups(), parts[1]) if found and parts else None
+
+
+def is_rows(path: str) -> bool:
+    """Return True if `path` stands for rows that a Python program passes (`strop.data.sources.Rows`)."""
+    return path.startswith("rows:")
+
+
+def is_template_file(template: str | None) -> TypeGuard[str]:
+    """Return True if a chat template is given as the path of a file, and not as Jinja text."""
+    return template is not None and "{" not in template

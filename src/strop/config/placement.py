@@ -28,14 +28,18 @@ class Placement:
     pools: dict[str, list[int]]
     """Processes on each node."""
     roles: dict[str, str]
-    """Role -> pool; ``Actor`` and ``Rollout`` apart, or ``ActorRollout``."""
+    """Role -> pool, the role that trains the policy first.
+
+    ``Actor`` and ``Rollout`` apart, or ``ActorRollout``, or ``ActorRolloutRef`` without ``RefPolicy``.
+    """
 
     @classmethod
     def from_config(cls, config: Config) -> Placement:
         """Return the placement of a run; ``ConfigError`` has a line for each name that does not fit."""
         pools, policy = pools_of(config), policy_roles(config)
         default = GLOBAL_POOL if GLOBAL_POOL in pools else next(iter(pools))
-        roles = dict.fromkeys([*policy, "Critic", "RefPolicy", "RewardModel"], default)
+        apart = [] if "ActorRolloutRef" in policy else ["RefPolicy"]
+        roles = dict.fromkeys([*policy, "Critic", *apart, "RewardModel"], default)
         problems = []
         for role, pool in config.trainer.placement.items():
             if role not in roles:
@@ -59,15 +63,16 @@ class Placement:
 
     def ranks_of_pass(self, name: str) -> int:
         """Return the number of processes that share the pass ``name`` of ``MICRO_BATCHES``."""
-        return self.ranks(self._role_of_pass(name))
+        return self.ranks(self.role_of_pass(name))
 
     def pool_of_pass(self, name: str) -> str:
         """Return the pool of the model that runs the pass ``name``."""
-        return self.roles[self._role_of_pass(name)]
+        return self.roles[self.role_of_pass(name)]
 
-    def _role_of_pass(self, name: str) -> str:
-        policy = "ActorRollout" if "ActorRollout" in self.roles else "Actor"
-        return _PASS_ROLES.get(name, policy)
+    def role_of_pass(self, name: str) -> str:
+        """Return the role that runs the pass ``name`` of ``MICRO_BATCHES``; the policy's for other names."""
+        role = _PASS_ROLES.get(name)
+        return role if role in self.roles else next(iter(self.roles))
 
 
 def pools_of(config: RootConfig) -> dict[str, list[int]]:
@@ -152,7 +157,7 @@ def tensor_parallel_size(config: Config) -> int:
     if not honours(config, "tensor_model_parallel_size"):
         return 1
     placement = Placement.from_config(config)
-    ranks = placement.ranks("Rollout" if "Rollout" in placement.roles else "ActorRollout")
+    ranks = placement.ranks("Rollout" if "Rollout" in placement.roles else placement.role_of_pass("actor"))
     if not _is_written(config, "tensor_model_parallel_size"):
         return size if ranks % size == 0 and config.trainer.device != "cpu" and visible_gpus() else 1
     if ranks % size:

@@ -36,18 +36,21 @@ class Schedule(NamedTuple):
 
 
 def policy_roles(config: Config) -> list[str]:
-    """Return actor and rollout as one role (the hybrid engine), or as two."""
-    return ["ActorRollout"] if config.actor_rollout_ref.hybrid_engine else ["Actor", "Rollout"]
+    """Return actor and rollout as one role (the hybrid engine), also with the reference, or as two."""
+    if not config.actor_rollout_ref.hybrid_engine:
+        return ["Actor", "Rollout"]
+    return ["ActorRolloutRef" if "ActorRolloutRef" in config.trainer.placement else "ActorRollout"]
 
 
 def roles_of(config: Config) -> list[str]:
     """Return the names of the roles of this run."""
+    policy = policy_roles(config)
     optional = {
-        "RefPolicy": uses_reference(config),
+        "RefPolicy": uses_reference(config) and "ActorRolloutRef" not in policy,
         "Critic": uses_critic(config),
         "RewardModel": config.reward_model.enable,
     }
-    return [*policy_roles(config), *(role for role, present in optional.items() if present)]
+    return [*policy, *(role for role, present in optional.items() if present)]
 
 
 def model_paths(config: Config) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,12 +10,15 @@ from typing import Any, Generic, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from strop.config.batch_plan import MICRO_BATCHES
+from strop.config.identity import Change, default_name
+from strop.config.keys import all_keys, value_at
 from strop.config.paths import expand
 from strop.config.placement import Root, installed_rollout
 from strop.config.schema import Config
-from strop.config.schema.supervised import RewardModellingConfig, SftConfig
+from strop.config.schema.supervised import PreferenceConfig, RewardModellingConfig, SftConfig
 
 OLD_LIBS = "actor_rollout_ref.model.external_libs"
 NEW_LIB = "actor_rollout_ref.model.external_lib"
@@ -42,13 +45,15 @@ def settle_deprecated(tree: DictConfig, written: Collection[str]) -> None:
         OmegaConf.update(tree, NEW_LIB, OmegaConf.select(tree, OLD_LIBS))
 
 
-def name_experiment(tree: DictConfig, name: str) -> None:
+def name_experiment(tree: DictConfig, command: str) -> None:
     """Set ``trainer.experiment_name=null`` to the run folder's name, in place.
 
-    The default folder is named after the experiment. Where both are left out, both are called ``name``.
+    The default folder is named after the experiment. Where both are left out, both are called after what the
+    run trains, so that unrelated runs share no folder.
     """
     if not isinstance(_select(tree, "trainer"), DictConfig) or _select(tree, _EXPERIMENT) is not None:
         return
+    name = default_name(command, _plain(tree))
     OmegaConf.update(tree, _EXPERIMENT, name)
     folder = _select(tree, _RUN_FOLDER)
     if isinstance(folder, str):
@@ -76,6 +81,13 @@ def _recorded_rollout(folder: Any) -> str | None:
         return recorded["actor_rollout_ref"]["rollout"]["name"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None  # no earlier run there
+
+
+def _plain(tree: DictConfig) -> dict[str, Any]:
+    try:
+        return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
+    except OmegaConfBaseException:  # reported when it is resolved
+        return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))
 
 
 def _select(tree: DictConfig, path: str) -> Any:
@@ -117,6 +129,16 @@ class Tree(Generic[Root]):
         default = self.raw_default(path)
         return default[2:-1] if isinstance(default, str) and default.startswith("${") else None
 
+    def differences(self, config: Root) -> Iterator[Change]:
+        """Yield the written keys whose values differ from their defaults (`before`)."""
+        for path, key in all_keys(self.schema).items():
+            if key.is_section or (config.written is not None and path not in config.written):
+                continue
+            followed, value = self.followed_by(path), value_at(config, path)
+            default = value_at(config, followed) if followed else self.raw_default(path)
+            if value != default:
+                yield Change(path, default, value)
+
     def settle(self, tree: DictConfig, written: set[str]) -> None:
         """Replace values that stand for others, in place, before interpolations are resolved.
 
@@ -134,3 +156,8 @@ PPO = Tree(Config, "ppo_trainer")
 SFT = Tree(SftConfig, "sft_trainer")
 
 REWARD_MODELLING = Tree(RewardModellingConfig, "rm_trainer")
+
+DPO = Tree(PreferenceConfig, "dpo_trainer")
+
+TREES: dict[str, Tree] = {"train": PPO, "sft": SFT, "train-rm": REWARD_MODELLING, "dpo": DPO}
+"""Command -> its tree."""

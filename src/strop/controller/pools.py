@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 from strop.errors import ConfigError
 
@@ -18,6 +19,11 @@ class Role(Enum):
     RefPolicy = 4
     RewardModel = 5
     ActorRolloutRef = 6
+
+
+def name_of(role: Any) -> str:
+    """Return the name of a ``Role``, or of a role of one's own: a string, or a member of another enum."""
+    return role if isinstance(role, str) else role.name
 
 
 class ResourcePool:
@@ -38,25 +44,26 @@ class ResourcePool:
 class ResourcePoolManager:
     """Map each role to its pool; roles with the same pool share its processes (co-located placement).
 
-    Raises ``ConfigError`` when a role names a pool that the specification lacks.
+    Roles of one's own are strings or members of another enum. Raises ``ConfigError`` when a role names a pool
+    that the specification lacks.
     """
 
-    def __init__(self, resource_pool_spec: Mapping[str, Sequence[int]], mapping: Mapping[Role, str]) -> None:
+    def __init__(self, resource_pool_spec: Mapping[str, Sequence[int]], mapping: Mapping[Any, str]) -> None:
         self.pools = {name: ResourcePool(name, spec) for name, spec in resource_pool_spec.items()}
         self.mapping = dict(mapping)
         for role, name in self.mapping.items():
             if name not in self.pools:
                 raise ConfigError(
-                    f"role {role.name} is mapped to the pool {name!r}; known: {sorted(self.pools)}"
+                    f"role {name_of(role)} is mapped to the pool {name!r}; known: {sorted(self.pools)}"
                 )
         used = [pool for name, pool in self.pools.items() if name in self.mapping.values()]
         for pool in used:
             pool.all_of_run = used
 
-    def pool_of(self, role: Role) -> ResourcePool:
+    def pool_of(self, role: Any) -> ResourcePool:
         """Return the pool of a role; ``ConfigError`` when the role is not mapped."""
         if role not in self.mapping:
             raise ConfigError(
-                f"no resource pool for role {role.name}; mapped: {[r.name for r in self.mapping]}"
+                f"no resource pool for role {name_of(role)}; mapped: {[name_of(r) for r in self.mapping]}"
             )
         return self.pools[self.mapping[role]]

@@ -15,10 +15,11 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.data.loader import collate
-from strop.data.parquet import UNNAMED_SOURCE, Files, read_prompt_table
-from strop.data.prompts import encode_responses
-from strop.data.rl_dataset import TokenLengths, truncate, usable_rows
+from strop.data.prompt_table import UNNAMED_SOURCE, Files, read_prompt_table
+from strop.data.prompts import AUTO, PromptFormat, encode_responses
+from strop.data.rl_dataset import TokenLengths, prompts_in_words, truncate, usable_rows
 from strop.data.tokenize import tokenize_table
 from strop.errors import DataError
 from strop.protocol import DataProto
@@ -34,7 +35,8 @@ class AnsweredDataset:
     """Prompts with one or more answers each, read into memory and tokenized at construction.
 
     ``dataset[i]`` is a dict: ``input_ids`` (the prompt, int64 [length], the same tokens as from
-    ``RLHFDataset``), one entry [length] per answer with its end token last, and ``data_source``.
+    ``RLHFDataset``), one entry [length] per answer with its end token last, ``data_source``, and the entries
+    of ``columns``.
 
     Rows whose prompt or answer exceeds its limit are dropped with a warning, or, with
     ``filter_overlong=False``, handled by ``truncation``: ``error``, or cut the prompt (``left``, ``right``,
@@ -56,21 +58,22 @@ class AnsweredDataset:
         max_response_length: int,
         truncation: str = "error",
         filter_overlong: bool = True,
+        how: PromptFormat = AUTO,
         num_workers: int | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
-        """Read and tokenize; ``answer_keys`` maps names in the rows to columns of the files."""
+        """Read and tokenize; ``answer_keys`` maps names in the rows to columns of the files.
+
+        ``how`` says what becomes of prompts before they are tokenized, ``prompts_in_words`` says it.
+        """
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
         self.truncation = truncation
-        self._table = read_prompt_table(files, prompt_key=prompt_key, cache_dir=cache_dir)
+        self._table = read_prompt_table(
+            files, prompt_key=prompt_key, answer_keys=answer_keys, cache_dir=cache_dir
+        )
         self._columns = {"input_ids": prompt_key, **answer_keys}
-        for name, column in answer_keys.items():
-            if column not in self._table.names:
-                raise DataError(
-                    f"{', '.join(self._table.files)}: there is no column {column!r} (data.{name}_key); "
-                    f"found {self._table.names}"
-                )
-        options: dict[str, Any] = {"num_workers": num_workers, "cache_dir": cache_dir}
+        self.prompts_in_words = prompts_in_words(self._table, prompt_key, tokenizer, how)
+        options: dict[str, Any] = {"how": how, "num_workers": num_workers, "cache_dir": cache_dir}
         self._tokens = {
             "input_ids": tokenize_table(self._table, tokenizer, prompt_key=prompt_key, **options),
             **{
@@ -85,6 +88,8 @@ class AnsweredDataset:
         self._sources = [UNNAMED_SOURCE] * len(self._table)
         if "data_source" in self._table.names:
             self._sources = [str(source) for source in self._table.table.column("data_source").to_pylist()]
+        self.columns: dict[str, Tensor] = {}
+        """Further columns of the rows, one entry each, that were computed after they were read."""
         self._rows = usable_rows(
             self._table,
             {self._columns[name]: tokens for name, tokens in self._tokens.items()},
@@ -103,7 +108,7 @@ class AnsweredDataset:
             side = self.truncation if name == "input_ids" else "right"
             ids = truncate(tokens[row], self._limit(name), side)
             fields[name] = torch.from_numpy(ids.astype(np.int64))
-        return fields
+        return fields | {name: column[item] for name, column in self.columns.items()}
 
     def data_sources(self) -> set[str]:
         """Return the distinct values of the column ``data_source``."""
@@ -166,13 +171,17 @@ def pair_batch(
     """Return each row's prompt with its answers ``chosen`` and ``rejected``; a pair is one row.
 
     Like ``response_batch`` with the chosen answer, but ``attention_mask`` covers the longer of the two. The
-    other answer is in ``rejected`` int64 [B, T] and ``rejected_mask`` float32 [B, T].
+    other answer is in ``rejected`` int64 [B, T] and ``rejected_mask`` float32 [B, T]. Of rows with the
+    reference's log-probs, these are columns [B].
     """
     prompts = _prompts(rows, pad_token_id, max_prompt_length)
     chosen, chosen_mask = _padded([row["chosen"] for row in rows], pad_token_id, max_response_length)
     rejected, rejected_mask = _padded([row["rejected"] for row in rows], pad_token_id, max_response_length)
     batch = _joined(prompts, chosen, chosen_mask, torch.maximum(chosen_mask, rejected_mask))
-    return batch.union(DataProto({"rejected": rejected, "rejected_mask": rejected_mask}))
+    reference = {
+        name: torch.stack([row[name] for row in rows]) for name in REFERENCE_INPUTS if name in rows[0]
+    }
+    return batch.union(DataProto({"rejected": rejected, "rejected_mask": rejected_mask, **reference}))
 
 
 def _prompts(rows: Rows, pad_token_id: int, max_prompt_length: int) -> DataProto:

@@ -119,12 +119,6 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         ) from error
 
 
-def content_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hex."""
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
 @contextmanager
 def _io_errors(url: str) -> Generator[None]:
     """Turn file system errors of the body into a :class:`DataError` that names the URL."""

@@ -6,14 +6,15 @@ Shapes: B rows, P = max_prompt_length.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler
 
-from strop.errors import CheckpointError, DataError
+from strop.errors import CheckpointError, ConfigError, DataError
 from strop.protocol import DataProto
 
 
@@ -119,6 +120,98 @@ class EpochSampler:
         return self._order[1]
 
 
+class SampledBatches:
+    """Endless batches of ``batch_size`` row numbers from a user's sampler, in place of ``EpochSampler``.
+
+    An iteration over ``sampler`` is an epoch; rows at its end that fill no batch are left out. Nothing is
+    read ahead, so after a batch ``sampler.state_dict()`` is that of the rows yielded.
+
+    Raises :class:`DataError` when an epoch does not fill one batch.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int) -> None:
+        if len(sampler) < batch_size:
+            raise DataError(
+                f"train_sampler yields {len(sampler)} rows and a batch takes {batch_size}: lower "
+                "data.train_batch_size"
+            )
+        self.sampler, self.batch_size = sampler, batch_size
+        self.epoch = self.position = 0
+        self._rows: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.sampler) // self.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        for _ in range(2):  # a sampler restored at the end of its epoch may yield nothing first
+            self._rows = iter(self.sampler) if self._rows is None else self._rows
+            rows = [int(row) for row in itertools.islice(self._rows, self.batch_size)]
+            if len(rows) == self.batch_size:
+                self.position += 1
+                if self.position == len(self):
+                    # To the end of the iteration, where the sampler's state is that before an epoch.
+                    list(itertools.islice(self._rows, len(self.sampler) % self.batch_size + 1))
+                    self.epoch, self.position, self._rows = self.epoch + 1, 0, None
+                return rows
+            self._rows = None
+        raise DataError(
+            f"train_sampler={type(self.sampler).__name__} yields {len(rows)} rows, fewer than its length of "
+            f"{len(self.sampler)} and than data.train_batch_size={self.batch_size}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and the sampler's state: tensors and plain values."""
+        return {"epoch": self.epoch, "position": self.position, "sampler": self.sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; :class:`CheckpointError` if it is not of a user's sampler."""
+        if "sampler" not in state:
+            raise CheckpointError(
+                "the checkpoint was saved without a train_sampler, so its order cannot be continued with "
+                f"{type(self.sampler).__name__}; start from scratch with trainer.resume_mode=disable"
+            )
+        self.sampler.load_state_dict(state["sampler"])
+        self.epoch, self.position, self._rows = state["epoch"], state["position"], None
+
+
+def require_usable_sampler(sampler: Any, *, save_freq: int, ahead: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for a sampler whose order a run cannot continue, or would need to know ahead.
+
+    ``ahead`` are the settings of the run that generate batches ahead.
+    """
+    kind = type(sampler).__name__
+    missing = [name for name in ("state_dict", "load_state_dict") if not hasattr(sampler, name)]
+    if missing and save_freq > 0:
+        raise ConfigError(
+            f"train_sampler={kind} has no {' and no '.join(missing)}, so a resume would train "
+            f"on other rows (trainer.save_freq={save_freq}): add the methods, or set trainer.save_freq=-1"
+        )
+    if ahead:
+        raise ConfigError(
+            f"train_sampler={kind} with {' and '.join(ahead)}: batches are generated ahead there, and only "
+            "the order of strop's own sampler is known ahead; leave one of them out"
+        )
+
+
+def as_batch(collate_fn: Callable[[list[Any]], Any], rows: list[Any]) -> DataProto:
+    """Return what a user's ``collate_fn`` makes of rows: a ``DataProto``, or a mapping of columns.
+
+    Raises :class:`DataError` for anything else.
+    """
+    found = collate_fn(rows)
+    if isinstance(found, DataProto):
+        return found
+    if not isinstance(found, Mapping):
+        raise DataError(
+            f"collate_fn returned {type(found).__name__}, expected a DataProto or a mapping of columns"
+        )
+    tensors = {name: column for name, column in found.items() if isinstance(column, torch.Tensor)}
+    return DataProto.from_dict(tensors, {name: found[name] for name in found.keys() - tensors.keys()})
+
+
 def one_pass(num_rows: int, batch_size: int) -> BatchSampler:
     """Return batches of every row once, in order; the last one may be smaller."""
     return BatchSampler(range(num_rows), batch_size, drop_last=False)
@@ -145,7 +238,7 @@ class PromptLoader:
     def __init__(
         self,
         dataset: RowDataset,
-        batches: EpochSampler | BatchSampler,
+        batches: EpochSampler | SampledBatches | BatchSampler,
         collate_fn: Callable[[list[dict[str, Any]]], DataProto],
     ) -> None:
         self.dataset, self.batches, self.collate_fn = dataset, batches, collate_fn

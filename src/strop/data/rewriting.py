@@ -73,7 +73,10 @@ class Rewriter:
 
     def _text(self, prompt: Any, token_ids: Any, truncated: bool) -> str:
         response = self.reader.decode(token_ids, skip_special_tokens=True)
-        messages = [*as_messages(prompt), {"role": "assistant", "content": response}]
+        messages = as_messages(prompt)
+        if messages[-1]["role"] == "assistant":  # the response continues it
+            response = messages.pop()["content"] + response
+        messages = [*messages, {"role": "assistant", "content": response}]
         messages = control_tokens(self.writer).escape(messages)
         if truncated:
             messages[-1]["content"] += _RESPONSE_ENDS

@@ -1,10 +1,11 @@
-"""``RLHFDataset``: parquet rows with tokenized prompts; the choice of usable rows; subsets of a data set."""
+"""``RLHFDataset``: rows with tokenized prompts; the choice of usable rows; subsets of a data set."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -12,15 +13,16 @@ import numpy as np
 import torch
 
 from strop.data.loader import RowDataset
-from strop.data.parquet import (
+from strop.data.prompt_table import (
     UNNAMED_SOURCE,
     Files,
     PromptTable,
     check_columns,
     read_prompt_table,
     require_ground_truths,
+    with_ground_truths,
 )
-from strop.data.prompts import as_messages, encode_raw
+from strop.data.prompts import AUTO, PromptFormat, encode_raw
 from strop.data.tokenize import TokenizedPrompts, tokenize_table
 from strop.errors import DataError
 
@@ -61,7 +63,7 @@ class RLHFDataset:
 
     ``dataset[i]`` is a dict: ``input_ids`` (int64 tensor [length], unpadded, at most ``max_prompt_length``),
     ``data_source`` (the column ``reward_fn_key``), ``index`` (``extra_info["index"]``, else the row's
-    number), every other column of the files as plain Python values, and optionally ``raw_prompt`` (chat
+    number), every column of the files as plain Python values, and optionally ``raw_prompt`` (chat
     messages; a plain string becomes one user message) and ``raw_prompt_ids`` (list of ints: the text alone,
     without chat template and special tokens).
 
@@ -69,11 +71,15 @@ class RLHFDataset:
     ``filter_overlong_prompts=False``, handled by ``truncation``: ``error``, or keep the last tokens
     (``left``), the first (``right``), or the first half and the last (``middle``).
 
+    ``answer_key`` names a column whose values become the ground truths, in a column ``reward_model``;
+    ``data_source`` is that of files without the column ``reward_fn_key``. ``how`` says what becomes of
+    prompts before they are tokenized, and ``prompts_in_words`` says it in one line.
+
     ``cache_dir`` holds downloads and token ids; with None, ids are not cached and downloads go to
     ``~/.cache/strop``.
 
-    Raises :class:`DataError` for unusable files, rows and prompts (see :mod:`strop.data.parquet`), and when
-    no prompt is left.
+    Raises :class:`DataError` for unusable files, rows and prompts (see :mod:`strop.data.prompt_table`), and
+    when no prompt is left.
     """
 
     def __init__(
@@ -88,6 +94,9 @@ class RLHFDataset:
         return_raw_chat: bool = False,
         return_raw_input_ids: bool = False,
         reward_fn_key: str = "data_source",
+        answer_key: str | None = None,
+        data_source: str | None = None,
+        how: PromptFormat = AUTO,
         num_workers: int | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
@@ -96,10 +105,25 @@ class RLHFDataset:
         self.tokenizer, self.prompt_key, self.reward_fn_key = tokenizer, prompt_key, reward_fn_key
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
         self.return_raw_chat, self.return_raw_input_ids = return_raw_chat, return_raw_input_ids
-        self._table = read_prompt_table(files, prompt_key=prompt_key, cache_dir=cache_dir)
+        self.how = how
+        self._table = read_prompt_table(
+            files,
+            prompt_key=prompt_key,
+            answer_keys={"answer": answer_key} if answer_key else {},
+            defaults={reward_fn_key: data_source} if data_source else {},
+            cache_dir=cache_dir,
+        )
+        if answer_key:
+            self._table = with_ground_truths(self._table, answer_key)
         check_columns(self._table, prompt_key, reward_fn_key)
+        self.prompts_in_words = prompts_in_words(self._table, prompt_key, tokenizer, how)
         self._tokens = tokenize_table(
-            self._table, tokenizer, prompt_key=prompt_key, num_workers=num_workers, cache_dir=cache_dir
+            self._table,
+            tokenizer,
+            prompt_key=prompt_key,
+            how=how,
+            num_workers=num_workers,
+            cache_dir=cache_dir,
         )
         self._rows = usable_rows(
             self._table,
@@ -114,18 +138,18 @@ class RLHFDataset:
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         row_number = int(self._rows[item])
-        fields = self._table.row(row_number)
-        prompt = fields.pop(self.prompt_key)
+        columns = self._table.row(row_number)
+        prompt = columns[self.prompt_key]
         ids = truncate(self._tokens[row_number], self.max_prompt_length, self.truncation)
-        fields["input_ids"] = torch.from_numpy(ids.astype(np.int64))
-        fields["data_source"] = fields.setdefault(self.reward_fn_key, UNNAMED_SOURCE)
-        index = (fields.get("extra_info") or {}).get("index")
-        fields["index"] = fields.get("index", row_number) if index is None else index
+        columns["input_ids"] = torch.from_numpy(ids.astype(np.int64))
+        columns["data_source"] = columns.setdefault(self.reward_fn_key, UNNAMED_SOURCE)
+        index = (columns.get("extra_info") or {}).get("index")
+        columns["index"] = columns.get("index", row_number) if index is None else index
         if self.return_raw_chat:
-            fields["raw_prompt"] = as_messages(prompt)
+            columns["raw_prompt"] = self.how.messages(prompt)
         if self.return_raw_input_ids:
-            fields["raw_prompt_ids"] = encode_raw(prompt, self.tokenizer)
-        return fields
+            columns["raw_prompt_ids"] = encode_raw(prompt, self.tokenizer, self.how)
+        return columns
 
     def data_sources(self) -> set[str]:
         """Return the distinct values of the column that selects a row's scorer."""
@@ -141,12 +165,14 @@ class RLHFDataset:
         """Return the error for files without the column that selects a scorer, where one is needed."""
         return DataError(
             f"{', '.join(self._table.files)}: there is no column {self.reward_fn_key!r} (data.reward_fn_key) "
-            f"to select the scorer of a row; found {self._table.names}. Add the column, name another one, or "
-            "score all rows with a custom function (custom_reward_function.path)"
+            f"to select the scorer of a row; found {self._table.names}. Add the column, name another one or "
+            "one source for all rows (data.data_source), score them with a custom function "
+            "(custom_reward_function.path), or whole batches with a manager of your own "
+            "(reward_model.reward_manager=module:Class; docs/rewards.md)"
         )
 
     def require_ground_truths(self, sources: Collection[str], *, by_model: bool) -> None:
-        """Raise as :func:`strop.data.parquet.require_ground_truths`."""
+        """Raise as :func:`strop.data.prompt_table.require_ground_truths`."""
         require_ground_truths(self._table, self.reward_fn_key, sources, by_model=by_model)
 
 
@@ -207,9 +233,32 @@ def create_rl_dataset(
         return_raw_chat=data_config.return_raw_chat,
         return_raw_input_ids=data_config.return_raw_input_ids,
         reward_fn_key=data_config.reward_fn_key,
+        answer_key=data_config.answer_key,
+        data_source=data_config.data_source,
+        how=prompt_format(data_config),
         num_workers=data_config.num_workers,
         cache_dir=data_config.cache_dir,
     )
+
+
+def prompt_format(data_config: Any) -> PromptFormat:
+    """Return the format of prompts that ``config.data`` describes."""
+    return PromptFormat(**{key.name: getattr(data_config, key.name) for key in fields(PromptFormat)})
+
+
+def prompts_in_words(
+    table: PromptTable, prompt_key: str, tokenizer: PreTrainedTokenizerBase, how: PromptFormat
+) -> str:
+    """Return one line that says what becomes of prompts, raising as ``PromptFormat.in_words``."""
+    n_continued = table.ending_with("assistant", prompt_key)
+    return how.in_words(tokenizer, is_text=table.has_texts(prompt_key), n_continued=n_continued)
+
+
+def log_prompts(*datasets: Any) -> None:
+    """Log what becomes of the prompts of data sets that say so; once if it is the same."""
+    lines = [dataset.prompts_in_words for dataset in datasets if hasattr(dataset, "prompts_in_words")]
+    for line in dict.fromkeys(lines):
+        logger.info("%s", line)
 
 
 def truncate(ids: np.ndarray, limit: int, side: str) -> np.ndarray:

@@ -5,6 +5,7 @@ Cached ids are not truncated, so ``max_prompt_length`` and ``truncation`` are no
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -28,9 +29,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from strop.data.control_tokens import control_tokens
-from strop.data.fetch import Advance, cache_folder, content_digest, progress_bar
-from strop.data.parquet import PromptTable
-from strop.data.prompts import PromptError, encode_prompts
+from strop.data.fetch import Advance, cache_folder, progress_bar
+from strop.data.prompt_table import PromptTable
+from strop.data.prompts import AUTO, PromptError, PromptFormat, encode_prompts
 from strop.files import atomic_path
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("strop.data")
 
-Encode = Callable[[list[Any], Any], list[list[int]]]
-"""(values of a column, tokenizer) -> token ids; a module-level function, so that it can be pickled."""
+Encode = Callable[..., list[list[int]]]
+"""(values of a column, tokenizer, how=) -> token ids; a module-level function, so that it can be pickled."""
 Chunk = Sequence[Sequence[int] | np.ndarray]  # token ids of consecutive prompts
 
 CHUNK_ROWS = 1_000
@@ -77,22 +78,26 @@ def tokenize_table(
     *,
     prompt_key: str = "prompt",
     encode: Encode = encode_prompts,
+    how: PromptFormat = AUTO,
     num_workers: int | None = None,
     cache_dir: str | Path | None = None,
 ) -> TokenizedPrompts:
     """Return token ids of the column ``prompt_key``, from the cache below ``cache_dir`` (None: no cache).
 
-    ``encode`` computes them. ``num_workers`` processes (None: one per core) are used where they pay off: from
-    100,000 rows on, or 5,000 with a tokenizer written in Python. Raises :class:`DataError` naming file, row
-    and field of the first unusable value.
+    ``encode`` computes them in the format ``how``. ``num_workers`` processes (None: one per core) are used
+    where they pay off: from 100,000 rows on, or 5,000 with a tokenizer written in Python. Raises
+    :class:`DataError` naming file, row and field of the first unusable value.
     """
-    _warn_of_control_tokens(table, prompt_key, control_tokens(tokenizer).names)
-    cache = _cache_path(table, tokenizer, prompt_key, encode, cache_dir) if cache_dir is not None else None
+    if not how.allow_special_tokens:
+        _warn_of_control_tokens(table, prompt_key, control_tokens(tokenizer).names)
+    cache = None
+    if cache_dir is not None:
+        cache = _cache_path(table, tokenizer, prompt_key, encode, how, cache_dir)
     if cache is not None and (found := _load(cache, len(table))) is not None:
         return found
     workers = _cores() if num_workers is None else num_workers
     with progress_bar(f"tokenizing {prompt_key}", len(table), show=len(table) >= MIN_ROWS_FOR_BAR) as advance:
-        chunks = _encode_all(table, tokenizer, prompt_key, encode, workers, advance)
+        chunks = _encode_all(table, tokenizer, prompt_key, partial(encode, how=how), workers, advance)
     arrays = [np.asarray(ids, dtype=np.int32) for chunk in chunks for ids in chunk]
     offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
     np.cumsum([len(array) for array in arrays], out=offsets[1:])
@@ -110,7 +115,8 @@ def _warn_of_control_tokens(table: PromptTable, column: str, names: Sequence[str
         most = max(found, key=lambda name: found[name])
         logger.warning(
             "%s: %d texts of the column %s hold %r, a control token of the model; in a data set these are "
-            "encoded as text (chat messages get control tokens from the template)",
+            "encoded as text (chat messages get control tokens from the template; "
+            "data.allow_special_tokens=True keeps them, as in prompts that were rendered beforehand)",
             ", ".join(table.files), found[most], column, most,
         )  # fmt: skip
 
@@ -235,17 +241,27 @@ def _cache_path(
     tokenizer: PreTrainedTokenizerBase,
     prompt_key: str,
     encode: Encode,
+    how: PromptFormat,
     cache_dir: str | Path,
 ) -> Path:
     key = {
-        "layout": 2,  # 1: control tokens in users' text were control tokens
-        "prompt_key": prompt_key,
+        "layout": 3,  # 1: control tokens in users' text were control tokens; 2: assistants' turns were closed
         "encode": getattr(encode, "__name__", repr(encode)),
-        "files": [content_digest(path) for path in table.paths],
+        "format": dataclasses.asdict(how),
+        "values": _digest(table.table.select([prompt_key])),
         "tokenizer": tokenizer_fingerprint(tokenizer),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder(cache_dir) / "tokens" / f"{name}.npz"
+
+
+def _digest(table: pa.Table) -> str:
+    """Return a digest of a table's content, which does not depend on the format that it was read from."""
+    digest = hashlib.sha256(str(table.schema.types).encode())
+    for start in range(0, len(table), CHUNK_ROWS):
+        for batch in table.slice(start, CHUNK_ROWS).combine_chunks().to_batches():
+            digest.update(batch.serialize())
+    return digest.hexdigest()
 
 
 def _load(path: Path, rows: int) -> TokenizedPrompts | None:

@@ -39,8 +39,8 @@ class ModelSpec:
 
     role: str = "model"
     """Name for errors."""
-    kind: Literal["policy", "value", "score", "pairs"]
-    """Forward pass: log-probs, values, scores of sequences, or scores of pairs of answers."""
+    kind: Literal["policy", "value", "score", "pairs", "policy_pairs"]
+    """Forward pass: log-probs, values, scores of sequences, or scores or log-probs of pairs of answers."""
     path: Path
     """Local Hugging Face folder or GGUF file."""
     options: Mapping[str, Any] = field(default_factory=dict)

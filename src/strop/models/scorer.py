@@ -128,5 +128,6 @@ def as_sequences(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "input_ids": torch.cat([prompts_BP.repeat(2, 1), responses], dim=1),
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+        "responses": responses,
         "response_mask": response_mask,
     }

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from strop.config.backends import load_backend
 from strop.config.paths import expand, is_url
 from strop.data.fetch import progress_bar
+from strop.data.records import table_of
 from strop.errors import DataError
 from strop.files import atomic_path, atomic_write_text
 from strop.prepare.source import Split
@@ -37,6 +38,7 @@ DATASETS = {
     "humaneval": "strop.prepare.code:humaneval_splits",
     "math": "strop.prepare.maths:math_splits",
     "mbpp": "strop.prepare.code:mbpp_splits",
+    "table": "strop.prepare.table:splits",
 }
 
 _REASONS_SHOWN = 5
@@ -52,9 +54,9 @@ class Prepared(NamedTuple):
 def prepare(name: str, source: str | Path | None, out_dir: str | Path, **options: Any) -> dict[str, Prepared]:
     """Write ``out_dir/<split>.parquet`` for every split that ``source`` has.
 
-    ``source``: a file or folder of JSONL (also .gz) or parquet, an fsspec URL of one, a hub name for the
-    package ``datasets``, or None for the data set's hub name. ``options`` are those of the data set's
-    function.
+    ``source``: a file or folder of parquet, JSONL (also .gz), JSON or CSV, an fsspec URL of one, a folder of
+    ``save_to_disk``, a hub name for the package ``datasets``, or None for the data set's hub name.
+    ``options`` are those of the data set's function.
 
     Skips unusable records: a warning has their number, ``out_dir/<split>.rejected.jsonl`` their reasons.
 
@@ -97,18 +99,8 @@ def _write_split(folder: Path, split: str, records: Split) -> Prepared:
         reason = f"; row {rejected[0]['row']}: {rejected[0]['reason']}" if rejected else ""
         raise DataError(f"split {split}: none of {len(records.records)} records can be used{reason}")
     with atomic_path(path) as temporary:
-        pq.write_table(_table(split, rows), temporary)
+        pq.write_table(table_of(f"split {split}", rows), temporary)
     return Prepared(path, len(rows))
-
-
-def _table(split: str, rows: list[dict[str, Any]]) -> pa.Table:
-    try:
-        return pa.Table.from_pylist(rows)
-    except UnicodeEncodeError as error:
-        text = f"{error.object!r:.60}"
-        raise DataError(f"split {split}: a text is not Unicode (a lone surrogate): {text}") from error
-    except (OverflowError, pa.ArrowException) as error:
-        raise DataError(f"split {split}: the rows fit into no parquet file: {error}") from error
 
 
 def _require_same_columns(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
-import importlib
 import json
 import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from strop.config.paths import is_url
+from strop.config.paths import expand, hub_split, is_url, with_split
 from strop.data.fetch import local_path
-from strop.data.parquet import require_file, require_readable
-from strop.errors import DataError, MissingExtraError
+from strop.data.sources import SUFFIXES, load_from_hub, read_records, read_table
+from strop.errors import DataError
 
 Splits = Mapping[str, Sequence[dict[str, Any]]]
-
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 _SPLIT_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(
     ("validation", "valid", "val", "dev"), "validation"
@@ -32,8 +24,6 @@ _SPLIT_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(
 # train_socratic.jsonl, which is another data set.
 _SPLIT_FILE = re.compile(r"(train|test|validation|valid|val|dev)([-_.]\d.*)?", re.IGNORECASE)
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
 
 def read_source(
     source: str | Path,
@@ -42,7 +32,7 @@ def read_source(
     cache_dir: str | Path | None = None,
     unnamed_split: str | None = None,
 ) -> Splits:
-    """Return ``{split: records}`` of a file, a folder, an fsspec URL or a hub name.
+    """Return ``{split: records}`` of a file, a folder, a saved data set, an fsspec URL or a hub name.
 
     Reads a folder's files that are named after a split (``train.jsonl``, ``test-00000-of-00001.parquet``) and
     joins those of one split in the order of their names. ``hub_config`` is the configuration's name on the
@@ -52,15 +42,26 @@ def read_source(
         DataError: nothing usable at ``source``, or no file is named after a split and ``unnamed_split`` is
             None.
     """
-    path = local_path(source, cache_dir)
-    if path.is_dir():
-        return _read_files(str(source), sorted(path.iterdir()), unnamed_split)
-    if path.is_file():
-        return _read_files(str(source), [path], unnamed_split)
     name = str(source)
-    if not is_url(name) and _HUB_NAME.fullmatch(name) and not name.startswith("."):
-        return _read_hub(name, hub_config)
+    if not is_url(name) and not Path(expand(name)).exists() and (with_split(name) or hub_split(f"{name}:x")):
+        return _read_hub(name, hub_config) if with_split(name) is None else _read_split(name, cache_dir)
+    path = local_path(name, cache_dir)
+    if path.is_file():
+        return _read_files(name, [path], unnamed_split)
+    if (path / "dataset_dict.json").is_file():
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        return {_split_of(split) or split: read_table(f"{path}:{split}").to_pylist() for split in splits}
+    if (path / "state.json").is_file():
+        return {_split_of(path.name) or unnamed_split or "train": read_table(path).to_pylist()}
+    if path.is_dir():
+        return _read_files(name, sorted(path.iterdir()), unnamed_split)
     raise DataError(f"source {name}: no such file or folder (and it does not look like a hub name)")
+
+
+def _read_split(name: str, cache_dir: str | Path | None) -> Splits:
+    """Return the only split that a name has after a colon."""
+    split = (with_split(name) or ("", ""))[1].partition("[")[0]
+    return {_split_of(split) or split: read_table(name, cache_dir=cache_dir).to_pylist()}
 
 
 def _read_files(source: str, paths: list[Path], unnamed_split: str | None) -> Splits:
@@ -74,13 +75,13 @@ def _read_files(source: str, paths: list[Path], unnamed_split: str | None) -> Sp
     if not splits:
         found = ", ".join(path.name for path in paths[:10]) or "nothing"
         names = "files" if unnamed_split is not None else "files named train, test or validation,"
-        raise DataError(f"source {source}: found {found}; expected {names} ending in {', '.join(_SUFFIXES)}")
+        raise DataError(f"source {source}: found {found}; expected {names} ending in {', '.join(SUFFIXES)}")
     return splits
 
 
 def _stem_of(path: Path) -> str | None:
     """Return the name of a data file without its suffix; None for other files and lists of rejects."""
-    for suffix in _SUFFIXES:
+    for suffix in SUFFIXES:
         if path.name.endswith(suffix):
             stem = path.name.removesuffix(suffix)
             return None if stem.endswith(".rejected") else stem
@@ -94,44 +95,10 @@ def _split_of(stem: str) -> str | None:
     return None
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a parquet file or of JSON lines; ``DataError`` names the file and the line."""
-    try:
-        require_file(path, str(path))
-        if path.suffix == ".parquet":
-            first_row = 0
-            for batch in pq.ParquetFile(path).iter_batches():
-                require_readable(str(path), pa.Table.from_batches([batch]), first_row=first_row)
-                yield from batch.to_pylist()
-                first_row += len(batch)
-            return
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            for number, data in enumerate(lines, 1):
-                line = data.decode("utf-8").strip()
-                try:
-                    record = json.loads(line) if line else {}
-                except (ValueError, RecursionError) as error:  # numbers of 4,300 digits, too
-                    raise DataError(f"{path}, line {number}: not JSON: {error}") from error
-                if not isinstance(record, dict):
-                    raise DataError(f"{path}, line {number}: expected an object, found {line:.60}")
-                if line:
-                    yield record
-    except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-
-
 def _read_hub(name: str, config: str | None) -> Splits:
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise MissingExtraError("datasets", "hub", f"reading {name} from the hub") from error
-    try:
-        found = datasets.load_dataset(name, config)
-    # The package raises many kinds: unknown name, no network, unknown configuration.
-    except Exception as error:
-        raise DataError(
-            f"source {name}: neither a local path nor a hub data set that can be loaded: {error}"
-        ) from error
+    parts = hub_split(f"{name}:all")
+    repo, revision = (parts.repo, parts.revision) if parts else (name, None)
+    found = load_from_hub(repo, (parts.config if parts else None) or config, revision=revision)
     return {_SPLIT_NAMES.get(str(split), str(split)): records for split, records in found.items()}
 
 

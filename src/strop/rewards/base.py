@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -64,6 +64,14 @@ class Reward(Protocol):
         self, sources: Iterable[str], *, has_reward_model: bool = False, elsewhere: Iterable[str] = ()
     ) -> None:
         """Call ``require_scored`` at start-up, and warn about settings that no data source uses."""
+        return
+
+    def require_columns(self, columns: Collection[str]) -> None:
+        """Raise ``ConfigError`` if a function needs an argument that rows with these columns do not give."""
+        return
+
+    def warn_without_ground_truths(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Warn if a function compares with ground truths, and no row has one."""
         return
 
     def is_built_in(self, source: str) -> bool:

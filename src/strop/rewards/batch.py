@@ -22,7 +22,7 @@ from torch import Tensor
 from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.base import PendingReward
-from strop.rewards.reward_output import RewardOutput, read_output
+from strop.rewards.reward_output import RewardOutput, read_output, real_tokens
 from strop.rewards.worker.feed import Feed, Maker
 from strop.rewards.worker.pool import RewardPool
 from strop.rewards.worker.process import RewardProcess
@@ -117,6 +117,24 @@ def log_first(errors: Sequence[str], name: Callable[[int], str]) -> None:
         if error:
             _log_error(name(row), error)
             return
+
+
+def with_errors(
+    outcomes: Sequence[Outcome | None],
+    samples: Sequence[Sample],
+    lost_B: Tensor,
+    found: str,
+    values_B: Tensor,
+) -> list[Outcome | None]:
+    """Return the outcomes with an error for the rows in ``lost_B`` that have none, and log the first."""
+    changed = list(outcomes)
+    errors = [""] * len(changed)
+    for row in lost_B.nonzero().flatten().tolist():
+        if not ((outcome := changed[row]) and outcome.error):
+            errors[row] = f"{found} {values_B[row].item()}"
+            changed[row] = Outcome("raised", error=errors[row])
+    log_first(errors, functools.partial(name_row, samples))
+    return changed
 
 
 def _log_error(name: str, error: str) -> None:
@@ -252,20 +270,22 @@ def name_sample(row: int, data_source: Any, extra_info: Any, response: str | Non
 class PendingSamples(PendingReward):
     """Rewards of a batch whose samples are added as they are finished, and then completed."""
 
-    takes_samples = True
-
     def __init__(
         self,
         job: ScoringJob,
         is_scored: Sequence[bool],
         sample: Callable[[int, list[int]], Sample],
         compose: Callable[..., RewardOutput],
+        *,
+        waits: bool = False,
     ) -> None:
         """Expect a row for each of ``is_scored``, True where a function scores it.
 
         ``sample`` makes the scorer's input from a row and its tokens; ``compose`` makes the rewards of batch,
-        samples, outcomes and the reward model's scores.
+        samples, outcomes and the reward model's scores. With ``waits``, samples are scored once the batch is
+        complete.
         """
+        self.takes_samples = not waits
         self._job, self._is_scored, self._sample, self._compose = job, is_scored, sample, compose
         self._token_ids: list[list[int] | None] = [None] * len(is_scored)
         self._adding = threading.Lock()
@@ -288,6 +308,7 @@ class PendingSamples(PendingReward):
 
         Raises ``RewardError`` if a sample was added with other tokens than it has here.
         """
+        self._batch = batch
         for row, token_ids in enumerate(real_tokens(batch.batch["responses"], batch.batch["response_mask"])):
             self.add(row, token_ids)
             if self._token_ids[row] != token_ids:
@@ -296,8 +317,12 @@ class PendingSamples(PendingReward):
                     f"sample {row}: the scored tokens {self._token_ids[row]} differ from the generated ones "
                     f"{token_ids}"
                 )
-        self._batch = batch
         self._job.end()
+
+    def truncated(self, row: int) -> bool | None:
+        """Return True if a response ended at the length limit; None before the batch is complete."""
+        column = self._batch.batch.get("truncated")
+        return None if column is None else bool(column[row])
 
     def cancel(self) -> None:
         """Cancel scoring; the rewards will not be read."""
@@ -307,14 +332,12 @@ class PendingSamples(PendingReward):
         """Return True if all samples are scored."""
         return self._job.is_done()
 
+    def outcomes(self) -> list[Outcome | None]:
+        """Wait for the outcomes of the functions alone; None for a row that no function scores."""
+        return self._job.outcomes()
+
     def get(self, model_scores: Tensor | None = None) -> RewardOutput:
         """Wait for the rewards; ``model_scores`` [B] are the reward model's. Raises as the manager does."""
         outcomes = self._job.outcomes()
         samples = [sample for sample in self._job.samples if sample is not None]
         return self._compose(self._batch, samples, outcomes, model_scores)
-
-
-def real_tokens(ids_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
-    """Return the token ids of each row where the mask is 1."""
-    rows = zip(ids_BT.cpu(), mask_BT.cpu().bool(), strict=True)
-    return [ids_T[mask_T].tolist() for ids_T, mask_T in rows]

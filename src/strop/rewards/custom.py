@@ -1,14 +1,17 @@
-"""A user's reward function: ``compute_score(data_source, solution_str, ground_truth, extra_info=None)``.
+"""A user's reward function: ``compute_score`` of a Python file.
 
-It returns a number, or a dict with a number under "score" and further named numbers, which are recorded as
-parts. The four arguments are passed as keywords; a function that needs only some takes ``**kwargs``.
+It takes the values that it names (:mod:`strop.rewards.arguments`) and returns a number, or a dict with a
+number under "score" and further named numbers, which are recorded as parts; a function for a batch returns a
+list of these. Modules beside the file can be imported, also in scoring processes.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import site
 import sys
+import sysconfig
 import traceback
 import zlib
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import Any
 
 from strop.config.paths import expand
 from strop.errors import ConfigError
-from strop.rewards.worker.records import KEYWORDS
+from strop.rewards.arguments import Function
 
 KEY = "custom_reward_function"
 
@@ -29,10 +32,13 @@ class CustomReward:
         self.path = str(Path(expand(path)).absolute())
         self.name = name
         self.function = _find_function(_load_module(self.path), self.path, name)
-        require_score_signature(self.function, f"{KEY}.name={name!r} in {self.path}")
+        self.where = f"{KEY}.name={name!r} in {self.path}"
+        self.__wrapped__ = self.function  # its signature is that of this object
+        self._binding = Function(self.function, self.where)
 
-    def __call__(self, *arguments: Any, **sample: Any) -> Any:
-        return self.function(*arguments, **sample)
+    def __call__(self, *arguments: Any, **values: Any) -> Any:
+        """Call the function, with those of the ``values`` that it takes."""
+        return self.function(*arguments, **(values if arguments else self._binding.arguments(values)))
 
     def __reduce__(self) -> tuple[type[CustomReward], tuple[str, str]]:
         return CustomReward, (self.path, self.name)
@@ -51,27 +57,6 @@ def load_custom_reward(path: str | None, name: str = "compute_score") -> CustomR
     return None if path is None else CustomReward(path, name)
 
 
-def require_score_signature(function: Any, where: str, **options: Any) -> None:
-    """Raise ``ConfigError`` unless ``function`` accepts a reward function's keywords and ``options``."""
-    keywords = dict.fromkeys(KEYWORDS) | options
-    wanted = ", ".join(keywords)
-    if not callable(function):
-        raise ConfigError(f"{where} is {function!r:.80}: expected a function compute_score({wanted})")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{where} is async: expected a plain function compute_score({wanted})")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C, without a signature
-        return
-    try:
-        signature.bind(**keywords)
-    except TypeError as error:
-        raise ConfigError(
-            f"{where} has the parameters {signature} ({error}); expected the keywords {wanted}: add the "
-            "missing ones, or **kwargs"
-        ) from None
-
-
 def _load_module(path: str) -> ModuleType:
     if not Path(path).is_file():
         raise ConfigError(f"{KEY}.path={path!r}: no such file")
@@ -80,6 +65,7 @@ def _load_module(path: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{KEY}.path={path!r}: expected a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
+    _add_siblings(Path(path).parent)
     sys.modules[name] = module  # dataclasses and pickle look it up
     try:
         spec.loader.exec_module(module)
@@ -92,11 +78,53 @@ def _load_module(path: str) -> ModuleType:
             frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path
         ]
         place = f" (line {lines[-1]})" if lines else ""
-        hint = "; is its folder on PYTHONPATH?" if isinstance(error, ModuleNotFoundError) else ""
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = "; modules beside the file are found; is the folder of this one on PYTHONPATH?"
+        elif isinstance(error, ImportError) and "relative import" in str(error):
+            hint = "; the file is no part of a package: write `import helper`, without the dot"
         raise ConfigError(
             f"{KEY}.path={path!r} cannot be imported{place}: {type(error).__name__}: {error}{hint}"
         ) from error
     return module
+
+
+_folders: list[Path] = []
+"""Folders of reward files, the latest last."""
+
+
+def _add_siblings(folder: Path) -> None:
+    """Let modules in ``folder`` be imported: behind the standard library, before installed packages.
+
+    A module of the same name beside another reward file, imported earlier, is forgotten.
+    """
+    for name, module in list(sys.modules.items()):
+        origin = getattr(module, "__file__", None)
+        of_other = origin is not None and "." not in name and _home(Path(origin)) in _folders
+        if of_other and _home(Path(str(origin))) != folder and _has_module(folder, name):
+            for known in [known for known in sys.modules if known == name or known.startswith(f"{name}.")]:
+                del sys.modules[known]
+    place = str(folder)
+    if place not in sys.path or folder in _folders:
+        while place in sys.path:
+            sys.path.remove(place)
+        installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
+        first = next((i for i, known in enumerate(sys.path) if known in installed), len(sys.path))
+        while first and Path(sys.path[first - 1]) in _folders:
+            first -= 1
+        sys.path.insert(first, place)
+    if folder not in _folders:
+        _folders.append(folder)
+    importlib.invalidate_caches()
+
+
+def _home(origin: Path) -> Path:
+    """Return the folder from which a top-level module or package with this file was imported."""
+    return origin.parent.parent if origin.name == "__init__.py" else origin.parent
+
+
+def _has_module(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
 
 
 def _find_function(module: ModuleType, path: str, name: str) -> Any:

@@ -1,57 +1,44 @@
-"""``RewardManager``, the built-in reward, and its loading. B samples, T padded response tokens."""
+"""``RewardManager``, the built-in reward. B samples, T padded response tokens."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
-from strop.algorithms.registry import accepted, resolve
 from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE, read_parts
-from strop.errors import ConfigError, RewardError
+from strop.errors import ConfigError
 from strop.protocol import DataProto
+from strop.rewards.arguments import Function
 from strop.rewards.base import BatchReward, PendingReward, Reward
-from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, log_first, name_row, real_tokens
-from strop.rewards.custom import load_custom_reward, require_score_signature
+from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, name_row, with_errors
+from strop.rewards.custom import CustomReward
 from strop.rewards.parts import Composition, UnusedParts, part_scorers
 from strop.rewards.reward_output import (
     RewardOutput,
+    SamplePrinter,
     at_last_token,
-    describe_sample,
     rule_parts,
     score_metrics,
 )
-from strop.rewards.router import BuiltInScorer, PartScorers, Router
-from strop.rewards.worker.pool import RewardPool, default_num_workers
-from strop.rewards.worker.process import RewardProcess
+from strop.rewards.router import BuiltInScorer, Router
+from strop.rewards.sample_values import (
+    SampleValues,
+    example_response,
+    row_fields,
+    warn_without_ground_truths,
+    with_response,
+)
+from strop.rewards.scorer import Scorer
+from strop.rewards.worker.pool import reward_process
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 
-if TYPE_CHECKING:
-    from strop.config.schema import Config
-
 logger = logging.getLogger(__name__)
-
-_KEY = "reward_model.reward_manager"
-_SECTION_KEYS = (
-    "timeout_s",
-    "error_score",
-    "max_error_rate",
-    "memory_limit_mb",
-    "parts",
-    "non_stop_penalty",
-    "penalty_reward_value",
-    "min_response_length",
-)
-_OFF_UNLESS_SET = ("memory_limit_mb", "parts", "non_stop_penalty", "min_response_length")
 
 
 class RewardManager(Reward):
@@ -59,10 +46,12 @@ class RewardManager(Reward):
 
     One process scores one sample after another; ``num_workers`` processes score as many in parallel.
 
-    ``compute_score`` is called with the keywords ``data_source``, ``solution_str``, ``ground_truth`` and
-    ``extra_info``, and returns a number, or a dict with a number under "score" and further named numbers.
-    Without it, the data source selects the scorer (:mod:`strop.rewards.router`); ``scorer_kwargs`` has its
-    options.
+    ``compute_score`` is called with the values that its parameters name (:mod:`strop.rewards.arguments`),
+    for one sample or for a batch, and returns a number, or a dict with a number under "score" and further
+    named numbers; for a batch a list of these. ``async def`` functions score up to ``max_concurrency``
+    samples at the same time in one process. ``prompt_key`` names the prompts' column. Without
+    ``compute_score``, the data source selects the scorer (:mod:`strop.rewards.router`); ``scorer_kwargs`` has
+    its options.
 
     If the batch has ``rm_scores`` [B], the reward model's score is added. It is the whole score of samples
     with ``reward_model.style`` "model" and, without ``compute_score``, of data sources without a scorer.
@@ -95,6 +84,8 @@ class RewardManager(Reward):
         max_error_rate: float = 0.1,
         memory_limit_mb: int | None = None,
         num_workers: int = 1,
+        max_concurrency: int = 32,
+        prompt_key: str = "prompt",
         scorer_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         parts: Mapping[str, Any] | None = None,
         non_stop_penalty: bool = False,
@@ -104,39 +95,40 @@ class RewardManager(Reward):
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
-        self.reward_fn_key = reward_fn_key
+        self._print = SamplePrinter(tokenizer, num_examine, printer or logger.info)
+        self.reward_fn_key, self.prompt_key = reward_fn_key, prompt_key
         self.error_score = error_score
-        self.printer = printer or logger.info
         self._sources: list[str] | None = None  # None: every source has a scorer
         self._router: Router | None = None
         self._timeout_s = timeout_s
         if compute_score is None:
-            compute_score = self._router = Router(scorer_kwargs)
+            self._router = Router(scorer_kwargs)
             self._sources = self._router.sources
+            own = Function(self._router, "the router of data sources")
         elif scorer_kwargs:
             raise ConfigError(
                 "scorer_kwargs sets options of built-in scorers, but a custom reward function is set"
             )
         else:
-            require_score_signature(compute_score, "compute_score")
+            where = compute_score.where if isinstance(compute_score, CustomReward) else "compute_score"
+            own = Function(compute_score, where)
         self.composition = Composition(
             parts=read_parts(parts),
             non_stop_penalty=non_stop_penalty,
             penalty_reward_value=penalty_reward_value,
             min_response_length=min_response_length,
         )
-        if scorers := part_scorers(self.composition.parts):
-            compute_score = PartScorers(compute_score, scorers)
-        self._part_scorers = scorers
+        self._part_scorers = part_scorers(self.composition.parts)
+        self.scorer = Scorer(own, self._part_scorers)
         self._unused_parts = UnusedParts(self.composition.parts)
         self._budget = ErrorBudget(max_error_rate)  # of functions
         self._final_budget = ErrorBudget(max_error_rate)  # also of what is added to their scores
-        self._process: RewardProcess | RewardPool = (
-            RewardProcess(compute_score, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb)
-            if num_workers == 1
-            else RewardPool(
-                compute_score, num_workers=num_workers, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb
-            )
+        self._process = reward_process(
+            self.scorer,
+            num_workers=num_workers,
+            timeout_s=timeout_s,
+            memory_limit_mb=memory_limit_mb,
+            max_concurrency=max_concurrency,
         )
         self._last_job: ScoringJob | None = None
 
@@ -166,7 +158,7 @@ class RewardManager(Reward):
         return self._expect(prompts, n=n, with_model=with_model)
 
     def _expect(self, prompts: DataProto, *, n: int, with_model: bool) -> PendingSamples:
-        fields = [fields for fields in self._fields(prompts) for _ in range(n)]
+        fields = [fields for fields in row_fields(prompts, self.reward_fn_key) for _ in range(n)]
         required = [parts for parts in self._required(prompts, has_model=with_model) for _ in range(n)]
         self._last_job = ScoringJob(
             self._process,
@@ -176,14 +168,20 @@ class RewardManager(Reward):
             after=self._last_job,
         )
 
+        values = SampleValues(self.scorer, self.tokenizer, prompts, self.prompt_key)
+
         def sample(row: int, token_ids: list[int]) -> Sample:
             response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
             source, ground_truth, extra = fields[row]
             parts = required[row] if self._part_scorers else None
-            return Sample(source, response, ground_truth, extra, parts, len(token_ids))
+            truncated = pending.truncated(row) if self.scorer.waits else None
+            named = values.of(row // n, token_ids, response, truncated=truncated)
+            return Sample(source, response, ground_truth, extra, parts, len(token_ids), named)
 
         compose = functools.partial(self._compose, [RULE in parts for parts in required])
-        return PendingSamples(self._last_job, [bool(parts) for parts in required], sample, compose)
+        is_scored = [bool(parts) for parts in required]
+        pending = PendingSamples(self._last_job, is_scored, sample, compose, waits=self.scorer.waits)
+        return pending
 
     def _compose(
         self,
@@ -203,22 +201,22 @@ class RewardManager(Reward):
             rules_B = torch.tensor(has_rule)
             used_B = ~rules_B if validating else torch.ones_like(rules_B)  # in validation rules alone count
             lost_B = used_B & ~model_B.isfinite()
-            outcomes = _with_errors(outcomes, samples, lost_B, "the reward model returned", model_B)
+            outcomes = with_errors(outcomes, samples, lost_B, "the reward model returned", model_B)
             model_B = model_B.masked_fill(~used_B | lost_B, math.nan)
         parts, added = weigh(outcomes, model_B)
         scores_B = sum(added.values(), torch.zeros(len(samples)))
         lost_B = ~scores_B.isfinite()
         if lost_B.any():
-            outcomes = _with_errors(outcomes, samples, lost_B, "the weighted sum of the parts is", scores_B)
+            outcomes = with_errors(outcomes, samples, lost_B, "the weighted sum of the parts is", scores_B)
             parts, added = weigh(outcomes, None if model_B is None else model_B.masked_fill(lost_B, math.nan))
             scores_B = sum(added.values(), torch.zeros(len(samples)))
         errors = ["" if outcome is None else outcome.error for outcome in outcomes]
         self._final_budget.require(errors, functools.partial(name_row, samples))
         if self.composition.non_stop_penalty and not validating:
-            penalty_B = parts[NON_STOP_PENALTY] = self._penalty(batch, scores_B)
+            penalty_B = parts[NON_STOP_PENALTY] = self.composition.penalty(batch, scores_B)
             added[NON_STOP_PENALTY] = penalty_B.nan_to_num()
             scores_B = scores_B + added[NON_STOP_PENALTY]
-        self._examine(batch, samples, scores_B, parts, outcomes)
+        self._print(batch, samples, scores_B, parts, errors)
         return RewardOutput(
             token_level_scores=at_last_token(scores_B, batch.batch["response_mask"]),
             parts=parts,
@@ -248,18 +246,6 @@ class RewardManager(Reward):
         failed_B = torch.tensor(failed)
         return parts, self.composition.contributions(parts, sources, failed_B=failed_B, validating=validating)
 
-    def _penalty(self, batch: DataProto, scores_B: Tensor) -> Tensor:
-        """Return the difference [B] between non-stop penalty and score; NaN where no penalty is due."""
-        columns = batch.batch
-        if "truncated" not in columns:
-            raise RewardError(
-                "reward_model.non_stop_penalty needs the column 'truncated' [B], which is true for responses "
-                f"without a stop token; the batch has {sorted(columns)}"
-            )
-        is_short_B = columns["response_mask"].sum(dim=1).cpu() < self.composition.min_response_length
-        due_B = columns["truncated"].cpu().bool() | is_short_B
-        return (self.composition.penalty_reward_value - scores_B).masked_fill(~due_B, math.nan)
-
     def validate_sources(
         self, sources: Iterable[str], *, has_reward_model: bool = False, elsewhere: Iterable[str] = ()
     ) -> None:
@@ -284,11 +270,46 @@ class RewardManager(Reward):
                 scorer = self._part_scorers.get(name)
                 if name == RULE and self._router is not None:
                     self._router.require_ready(source, self._timeout_s)
-                elif isinstance(scorer, BuiltInScorer):
-                    scorer.require_ready(self._timeout_s)
+                elif scorer is not None and isinstance(scorer.function, BuiltInScorer):
+                    scorer.function.require_ready(self._timeout_s)
             self.composition.require_scored(
                 source, has_rule=has_rule, has_reward_model=has_reward_model, known=self._sources or ()
             )
+
+    def require_columns(self, columns: Collection[str]) -> None:
+        """Raise ``ConfigError`` if a function needs an argument that is neither a value nor a column."""
+        if self._router is not None:
+            self._router.require_columns(columns)
+        for function in (self.scorer.own, *self._part_scorers.values()):
+            function.require(columns)
+
+    def warn_without_ground_truths(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Warn if a user's function names the ground truth, and no row has one."""
+        warn_without_ground_truths(self._own_functions(), rows)
+
+    def score_example(self, prompts: DataProto, *, has_reward_model: bool) -> tuple[str, str, Outcome] | None:
+        """Score one row, as a check, with its right answer as the response.
+
+        ``prompts`` is a batch of one row. Returns what the response is, its text, and the outcome; None
+        without a function of the user's. The response is the ground truth if a function takes it; else the
+        first of the columns that they name; else the ground truth, or empty without one. Raises as
+        ``__call__``.
+        """
+        has_own = self._own_functions() or (self._router is not None and self._router.has_own)
+        if not has_own or not any(self._required(prompts, has_model=has_reward_model)):
+            return None
+        what, text = example_response(self._own_functions(), prompts, self.prompt_key, self.reward_fn_key)
+        batch = with_response(prompts, text, self.tokenizer)
+        pending = self._expect(batch, n=1, with_model=has_reward_model)
+        pending.complete(batch)
+        (outcome,) = pending.outcomes()
+        return None if outcome is None else (what, text, outcome)
+
+    def _own_functions(self) -> list[Function]:
+        """Return the user's functions: the custom one, and those of parts."""
+        own = [] if self._router is not None else [self.scorer.own]
+        parts = self._part_scorers.values()
+        return [*own, *(part for part in parts if not isinstance(part.function, BuiltInScorer))]
 
     def is_built_in(self, source: str) -> bool:
         """Return True if the source's rule is its built-in scorer, with a weight other than 0."""
@@ -309,28 +330,9 @@ class RewardManager(Reward):
             self._last_job.wait()
         self._process.close()
 
-    def _fields(self, prompts: DataProto) -> list[tuple[str, Any, Any]]:
-        """Return data source, ground truth and extra info of each row."""
-        columns = prompts.non_tensor_batch
-        if self.reward_fn_key not in columns:
-            raise RewardError(
-                f"the data has no column {self.reward_fn_key!r} (data.reward_fn_key), which selects a row's "
-                f"scorer; it has {sorted(columns)}"
-            )
-        nothing = np.full(len(prompts), None, dtype=object)
-        return [
-            (str(source), (target or {}).get("ground_truth"), extra)
-            for source, target, extra in zip(
-                columns[self.reward_fn_key],
-                columns.get("reward_model", nothing),
-                columns.get("extra_info", nothing),
-                strict=True,
-            )
-        ]
-
     def _required(self, prompts: DataProto, *, has_model: bool) -> list[tuple[str, ...]]:
         """Return the parts that functions compute for each row; check all rows before scoring the first."""
-        sources = [source for source, *_ in self._fields(prompts)]
+        sources = [source for source, *_ in row_fields(prompts, self.reward_fn_key)]
         self.require_scored(sources, has_reward_model=has_model)
         targets = prompts.non_tensor_batch.get("reward_model", [None] * len(sources))
         by_model = [has_model and (target or {}).get("style") == "model" for target in targets]
@@ -338,113 +340,3 @@ class RewardManager(Reward):
             self.composition.required(source, has_rule=not model_alone and self._has_scorer(source))
             for source, model_alone in zip(sources, by_model, strict=True)
         ]
-
-    def _examine(
-        self,
-        batch: DataProto,
-        samples: Sequence[Sample],
-        scores_B: Tensor,
-        parts: Mapping[str, Tensor],
-        outcomes: Sequence[Outcome | None],
-    ) -> None:
-        """Print the first samples of every data source."""
-        shown: Counter[str] = Counter()
-        for row, sample in enumerate(samples):
-            if shown[sample.data_source] >= self.num_examine:
-                continue
-            shown[sample.data_source] += 1
-            outcome = outcomes[row]
-            own_parts = {name: values[row].item() for name, values in parts.items()}
-            self.printer(
-                describe_sample(
-                    sample,
-                    prompt=self._prompt(batch, row),
-                    score=scores_B[row].item(),
-                    parts={name: value for name, value in own_parts.items() if not math.isnan(value)},
-                    error=outcome.error if outcome else "",
-                    whole=self._with_special_tokens(batch, row),
-                )
-            )
-
-    def _with_special_tokens(self, batch: DataProto, row: int) -> str:
-        """Decode the response with its special tokens, if some are hidden from its scored text."""
-        if "hidden_tokens" not in batch or not batch.batch["hidden_tokens"][row]:
-            return ""
-        columns = (batch.batch[name][row : row + 1] for name in ("responses", "response_mask"))
-        return self.tokenizer.decode(real_tokens(*columns)[0], skip_special_tokens=False)
-
-    def _prompt(self, batch: DataProto, row: int) -> str:
-        """Decode the prompt with its chat template."""
-        if not {"prompts", "attention_mask"} <= batch.batch.keys():
-            return "(not in the batch)"
-        prompts = batch.batch["prompts"][row : row + 1]
-        mask = batch.batch["attention_mask"][row : row + 1, : prompts.shape[1]]
-        return self.tokenizer.decode(real_tokens(prompts, mask)[0], skip_special_tokens=False)
-
-
-def _with_errors(
-    outcomes: Sequence[Outcome | None],
-    samples: Sequence[Sample],
-    lost_B: Tensor,
-    found: str,
-    values_B: Tensor,
-) -> list[Outcome | None]:
-    """Return the outcomes with an error for the rows in ``lost_B`` that have none, and log the first."""
-    changed = list(outcomes)
-    errors = [""] * len(changed)
-    for row in lost_B.nonzero().flatten().tolist():
-        if not ((outcome := changed[row]) and outcome.error):
-            errors[row] = f"{found} {values_B[row].item()}"
-            changed[row] = Outcome("raised", error=errors[row])
-    log_first(errors, functools.partial(name_row, samples))
-    return changed
-
-
-def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
-    """Make the reward manager that ``reward_model.reward_manager`` names.
-
-    ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class. Its
-    arguments are ``tokenizer``, ``num_examine``, ``compute_score`` (from ``custom_reward_function``, or
-    None), ``reward_fn_key``, the entries of ``reward_kwargs`` (mappings as ``DictConfig``), and those of
-    ``_SECTION_KEYS`` that it accepts.
-
-    Raises:
-        ConfigError: an unknown name, an argument that the class does not take, a key that is on and would be
-            ignored, or an unusable custom reward function.
-    """
-    section = config.reward_model
-    workers = section.num_workers or default_num_workers()
-    built_in = {"naive": RewardManager, "prime": functools.partial(RewardManager, num_workers=workers)}
-    build = resolve(section.reward_manager, built_in, _KEY)
-    custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
-    own = {name: getattr(section, name) for name in _SECTION_KEYS}
-    _require_honoured(build, own, section.reward_manager)
-    if section.reward_manager not in built_in:  # verl's managers read attributes: overlong_buffer_cfg.enable
-        reward_kwargs = {
-            name: OmegaConf.create(value) if type(value) is dict else value
-            for name, value in reward_kwargs.items()
-        }
-    arguments = {
-        "tokenizer": tokenizer,
-        "num_examine": num_examine,
-        "compute_score": custom,
-        "reward_fn_key": config.data.reward_fn_key,
-        **accepted(build, own),
-        **reward_kwargs,
-    }
-    try:
-        inspect.signature(build).bind(**arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"{_KEY}={section.reward_manager!r} with reward_model.reward_kwargs={reward_kwargs}: {error}; "
-            f"its parameters are {inspect.signature(build)}"
-        ) from None
-    return build(**arguments)
-
-
-def _require_honoured(build: Callable[..., Any], settings: Mapping[str, Any], name: str) -> None:
-    """Raise ``ConfigError`` if a user's manager does not take a key that is on."""
-    taken = accepted(build, settings)
-    if ignored := [key for key in _OFF_UNLESS_SET if settings[key] and key not in taken]:
-        keys = ", ".join(f"reward_model.{key}" for key in ignored)
-        raise ConfigError(f"{_KEY}={name!r} does not take {keys}: remove these, or add them as parameters")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -12,25 +13,24 @@ from torch import Tensor
 from strop.algorithms.registry import resolve
 from strop.config.reward_parts import KEY, OTHER_SOURCES, REWARD_MODEL, RULE, SCORERS, RewardPart
 from strop.errors import RewardError
-from strop.rewards.custom import require_score_signature
+from strop.protocol import DataProto
+from strop.rewards.arguments import Function
 from strop.rewards.router import BuiltInScorer, UnknownSourceError
-from strop.rewards.worker.records import ScoreFunction
 
 logger = logging.getLogger(__name__)
 
 
-def part_scorers(parts: Mapping[str, RewardPart]) -> dict[str, ScoreFunction]:
+def part_scorers(parts: Mapping[str, RewardPart]) -> dict[str, Function]:
     """Return the function of every part with a scorer. Raises ``ConfigError`` for wrong names or options."""
     return {name: _scorer(name, part) for name, part in parts.items() if part.scorer is not None}
 
 
-def _scorer(name: str, part: RewardPart) -> ScoreFunction:
+def _scorer(name: str, part: RewardPart) -> Function:
     key, scorer = f"{KEY}.{name}.scorer", part.scorer or ""
     if scorer in SCORERS:
-        return BuiltInScorer(scorer, part.kwargs, where=f"{KEY}.{name}.kwargs")
+        return Function(BuiltInScorer(scorer, part.kwargs, where=f"{KEY}.{name}.kwargs"), key)
     function = resolve(scorer, dict.fromkeys(SCORERS, BuiltInScorer), key)
-    require_score_signature(function, f"{key}={scorer!r}", **part.kwargs)
-    return lambda **sample: function(**sample, **part.kwargs)
+    return Function(function, f"{key}={scorer!r}", part.kwargs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,18 @@ class Composition:
             if weights_B.any():
                 added[name] = values_B.nan_to_num() * weights_B
         return added
+
+    def penalty(self, batch: DataProto, scores_B: Tensor) -> Tensor:
+        """Return the difference [B] between non-stop penalty and score; NaN where no penalty is due."""
+        columns = batch.batch
+        if "truncated" not in columns:
+            raise RewardError(
+                "reward_model.non_stop_penalty needs the column 'truncated' [B], which is true for responses "
+                f"without a stop token; the batch has {sorted(columns)}"
+            )
+        is_short_B = columns["response_mask"].sum(dim=1).cpu() < self.min_response_length
+        due_B = columns["truncated"].cpu().bool() | is_short_B
+        return (self.penalty_reward_value - scores_B).masked_fill(~due_B, math.nan)
 
 
 class UnusedParts:

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from strop.config.reward_parts import REWARD_MODEL, RULE
 from strop.errors import RewardError
+from strop.protocol import DataProto
 from strop.rewards.worker.records import Outcome, Sample
 from strop.terminal import printable
 
@@ -135,7 +137,7 @@ def rule_parts(
     for row, outcome in enumerate(outcomes):
         if outcome is None:
             continue
-        rule = {RULE: outcome.score} if has_rule[row] else {}
+        rule = {} if outcome.score is None or not has_rule[row] else {RULE: outcome.score}
         named = {RULE: error_score} if outcome.error else {**rule, **outcome.parts}
         for name, value in named.items():
             columns.setdefault(name, [math.nan] * len(outcomes))[row] = value
@@ -213,3 +215,57 @@ def describe_sample(
 def _field(name: str, value: Any) -> str:
     text = printable(str(value))
     return f"[{name}]\n{text}" if "\n" in text else f"[{name}] {text}"
+
+
+class SamplePrinter:
+    """Print the first ``num_examine`` samples of every data source of a batch, to ``printer``."""
+
+    def __init__(self, tokenizer: Any, num_examine: int, printer: Callable[[str], None]) -> None:
+        self._tokenizer, self._num_examine, self._printer = tokenizer, num_examine, printer
+
+    def __call__(
+        self,
+        batch: DataProto,
+        samples: Sequence[Sample],
+        scores_B: Tensor,
+        parts: Mapping[str, Tensor],
+        errors: Sequence[str],
+    ) -> None:
+        """Print samples of a batch, with their scores [B], parts [B] by name and errors [B]."""
+        shown: Counter[str] = Counter()
+        for row, sample in enumerate(samples):
+            if shown[sample.data_source] >= self._num_examine:
+                continue
+            shown[sample.data_source] += 1
+            own_parts = {name: values[row].item() for name, values in parts.items()}
+            self._printer(
+                describe_sample(
+                    sample,
+                    prompt=self._prompt(batch, row),
+                    score=scores_B[row].item(),
+                    parts={name: value for name, value in own_parts.items() if not math.isnan(value)},
+                    error=errors[row],
+                    whole=self._with_special_tokens(batch, row),
+                )
+            )
+
+    def _with_special_tokens(self, batch: DataProto, row: int) -> str:
+        """Decode the response with its special tokens, if some are hidden from its scored text."""
+        if "hidden_tokens" not in batch or not batch.batch["hidden_tokens"][row]:
+            return ""
+        columns = (batch.batch[name][row : row + 1] for name in ("responses", "response_mask"))
+        return self._tokenizer.decode(real_tokens(*columns)[0], skip_special_tokens=False)
+
+    def _prompt(self, batch: DataProto, row: int) -> str:
+        """Decode the prompt with its chat template."""
+        if not {"prompts", "attention_mask"} <= batch.batch.keys():
+            return "(not in the batch)"
+        prompts = batch.batch["prompts"][row : row + 1]
+        mask = batch.batch["attention_mask"][row : row + 1, : prompts.shape[1]]
+        return self._tokenizer.decode(real_tokens(prompts, mask)[0], skip_special_tokens=False)
+
+
+def real_tokens(ids_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
+    """Return the token ids of each row where the mask is 1."""
+    rows = zip(ids_BT.cpu(), mask_BT.cpu().bool(), strict=True)
+    return [ids_T[mask_T].tolist() for ids_T, mask_T in rows]

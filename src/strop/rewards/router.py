@@ -1,19 +1,19 @@
-"""The scorer of each data source, and functions that combine scorers.
+"""The scorer of each data source.
 
 Built-in scorers are imported when a sample needs them. ``register_scorer`` adds one for a further data
-source, with the signature of a custom reward function (:mod:`strop.rewards.custom`).
+source; it takes the names of :mod:`strop.rewards.arguments`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from strop.config.backends import load_backend
-from strop.config.reward_parts import KEY, RULE, SCORERS
+from strop.config.reward_parts import SCORERS
 from strop.errors import ConfigError, RewardError, StropError
-from strop.rewards.custom import require_score_signature
-from strop.rewards.worker.records import ScoreFunction
+from strop.rewards.arguments import Function
+from strop.rewards.worker.records import KEYWORDS, ScoreFunction
 
 
 class BuiltInScorer:
@@ -22,12 +22,15 @@ class BuiltInScorer:
     Raises ``ConfigError`` for options that it does not take; ``where`` is their configuration key.
     """
 
+    argument_names = frozenset({"solution_str", "ground_truth", "n_response_tokens"})
+    """See ``strop.rewards.arguments.Function``."""
+
     def __init__(self, name: str, options: Mapping[str, Any], *, where: str = "") -> None:
         self._name, self._options, self._where = name, dict(options), where
         if not options:
             return
         try:  # score an empty response, so that wrong options fail now
-            self(solution_str="", ground_truth="0", n_tokens=0)
+            self(solution_str="", ground_truth="0", n_response_tokens=0)
         except StropError:
             raise
         except (TypeError, ValueError) as error:
@@ -40,12 +43,13 @@ class BuiltInScorer:
         """
         vars(self).update(state)
         if self._options:
-            self(solution_str="", ground_truth="0", n_tokens=0)
+            self(solution_str="", ground_truth="0", n_response_tokens=0)
 
     def __call__(
-        self, *, solution_str: str, ground_truth: Any, n_tokens: int | None = None, **_others: Any
+        self, *, solution_str: str, ground_truth: Any, n_response_tokens: int | None = None, **_others: Any
     ) -> Any:
-        known = {"n_tokens": n_tokens} if self._name == "length" else {}  # no other scorer counts tokens
+        # No other scorer counts tokens.
+        known = {"n_tokens": n_response_tokens} if self._name == "length" else {}
         return load_backend(SCORERS[self._name])(solution_str, ground_truth, **known, **self._options)
 
     def require_ready(self, deadline_s: float) -> None:
@@ -58,30 +62,6 @@ class BuiltInScorer:
             code.require_ready(deadline_s=deadline_s, **self._options)
         except ConfigError as error:
             raise ConfigError(f"{self._where}: {error}") from None
-
-
-class PartScorers:
-    """A reward function that returns several parts: the score of the data source's scorer, and others."""
-
-    def __init__(self, own: ScoreFunction, scorers: Mapping[str, ScoreFunction]) -> None:
-        self._own, self._scorers = own, dict(scorers)
-
-    def __call__(self, *, parts: Sequence[str], n_tokens: int | None = None, **sample: Any) -> dict[str, Any]:
-        """Return the source's own result (score 0 unless the rule is among ``parts``) and the other parts."""
-        own = self._own(**sample) if RULE in parts else 0.0
-        result = dict(own) if isinstance(own, Mapping) else {"score": own}
-        for name in parts:
-            if name == RULE:
-                continue
-            if name in result:
-                raise ValueError(
-                    f"the reward function returns a part {name!r}, which {KEY}.{name} also computes"
-                )
-            scorer = self._scorers[name]
-            known = {"n_tokens": n_tokens} if isinstance(scorer, BuiltInScorer) else {}
-            value = scorer(**known, **sample)
-            result[name] = value["score"] if isinstance(value, Mapping) else value
-        return result
 
 
 _BUILT_IN = {
@@ -103,8 +83,18 @@ def register_scorer(data_source: str, scorer: ScoreFunction | str) -> None:
     It replaces a built-in scorer of the same source. Reward managers made before this call do not see it.
     """
     if not isinstance(scorer, str):
-        require_score_signature(scorer, f"register_scorer({data_source!r}): the scorer")
+        _for_one_sample(scorer, data_source)
     _registered[data_source] = scorer
+
+
+def _for_one_sample(scorer: ScoreFunction, data_source: str) -> Function:
+    function = Function(scorer, f"register_scorer({data_source!r}): the scorer")
+    if function.is_batch:
+        raise ConfigError(
+            f"{function.where} takes a whole batch, which may have other data sources: expected a function "
+            "for one sample (or make it a part: reward_model.parts)"
+        )
+    return function
 
 
 def default_compute_score(
@@ -127,8 +117,9 @@ class UnknownSourceError(RewardError):
     def __str__(self) -> str:
         return (
             f"{self.what}. To add one, set custom_reward_function.path to a Python file with "
-            "compute_score(data_source, solution_str, ground_truth, extra_info=None), "
-            "or call strop.rewards.router.register_scorer(data_source, function)"
+            "compute_score(data_source, solution_str, ground_truth, extra_info=None), set "
+            "reward_model.reward_manager=module:Class to a manager that scores whole batches "
+            "(docs/rewards.md), or call strop.rewards.router.register_scorer(data_source, function)"
         )
 
 
@@ -145,6 +136,17 @@ class Router:
 
     def __init__(self, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._registered = dict(_registered)
+        self._functions = {
+            source: _for_one_sample(scorer, source)
+            for source, scorer in self._registered.items()
+            if not isinstance(scorer, str)
+        }
+        self.is_async = any(function.is_async for function in self._functions.values())
+        names = [function.wanted() for function in self._functions.values()]
+        self.takes_all = len(names) < len(self._registered) or None in names
+        """True if a registered scorer may take any value (import paths are not imported here)."""
+        self.argument_names = frozenset(KEYWORDS).union(*filter(None, names))
+        """See ``strop.rewards.arguments.Function``."""
         options = options or {}
         for source in options:
             if source in self._registered or source not in _BUILT_IN:
@@ -157,18 +159,26 @@ class Router:
             for source, name in _BUILT_IN.items()
         }
 
-    def __call__(self, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
-        scorer = self._registered.get(data_source, self._built_in.get(data_source))
+    def __call__(self, *, data_source: str, **values: Any) -> Any:
+        scorer = self._registered.get(data_source)
         if scorer is None:
-            raise UnknownSourceError(data_source, self.sources)
+            if data_source not in self._built_in:
+                raise UnknownSourceError(data_source, self.sources)
+            return self._built_in[data_source](**values)
         if isinstance(scorer, str):
             scorer = load_backend(scorer)
-        return scorer(
-            data_source=data_source,
-            solution_str=solution_str,
-            ground_truth=ground_truth,
-            extra_info=extra_info,
-        )
+        function = self._functions.get(data_source) or _for_one_sample(scorer, data_source)
+        return function.function(**function.arguments({"data_source": data_source, **values}))
+
+    @property
+    def has_own(self) -> bool:
+        """True if scorers were registered."""
+        return bool(self._registered)
+
+    def require_columns(self, columns: Collection[str]) -> None:
+        """Raise ``ConfigError`` if a registered scorer needs an argument that is not there."""
+        for function in self._functions.values():
+            function.require(columns)
 
     def require_ready(self, data_source: str, deadline_s: float) -> None:
         """Raise ``ConfigError`` if the source's scorer cannot work here, or not within the deadline."""

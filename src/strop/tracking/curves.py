@@ -102,11 +102,7 @@ def draw_curves(run_dir: Path | str) -> Path:
     if not steps:
         raise DataError(f"{path} holds no steps yet")
     names = names_in_order(steps)
-    validation = {
-        name.removeprefix(VALIDATION_PREFIX): name for name in names if name.startswith(VALIDATION_PREFIX)
-    }
-    panels = [*PANELS[:1], Panel("Validation", "mean score", validation), *SUPERVISED_PANELS, *PANELS[1:]]
-    panels = [panel for panel in panels if any(name in names for name in panel.curves.values())]
+    panels = drawn_panels(names)
     if not panels:
         raise DataError(f"{path}: has none of the metrics that are drawn; found {names}")
     n_columns = min(PANELS_PER_ROW, len(panels))
@@ -121,6 +117,15 @@ def draw_curves(run_dir: Path | str) -> Path:
         ax.set_xlabel("step")
     figure.suptitle(f"{run_dir.resolve().name}, {steps[-1]['step']} steps", fontsize=13, fontweight="bold")
     return save_figure(figure, run_dir / CURVES_FILE)
+
+
+def drawn_panels(names: Sequence[str]) -> list[Panel]:
+    """Return the panels that a run with metrics ``names`` has, with one of its validation scores."""
+    validation = {
+        name.removeprefix(VALIDATION_PREFIX): name for name in names if name.startswith(VALIDATION_PREFIX)
+    }
+    panels = [*PANELS[:1], Panel("Validation", "mean score", validation), *SUPERVISED_PANELS, *PANELS[1:]]
+    return [panel for panel in panels if any(name in names for name in panel.curves.values())]
 
 
 def series(steps: Steps, name: str) -> tuple[list[int], list[float]]:

@@ -7,9 +7,11 @@ response tokens.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import logging
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TOKEN_TEXTS = b"token_texts"
+"""Metadata of a samples file, for ``unpack_texts``: the text of each token in the file's responses."""
+_TOKENS_OF_A_GROUP = 1 << 18
+"""Response tokens of a row group, about: a viewer of one sample reads its group only."""
+
 
 def write_samples(path: Path, batch: DataProto, tokenizer: Any) -> None:
     """Write the batch to ``path`` (``write_table``).
@@ -42,19 +49,28 @@ def write_samples(path: Path, batch: DataProto, tokenizer: Any) -> None:
 def write_table(path: Path, table: pa.Table) -> None:
     """Write rows of samples to ``path`` atomically, creating its folder."""
     texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
-    with atomic_path(path, durable=False) as temporary:
-        # Per-token floats rarely repeat, so dictionaries and statistics would cost time for nothing. Bytes at
-        # one place in the numbers do repeat: exponents, and the zeros that rounding leaves.
-        pq.write_table(
-            table,
+    metadata, schema = table.schema.metadata or {}, table.schema.remove_metadata()
+    numbers = [f"{name}.list.element" for name in TOKEN_COLUMNS if name in table.schema.names]
+    # Per-token floats rarely repeat, so dictionaries and statistics would cost time for nothing. Bytes at
+    # one place in the numbers do repeat: exponents, and the zeros that rounding leaves.
+    with (
+        atomic_path(path, durable=False) as temporary,
+        pq.ParquetWriter(
             temporary,
+            schema,
             compression="zstd",
             use_dictionary=texts,
             write_statistics=False,
-            use_byte_stream_split=[
-                f"{name}.list.element" for name in TOKEN_COLUMNS if name in table.schema.names
-            ],
-        )
+            use_byte_stream_split=numbers,
+        ) as writer,
+    ):
+        writer.write_table(table.replace_schema_metadata(), row_group_size=_row_group_size(table))
+        writer.add_key_value_metadata(metadata)  # in the schema, it would be stored twice
+
+
+def _row_group_size(table: pa.Table) -> int:
+    tokens = table["response_length"].to_numpy().sum() if len(table) else 0
+    return max(int(_TOKENS_OF_A_GROUP * len(table) / max(tokens, 1)), 1)
 
 
 def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
@@ -84,6 +100,7 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
             columns[name] = pa.array(values.astype(np.float32), from_pandas=True)
     if "reward_failed" in tensors:
         columns["reward_failed"] = pa.array(tensors["reward_failed"].astype(bool))
+    columns["response_length"] = response_ids.value_lengths()
     columns["prompt_ids"], columns["response_ids"] = prompt_ids, response_ids
     columns["response_mask"] = _lists(tensors["response_mask"].astype(np.int8), response_real_BT)
     if "rollout_versions" in tensors:
@@ -91,7 +108,7 @@ def samples_table(batch: DataProto, tokenizer: Any) -> pa.Table:
     for name, bits in TOKEN_COLUMNS.items():
         if name in tensors:
             columns[name] = _lists(_rounded(tensors[name].astype(np.float32), bits), response_real_BT)
-    return pa.table(columns)
+    return pa.table(columns, metadata={TOKEN_TEXTS: pack_texts(_token_texts(response_ids, tokenizer))})
 
 
 class HiddenTokensWarning:
@@ -147,6 +164,32 @@ def _decode_each_once(ids: pa.ListArray, tokenizer: Any, *, skip_special_tokens:
     texts = tokenizer.batch_decode(list(distinct.values()), skip_special_tokens=skip_special_tokens)
     text_of = dict(zip(distinct, texts, strict=True))
     return pa.array([text_of[key] for key in keys], pa.string())
+
+
+def pack_texts(texts: Mapping[int, str]) -> bytes:
+    """Return texts by token id as base64 of zlib-compressed JSON: parquet does not compress metadata."""
+    return base64.b64encode(zlib.compress(json.dumps(texts).encode()))
+
+
+def unpack_texts(packed: bytes) -> dict[str, str]:
+    """Return the text of each token by its id, as a string."""
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
+
+
+def _token_texts(ids: pa.ListArray, tokenizer: Any) -> dict[int, str]:
+    """Return the text of each distinct token: what a second one adds to a first.
+
+    Some tokenizers drop the space before the first word of a text. A part of a character is "\ufffd".
+    """
+    distinct = np.unique(ids.values.to_numpy()).tolist()
+    if not distinct:  # batch_decode returns one text for no lists
+        return {}
+    once = tokenizer.batch_decode([[token] for token in distinct], skip_special_tokens=False)
+    twice = tokenizer.batch_decode([[token, token] for token in distinct], skip_special_tokens=False)
+    return {
+        token: second.removeprefix(first) if second.startswith(first) else first
+        for token, first, second in zip(distinct, once, twice, strict=True)
+    }
 
 
 def _whole_texts(ids: pa.ListArray, wanted_B: np.ndarray, tokenizer: Any) -> pa.Array:

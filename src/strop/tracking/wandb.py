@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class WandbTracker:
     def log_validation(self, step: int, report: ValidationReport) -> None:
         """Send the shown samples as a table."""
         if report.shown:
-            rows = [list(asdict(sample).values()) for sample in report.shown]
+            rows: list[Iterable[Any]] = [list(asdict(sample).values()) for sample in report.shown]
             table = wandb.Table(columns=[field.name for field in fields(ShownSample)], data=rows)
             self.log(step, {SAMPLES_NAME: table})
 

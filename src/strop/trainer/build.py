@@ -6,32 +6,36 @@ Copy ``build_trainer`` for a run with another worker, reward or placement: its p
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strop.checkpoint.folder import verify
+from strop.checkpoint.record import require_same_run
 from strop.checkpoint.store import Checkpoints
+from strop.config.paths import is_template_file
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import model_paths, roles_of, tokenizer_paths, uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import ModelConfig
+from strop.config.schema.data import RowsConfig
 from strop.config.schema.reward import RewardModelModelConfig
 from strop.controller.group import LocalWorkerGroup
 from strop.controller.pools import ResourcePoolManager, Role
+from strop.data.fetch import local_path
 from strop.data.hub import local_tokenizer, require_from_hub
 from strop.data.loader import RowDataset
-from strop.data.parquet import UNNAMED_SOURCE
+from strop.data.prompt_table import UNNAMED_SOURCE
 from strop.data.prompts import encode_prompts, encode_responses
 from strop.data.rl_dataset import RLHFDataset, all_rows
+from strop.data.sources import Rows
 from strop.data.tokenize import tokenizer_fingerprint
-from strop.errors import Attempts, ModelError
+from strop.errors import Attempts, DataError, ModelError
 from strop.manifest import IF_ON_PURPOSE, covering, require_unchanged
 from strop.models.attention import attention_for, score_cap
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
 from strop.rewards.base import Reward
-from strop.rewards.manager import load_reward_manager
+from strop.rewards.loading import load_reward_manager
 from strop.rewards.router import UnknownSourceError
 from strop.tracking.trackers import resolve_tracker
 from strop.trainer.ray_trainer import RayPPOTrainer
@@ -198,18 +202,40 @@ def fetch_tokenizer(
     # Workers compare the weights, of folders from which they load a model.
     files = {name: entry for name, entry in covering(folder).items() if not name.endswith(".safetensors")}
     require_unchanged(str(folder), folder, files, IF_ON_PURPOSE)
-    return load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+    set_chat_template(tokenizer, config.data)
+    return tokenizer
 
 
-def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer:
+def set_chat_template(tokenizer: Any, data: RowsConfig) -> None:
+    """Give ``tokenizer`` the template of ``data.chat_template``; warn of variables that no template reads."""
+    template = data.chat_template
+    if is_template_file(template):
+        try:
+            template = local_path(template, data.cache_dir).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data.chat_template={template}: cannot be read: {error}") from error
+    if template is not None:
+        tokenizer.chat_template = template
+    unread = [name for name in data.apply_chat_template_kwargs if name not in str(tokenizer.chat_template)]
+    if unread and tokenizer.chat_template is not None:
+        logger.warning(
+            "data.apply_chat_template_kwargs: the chat template reads no %s, so it changes nothing",
+            ", ".join(unread),
+        )
+
+
+def build_trainer(config: Config, *, with_weights: bool = True, rows: Sequence[Rows] = ()) -> RayPPOTrainer:
     """Return a trainer whose ``init_workers()`` and ``fit()`` are left to call; no model is loaded yet.
 
     Everything that can be checked before is checked here. ``with_weights=False`` leaves the weights of models
-    on the hub there, for a caller who does not train.
+    on the hub there, for a caller who does not train. ``rows`` in memory are read where
+    ``data.train_files`` and ``data.val_files`` have their names.
 
     Raises:
         StropError: wrong inputs; several of them are ``SeveralErrors``.
     """
+    require_checkpoint(Checkpoints.of(config), config)  # first: of another model nothing is downloaded
     tokenizer = fetch_tokenizer(
         config,
         config.actor_rollout_ref.model,
@@ -221,10 +247,10 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
     attempt(lambda: check_models(config, tokenizer))
     for name in config.trainer.logger:
         attempt(lambda name=name: resolve_tracker(name))
-    attempt(lambda: require_checkpoint(Checkpoints.of(config), config.trainer.resume_mode))
 
-    role_worker_mapping = {
-        **dict.fromkeys((Role.ActorRollout, Role.Actor, Role.Rollout, Role.RefPolicy), ActorRolloutRefWorker),
+    policy = (Role.ActorRollout, Role.Actor, Role.Rollout, Role.RefPolicy, Role.ActorRolloutRef)
+    role_worker_mapping: dict[Any, type] = {
+        **dict.fromkeys(policy, ActorRolloutRefWorker),
         Role.Critic: CriticWorker,
         Role.RewardModel: RewardModelWorker,
     }
@@ -247,6 +273,7 @@ def build_trainer(config: Config, *, with_weights: bool = True) -> RayPPOTrainer
             ray_worker_group_cls=worker_group_class(config),
             reward_fn=reward_fn,
             val_reward_fn=val_reward_fn,
+            rows=rows,
         )
     )
     attempt.raise_errors()
@@ -263,11 +290,15 @@ def worker_group_class(config: RootConfig) -> type:
     return RayWorkerGroup
 
 
-def require_checkpoint(checkpoints: Checkpoints, resume_mode: str) -> None:
-    """Raise ``CheckpointError`` if the checkpoint to resume from is damaged."""
-    checkpoint = checkpoints.find(resume_mode)
+def require_checkpoint(checkpoints: Checkpoints, config: RootConfig) -> None:
+    """Raise an error if the checkpoint to resume from is damaged, or of another run; say what is resumed."""
+    checkpoint = checkpoints.find(config.trainer.resume_mode)
     if checkpoint is not None:
-        verify(checkpoint)
+        require_same_run(checkpoint, config)
+
+
+_ROWS_WITH_ANSWERS = 1000
+"""Rows, from the first, in which a ground truth is looked for."""
 
 
 def _require_scorers(trainer: RayPPOTrainer) -> None:
@@ -291,6 +322,11 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
             if error.data_source == UNNAMED_SOURCE and isinstance(dataset, RLHFDataset):
                 raise dataset.no_sources() from None
             raise
+        if len(dataset):
+            reward_fn.require_columns(dataset[0].keys() - {"input_ids"})
+            reward_fn.warn_without_ground_truths(
+                dataset[row] for row in range(min(len(dataset), _ROWS_WITH_ANSWERS))
+            )
         if isinstance(dataset, RLHFDataset):
             by_rule = {source for source in sources if reward_fn.is_built_in(source)}
             dataset.require_ground_truths(by_rule, by_model=by_model)

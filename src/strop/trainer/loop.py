@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, reading_state_of
 from strop.data.rl_dataset import MeasuredDataset, all_rows
 from strop.errors import ConfigError, TrainingError
@@ -20,6 +21,7 @@ from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.tracking.curves import draw_curves
 from strop.tracking.lengths import LENGTHS_NAME, ColumnLengths, draw_lengths
+from strop.tracking.machine import record_start
 from strop.tracking.timeline import TIMELINE_FILE, Timeline, draw_timeline
 from strop.tracking.trackers import Tracking
 from strop.trainer.run_folder import RunFolder, run_lock
@@ -38,6 +40,7 @@ class Run(ABC):
         self.settings = trainer.config.trainer
         self.folder = RunFolder(self.settings.default_local_dir)
         self.checkpoints = Checkpoints.of(trainer.config, trained=self.trained)
+        self.record = record_of(trainer.config)  # now: files may change while the run trains
         self.seconds_before = 0.0
         self.timeline = Timeline()
         self._lengths_figure: Future[Path] | None = None
@@ -65,6 +68,7 @@ class Run(ABC):
             self.checkpoints.go_on_from(trainer.global_step)
         if not (goes_on and settings.val_only):  # validating a run must not change its record
             self.folder.write_config(trainer.config)
+            self.write(lambda path: record_start(path, step=trainer.global_step), self.folder.path)
         self.tracking = Tracking(
             settings.logger,
             run_dir=self.folder.path,
@@ -162,6 +166,7 @@ class Run(ABC):
             "global_step": trainer.global_step,
             "loader": trainer.train_loader.batches.state_dict(),
             "seconds": self.seconds(),
+            RECORD: self.record,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

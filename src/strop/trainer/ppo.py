@@ -366,11 +366,22 @@ class PPO:
         section, actor = self.config.actor_rollout_ref.actor, self.groups.actor
         optional = [name for name in dict.fromkeys((*_ACTOR_OPTIONAL, *self._loss_inputs)) if name in batch]
         with timer.phase("update_actor"):
-            parts = self._mini_batches(batch.select(*_ACTOR_COLUMNS, *optional), section, "actor", iteration)
+            # Ratios of the samples that are written down: new log-probs against the old ones.
+            record = not recorded and self.writes_samples(iteration)
+            inputs = batch.select(*_ACTOR_COLUMNS, *optional)
+            parts = self._mini_batches(inputs, section, "actor", iteration, record=record)
             update = actor.update_actor_on_policy if recorded else actor.update_actor
             return PendingUpdates(update, parts, loss_agg_mode=section.loss_agg_mode)
 
-    def _mini_batches(self, batch: DataProto, section: Any, name: str, iteration: int) -> Iterator[DataProto]:
+    def writes_samples(self, iteration: int) -> bool:
+        """Return True if the samples of the iteration are written to a file."""
+        settings = self.config.trainer
+        due = iteration % settings.log_rollouts_freq == 0 or iteration == self.total_iterations
+        return settings.log_rollouts and due
+
+    def _mini_batches(
+        self, batch: DataProto, section: Any, name: str, iteration: int, *, record: bool = False
+    ) -> Iterator[DataProto]:
         return mini_batches(
             batch,
             size=section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
@@ -378,6 +389,7 @@ class PPO:
             shuffle_seed=(self.config.trainer.seed, name) if section.shuffle else None,
             iteration=iteration,
             total_iterations=self.total_iterations,
+            record=record,
         )
 
     def batch_metrics(self, batch: DataProto, beta: float) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,18 @@ from strop.config.checks.check import check
 from strop.config.load import as_config
 from strop.config.roles import uses_reference
 from strop.config.schema import Config
-from strop.controller.pools import ResourcePoolManager, Role
-from strop.data.loader import EpochSampler, PromptLoader, collate, one_pass
-from strop.data.rl_dataset import create_rl_dataset, first_of_each_source
+from strop.controller.pools import ResourcePoolManager, Role, name_of
+from strop.data.loader import (
+    EpochSampler,
+    PromptLoader,
+    SampledBatches,
+    as_batch,
+    collate,
+    one_pass,
+    require_usable_sampler,
+)
+from strop.data.rl_dataset import create_rl_dataset, first_of_each_source, log_prompts
+from strop.data.sources import Rows, sources
 from strop.errors import Attempts, ConfigError, RewardError
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
@@ -26,7 +35,7 @@ from strop.rewards.base import as_reward
 from strop.tracking.samples import HiddenTokensWarning, write_samples, write_table
 from strop.tracking.text import validation_scores
 from strop.trainer.loop import Run
-from strop.trainer.metrics import PhaseTimer, speed_metrics, staleness_metrics
+from strop.trainer.metrics import PhaseTimer, SignalWatch, speed_metrics, staleness_metrics
 from strop.trainer.pipeline import Pipeline
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
@@ -36,19 +45,34 @@ from strop.trainer.weight_sync import WeightSync
 logger = logging.getLogger(__name__)
 
 
+_GROUPS = ("actor", "rollout", "ref", "critic", "reward_model")
+
+
 class RayPPOTrainer:
     """Drive actor, rollout, reference, critic and reward model through one PPO iteration after another.
 
     Takes the arguments of verl's trainer of this name. Call ``init_workers()``, then ``fit()``.
 
     Args:
-        role_worker_mapping: the worker class of each role.
+        role_worker_mapping: the worker class of each role. Keys beside ``Role`` (strings, or members of
+            another enum) are roles of one's own: their groups are built with the others, get the calls that
+            the subclass makes, and are ``groups[name]``. See docs/own_algorithm.md.
         resource_pool_manager: where each role lives. A role that the run needs and that one of the two lacks
             is a ``ConfigError``.
         ray_worker_group_cls: the kind of group; ``LocalWorkerGroup`` runs everything in this process.
         reward_fn: maps a batch to a ``RewardOutput``, or to token-level scores [B, T].
         val_reward_fn: the same in validation; ``reward_fn`` if None.
+        train_dataset: in place of the one that ``config.data`` describes; ``val_dataset`` likewise.
+        collate_fn: makes a ``DataProto``, or a mapping of its columns, from a list of rows, in training and
+            validation; None: ``strop.data.loader.collate``.
+        train_sampler: yields the row numbers of one epoch per iteration over it, and has a length; None: a
+            new seeded order every epoch. Its ``state_dict`` is a part of checkpoints, so one without
+            ``state_dict`` and ``load_state_dict`` is a ``ConfigError`` where ``trainer.save_freq`` > 0.
+        rows: rows in memory, read where ``data.train_files`` or ``data.val_files`` has their names.
     """
+
+    trained: tuple[str, ...] = TRAINED
+    """Names of the groups whose state is in checkpoints; a subclass may add those of its roles."""
 
     ppo: PPO
     weights: WeightSync
@@ -60,13 +84,16 @@ class RayPPOTrainer:
         self,
         config: Config | Mapping[str, Any],
         tokenizer: Any,
-        role_worker_mapping: Mapping[Role, type],
+        role_worker_mapping: Mapping[Any, type],
         resource_pool_manager: ResourcePoolManager,
         ray_worker_group_cls: type,
         reward_fn: Callable[[DataProto], Any],
         val_reward_fn: Callable[[DataProto], Any] | None = None,
         train_dataset: Any | None = None,
         val_dataset: Any | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        train_sampler: Any | None = None,
+        rows: Sequence[Rows] = (),
     ) -> None:
         self.config = as_config(config)
         self.tokenizer = tokenizer
@@ -75,7 +102,9 @@ class RayPPOTrainer:
         self.worker_group_cls = ray_worker_group_cls
         self.reward_fn = as_reward(reward_fn)
         self.val_reward_fn = as_reward(val_reward_fn or reward_fn)
-        self.train_loader, self.val_loader = build_loaders(self.config, tokenizer, train_dataset, val_dataset)
+        self.train_loader, self.val_loader = build_loaders(
+            self.config, tokenizer, train_dataset, val_dataset, collate_fn, train_sampler, rows
+        )
         trains = not self.config.trainer.val_only
         check(self.config, train_rows=len(self.train_loader.dataset) if trains else None).report(logger)
         self.total_steps = 0
@@ -86,12 +115,15 @@ class RayPPOTrainer:
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()
         self._warn_of_hidden_tokens = HiddenTokensWarning(tokenizer)
+        self._signal = SignalWatch(self.config.trainer.warn_without_signal)
         self._required_roles()  # raises for one that the mappings lack
         self.actor: Any = None  # worker groups: their methods are those of the workers
         self.rollout: Any = None  # the actor's group unless the two roles are apart
         self.ref: Any = None
         self.critic: Any = None
         self.reward_model: Any = None
+        self.own_groups: dict[str, Any] = {}
+        """Worker groups of roles of one's own, by the role's name."""
 
     def init_workers(self) -> None:
         """Build the worker groups of the roles that this run needs, and load their models."""
@@ -101,6 +133,7 @@ class RayPPOTrainer:
         self.rollout = groups.get(Role.Rollout, self.actor)
         self.ref = groups.get(Role.RefPolicy, groups.get(Role.ActorRolloutRef))
         self.critic, self.reward_model = groups.get(Role.Critic), groups.get(Role.RewardModel)
+        self.own_groups = {name_of(role): self._group(role) for role in self._own_roles()}
         require_shared_folder(Path(config.trainer.default_local_dir), self.groups)
         for call in [group.init_model.start() for group in self.groups.values()]:
             call.get()
@@ -138,6 +171,10 @@ class RayPPOTrainer:
             return True
         return False
 
+    def _own_roles(self) -> list[Any]:
+        """Return the roles of ``role_worker_mapping`` that are not of ``Role``."""
+        return [role for role in self.role_worker_mapping if not isinstance(role, Role)]
+
     def _required_roles(self) -> list[Role]:
         """Return the roles of this run, the one that trains the policy first.
 
@@ -158,21 +195,30 @@ class RayPPOTrainer:
         tables = {"role_worker_mapping": self.role_worker_mapping, "resource_pool_manager.mapping": placed}
         problems = [
             f"{table} lacks Role.{role.name}, which this run needs ({reason}); it has "
-            f"{', '.join(sorted(known.name for known in given)) or 'no role'}"
+            f"{', '.join(sorted(map(name_of, given))) or 'no role'}"
             for role, reason in needed.items()
             for table, given in tables.items()
             if role not in given
         ]
+        for role in self._own_roles():
+            if role not in placed:
+                problems.append(
+                    f"resource_pool_manager.mapping lacks the role {name_of(role)!r} of role_worker_mapping"
+                )
+            if name_of(role) in _GROUPS:
+                problems.append(
+                    f"role_worker_mapping: a role may not be named {name_of(role)!r}, as a group of strop"
+                )
         if problems:
             raise ConfigError(*problems)
         return list(needed)
 
-    def _group(self, role: Role) -> Any:
+    def _group(self, role: Any) -> Any:
         return self.worker_group_cls(
             worker_cls=self.role_worker_mapping[role],
             init_kwargs={"config": self.config, "role": role},
             resource_pool=self.resource_pool_manager.pool_of(role),
-            name=role.name,
+            name=name_of(role),
             settings=self.config.trainer,
         )
 
@@ -185,6 +231,7 @@ class RayPPOTrainer:
             "ref": None if self.ref is self.actor else self.ref,
             "critic": self.critic,
             "reward_model": self.reward_model,
+            **self.own_groups,
         }
         return {name: group for name, group in named.items() if group is not None}
 
@@ -209,6 +256,8 @@ class RayPPOTrainer:
             self.weights.version = iteration
         self.timer.add(samples.timer)
         self._warn_of_hidden_tokens(batch)
+        if warning := self._signal(metrics):
+            logger.warning("warning: %s", warning)
         return batch, metrics
 
     def fit(self) -> None:
@@ -224,10 +273,10 @@ class RayPPOTrainer:
 class ReinforcementRun(Run):
     """A run of reinforcement learning: samples are written down, validations are scored."""
 
-    trained = TRAINED
     trainer: RayPPOTrainer
 
     def __init__(self, trainer: RayPPOTrainer) -> None:
+        self.trained = trainer.trained
         super().__init__(trainer)
         self.best_score: float | None = None
         self.async_steps_before = 0
@@ -275,7 +324,7 @@ class ReinforcementRun(Run):
             samples, metrics = trainer.step(batch)
         trainer.global_step += 1
         step = trainer.global_step
-        if settings.log_rollouts and self.is_due(settings.log_rollouts_freq):
+        if trainer.ppo.writes_samples(step):
             with trainer.timer.phase("log_rollouts"):
                 self.write(write_samples, self.folder.rollouts(step), samples, trainer.tokenizer)
                 if settings.rollouts_to_keep is not None:
@@ -339,9 +388,15 @@ class ReinforcementRun(Run):
 
 
 def build_loaders(
-    config: Config, tokenizer: Any, train_dataset: Any | None, val_dataset: Any | None
+    config: Config,
+    tokenizer: Any,
+    train_dataset: Any | None,
+    val_dataset: Any | None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    train_sampler: Any | None = None,
+    rows: Sequence[Rows] = (),
 ) -> tuple[PromptLoader | Any, PromptLoader]:
-    """Return the endless seeded loader of training prompts and the loader of validation prompts.
+    """Return the endless loader of training prompts and the loader of validation prompts.
 
     The first is None with ``trainer.val_only``, and the training files are not read.
     """
@@ -350,15 +405,34 @@ def build_loaders(
         # The reward model applies its own chat template, so it needs the messages.
         data = data.model_copy(update={"return_raw_chat": True})
     pad = partial(collate, pad_token_id=tokenizer.pad_token_id, max_prompt_length=data.max_prompt_length)
+    if collate_fn is not None:
+        pad = partial(as_batch, collate_fn)
     train, attempt = None, Attempts()
+    if train_sampler is not None:
+        ahead = {
+            "trainer.async_steps": config.trainer.async_steps,
+            "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
+        }
+        require_usable_sampler(
+            train_sampler,
+            save_freq=config.trainer.save_freq,
+            ahead=[f"{key}={value}" for key, value in ahead.items() if value],
+        )
     if not config.trainer.val_only and train_dataset is None:
-        train_dataset = attempt(lambda: create_rl_dataset(data.train_files, data, tokenizer))
+        train_dataset = attempt(lambda: create_rl_dataset(sources(data.train_files, rows), data, tokenizer))
     if val_dataset is None:
-        val_dataset = attempt(lambda: create_rl_dataset(data.val_files, data, tokenizer))
+        val_dataset = attempt(lambda: create_rl_dataset(sources(data.val_files, rows), data, tokenizer))
     attempt.raise_errors()
+    log_prompts(train_dataset, val_dataset)
     if train_dataset is not None and not config.trainer.val_only:
-        rows = EpochSampler(len(train_dataset), data.train_batch_size, config.trainer.seed, data.shuffle)
-        train = PromptLoader(train_dataset, rows, pad)
+        batches: Any
+        if train_sampler is None:
+            batches = EpochSampler(
+                len(train_dataset), data.train_batch_size, config.trainer.seed, data.shuffle
+            )
+        else:
+            batches = SampledBatches(train_sampler, data.train_batch_size)
+        train = PromptLoader(train_dataset, batches, pad)
     if data.val_max_samples is not None:
         val_dataset = first_of_each_source(val_dataset, data.val_max_samples)
     return train, PromptLoader(val_dataset, one_pass(len(val_dataset), data.val_batch_size), pad)

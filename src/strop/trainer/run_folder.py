@@ -22,18 +22,21 @@ from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError
 from strop.files import atomic_write_text
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
+from strop.tracking.machine import MACHINE_FILE
 
 logger = logging.getLogger(__name__)
 
 _RUN_FILES = (
     "config.yaml",
     METRICS_FILE,
+    MACHINE_FILE,
     "curves.png",
     "token_lengths.png",
     "timeline.png",
     "rollouts",
     "validation",
     "final_model",
+    "reference_log_probs",
     "tensorboard",
     "wandb",
     "wandb_run_id.txt",
@@ -107,6 +110,7 @@ class RunFolder:
         archive.mkdir()
         for path in left:
             path.rename(archive / path.name)
+        logger.info("the files of an earlier run in %s are now in %s", self.path, archive)
 
 
 @contextmanager

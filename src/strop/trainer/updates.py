@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from strop.protocol import DataProto
 from strop.trainer.metrics import UpdateRecord, merge_updates
 from strop.trainer.seeds import permutation
@@ -18,19 +20,24 @@ def mini_batches(
     shuffle_seed: tuple[int, str] | None,
     iteration: int,
     total_iterations: int,
+    record: bool = False,
 ) -> Iterator[DataProto]:
     """Yield the mini-batches of an iteration, before rows are spread over ranks.
 
     Cutting here makes membership independent of the number of ranks. Each mini-batch of ``size`` rows
     carries the denominators of its losses over all ranks (tokens, sequences), so no all-reduce of counts is
     needed. ``shuffle_seed``: the run's seed and the role, to draw a new order every epoch. ``iteration``
-    counts from 1.
+    counts from 1. With ``record``, ``meta_info["rows"]`` of the last epoch's mini-batches has the numbers of
+    their rows in ``batch``: the update returns per-token columns of them.
     """
     for epoch in range(epochs):
-        rows = batch
+        rows, order = batch, list(range(len(batch)))
         if shuffle_seed is not None and size < len(batch):  # one mini-batch has no order
-            rows = batch[permutation(*shuffle_seed, len(batch), iteration, epoch)]
-        for mini_batch in rows.split(size):
+            shuffled = permutation(*shuffle_seed, len(batch), iteration, epoch)
+            rows, order = batch[shuffled], shuffled.tolist()
+        for number, mini_batch in enumerate(rows.split(size)):
+            if record and epoch == epochs - 1:
+                mini_batch.meta_info["rows"] = order[number * size :][:size]
             mini_batch.meta_info |= {
                 "n_tokens": float(mini_batch.batch["response_mask"].sum()),
                 "n_seqs": float(len(mini_batch)),
@@ -52,11 +59,16 @@ class PendingUpdates:
         self._calls = [(update.start(mini_batch), mini_batch.meta_info) for mini_batch in mini_batches]
 
     def get(self) -> tuple[dict[str, float], DataProto]:
-        """Wait for all steps; return their merged metrics, and the columns of an on-policy step."""
-        records, columns = [], DataProto()
+        """Wait for all steps; return their merged metrics, and the columns that they return, in row order."""
+        records, columns, rows = [], [], []
         for call, meta in self._calls:
             metrics = call.get()
             if isinstance(metrics, DataProto):
-                columns, metrics = DataProto(metrics.batch), metrics.meta_info["metrics"]
+                columns.append(DataProto(metrics.batch))
+                rows += meta.get("rows", ())
+                metrics = metrics.meta_info["metrics"]
             records.append(UpdateRecord(metrics, meta["n_tokens"], meta["n_seqs"]))
-        return merge_updates(records, loss_agg_mode=self._loss_agg_mode), columns
+        joined = DataProto.concat(columns)
+        if rows != sorted(rows):
+            joined = joined[np.argsort(rows)]
+        return merge_updates(records, loss_agg_mode=self._loss_agg_mode), joined

@@ -20,7 +20,7 @@ from strop.config.batch_plan import resolve_micro_batch, sequence_parallel_size
 from strop.config.schema import Config
 from strop.config.trees import Root
 from strop.controller.group import Dispatch, register
-from strop.controller.pools import Role
+from strop.controller.pools import Role, name_of
 from strop.data.hub import is_hub_name, local_model, local_tokenizer
 from strop.engines import ranks
 from strop.engines.base import (
@@ -143,7 +143,7 @@ class Worker(Generic[Root]):
         options = dict(model)
         return engine_class(strategy).build(
             ModelSpec(
-                role=role or self.role.name,
+                role=role or name_of(self.role),
                 kind=kind,
                 path=options.pop("path"),
                 options=options,
@@ -180,7 +180,7 @@ class Worker(Generic[Root]):
         if step.skipped:
             logger.warning(
                 "%s: optimizer step skipped in iteration %d, its gradient norm is %s",
-                self.role.name,
+                name_of(self.role),
                 meta["iteration"] + 1,
                 step.grad_norm,
             )

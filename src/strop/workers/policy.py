@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from strop.config.backends import ROLLOUTS
 from strop.config.placement import rollout_dtype
-from strop.config.roles import uses_full_kl
+from strop.config.roles import uses_full_kl, uses_reference
 from strop.config.schema import Config
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role
@@ -61,7 +61,8 @@ class ActorRolloutRefWorker(RoleWorker):
     def init_model(self) -> None:
         """Load the model (twice if the role has actor and reference) and build what the role needs."""
         self.tokenizer = self.load_tokenizer(self.config.data.tokenizer or self.section.model.path)
-        if self.role in (Role.RefPolicy, Role.ActorRolloutRef):
+        shares = self.role is Role.ActorRolloutRef and uses_reference(self.config)
+        if shares or self.role is Role.RefPolicy:
             self.reference = self._build_engine("ref")
         if self.role is Role.Rollout:
             self.rollout = self._build_rollout()
@@ -278,9 +279,15 @@ class ActorRolloutRefWorker(RoleWorker):
         return DataProto(columns)
 
     @register(Dispatch.DATA_PARALLEL)
-    def update_actor(self, mini_batch: DataProto) -> dict[str, float]:
-        """Take one optimizer step on a mini-batch whose ``meta_info`` has the global denominators."""
-        return self._update(mini_batch, self._objective(mini_batch))
+    def update_actor(self, mini_batch: DataProto) -> dict[str, float] | DataProto:
+        """Take one optimizer step on a mini-batch whose ``meta_info`` has the global denominators.
+
+        Return its metrics. With ``rows`` in ``meta_info``, return ``update_log_probs`` [B, T], the log-probs
+        that the loss saw, and the metrics in ``meta_info["metrics"]``.
+        """
+        if "rows" not in mini_batch.meta_info:
+            return self._update(mini_batch, self._objective(mini_batch))
+        return self._recorded(mini_batch, {"log_prob": "update_log_probs"})
 
     @register(Dispatch.DATA_PARALLEL)
     def update_actor_on_policy(self, batch: DataProto) -> DataProto:
@@ -289,7 +296,10 @@ class ActorRolloutRefWorker(RoleWorker):
         Return ``old_log_probs`` and ``entropys`` [B, T] from before the step, with the metrics of
         ``update_actor`` in ``meta_info["metrics"]``.
         """
-        recorder = Recorder(batch, {"log_prob": "old_log_probs", "entropy": "entropys"})
+        return self._recorded(batch, {"log_prob": "old_log_probs", "entropy": "entropys"})
+
+    def _recorded(self, batch: DataProto, names: dict[str, str]) -> DataProto:
+        recorder = Recorder(batch, names)
         metrics = self._update(recorder.mini_batch, recorder.watch(self._objective(batch)))
         return DataProto(self.engine.agree(recorder.columns()), {}, {"metrics": metrics})
 

@@ -1,4 +1,4 @@
-"""Workers of the supervised trainers: ``SftWorker`` and ``RewardModellingWorker``.
+"""Workers of the supervised trainers: ``SftWorker``, ``RewardModellingWorker`` and ``PreferenceWorker``.
 
 Each holds one model and takes one optimizer step per batch.
 """
@@ -11,9 +11,22 @@ from typing import Any
 from torch import Tensor
 
 from strop.algorithms.aggregation import masked_sum
-from strop.algorithms.preference import bradley_terry_loss, centering_loss, pairwise_accuracy
+from strop.algorithms.preference import (
+    REFERENCE_INPUTS,
+    PreferenceLossFunction,
+    bradley_terry_loss,
+    centering_loss,
+    get_preference_loss,
+    pairwise_accuracy,
+)
+from strop.algorithms.registry import call
 from strop.config.checks.supervised import Supervised, sequences_of_a_row
-from strop.config.schema.supervised import RewardModellingConfig, SftConfig
+from strop.config.schema.supervised import (
+    PreferenceConfig,
+    PreferenceUpdateConfig,
+    RewardModellingConfig,
+    SftConfig,
+)
 from strop.controller.group import Dispatch, register
 from strop.engines.base import Loss
 from strop.engines.micro_batches import MicroBatching
@@ -146,5 +159,76 @@ def pair_objective(*, n_pairs: float, center_coefficient: float) -> Loss:
             "chosen_score": mean(chosen_B),
             "rejected_score": mean(rejected_B),
         }
+
+    return objective
+
+
+class PreferenceWorker(SupervisedWorker[PreferenceConfig]):
+    """Preference optimization: a policy learns to prefer chosen answers to rejected ones."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the language model."""
+        self.load("policy_pairs")
+
+    @register(Dispatch.DATA_PARALLEL)
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Take one optimizer step on a batch whose ``meta_info`` has ``n_pairs`` and ``n_tokens``."""
+        update = self.config.update
+        objective = preference_objective(
+            preference_loss(update),
+            n_pairs=batch.meta_info["n_pairs"],
+            n_tokens=batch.meta_info["n_tokens"],
+            nll_coef=update.nll_coef,
+        )
+        return self.train_on(batch, objective, update, self.micro_batching)
+
+    @register(Dispatch.DATA_PARALLEL)
+    def evaluate(self, batch: DataProto) -> DataProto:
+        """Return ``chosen_log_prob`` and ``rejected_log_prob``, [B] each, of the current model."""
+        return DataProto(self.engine.infer(batch, self.micro_batching))
+
+
+def preference_loss(update: PreferenceUpdateConfig) -> PreferenceLossFunction:
+    """Return the preference loss with its settings; ``ConfigError`` if it cannot be used."""
+    settings = {name: getattr(update, name) for name in ("beta", "label_smoothing", "gamma")}
+    return get_preference_loss(update.loss, settings, update.loss_kwargs)
+
+
+def preference_objective(
+    preference_loss: PreferenceLossFunction, *, n_pairs: float, n_tokens: float, nll_coef: float
+) -> Loss:
+    """Return the mean preference loss of a whole batch, plus ``nll_coef`` times the chosen answers' loss.
+
+    ``n_tokens`` counts the tokens of chosen answers. A row without response tokens is padding and contributes
+    nothing.
+    """
+
+    def objective(
+        outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        is_pair_B = columns["response_mask"].any(dim=1)
+        reference = {name: columns[name] for name in REFERENCE_INPUTS if name in columns}
+        lengths = {
+            "chosen_length": columns["response_mask"].sum(dim=1),
+            "rejected_length": columns["rejected_mask"].sum(dim=1),
+        }
+        # Selected, not multiplied by 0: a user's loss may be NaN for an answer without tokens.
+        inputs = {name: figure_B[is_pair_B] for name, figure_B in {**outputs, **reference, **lengths}.items()}
+        found = call(preference_loss, inputs)
+        nll = -inputs["chosen_log_prob"].sum() / n_tokens
+        loss = found.loss_B.sum() / n_pairs
+        if nll_coef:
+            loss = loss + nll_coef * nll
+        margin_B = found.chosen_reward_B - found.rejected_reward_B
+        by_pair = {
+            "rewards/chosen": found.chosen_reward_B,
+            "rewards/rejected": found.rejected_reward_B,
+            "rewards/margin": margin_B,
+            "rewards/accuracy": pairwise_accuracy(margin_B),
+            "logps/chosen": inputs["chosen_log_prob"],
+            "logps/rejected": inputs["rejected_log_prob"],
+        }
+        return loss, {"nll": nll, **{name: figure_B.sum() / n_pairs for name, figure_B in by_pair.items()}}
 
     return objective

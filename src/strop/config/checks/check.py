@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.config.batch_plan import MICRO_BATCHES, BatchPlan
-from strop.config.checks import inputs, learning, processes, supervised
+from strop.config.checks import inputs, learning, memory, processes, supervised
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.keys import check_keys
 from strop.config.keys import value_at
@@ -58,6 +58,9 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
         plan = BatchPlan.from_config(config, train_rows=train_rows)
     except ConfigError as problem:
         return CheckResult(errors + problem.problems, warnings, None)
+    compared = list(memory.run(config, plan)) if not attempt.errors else []
+    errors += [text for level, text in compared if level == "error"]
+    warnings += [text for level, text in compared if level == "warning"]
     if plan.actor_iterations == 0:
         errors.append(
             f"trainer.critic_warmup={config.trainer.critic_warmup} covers all {plan.iterations} iterations: "
@@ -83,15 +86,22 @@ def deprecated(config: Config) -> Iterator[Finding]:
             )
 
 
+def notes(config: RootConfig) -> Iterator[Finding]:
+    """Name what was read otherwise than it was written."""
+    yield from map(warning, config.notes)
+
+
 Rule = Callable[[Any], Iterator[Finding]]
 """Rule across keys, which yields findings; rules of one key are markers on its field."""
 
 COMMON_RULES: tuple[Rule, ...] = (
+    notes,
     check_keys,
     learning.trackers,
     processes.worker_group,
     processes.restarts,
     inputs.data_files,
+    inputs.chat_template,
     inputs.tokenizers,
     inputs.libraries,
     inputs.resume,
@@ -102,6 +112,7 @@ RULES: tuple[Rule, ...] = (
     learning.pluggable_names,
     learning.reward_parts,
     learning.groups,
+    learning.mini_batches,
     learning.filtered_groups,
     learning.sampling,
     learning.old_samples,
@@ -134,6 +145,8 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
 SUPERVISED_RULES: tuple[Rule, ...] = (
     supervised.model,
     supervised.memory,
+    memory.supervised,
     supervised.shards,
     supervised.micro_batches,
+    supervised.loss,
 )

@@ -13,20 +13,56 @@ from strop.config.batch_plan import longest_scored_row
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.forecast import read_model_facts
 from strop.config.keys import all_keys, longest_row, value_at
+from strop.config.machine import machine_memory
 from strop.config.names import missing_module
-from strop.config.paths import expand, is_url, may_be_a_hub_name
+from strop.config.paths import (
+    expand,
+    hub_split,
+    is_rows,
+    is_template_file,
+    is_url,
+    may_be_a_hub_name,
+    with_split,
+)
 from strop.config.roles import model_paths
 from strop.config.schema import Config, RootConfig
 
 
 def data_files(config: RootConfig) -> Iterator[Finding]:
-    """Require the parquet files."""
+    """Require the files, and the package that reads data sets on the hub."""
     for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
         if key == "train_files" and config.trainer.val_only:
             continue
         for file in files:
-            if not is_url(file) and not Path(expand(file)).exists():
-                yield error(f"data.{key}: no file {file} (strop prepare makes one from a data set)")
+            base = (with_split(file) or (file,))[0]  # a folder with a data set of several splits
+            if is_url(file) or is_rows(file) or any(Path(expand(name)).exists() for name in (file, base)):
+                continue
+            if hub_split(file) is None:
+                on_hub = f"; on the hub: {file}:train" if hub_split(f"{file}:train") else ""
+                yield error(f"data.{key}: no file {file} (strop prepare makes one from a data set){on_hub}")
+            elif missing_module("datasets"):
+                yield error(
+                    f"data.{key}: no file {file}, and reading it from the Hugging Face hub needs the "
+                    "package 'datasets': pip install 'strop[hub]'"
+                )
+
+
+_OWN_TEMPLATE_ARGUMENTS = ("add_generation_prompt", "continue_final_message", "return_dict", "tokenize")
+
+
+def chat_template(config: RootConfig) -> Iterator[Finding]:
+    """Require the template's file, and variables that are not set by strop."""
+    template = config.data.chat_template
+    if is_template_file(template) and not is_url(template) and not Path(expand(template)).is_file():
+        yield error(
+            f"data.chat_template={template}: no such file (a template given as text has Jinja's {{ and }})"
+        )
+    for name in config.data.apply_chat_template_kwargs:
+        if name in (*_OWN_TEMPLATE_ARGUMENTS, "chat_template", "conversation"):
+            instead = (
+                "use data.chat_template" if name == "chat_template" else "its value follows from the prompts"
+            )
+            yield error(f"data.apply_chat_template_kwargs.{name}: it is set by strop; {instead}")
 
 
 def models(config: Config) -> Iterator[Finding]:
@@ -172,7 +208,7 @@ def columns_in_memory(config: RootConfig, rows: int, keys: str) -> Iterator[Find
     length, words = longest_row(config.data)
     size, installed = (
         rows * length * _BYTES_OF_A_TOKEN,
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        machine_memory(),
     )
     if size > installed:
         yield error(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import Key, all_keys, value_at
 from strop.config.placement import pools_of, runs_on_ray, visible_gpus
 from strop.config.schema import RootConfig
-from strop.config.schema.base import At
+from strop.config.schema.base import At, Limit
+from strop.config.verl import other_defaults
 
 
 def check_keys(config: RootConfig) -> Iterator[Finding]:
@@ -17,21 +19,17 @@ def check_keys(config: RootConfig) -> Iterator[Finding]:
     Only keys that somebody wrote are reported as without effect, each for its first reason: a default
     without effect is no mistake, and docs/config.md mentions it.
     """
-    one_rank = all(sum(pool) == 1 for pool in pools_of(config).values())
-    on_ray = runs_on_ray(config)
-    device = config.trainer.device
-    on_cpu = device == "cpu" or (device == "auto" and visible_gpus() == 0)
+    at_key = _looking_at(config)
     idle: dict[str, list[str]] = {}
     for key in all_keys(type(config)).values():
         if key.is_section:
             continue
         value = value_at(config, key.path)
-        section = value_at(config, key.path.rpartition(".")[0])
-        at = At(key.path, value, section, config, one_rank=one_rank, on_ray=on_ray, on_cpu=on_cpu)
+        at = at_key(key, value)
         if key.required is not None and not value and key.required.applies(at):
             given = f"{key.path}={key.required.example}"
             yield error(f"{key.path}: not set; expected {key.required.what}, for example {given}")
-        applying = [limit for limit in key.limits if value not in (None, "") and limit.applies(at)]
+        applying = _applying(key, at)
         refused = [limit for limit in applying if limit.level == "error"]
         for limit in refused:
             yield error(f"{key.path}={value}: {limit.reason}")
@@ -43,6 +41,46 @@ def check_keys(config: RootConfig) -> Iterator[Finding]:
             idle.setdefault(f"{first.when}{reason}", []).append(f"{key.path}={value}")
     for why, keys in idle.items():
         yield warning(f"no effect {why}: {', '.join(keys)}")
+
+
+def changed_from_verl(config: RootConfig, version: str) -> Iterator[str]:
+    """Yield what unwritten keys mean in a version of verl and here, where that differs in this run."""
+    at_key, keys, other = _looking_at(config), all_keys(type(config)), []
+    for key, there, because, changes_results in other_defaults(version):
+        here = value_at(config, key)
+        if key in (config.written or ()) or here == there:
+            continue
+        if any(_applying(keys[key], at_key(keys[key], value)) for value in (here, there)):
+            continue  # it decides nothing in this run
+        here_in_words = "null" if here is None else here
+        if changes_results:
+            why = f" ({because})" if because else ""
+            yield (
+                f"{key} is not written: {there} in verl {version}{why}, {here_in_words} here; "
+                f"{key}={there} is as there"
+            )
+        else:
+            given = f"[{','.join(there)}]" if isinstance(there, list) else there
+            other.append(f"{key}={given}")
+    if other:
+        yield f"speed, memory and records; as in verl {version}: {' '.join(other)}"
+
+
+def _looking_at(config: RootConfig) -> Callable[[Key, Any], At]:
+    """Return a function that puts a value of a key into its surroundings, for the conditions of markers."""
+    one_rank = all(sum(pool) == 1 for pool in pools_of(config).values())
+    on_ray, device = runs_on_ray(config), config.trainer.device
+    on_cpu = device == "cpu" or (device == "auto" and visible_gpus() == 0)
+
+    def at(key: Key, value: Any) -> At:
+        section = value_at(config, key.path.rpartition(".")[0])
+        return At(key.path, value, section, config, one_rank=one_rank, on_ray=on_ray, on_cpu=on_cpu)
+
+    return at
+
+
+def _applying(key: Key, at: At) -> list[Limit]:
+    return [limit for limit in key.limits if at.value not in (None, "") and limit.applies(at)]
 
 
 def status_in_words(key: Key, *, inherited: int = 0) -> str:

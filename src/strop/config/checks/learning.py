@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from strop.config.checks.finding import Finding, error, warning
+from strop.config.keys import divisors, nearest_in_words
 from strop.config.names import (
     OPTIONAL_PACKAGES,
     REWARD_MANAGERS,
@@ -19,7 +20,7 @@ from strop.config.names import (
 )
 from strop.config.placement import policy_changing_sampling, sampling_of_whole_responses
 from strop.config.reward_parts import SCORERS, read_parts
-from strop.config.roles import is_off_policy, why_the_update_changes_log_probs
+from strop.config.roles import is_off_policy, uses_critic, why_the_update_changes_log_probs
 from strop.config.schema import Config, RootConfig
 from strop.errors import ConfigError
 
@@ -45,6 +46,22 @@ def groups(config: Config) -> Iterator[Finding]:
             f"{given}: a group of one has no mean to compare with; the score itself is the advantage "
             "(usual: n >= 4)"
         )
+
+
+def mini_batches(config: Config) -> Iterator[Finding]:
+    """Warn of a last mini-batch with fewer samples, whose optimizer step counts as much as the others."""
+    prompts, actor = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    sizes = {f"{_ACTOR}.ppo_mini_batch_size": actor}
+    if uses_critic(config) and config.critic.ppo_mini_batch_size != actor:
+        sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+    for key, size in sizes.items():
+        if size < prompts and prompts % size and not config.trainer.val_only:
+            whole, rest = divmod(prompts, size)
+            yield warning(
+                f"{key}={size} does not divide data.train_batch_size={prompts}: the last of {whole + 1} "
+                f"mini-batches has {rest} prompts, and its optimizer step is as long as that of {size} "
+                f"({nearest_in_words(size, divisors(prompts))})"
+            )
 
 
 def filtered_groups(config: Config) -> Iterator[Finding]:
@@ -170,17 +187,17 @@ _NOT_IN_A_WANDB_PROJECT = re.compile(r"[/\\#?%:]")
 
 def pluggable_names(config: Config) -> Iterator[Finding]:
     """Require an estimator, a policy loss and a reward manager that are built in or importable."""
-    yield from _known("algorithm.adv_estimator", config.algorithm.adv_estimator, estimators())
+    yield from known_name("algorithm.adv_estimator", config.algorithm.adv_estimator, estimators())
     policy_loss = config.actor_rollout_ref.actor.policy_loss
-    yield from _known("actor_rollout_ref.actor.policy_loss", policy_loss, policy_losses())
-    yield from _known("reward_model.reward_manager", config.reward_model.reward_manager, REWARD_MANAGERS)
+    yield from known_name("actor_rollout_ref.actor.policy_loss", policy_loss, policy_losses())
+    yield from known_name("reward_model.reward_manager", config.reward_model.reward_manager, REWARD_MANAGERS)
 
 
 def trackers(config: RootConfig) -> Iterator[Finding]:
     """Require known trackers with their packages, and names of the run that suit them."""
     trainer = config.trainer
     for name in trainer.logger:
-        yield from _known("trainer.logger", name, TRACKERS)
+        yield from known_name("trainer.logger", name, TRACKERS)
         if name in OPTIONAL_PACKAGES and importlib.util.find_spec(name) is None:
             yield error(
                 f"trainer.logger={name}: the package {name} is not installed: "
@@ -201,12 +218,13 @@ def reward_parts(config: Config) -> Iterator[Finding]:
         return
     for name, part in parts.items():
         if part.scorer is not None:
-            yield from _known(f"reward_model.parts.{name}.scorer", part.scorer, SCORERS)
+            yield from known_name(f"reward_model.parts.{name}.scorer", part.scorer, SCORERS)
     if "reward_model" in rewards.parts and not rewards.enable:
         yield warning("reward_model.parts.reward_model has no effect: reward_model.enable=False")
 
 
-def _known(key: str, name: str, known: Collection[str]) -> Iterator[Finding]:
+def known_name(key: str, name: str, known: Collection[str]) -> Iterator[Finding]:
+    """Require one of the ``known`` names, or an import path."""
     if name in known:
         return
     if not is_import_path(name):

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from strop.config.checks import inputs, processes
+from strop.config.checks import inputs, learning, processes
 from strop.config.checks.finding import Finding, error
 from strop.config.keys import longest_row
+from strop.config.names import preference_losses
 from strop.config.placement import process_count
-from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
+from strop.config.schema.supervised import PairConfig, PreferenceConfig, SupervisedConfig
 
 Supervised = TypeVar("Supervised", bound=SupervisedConfig)
+Pairs = TypeVar("Pairs", bound=PairConfig)
 
 
 def sequences_of_a_row(config: SupervisedConfig) -> int:
     """Return the sequences in one row: a pair is two that stay together."""
-    return 2 if isinstance(config, RewardModellingConfig) else 1
+    return 2 if isinstance(config, PairConfig) else 1
 
 
 def model(config: SupervisedConfig) -> Iterator[Finding]:
@@ -52,3 +54,9 @@ def micro_batches(config: SupervisedConfig) -> Iterator[Finding]:
             f"update.max_token_len_per_gpu={update.max_token_len_per_gpu} does not hold {row} of {keys} "
             f"tokens (at least {longest})"
         )
+
+
+def loss(config: SupervisedConfig) -> Iterator[Finding]:
+    """Require a preference loss that is built in or importable."""
+    if isinstance(config, PreferenceConfig):
+        yield from learning.known_name("update.loss", config.update.loss, preference_losses())

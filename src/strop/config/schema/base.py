@@ -201,15 +201,6 @@ else:
 
 Strategy = _StrategyName
 
-SupervisedStrategy = Annotated[
-    _StrategyName,
-    refused(
-        "if megatron",
-        lambda at: at.value == "megatron",
-        "strop sft and strop train-rm have no layout over ranks but fsdp_config; set it to fsdp",
-    ),
-]
-
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 AttentionName = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]

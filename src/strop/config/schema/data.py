@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from strop.config.schema.base import Names, PositiveInt, Processes, Required, Section, Text
+from strop.config.schema.base import Expected, Names, PositiveInt, Processes, Required, Section, Text
 
-PROMPT_FILE = "parquet files (strop prepare writes them)"
+PROMPT_FILE = "files of rows: .parquet, .jsonl, .json, .csv (docs/data.md)"
 
 
 class RowsConfig(Section):
@@ -23,7 +23,7 @@ class RowsConfig(Section):
             when="unless trainer.val_only",
         ),
     ]
-    """Training parquet file, or a list of them: local paths, hdfs:// or any fsspec URL."""
+    """Training rows: .parquet, .jsonl, .json, .csv, a saved data set, owner/name:split; or a list of them."""
     val_files: Annotated[
         Names,
         Required(
@@ -33,9 +33,19 @@ class RowsConfig(Section):
             when="with trainer.val_only",
         ),
     ]
-    """Validation parquet file, or a list of them; [] trains without validation."""
+    """Validation rows, as train_files; [] trains without validation."""
     prompt_key: Text
-    """Column that holds the prompt: a list of chat messages, or a plain string."""
+    """Column with the prompt: a list of chat messages, or a plain string; a.b is field b of column a."""
+    apply_chat_template: Annotated[Literal["auto"] | bool, Expected("auto, True or False")]
+    """Make a plain string a user message of the chat template; auto: if the tokenizer has one."""
+    system_prompt: Text | None
+    """System message of chats that have none."""
+    chat_template: Text | None
+    """Chat template, as Jinja text or the path of its file; null: the tokenizer's own."""
+    apply_chat_template_kwargs: dict[str, Any]
+    """Variables of the chat template, for example {enable_thinking: False}."""
+    allow_special_tokens: bool
+    """Encode control tokens in the texts of rows as control tokens, as in prompts rendered beforehand."""
     train_batch_size: PositiveInt
     """Rows per iteration, over all processes."""
     val_batch_size: PositiveInt
@@ -57,9 +67,13 @@ class DataConfig(RowsConfig):
 
     # Required also for a run that never validates: the validation loader is always built.
     val_files: Annotated[Names, Required(PROMPT_FILE, "data/test.parquet")]
-    """Validation parquet file, or a list of them."""
+    """Validation rows, as train_files."""
     reward_fn_key: Text
     """Column that names the scorer of a row (its data source)."""
+    data_source: Text | None
+    """Data source of the rows of files that lack the column reward_fn_key."""
+    answer_key: Text | None
+    """Column whose values are the ground truths; numbers become text. null: reward_model.ground_truth."""
     train_batch_size: PositiveInt
     """Prompts per iteration; each is answered actor_rollout_ref.rollout.n times."""
     val_max_samples: PositiveInt | None

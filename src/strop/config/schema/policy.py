@@ -214,7 +214,7 @@ class RolloutConfig(VLLMSamplingConfig):
             "with rollout.name=vllm", _unused, "vLLM schedules by max_num_seqs and max_num_batched_tokens"
         ),
     ]
-    """Sequences that hf generates at once, per rank; null: all."""
+    """Sequences that hf generates at once, per rank; null: as many as fit. It never changes a sample."""
     do_sample: bool
     """Sample; False: take the likeliest token."""
     n: PositiveInt
@@ -243,8 +243,8 @@ class ActorConfig(PpoUpdateConfig):
 
     clip_ratio: Fraction
     """PPO's clip range of the probability ratio, on both sides."""
-    clip_ratio_low: Fraction | None
-    """Clip range below 1; null: clip_ratio."""
+    clip_ratio_low: NonNegativeFloat | None
+    """Clip range below 1; null: clip_ratio. From 1 on there is no lower bound."""
     clip_ratio_high: NonNegativeFloat | None
     """Clip range above 1; null: clip_ratio."""
     clip_ratio_c: Annotated[

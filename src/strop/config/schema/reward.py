@@ -109,6 +109,8 @@ class RewardModelConfig(Section):
     """Share of such samples, among the last 256 or a larger batch, above which the run stops."""
     memory_limit_mb: PositiveInt | None
     """Limit of a scoring process's private memory, and of each that it starts, in MiB; null: none."""
+    max_concurrency: PositiveInt
+    """Samples that an async reward function scores at the same time, in one process."""
     parts: dict[str, Any]
     """Terms of a score: name of a part -> weight, or {weight, scorer, kwargs}; see docs/rewards.md."""
     non_stop_penalty: bool
@@ -124,7 +126,7 @@ class RewardModelConfig(Section):
 
 
 class CustomRewardFunctionConfig(Section):
-    """Your own reward function: compute_score(data_source, solution_str, ground_truth, extra_info=None)."""
+    """Your own reward function: compute_score(response, ground_truth, ...); see docs/rewards.md."""
 
     path: str | None
     """Python file that defines it; null: the built-in scorers, by data source."""

@@ -116,6 +116,7 @@ class RootConfig(Section):
 
     _written: frozenset[str] | None = PrivateAttr(default=None)
     _meant: frozenset[str] = PrivateAttr(default=frozenset())
+    _notes: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def written(self) -> frozenset[str] | None:
@@ -130,9 +131,14 @@ class RootConfig(Section):
         """
         return self._meant
 
-    def note_written(self, paths: Iterable[str], *, meant: Iterable[str]) -> None:
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was read otherwise than it was written: keys of verl."""
+        return self._notes
+
+    def note_written(self, paths: Iterable[str], *, meant: Iterable[str], notes: Iterable[str] = ()) -> None:
         """Record which keys the user wrote: an unwritten default is not worth a warning."""
-        self._written, self._meant = frozenset(paths), frozenset(meant)
+        self._written, self._meant, self._notes = frozenset(paths), frozenset(meant), tuple(notes)
 
     def __eq__(self, other: object) -> bool:
         """Compare values; who wrote them does not matter."""

@@ -1,21 +1,28 @@
-"""The trees of supervised training: fine-tuning on responses, and reward modelling on pairs of answers."""
+"""The trees of supervised training: on responses (sft), and on pairs of answers (train-rm, dpo)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from strop.config.names import preference_losses
 from strop.config.schema.base import (
     FsdpConfig,
+    Limit,
     ModelConfig,
     NonNegativeFloat,
+    Number,
     OptimConfig,
     PositiveFloat,
     PositiveInt,
     Section,
-    SupervisedStrategy,
+    Strategy,
     Text,
     by_rows,
     by_tokens,
+    no_effect,
+    refused,
 )
 from strop.config.schema.data import RowsConfig
 from strop.config.schema.root import RootConfig
@@ -56,7 +63,15 @@ class TrainedModelConfig(ModelConfig):
 class UpdateConfig(Section):
     """The update: one optimizer step per iteration."""
 
-    strategy: SupervisedStrategy
+    strategy: Annotated[
+        Strategy,
+        refused(
+            "if megatron",
+            lambda at: at.value == "megatron",
+            "strop sft, strop train-rm and strop dpo have no layout over ranks but fsdp_config; set it to "
+            "fsdp",
+        ),
+    ]
     """Training back-end."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Rows in one pass, per rank; memory only: it never changes a number."""
@@ -76,6 +91,32 @@ class RewardUpdateConfig(UpdateConfig):
     """Weight of the mean of (chosen + rejected score)^2, which keeps scores near 0; 0: off."""
 
 
+def _setting(name: str) -> Limit:
+    """Mark a key that is a setting of preference losses; only built-in ones have known parameters."""
+    without = [loss for loss, parameters in preference_losses().items() if name not in parameters]
+    return no_effect(
+        f"with update.loss {', '.join(without)}",
+        lambda at: at.value is not None and at.section.loss in without,
+    )
+
+
+class PreferenceUpdateConfig(UpdateConfig):
+    """The update: one optimizer step per iteration."""
+
+    loss: Text
+    """Loss of a pair: dpo, cdpo, ipo, hinge, simpo, orpo, or an import path (docs/preference.md)."""
+    beta: PositiveFloat | None
+    """Weight of log-probs in the reward (ipo: tau; orpo: lambda); null: 0.1, with simpo 2.0."""
+    label_smoothing: Annotated[Number | None, Field(ge=0, lt=0.5), _setting("label_smoothing")]
+    """Share of pairs assumed to be labelled the wrong way round; null: 0, with cdpo 0.1."""
+    gamma: Annotated[NonNegativeFloat | None, _setting("gamma")]
+    """Margin by which simpo's rewards should differ; null: 1."""
+    loss_kwargs: dict[str, Any]
+    """Further settings of a loss of your own, by parameter name."""
+    nll_coef: NonNegativeFloat
+    """Weight in the loss of the chosen answers' negative log-likelihood, a mean over tokens (RPO); 0: off."""
+
+
 class SupervisedConfig(RootConfig):
     """The whole configuration of a supervised run."""
 
@@ -91,8 +132,19 @@ class SftConfig(SupervisedConfig):
     data: SftDataConfig
 
 
-class RewardModellingConfig(SupervisedConfig):
-    """The whole configuration of reward modelling."""
+class PairConfig(SupervisedConfig):
+    """The whole configuration of a run on pairs of answers."""
 
     data: PairDataConfig
+
+
+class RewardModellingConfig(PairConfig):
+    """The whole configuration of reward modelling."""
+
     update: RewardUpdateConfig
+
+
+class PreferenceConfig(PairConfig):
+    """The whole configuration of preference optimization."""
+
+    update: PreferenceUpdateConfig

@@ -58,7 +58,7 @@ class RunConfig(Section):
     project_name: str
     """Project in the trackers and in default_local_dir."""
     experiment_name: Annotated[str, Expected("string or null")]
-    """Run in the trackers and in default_local_dir; null: the name of that folder."""
+    """Run in the trackers and in default_local_dir; null: that folder's name, or one from what is trained."""
     logger: Names
     """Trackers: console, tensorboard, wandb, or your own's import path; metrics.jsonl is always written."""
     nnodes: Annotated[Processes, _OTHER_POOLS]
@@ -86,7 +86,7 @@ class RunConfig(Section):
     val_only: bool
     """Validate once and stop."""
     resume_mode: Text
-    """auto: newest in default_local_dir, else in default_hdfs_dir; disable: never; or path or URL of one."""
+    """auto: newest of the same run in default_local_dir or default_hdfs_dir; disable; path or URL of one."""
     max_restarts: Annotated[Count, _ONE_PROCESS]
     """When a worker dies or hangs: restart from the last checkpoint, at most this many times."""
     phase_timeout_s: Annotated[Seconds | None, _ONE_PROCESS]
@@ -97,7 +97,9 @@ class RunConfig(Section):
     """Run folder: checkpoints, metrics, samples, resolved config."""
 
 
-RoleName = Literal["Actor", "Rollout", "ActorRollout", "Critic", "RefPolicy", "RewardModel"]
+RoleName = Literal[
+    "Actor", "Rollout", "ActorRollout", "ActorRolloutRef", "Critic", "RefPolicy", "RewardModel"
+]
 
 _ProcessesPerNode = Annotated[list[Processes], Field(min_length=1), Expected("processes on each node")]
 
@@ -108,11 +110,13 @@ class TrainerConfig(RunConfig):
     resource_pools: Annotated[dict[str, _ProcessesPerNode], _ONE_POOL]
     """Named groups of processes: {name: [processes on each node]}; {}: one, n_gpus_per_node on nnodes."""
     placement: Annotated[dict[RoleName, str], _ONE_POOL]
-    """The pool of a role ({Critic: name}); Actor and Rollout, in place of ActorRollout, split those two."""
+    """The pool of a role ({Critic: name}); ActorRollout may be Actor and Rollout, or ActorRolloutRef."""
     async_steps: Count
     """Iterations by which generation may run ahead of training; 0: none (docs/asynchronous.md)."""
     critic_warmup: Annotated[Count, NO_CRITIC]
     """Iterations at the start that update the critic only."""
+    warn_without_signal: PositiveInt | None
+    """Warn when all scores are equal, or all advantages 0, for this many iterations in a row; null: never."""
     log_val_generations: Count
     """Validation samples that the trackers show, the same each time; validation/ has all of them."""
     log_rollouts: bool

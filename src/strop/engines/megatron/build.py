@@ -20,11 +20,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from strop.engines.megatron.attention import PackedAttention
-from strop.engines.megatron.settings import ParallelSettings
+from strop.engines.megatron.settings import FAMILIES, ParallelSettings
 from strop.errors import ConfigError, ModelError
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types, entries of config.json."""
 
 
 def require_supported(config: PretrainedConfig, settings: ParallelSettings, path: object) -> None:

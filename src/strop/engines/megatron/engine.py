@@ -18,7 +18,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.engines import ranks
@@ -30,7 +29,7 @@ from strop.engines.megatron.optimizer import MOMENTS, Optimizer
 from strop.engines.megatron.parallel import data_parallel_sum, from_last_stage, open_groups
 from strop.engines.megatron.roles import StagedPolicy, VocabularyShard, staged
 from strop.engines.megatron.settings import ParallelSettings
-from strop.engines.megatron.weights import Weights, as_chunk, weights_on_demand
+from strop.engines.megatron.weights import Weights, as_chunk, local, weights_on_demand
 from strop.engines.micro_batches import MicroBatching, columns_of, restore
 from strop.engines.torch import state
 from strop.engines.torch.export import set_entries, write_folder
@@ -369,7 +368,7 @@ class MegatronEngine:
         wanted = {_MODEL + place.name: place.shape for place in self._weights.places}
         wanted |= {f"{_OPTIMIZER}{p.name}.{kind}": p.shape for p in self._weights.places for kind in kinds}
         state.require_fit(wanted, folder)
-        for parameter, group in self._by_parameter():
+        for parameter, group in self._weights.by_parameter():
             chunks = {
                 key: as_chunk(place, torch.empty(place.chunk_shape))
                 for place in group
@@ -378,9 +377,9 @@ class MegatronEngine:
             state.read(chunks, folder)
             moments = {kind: torch.zeros(parameter.shape) for kind in kinds}
             for place in group:
-                place.write(_local(chunks[_MODEL + place.name]).to(self.device), parameter.detach())
+                place.write(local(chunks[_MODEL + place.name]).to(self.device), parameter.detach())
                 for kind, values in moments.items():
-                    place.write(_local(chunks[f"{_OPTIMIZER}{place.name}.{kind}"]), values)
+                    place.write(local(chunks[f"{_OPTIMIZER}{place.name}.{kind}"]), values)
             if self._optimizer is not None:
                 self._optimizer.set_moments(parameter, moments)
         if self._optimizer is not None:
@@ -389,18 +388,7 @@ class MegatronEngine:
             self._optimizer.steps = float(step)
             self._optimizer.reload_parameters()
 
-    def _by_parameter(self) -> Iterator[tuple[nn.Parameter, list[Any]]]:
-        """Yield parameters with all places of Hugging Face tensors in each."""
-        found: dict[int, tuple[nn.Parameter, list[Any]]] = {}
-        for place in self._weights.places:
-            found.setdefault(id(place.parameter), (place.parameter, []))[1].append(place)
-        yield from found.values()
-
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True) -> None:
         """See ``Engine.export``; weights are written in float32, as they are trained."""
         model = self.module.hugging_face_model
         write_folder(folder, model, tokenizer, self.named_weights() if weights else None)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,6 +12,9 @@ from typing import Any
 
 from strop.errors import ConfigError
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types, entries of config.json, that the engine has layers for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings:

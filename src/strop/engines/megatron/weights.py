@@ -41,6 +41,13 @@ class Weights:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         return [place for place in self.places if self._sender[place.name] == stage]
 
+    def by_parameter(self) -> Iterator[tuple[nn.Parameter, list[Place]]]:
+        """Yield each parameter with its places: several Hugging Face tensors may lie in one."""
+        found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
+        for place in self.places:
+            found.setdefault(id(place.parameter), (place.parameter, []))[1].append(place)
+        yield from found.values()
+
     @torch.no_grad()
     def load(self, source: WeightSource) -> None:
         """Read the model's files one whole tensor at a time, and keep this rank's chunks."""
@@ -80,6 +87,11 @@ def as_chunk(place: Place, chunk: Tensor) -> Tensor:
         shape=torch.Size(place.shape),
         stride=stride,
     )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of what ``as_chunk`` returned."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

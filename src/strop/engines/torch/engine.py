@@ -40,6 +40,7 @@ from strop.models.base import RoleModel
 from strop.models.comparison import require_eager_figures
 from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import dtype_named, load_causal_lm, load_scorer
+from strop.models.pair_policy import PairPolicy
 from strop.models.policy import PolicyModel
 from strop.models.scorer import PairScorer, SequenceScorer, ValueModel
 from strop.protocol import DataProto
@@ -49,6 +50,7 @@ _MODULES: dict[str, type[RoleModel]] = {
     "value": ValueModel,
     "score": SequenceScorer,
     "pairs": PairScorer,
+    "policy_pairs": PairPolicy,
 }
 
 
@@ -56,13 +58,15 @@ def build_module(spec: ModelSpec, *, sharded: bool) -> tuple[RoleModel, WeightSo
     """Load the model of ``spec``; if ``sharded``, build it on the meta device, with a weight source."""
     options: dict[str, Any] = {"path": spec.path, **spec.options}
     source: WeightSource | None = None
-    if spec.kind != "policy":
+    module_cls = _MODULES[spec.kind]
+    is_policy = issubclass(module_cls, PolicyModel)
+    if not is_policy:
         options["fresh_head_seed"] = spec.head_seed
     if sharded:
-        model, source = defer_causal_lm(**options) if spec.kind == "policy" else defer_scorer(**options)
+        model, source = defer_causal_lm(**options) if is_policy else defer_scorer(**options)
     else:
-        model = load_causal_lm(**options) if spec.kind == "policy" else load_scorer(**options)
-    return _MODULES[spec.kind](model, packed=spec.packed, packing_key=spec.packing_key), source
+        model = load_causal_lm(**options) if is_policy else load_scorer(**options)
+    return module_cls(model, packed=spec.packed, packing_key=spec.packing_key), source
 
 
 class TorchEngine:

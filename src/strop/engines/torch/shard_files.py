@@ -44,8 +44,8 @@ class DigestingWriter(dcp.FileSystemWriter):
 class _DigestingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any]:
-        with super().create_stream(path, mode) as stream:
-            digested = _Digested(stream)
+        # Closed before the file: Python 3.13 reports a stream whose finalizer cannot flush.
+        with super().create_stream(path, mode) as stream, _Digested(stream) as digested:
             yield digested
         if mode == "wb" and Path(path).suffix == ".distcp":  # the index is renamed, and small
             leave_digest(Path(path), digested.digest.hexdigest())

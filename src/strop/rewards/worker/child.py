@@ -32,11 +32,12 @@ import sys
 import threading
 import traceback
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, call_scorer
+from strop.rewards.scorer import Scorer, run
+from strop.rewards.worker.records import Outcome, Sample
 
 _F_SETSIG = 10  # Linux; the module fcntl does not name it on Python 3.11
 _MAX_ERROR_CHARACTERS = 8000
@@ -79,21 +80,37 @@ def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
     if (setup := next(messages, None)) is None:
         return
     try:
-        sys.path[:], function = setup
-        function = pickle.loads(function)  # needs the sender's sys.path
+        sys.path[:], function, timeout_s, max_concurrency = setup
+        scorer: Scorer = pickle.loads(function)  # needs the sender's sys.path
     # A user's module may raise anything; the starter reports it.
     except BaseException:  # noqa: BLE001
         _send(answers, {"status": "raised", "error": _traceback()})
         return
     _send(answers, {"status": "ready", "error": ""})
-    for token, message in messages:
-        outcome = evaluate(function, message, memory_mb)
+
+    def answer(tokens: Sequence[str], outcomes: Sequence[Outcome]) -> None:
         if os.getpid() != own_id:  # a fork of the scorer returned from the call
             os._exit(0)
         if broken := _broken(pipes):
             os.write(2, f"the reward function removed or replaced {broken} of its process\n".encode())
             os._exit(1)
-        _send(answers, {"token": token, **vars(outcome)})
+        for token, outcome in zip(tokens, outcomes, strict=True):
+            _send(answers, {"token": token, **vars(outcome)})
+
+    if scorer.is_async:
+        from strop.rewards.worker.loop import serve_on_loop  # asyncio doubles the start time
+
+        serve_on_loop(scorer, messages, answer, memory_mb, timeout_s, max_concurrency)
+        return
+    for message in messages:
+        tokens, contents = unpack(message)
+        answer(tokens, evaluate(scorer, contents, memory_mb))
+
+
+def unpack(message: Any) -> tuple[list[str], list[bytes]]:
+    """Return tokens and pickled samples of a message: one pair, or a list of them for a batch."""
+    pairs = message if isinstance(message, list) else [message]
+    return [token for token, _ in pairs], [content for _, content in pairs]
 
 
 def _broken(pipes: Mapping[int, tuple[int, int]]) -> str:
@@ -126,26 +143,30 @@ def _send(answers: IO[str], answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def evaluate(function: ScoreFunction, message: bytes, memory_mb: int = 0) -> Outcome:
-    """Score one pickled sample; any exception, ``SystemExit`` included, becomes the outcome.
-
-    With a limit of memory, running out of it is a crash: what a library does after that is not defined.
-    """
+def evaluate(scorer: Scorer, contents: Sequence[bytes], memory_mb: int = 0) -> list[Outcome]:
+    """Score pickled samples; any exception, ``SystemExit`` included, becomes the outcome of all of them."""
     try:
-        sample: Sample = pickle.loads(message)
-        _seed_generators(sample)
-        outcome = call_scorer(function, sample)
+        samples: list[Sample] = [pickle.loads(content) for content in contents]
+        _seed_generators(samples[0])
+        outcomes = run(scorer.score_all(samples) if scorer.is_batch else scorer.score(samples[0]))
     # User code may raise anything; a bad sample must not end the process.
     except BaseException as error:  # noqa: BLE001
-        if memory_mb and _is_lack_of_memory(error):
-            exceeded = f"the reward function exceeded reward_model.memory_limit_mb={memory_mb}:\n"
-            outcome = Outcome("crashed", error=exceeded + _traceback())
-        else:
-            outcome = Outcome("raised", error=_traceback())
+        outcomes = failed(error, memory_mb)
     with contextlib.suppress(Exception):  # the scorer may have closed or replaced them
         sys.stdout.flush()
         sys.stderr.flush()
-    return outcome
+    return outcomes if isinstance(outcomes, list) else [outcomes] * len(contents)
+
+
+def failed(error: BaseException, memory_mb: int) -> Outcome:
+    """Return the outcome for the exception that is being handled.
+
+    With a limit of memory, running out of it is a crash: what a library does after that is not defined.
+    """
+    if memory_mb and _is_lack_of_memory(error):
+        exceeded = f"the reward function exceeded reward_model.memory_limit_mb={memory_mb}:\n"
+        return Outcome("crashed", error=exceeded + _traceback())
+    return Outcome("raised", error=_traceback())
 
 
 def _is_lack_of_memory(error: BaseException) -> bool:

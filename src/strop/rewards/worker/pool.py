@@ -9,6 +9,7 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
+from strop.rewards.scorer import Scorer
 from strop.rewards.worker.feed import Feed
 from strop.rewards.worker.process import RewardProcess
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
@@ -20,6 +21,26 @@ def default_num_workers() -> int:
     """Return the number of cores that this process may use, at most 16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _MOST_BY_DEFAULT)
+
+
+def reward_process(
+    function: ScoreFunction | Scorer,
+    *,
+    num_workers: int,
+    timeout_s: float,
+    memory_limit_mb: int | None = None,
+    max_concurrency: int = 32,
+) -> RewardProcess | RewardPool:
+    """Return one process, or several; async functions and functions for a batch have one in any case."""
+    scorer = Scorer.of(function)
+    if num_workers == 1 or scorer.is_batch or scorer.is_async:
+        return RewardProcess(
+            scorer,
+            timeout_s=timeout_s,
+            memory_limit_mb=memory_limit_mb,
+            max_concurrency=max_concurrency,
+        )
+    return RewardPool(scorer, num_workers=num_workers, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb)
 
 
 class RewardPool:
@@ -34,7 +55,7 @@ class RewardPool:
 
     def __init__(
         self,
-        function: ScoreFunction,
+        function: ScoreFunction | Scorer,
         *,
         num_workers: int,
         timeout_s: float = 10.0,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import pickle
+import secrets
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -14,10 +16,10 @@ _LARGEST = 3.4028234663852886e38  # of float32, the type of the columns of score
 Status = Literal["scored", "raised", "timeout", "crashed"]
 
 ScoreFunction = Callable[..., Any]
-"""Called with ``KEYWORDS``; returns a number, or a dict with one under "score"."""
+"""Returns a number, or a dict with one under "score"; its parameters select what it is called with."""
 
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Keywords of a reward function."""
+"""Keywords of verl's reward functions."""
 
 
 class Sample(NamedTuple):
@@ -32,6 +34,16 @@ class Sample(NamedTuple):
     """Parts of the score to compute; None for a function without parts."""
     n_tokens: int | None = None
     """Sampled tokens of the response, with its stop token; None where only its text is known."""
+    named: Mapping[str, Any] | None = None
+    """Further values by name (``strop.rewards.arguments``), those that the functions take."""
+
+
+class Request(NamedTuple):
+    """A sample on its way to a scoring process, and the token that its answer must have."""
+
+    token: str
+    content: bytes
+    """The pickled sample."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +51,35 @@ class Outcome:
     """The result for one sample: a score, or the reason why there is none."""
 
     status: Status
-    score: float = 0.0
-    """Valid for ``scored``."""
+    score: float | None = 0.0
+    """Valid for ``scored``; None if the function does not apply to the sample."""
     parts: dict[str, float] = field(default_factory=dict)
     """Further named numbers that the scorer returned; ``score`` does not include them."""
     error: str = ""
     """The traceback, or how the process ended; "" for ``scored`` alone."""
 
 
+def encode(sample: Sample) -> Request | Outcome:
+    """Return the request for a sample, or its outcome if it cannot be pickled."""
+    try:
+        return Request(secrets.token_hex(8), pickle.dumps(sample, protocol=pickle.HIGHEST_PROTOCOL))
+    # Pickling runs user code, which may raise anything; treat it as a sample that raises in the scorer.
+    except Exception as error:  # noqa: BLE001
+        return Outcome("raised", error=f"the sample cannot be sent to the scoring process: {error}")
+
+
+def took_too_long(timeout_s: float) -> str:
+    """Return the error of a sample whose deadline has passed."""
+    return f"the reward function took longer than {timeout_s:g} s and was cut off"
+
+
 def read_outcome(line: bytes, token: str) -> Outcome:
-    """Read the answer of a scoring process to the request with this token.
+    """Read the answer of a scoring process to the request with this token (``read_answer``)."""
+    return read_answer(line, (token,))[1]
+
+
+def read_answer(line: bytes, tokens: Collection[str]) -> tuple[str, Outcome]:
+    """Read an answer of a scoring process to one of the requests with these tokens; return token and outcome.
 
     A number that is NaN, infinite or beyond float32 gives the status ``raised``; a part whose name does not
     consist of printable characters, ``crashed``. Raises ``ValueError`` for anything that ``child`` does not
@@ -60,12 +91,12 @@ def read_outcome(line: bytes, token: str) -> Outcome:
         raise ValueError("brackets are nested too deeply") from error
     match answer:
         case {
-            "token": given,
-            "status": "scored" | "raised" | "crashed" as status,
-            "score": float(score),
+            "token": str(given),
+            "status": "scored" | "raised" | "timeout" | "crashed" as status,
+            "score": float() | None as score,
             "parts": dict(parts),
             "error": str(error),
-        } if given == token and bool(error) == (status != "scored"):
+        } if given in tokens and bool(error) == (status != "scored"):
             error.encode()  # raises for lone surrogates, which no file or terminal takes
         case _:
             raise ValueError(f"{line!r:.80} is no answer to the sample")
@@ -74,24 +105,12 @@ def read_outcome(line: bytes, token: str) -> Outcome:
             raise ValueError(f"the part {name!r:.80} is {value!r:.80}")
         if not name.isprintable():  # files of metrics and samples, and terminals, do not take all characters
             found = f"the reward function named a part {name!r:.80}: expected printable characters"
-            return Outcome("crashed", error=found)
-    numbers = {"score": score, **parts}
+            return given, Outcome("crashed", error=found)
+    numbers = parts if score is None else {"score": score, **parts}
     if bad := [f"{name}={value}" for name, value in numbers.items() if not abs(value) <= _LARGEST]:
-        return Outcome(
-            "raised", error=f"the reward function returned {', '.join(bad)}: expected finite numbers"
-        )
-    return Outcome(status, score, parts, error)
-
-
-def call_scorer(function: ScoreFunction, sample: Sample) -> Outcome:
-    """Call the function and return its outcome; its exceptions propagate.
-
-    Raises ``TypeError`` or ``ValueError`` if the returned value is not a score.
-    """
-    keywords = sample._asdict()
-    if sample.parts is None:
-        del keywords["parts"], keywords["n_tokens"]
-    return outcome_of(function(**keywords))
+        found = f"the reward function returned {', '.join(bad)}: expected finite numbers"
+        return given, Outcome("raised", error=found)
+    return given, Outcome(status, score, parts, error)
 
 
 def outcome_of(result: Any) -> Outcome:

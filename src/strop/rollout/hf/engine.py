@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from strop.config.forecast import SHAPE_KEYS, ModelFacts, facts_of, samples_at_once
 from strop.config.placement import rollout_dtype
 from strop.errors import ModelError
 from strop.models.checkpoint_layout import CheckpointLayout
@@ -121,8 +122,8 @@ class HFRollout:
     def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
         """See ``RolloutEngine.finish``.
 
-        Keys and values of all samples are computed again at every call. With ``micro_batch_size``, samples of
-        later batches only fill the last part that has a sample of ``batch``.
+        Keys and values of all samples are computed again at every call. Samples of later batches get as many
+        tokens as the longest response of ``batch`` still needs, whatever ``micro_batch_size`` is.
         """
         self._complete(self._queue.from_oldest(batch), version, finished)
         return self._queue.finished(batch, **self._special_ids)
@@ -155,29 +156,43 @@ class HFRollout:
             return
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         stop_ids_S = torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.model.device)
-        size = self.micro_batch_size or len(rows)
         pack = params.max_tokens >= _PACK_FROM
         packed = packed_linears(self.model, self.autocast_dtype) if pack else contextlib.nullcontext()
         autocast = torch.autocast(
             self.model.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None
         )
+        longest = 0  # most new tokens of an awaited sample: the others get as many, however many run at once
         with _eval_mode(self.model), autocast, packed:
-            for start in range(0, awaited, size):
-                part = rows[start : start + size]
-                first = min(awaited - start, len(part))
+            for part, first in _parts(rows, awaited, self.micro_batch_size or len(rows)):
+                most = params.max_tokens if first else longest
                 samples = decode(
                     self.model,
                     self._windows,
                     _contexts_of(part, self.model.device),
                     None if params.greedy else _uniforms_of(part),
-                    [params.max_tokens - row.length for row in part],
+                    [min(params.max_tokens - row.length, most) for row in part],
                     params,
                     stop_ids_S,
                     self.autocast_dtype or self.model.dtype,
-                    awaited=first,
+                    awaited=first or len(part),
                     finished=None if finished is None else _reporting(part[:first], finished),
                 )
                 _append(part, samples, version)
+                longest = max(longest, int(samples.lengths[:first].max()) if first else 0)
+
+
+def _parts(rows: Sequence[_Row], awaited: int, size: int) -> Iterator[tuple[Sequence[_Row], int]]:
+    """Yield rows to decode at once, and how many of them, the first, are awaited.
+
+    All in one part if they fit, else the awaited ones before the others.
+    """
+    if len(rows) <= size:
+        yield rows, awaited
+        return
+    for start in range(0, awaited, size):
+        yield rows[start : min(start + size, awaited)], min(size, awaited - start)
+    for start in range(awaited, len(rows), size):
+        yield rows[start : start + size], 0
 
 
 def _options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
@@ -185,8 +200,13 @@ def _options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
         "pad_token_id": spec.tokenizer.pad_token_id,
         "eos_token_ids": end_token_ids(model, spec.tokenizer),
         "hidden_token_ids": hidden_token_ids(model, spec.tokenizer),
-        "micro_batch_size": spec.config.actor_rollout_ref.rollout.micro_batch_size_per_gpu,
+        "micro_batch_size": samples_at_once(spec.config, _facts_of(model)),
     }
+
+
+def _facts_of(model: PreTrainedModel) -> ModelFacts:
+    shape = model.config.get_text_config()  # its attributes have one name in all families, unlike its keys
+    return facts_of({name: getattr(shape, name, None) for name in SHAPE_KEYS}, model.num_parameters())
 
 
 class _Row(NamedTuple):

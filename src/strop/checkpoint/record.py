@@ -1,0 +1,159 @@
+"""What a checkpoint was trained on, and the comparison with the run that is about to continue it.
+
+Part of ``trainer.pt``: ``{"kind": the configuration's class, "config": its values, "files": {key: digest}}``.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+import yaml
+
+from strop.checkpoint.folder import TRAINER, verify
+from strop.checkpoint.store import reading_state_of
+from strop.config.identity import Change, changes, decides_what_is_trained, files_of
+from strop.config.placement import settled
+from strop.config.roles import uses_critic
+from strop.config.schema import Config, RootConfig
+from strop.config.trees import TREES
+from strop.errors import ConfigError
+from strop.manifest import require_unchanged
+
+logger = logging.getLogger("strop")
+
+RECORD = "run"
+_WHOLE = 64 << 20  # bytes; of a longer file blocks are read, which takes no longer with a larger model
+_BLOCKS, _BLOCK = 64, 64 << 10
+_OF_A_MODEL = re.compile(
+    r".*\.(safetensors|bin|gguf|pt|jinja)|config\.json|(tokenizer|vocab|merges|added|special).*"
+)
+
+
+def record_of(config: RootConfig) -> dict[str, Any]:
+    """Return what identifies a run: its kind, its configuration, and digests of the files that it names."""
+    tree = settled(config).model_dump(mode="json")
+    files = {key: [digest(Path(path)) for path in paths] for key, paths in files_of(tree)}
+    return {"kind": type(config).__name__, "config": tree, "files": files}
+
+
+def digest(path: Path) -> str:
+    """Return a digest of a file, or of the files in a folder; of a model: weights, config, tokenizer."""
+    hasher = xxhash.xxh3_128()
+    for name, file in _files(path):
+        size = file.stat().st_size
+        hasher.update(f"{name} {size}\n".encode())
+        with file.open("rb") as content:
+            if size <= _WHOLE:
+                while block := content.read(1 << 20):
+                    hasher.update(block)
+                continue
+            for number in range(_BLOCKS):
+                content.seek((size - _BLOCK) * number // (_BLOCKS - 1))
+                hasher.update(content.read(_BLOCK))
+    return hasher.hexdigest()
+
+
+def _files(path: Path) -> Iterator[tuple[str, Path]]:
+    if path.is_file():
+        yield "", path
+        return
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    if (path / "config.json").is_file():
+        files = [file for file in files if file.parent == path and _OF_A_MODEL.fullmatch(file.name)]
+    for file in files:
+        yield str(file.relative_to(path)), file
+
+
+def require_same_run(checkpoint: Path, config: RootConfig) -> None:
+    """Verify ``checkpoint``, compare its run with ``config``, and log what is resumed and what differs.
+
+    Raises ``CheckpointError`` if it is damaged, and ``ConfigError`` if ``trainer.resume_mode=auto`` found a
+    checkpoint of another model, reward or data.
+    """
+    before = _recorded(checkpoint)
+    goes_on = config.trainer.resume_mode == "auto"
+    if before is None:
+        logger.info("resuming from %s", checkpoint)
+        return
+    now = record_of(config)
+    if before["kind"] not in (None, now["kind"]):
+        where = (
+            f"trainer.default_local_dir={config.trainer.default_local_dir}"
+            if goes_on
+            else "trainer.resume_mode"
+        )
+        raise ConfigError(
+            f"{where}: {checkpoint} was saved by another command than this one ({', '.join(TREES)}); "
+            + ("name another folder for this run" if goes_on else "give a checkpoint of the same command")
+        )
+    found = _changes(before, now, type(config))
+    others = [
+        change
+        for change in found
+        if _is_used(change.key, config)
+        and decides_what_is_trained(change.key, validates_only=config.trainer.val_only)
+        and not _same_files(change.key, before, now)
+    ]
+    if others and goes_on:
+        listed = "; ".join(map(str, others))
+        raise ConfigError(
+            f"trainer.default_local_dir={config.trainer.default_local_dir} has a checkpoint of a run that "
+            f"trains something else ({listed}). To start anew, name another folder or set "
+            "trainer.resume_mode=disable; to continue that checkpoint with these changes, set "
+            f"trainer.resume_mode={checkpoint}"
+        )
+    listed = "".join(f"\n  {change}" for change in found)
+    logger.info(
+        "resuming from %s; %s", checkpoint, f"changed since:{listed}" if found else "configuration as before"
+    )
+
+
+def _recorded(checkpoint: Path) -> dict[str, Any] | None:
+    """Return the record of a checkpoint; of one without a record, the configuration beside it."""
+    own = {name: entry for name, entry in verify(checkpoint).items() if name == TRAINER}
+    require_unchanged(str(checkpoint), checkpoint, own)
+    with reading_state_of(checkpoint):
+        state = torch.load(checkpoint / TRAINER, weights_only=True)
+    if RECORD in state:
+        return state[RECORD]
+    try:
+        config = yaml.safe_load((checkpoint.parent / "config.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return {"kind": None, "config": config, "files": {}} if isinstance(config, Mapping) else None
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type[RootConfig]) -> list[Change]:
+    """Return the keys that differ, also those whose files were changed in their place."""
+    found = [change for change in changes(before["config"], now["config"], schema) if change.key not in _OWN]
+    keys = {change.key for change in found}
+    tree = next(tree for tree in TREES.values() if issubclass(schema, tree.schema))
+    found = [change for change in found if tree.followed_by(change.key) not in keys]
+    for key, paths in files_of(now["config"]):
+        earlier = before["files"].get(key)
+        follows = tree.followed_by(key) in now["files"]
+        if key not in keys and earlier is not None and earlier != now["files"][key] and not follows:
+            found.append(Change(key, ", ".join(paths), ", ".join(paths)))
+    return found
+
+
+def _is_used(key: str, config: RootConfig) -> bool:
+    """Return False for a key of a model that this run does not have."""
+    if not isinstance(config, Config):
+        return True
+    if key.startswith("reward_model.model."):
+        return config.reward_model.enable
+    return key != "critic.model.path" or uses_critic(config)
+
+
+_OWN = ("trainer.resume_mode", "trainer.default_local_dir", "trainer.experiment_name")
+
+
+def _same_files(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return now["files"].get(key, 0) == before["files"].get(key, 1)

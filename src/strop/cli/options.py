@@ -1,0 +1,36 @@
+"""Messages in the words of a command with options of its own: ``--data`` instead of ``data.val_files``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+
+from strop.errors import ConfigError, SeveralErrors, StropError
+
+
+def in_options(text: str, names: Mapping[str, str]) -> str:
+    """Replace each key of ``names`` in a message by its option; longer keys that contain one stay."""
+    if not names:
+        return text
+    keys = "|".join(re.escape(key) for key in names)
+    return re.sub(rf"(?<![\w.])({keys})(?![\w]|\.\w)", lambda key: names[key.group()], text)
+
+
+@contextmanager
+def naming_options(names: Mapping[str, str]) -> Generator[None]:
+    """Replace keys by options in the message of an error of strop that the body raises."""
+    try:
+        yield
+    except StropError as error:
+        _rename(error, names)
+        raise
+
+
+def _rename(error: StropError, names: Mapping[str, str]) -> None:
+    if isinstance(error, SeveralErrors):
+        for one in error.errors:
+            _rename(one, names)
+    if isinstance(error, ConfigError):
+        error.problems = [in_options(problem, names) for problem in error.problems]
+    error.args = (in_options(str(error), names),)

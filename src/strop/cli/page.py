@@ -1,0 +1,72 @@
+"""The page of runs: ``strop view RUN --web`` serves it, ``strop report RUN`` writes it as one file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from strop.config.paths import expand
+from strop.errors import ConfigError
+
+_LOOPBACK = "127.0.0.1"
+
+
+def add_web_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``strop view`` for the page."""
+    parser.add_argument("more_runs", metavar="RUN_DIR", nargs="*", help="with --web: further runs to compare")
+    parser.add_argument(
+        "--web", action="store_true", help="serve a page with curves, samples and per-token numbers"
+    )
+    parser.add_argument(
+        "--host", default=_LOOPBACK, help=f"with --web: the address to listen at ({_LOOPBACK}: this machine)"
+    )
+    parser.add_argument("--port", type=int, help="with --web: the port (8390, or a free one)")
+
+
+def require_one_run(more_runs: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for further runs, which the terminal does not show."""
+    if more_runs:
+        raise ConfigError(f"{len(more_runs) + 1} runs were given; several are compared with --web")
+
+
+def serve_page(folders: Sequence[str], *, host: str, port: int | None) -> int:
+    """Serve until Ctrl-C."""
+    from strop.tracking.page.files import RunFiles
+    from strop.tracking.page.server import open_server
+
+    runs = [RunFiles(Path(expand(folder))) for folder in folders]
+    with open_server(runs, host=host, port=port) as server:
+        print(f"{server.url}  (Ctrl-C ends)", flush=True)
+        if host not in (_LOOPBACK, "::1", "localhost"):
+            print("Everyone who reaches this address can read the runs: it has no password.", flush=True)
+        server.serve_forever()
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``strop report``."""
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", nargs="+", help="run folders (trainer.default_local_dir)"
+    )
+    parser.add_argument(
+        "-o", "--out", type=Path, default=Path("run.html"), help="the file to write (run.html)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=8, help="steps whose samples are included, first to last (8)"
+    )
+    parser.add_argument("--samples", type=int, default=64, help="samples of each of these steps (64)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page of the runs as one file."""
+    from strop.tracking.page.files import RunFiles
+    from strop.tracking.page.one_file import write_report
+
+    for name in ("steps", "samples"):
+        if getattr(args, name) < 0:
+            raise ConfigError(f"--{name} {getattr(args, name)}: expected 0 or more")
+    runs = [RunFiles(Path(expand(folder))) for folder in args.run_dirs]
+    size = write_report(Path(expand(args.out)), runs, steps=args.steps, samples=args.samples)
+    print(f"{args.out}: {size:,} bytes")
+    return 0

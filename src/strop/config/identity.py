@@ -1,0 +1,129 @@
+"""What a run trains: the keys that name its model, reward and data, and the name of its default folder.
+
+A checkpoint is continued with the same model, reward and data only. Other keys may change between two
+commands: learning rates, lengths, batch sizes, validation, logging.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from strop.config.keys import all_keys
+from strop.config.paths import expand, is_url
+from strop.config.schema import RootConfig
+
+_MAY_CHANGE = re.compile(
+    r"data\.(val_\w+|train_batch_size|max_\w+|truncation|filter_\w+|shuffle|num_workers|cache_dir|return_\w+)"
+    r"|reward_model\.(\w*micro_batch_size\w*|use_dynamic_bsz|\w*token_len\w*|ulysses_\w+|num_workers"
+    r"|timeout_s|error_score|max_error_rate|memory_limit_mb|\w*num_examine|max_length)"
+    r"|reward_model\.megatron\..*"
+    r"|reward_model\.model\.(external_lib|trust_remote_code|fsdp_config.*)"
+)
+"""Keys of the sections below that say how the run computes, not what it trains."""
+_SECTIONS = ("data", "reward_model", "custom_reward_function")
+_MODELS = ("model.path", "actor_rollout_ref.model.path", "critic.model.path")
+FILES = (
+    *_MODELS,
+    *("data.train_files", "data.tokenizer", "custom_reward_function.path"),
+    *("reward_model.model.path", "reward_model.model.input_tokenizer"),
+)
+"""Keys that name files or folders; equal contents are the same, wherever they are."""
+
+
+_UNKNOWN = object()
+
+
+class Change(NamedTuple):
+    """A key with two values."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        before, now = (in_words(value) for value in (self.before, self.now))
+        return f"{self.key}: {before} -> {now}" if before != now else f"{self.key}: {now}, changed"
+
+
+def in_words(value: Any) -> str:
+    """Return a value as the configuration writes it, cut to a line."""
+    text = "null" if value is None else "''" if value == "" else str(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def values_of(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested mapping by full path."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        values |= values_of(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return values
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type[RootConfig]) -> Iterator[Change]:
+    """Yield the keys of ``schema`` with other values; keys that ``before`` does not know are left out."""
+    for key, facts in all_keys(schema).items():
+        old, new = _at(before, key), _at(now, key)
+        if not facts.is_section and old is not _UNKNOWN and old != new:
+            yield Change(key, old, new)
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    value: Any = tree
+    for word in key.split("."):
+        value = value.get(word, _UNKNOWN) if isinstance(value, Mapping) else _UNKNOWN
+    return value
+
+
+def decides_what_is_trained(key: str, *, validates_only: bool = False) -> bool:
+    """Return True for a key of the model, the reward or the data; only the model counts in a validation."""
+    if key in _MODELS:
+        return True
+    return not validates_only and key.startswith(_SECTIONS) and not _MAY_CHANGE.fullmatch(key)
+
+
+def files_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each key that names local files or folders of the model, the reward or the data, and these."""
+    values = values_of(tree)
+    for key in FILES:
+        value = values.get(key)
+        paths = [value] if isinstance(value, str) else value or []
+        local = [expand(path) for path in paths if path and not is_url(path)]
+        if local and len(local) == len(paths) and all(map(os.path.exists, local)):
+            yield key, local
+
+
+def default_name(command: str, tree: Mapping[str, Any]) -> str:
+    """Return a name for a run that has none: command, model, data, and a digest of all that it trains.
+
+    Equal commands get equal names, so that a repeated one resumes. Another model, reward, data set,
+    algorithm or seed gives another name.
+    """
+    values = values_of(tree)
+    trained = {key: value for key, value in values.items() if decides_what_is_trained(key)}
+    trained |= {key: values.get(key) for key in ("algorithm.adv_estimator", "trainer.seed")}
+    for key in FILES:
+        value = trained.get(key)
+        if isinstance(value, str | list):
+            trained[key] = [_absolute(path) for path in ([value] if isinstance(value, str) else value)]
+    digest = hashlib.sha256(json.dumps(trained, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    if (estimator := values.get("algorithm.adv_estimator", "gae")) != "gae":
+        command = str(estimator)
+    model = next((values[key] for key in _MODELS if isinstance(values.get(key), str)), "")
+    files = values.get("data.train_files") or values.get("data.val_files") or []
+    first = files if isinstance(files, str) else next(iter(files), "")
+    place = Path(str(first))
+    words = [command, Path(model).name, place.parent.name or place.stem, digest]
+    return "-".join(
+        word for word in (re.sub(r"[^\w.]+", "_", word)[:40].strip("_.") for word in words) if word
+    )
+
+
+def _absolute(path: Any) -> str:
+    return str(path) if is_url(str(path)) else os.path.abspath(expand(str(path)))

@@ -1,0 +1,71 @@
+"""Memory of this machine and of its GPUs, without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from strop.config.placement import Root, pools_of, visible_gpus
+
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+class Memory(NamedTuple):
+    """Memory that one process of a run may use."""
+
+    size: int
+    """In bytes."""
+    place: str
+    """In words: the machine, or a GPU."""
+    processes: int
+    """Processes that share it."""
+
+
+def memory_for(config: Root) -> Memory:
+    """Return the memory for the processes of a run on this machine: its own, or that of its smallest GPU."""
+    if config.trainer.device != "cpu" and visible_gpus() and (size := gpu_memory()):
+        return Memory(size, "a GPU of this machine", 1)
+    processes = sum(max(on_nodes) for on_nodes in pools_of(config).values())
+    return Memory(machine_memory(), "this machine", processes)
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory that this process may use: all, or the limit of its control group."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([installed, *_group_limits()])
+
+
+def _group_limits(membership: Path = Path("/proc/self/cgroup"), root: Path = _GROUPS) -> Iterator[int]:
+    """Yield the limits of the control groups that this process is in, of version 1 or 2."""
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / controllers
+        own = top / path.lstrip("/")
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        for folder in (own, *(parent for parent in own.parents if parent == top or top in parent.parents)):
+            with contextlib.suppress(OSError, ValueError):  # no such group in this container; "max"
+                yield int((folder / name).read_text())
+
+
+@cache
+def gpu_memory() -> int | None:
+    """Return the bytes of the smallest GPU that this process may use; None if nvidia-smi does not tell."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["-i", chosen]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return min(int(line) << 20 for line in told.splitlines())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,279 @@
+"""Tables of prompts: reading, and checks of the columns that rewards need.
+
+Rows count from 0 in every message. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from strop.data.sources import Files, Rows, read_table, reading, require_readable
+from strop.errors import DataError
+
+
+@dataclass(frozen=True)
+class PromptTable:
+    """The rows of one or several sources, in order.
+
+    ``files`` are the names as the user wrote them, ``starts`` the row number of each file's first row in
+    ``table``. A column that only some files have is null in the rows of the others.
+    """
+
+    table: pa.Table
+    files: tuple[str, ...]
+    starts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the columns that at least one file has."""
+        return self.table.column_names
+
+    def locate(self, row: int) -> tuple[str, int]:
+        """Return the file of row ``row`` of the table, and its row number in the file."""
+        which = bisect_right(self.starts, row) - 1
+        return self.files[which], row - self.starts[which]
+
+    def error(self, row: int, field: str, problem: str) -> DataError:
+        """Return an error that names file, row and field."""
+        name, row_in_file = self.locate(row)
+        return DataError(f"{name}, row {row_in_file}, field {field}: {problem}")
+
+    def has_texts(self, column: str) -> bool:
+        """Return True if a column holds strings, False for any other type."""
+        return _is_string(self.table.column(column).type)
+
+    def ending_with(self, role: str, column: str) -> int:
+        """Return the number of chats in a column whose last message is of ``role``."""
+        total = 0
+        for chats in self.table.column(column).chunks:
+            kind = chats.type
+            if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+                return 0
+            if not pa.types.is_struct(kind.value_type) or kind.value_type.get_field_index("role") < 0:
+                return 0
+            lengths = (
+                pc.call_function("list_value_length", [chats]).fill_null(0).to_numpy(zero_copy_only=False)
+            )
+            last = np.cumsum(lengths)[lengths > 0] - 1
+            roles = _field(chats.flatten(), "role").take(pa.array(last))
+            total += roles.to_pylist().count(role)
+        return total
+
+    def values(self, column: str, start: int, stop: int) -> list[Any]:
+        """Return rows ``start`` to ``stop`` of a column as plain Python values."""
+        return self.table.column(column).slice(start, stop - start).to_pylist()
+
+    def row(self, row: int) -> dict[str, Any]:
+        """Return one row as plain Python values."""
+        return self.table.slice(row, 1).to_pylist()[0]
+
+
+def read_prompt_table(
+    files: Files,
+    *,
+    prompt_key: str = "prompt",
+    answer_keys: Mapping[str, str] | None = None,
+    defaults: Mapping[str, str] | None = None,
+    cache_dir: str | Path | None = None,
+) -> PromptTable:
+    """Read all sources into one table; see :mod:`strop.data.sources` for what they may be.
+
+    ``answer_keys`` maps names of answers to their columns, in which numbers become text. A dotted name
+    (``extra_info.answer``) reaches into nested columns, and becomes a column itself. ``defaults`` are columns
+    with one value in all rows, for files that lack them.
+
+    Raises :class:`DataError` for a missing or unreadable file, one without rows or without one of these
+    columns, and for files whose columns have incompatible types.
+    """
+    sources = [files] if isinstance(files, str | Path | Rows) else files
+    names = [str(source) for source in sources]
+    keys = {"prompt": prompt_key, **(answer_keys or {})}
+    answers = list((answer_keys or {}).values())
+    if not names:
+        raise DataError("no data file was given: expected one file or a list of them")
+    tables = []
+    for name, source in zip(names, sources, strict=True):
+        table = read_table(source, texts=answers, cache_dir=cache_dir)
+        with reading(name):
+            _require_names(table.schema)
+        require_readable(name, table)
+        if not len(table):
+            raise DataError(f"{name}: the file has no rows")
+        for what, key in keys.items():
+            table = _with_column(name, table, key, f"data.{what}_key", is_text=key in answers)
+        for column, value in (defaults or {}).items():
+            if column not in table.column_names:
+                table = table.append_column(column, pa.repeat(pa.scalar(value), len(table)))
+        tables.append(table)
+    try:
+        whole = pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise DataError(
+            f"the columns of {', '.join(names)} have types that cannot be joined: {error}"
+        ) from error
+    starts = itertools.accumulate((table.num_rows for table in tables[:-1]), initial=0)
+    return PromptTable(whole, tuple(names), tuple(starts))
+
+
+def _with_column(name: str, table: pa.Table, key: str, option: str, *, is_text: bool) -> pa.Table:
+    """Return ``table`` with a column ``key``; a dotted name is that of a field in a nested column."""
+    column = _nested(table, key)
+    if column is None:
+        raise no_column(name, key, option, column_names(table.schema))
+    if is_text and (pa.types.is_primitive(column.type) or pa.types.is_decimal(column.type)):
+        if pa.types.is_floating(column.type):
+            is_missing = column.is_null(nan_is_null=True)
+            column = pc.call_function("if_else", [is_missing, pa.scalar(None, column.type), column])
+        column = column.cast(pa.string())
+    if key in table.column_names:
+        return table.set_column(table.column_names.index(key), key, column)
+    return table.append_column(key, column)
+
+
+def _field(records: Any, name: str) -> Any:
+    """Return a field of a column of records; null where the record is."""
+    return pc.call_function("struct_field", [records], pc.StructFieldOptions(name))
+
+
+def _nested(table: pa.Table, key: str) -> pa.ChunkedArray | None:
+    """Return the column ``key``, or the nested one that a dotted name reaches; None if there is none."""
+    if key in table.column_names:
+        return table.column(key)
+    top, *fields = key.split(".")
+    column = table.column(top) if top in table.column_names else None
+    for field in fields:
+        if column is None or not pa.types.is_struct(column.type) or column.type.get_field_index(field) < 0:
+            return None
+        column = _field(column, field)
+    return column if fields else None
+
+
+def column_names(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
+    """Return the names of all columns, those of records with a dot."""
+    names = []
+    for field in fields:
+        names.append(f"{prefix}{field.name}")
+        if pa.types.is_struct(field.type):
+            names += column_names(field.type, f"{prefix}{field.name}.")
+    return names
+
+
+def no_column(name: str, key: str, option: str, found: Sequence[str]) -> DataError:
+    """Return the error for a column that ``name`` lacks, with the columns there are and the nearest one."""
+    nearest = difflib.get_close_matches(key, found, 1)
+    guess = f"; did you mean {option}={nearest[0]}?" if nearest else f"; set {option} to one of them"
+    return DataError(f"{name}: there is no column {key!r} ({option}); found {list(found)}{guess}")
+
+
+def _require_names(fields: Iterable[pa.Field]) -> None:
+    """Raise ``UnicodeDecodeError`` for a name, also of a nested field, that is not UTF-8."""
+    for field in fields:
+        _ = field.name
+        _require_names(field.type.field(number) for number in range(field.type.num_fields))
+
+
+UNNAMED_SOURCE = "unnamed"
+"""Data source of rows whose files lack the column; only a custom reward function can score them."""
+# Columns that strop adds to batches; columns of a file with these names would be silently overwritten.
+_RESERVED = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids", "uid", "seeds")
+_TARGET = "reward_model"
+_TRUTH = "ground_truth"
+_ROW = "row number"
+
+
+def with_ground_truths(table: PromptTable, answer_key: str) -> PromptTable:
+    """Return ``table`` with the column ``answer_key`` as the ground truth of every row, for rules."""
+    fields = pc.MakeStructOptions(["style", _TRUTH])
+    truth = pc.call_function("make_struct", [pa.scalar("rule"), table.table.column(answer_key)], fields)
+    others = table.table.drop_columns([_TARGET]) if _TARGET in table.names else table.table
+    return replace(table, table=others.append_column(_TARGET, truth))
+
+
+def check_columns(table: PromptTable, prompt_key: str, reward_fn_key: str) -> None:
+    """Reject reserved column names, and columns of types that rewards cannot use."""
+    clashes = [name for name in _RESERVED if name in table.names and name != prompt_key]
+    if clashes:
+        raise DataError(
+            f"{', '.join(table.files)}: the columns {clashes} have names that batches use; rename them"
+        )
+    _check_column(table, reward_fn_key, "a string", _is_string)
+    _check_column(table, _TARGET, "a record {style, ground_truth}", pa.types.is_struct)
+    _check_column(table, "extra_info", "a record or null", pa.types.is_struct, nulls=True)
+
+
+def require_ground_truths(
+    table: PromptTable, reward_fn_key: str, sources: Collection[str], *, by_model: bool
+) -> None:
+    """Require ``reward_model.ground_truth``, which built-in scorers compare with, in rows of ``sources``.
+
+    With ``by_model``, rows for the reward model (``reward_model.style`` is "model") need none.
+
+    Raises :class:`DataError` naming file, row and field of the first row without a ground truth.
+    """
+    if not sources or reward_fn_key not in table.names:
+        return
+    columns = {name: table.table.column(name) for name in (reward_fn_key, _TARGET) if name in table.names}
+    columns[reward_fn_key] = columns[reward_fn_key].cast(pa.large_string())
+    columns[_ROW] = pa.array(np.arange(len(table)))
+    rows = pa.table(columns).filter(pc.field(reward_fn_key).isin(sorted(sources)))
+    if not rows:
+        return
+    if _TARGET not in table.names:
+        raise DataError(
+            f"{table.files[0]}: there is no column {_TARGET!r}; found {table.names}. Name the column of the "
+            f"answer (data.answer_key), or add a record {{style, ground_truth}}: {_who_needs_it(sources)}"
+        )
+    fields = {field.name for field in rows.schema.field(_TARGET).type}
+    problem = f"found only the fields {sorted(fields)}"
+    if _TRUTH in fields:
+        problem = "found null or NaN"
+        rows = rows.filter(pc.field(_TARGET, _TRUTH).is_null(nan_is_null=True))
+    if by_model and "style" in fields:
+        style = pc.field(_TARGET, "style")
+        rows = rows.filter(style.is_null() | (style != "model"))
+    if rows:
+        source = rows[reward_fn_key][0].as_py()
+        raise table.error(
+            rows[_ROW][0].as_py(),
+            f"{_TARGET}.{_TRUTH}",
+            f"{problem}, expected the answer: {_who_needs_it([source])}",
+        )
+
+
+def _is_string(kind: pa.DataType) -> bool:
+    """Return True for text columns."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _who_needs_it(sources: Collection[str]) -> str:
+    return f"the built-in scorer of data_source {', '.join(map(repr, sorted(sources)))} compares with it"
+
+
+def _check_column(
+    table: PromptTable, name: str, expected: str, fits: Callable[[pa.DataType], bool], nulls: bool = False
+) -> None:
+    """Check type and nulls of a column; Arrow gives all rows one type, so the first value is an example."""
+    if name not in table.names:
+        return
+    column = table.table.column(name)
+    if column.null_count and not nulls:
+        row = pc.index(column.is_null(), True).as_py()
+        raise table.error(row, name, f"expected {expected}, found null")
+    if not fits(column.type) and column.null_count < len(column):
+        row = pc.index(column.is_valid(), True).as_py()
+        value = column[row].as_py()
+        raise table.error(row, name, f"expected {expected}, found {type(value).__name__} {value!r:.60}")

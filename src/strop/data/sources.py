@@ -1,0 +1,311 @@
+"""Rows of anything that holds some: files, saved data sets, data sets on the hub, rows in memory.
+
+All become one Arrow table, so that what follows does not depend on where rows come from. The format of a file
+follows from its name: ``.parquet``, ``.jsonl`` or ``.json`` (also ``.gz``), ``.csv``. Nothing here imports
+torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import zlib
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from strop.config.paths import HubSplit, expand, hub_split, is_rows, is_url, with_split
+from strop.data.fetch import local_path
+from strop.data.records import CHUNK_ROWS, json_records, records_table, table_of
+from strop.errors import DataError, MissingExtraError
+
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that a program passes where a file could be named.
+
+    ``data`` is a sequence of dicts, a ``datasets.Dataset``, a pandas or polars frame, or a pyarrow table;
+    ``name`` stands for it in messages, and in the configuration as ``rows:NAME``.
+    """
+
+    name: str
+    data: Any
+
+    def __str__(self) -> str:
+        return f"rows:{self.name}"
+
+
+Source = str | Path | Rows
+Files = Source | Sequence[Source]
+
+
+def sources(names: Sequence[str], rows: Sequence[Rows]) -> list[Source]:
+    """Return the sources that ``names`` stand for: the ``rows`` of this name, or a file."""
+    given = {str(found): found for found in rows}
+    return [given.get(name, name) for name in names]
+
+
+def read_table(
+    source: Source, *, texts: Collection[str] = (), cache_dir: str | Path | None = None
+) -> pa.Table:
+    """Return the rows of a path, a URL as in ``local_path``, a hub name with a split, or ``Rows``.
+
+    Numbers and truth values in the columns ``texts`` become text in formats without types of their own,
+    and so do those of any other column of records that also holds texts.
+
+    Raises :class:`DataError` for anything that cannot be found or read.
+    """
+    if isinstance(source, Rows):
+        return _rows_table(source, texts)
+    name = str(source)
+    if is_rows(name):
+        raise DataError(
+            f"{name}: stands for rows that a Python program passed, which are not here; name a file"
+        )
+    found = find(name, cache_dir)
+    if isinstance(found, HubSplit):
+        dataset = load_from_hub(found.repo, found.config, split=found.split, revision=found.revision)
+        return dataset.with_format("arrow")[:]
+    with reading(name):
+        if found.is_dir():
+            return _saved_table(found)
+        kind = _format(found, name)
+        if kind == "parquet":
+            return pq.read_table(found)
+        if kind == "csv":
+            return _csv_table(name, found, texts)
+        return records_table(name, lambda: json_records(name, found), texts)
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file one by one; ``DataError`` names the file and the line."""
+    name = str(path)
+    require_file(path, name)
+    with reading(name):
+        kind = _format(path, name)
+        if kind == "json":
+            yield from (record for _, record in json_records(name, path))
+            return
+        if kind == "csv":
+            batches: Iterable[pa.RecordBatch] = _csv_table(name, path, ()).to_batches(CHUNK_ROWS)
+        else:
+            batches = pq.ParquetFile(path).iter_batches()
+        first_row = 0
+        for batch in batches:
+            require_readable(name, pa.Table.from_batches([batch]), first_row=first_row)
+            yield from batch.to_pylist()
+            first_row += len(batch)
+
+
+def iterate(name: str, cache_dir: str | Path | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a source that ``read_table`` reads, those of a file as ``read_records`` does."""
+    found = None if is_rows(name) else find(name, cache_dir)
+    if isinstance(found, Path) and found.is_file():
+        yield from read_records(found)
+        return
+    for batch in read_table(name, cache_dir=cache_dir).to_batches(CHUNK_ROWS):
+        yield from batch.to_pylist()
+
+
+def value_at(row: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column; a dotted name (``extra_info.answer``) reaches into nested ones.
+
+    Raises ``KeyError`` if there is no such column.
+    """
+    if column in row:
+        return row[column]
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise KeyError(column)
+        value = value[name]
+    return value
+
+
+def count_rows(files: Sequence[str]) -> int:
+    """Return the total number of rows of local files; parquet files are not read beyond their footers."""
+    total = 0
+    for name in files:
+        with reading(name):
+            is_parquet = not Path(name).is_dir() and _format(Path(name), name) == "parquet"
+            total += pq.read_metadata(name).num_rows if is_parquet else len(read_table(name))
+    return total
+
+
+def find(name: str, cache_dir: str | Path | None = None) -> Path | HubSplit:
+    """Return where the rows of ``name`` are: a file, the folder of a saved data set, or a split on the hub.
+
+    A path on this machine takes precedence.
+    """
+    parts = with_split(name)
+    if parts is not None and not Path(expand(name)).exists():
+        base, split = parts
+        if is_url(base) or Path(expand(base)).is_dir():
+            folder = local_path(base, cache_dir)
+            if not (folder / split).is_dir():
+                found = sorted(path.name for path in folder.glob("*") if path.is_dir()) or "none"
+                raise DataError(f"{name}: the folder {base} has no split {split!r}; its splits: {found}")
+            return folder / split
+        if (on_hub := hub_split(name)) is not None:
+            return on_hub
+    path = local_path(name, cache_dir)
+    if not path.is_dir():
+        require_file(path, name)
+    return path
+
+
+def require_file(path: Path, name: str) -> None:
+    """Raise :class:`DataError` unless ``path`` is a regular file: the first read of a pipe never returns."""
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "no regular file" if path.exists() else "nothing"
+        hub = f"; a data set on the hub needs its split, as in {name}:train" if hub_split(f"{name}:x") else ""
+        raise DataError(f"{name}: expected a data file, found {found} (looked at {path.absolute()}){hub}")
+
+
+_MAY_NOT_CONVERT = re.compile("timestamp|date|time|duration")  # nanoseconds, years after 9999
+
+
+def require_readable(name: str, table: pa.Table, *, first_row: int = 0) -> None:
+    """Raise :class:`DataError` for the first value that is no plain Python value, such as text not in UTF-8.
+
+    ``name`` is the file's, ``first_row`` the number in it of the table's first row.
+    """
+    for column, values in zip(table.column_names, table.columns, strict=True):
+        try:
+            values.validate(full=True)
+            if not _MAY_NOT_CONVERT.search(str(values.type)):
+                continue
+        except pa.ArrowInvalid:
+            pass
+        for row, value in enumerate(values, first_row):
+            try:
+                value.as_py()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{name}, row {row}, field {column}: text that is not UTF-8: {error}"
+                ) from error
+            except (ValueError, OverflowError, pa.ArrowException) as error:
+                raise DataError(
+                    f"{name}, row {row}, field {column}: a value cannot be read: {error}"
+                ) from error
+
+
+@contextmanager
+def reading(name: str) -> Generator[None]:
+    """Turn read errors of the body into a :class:`DataError` about the source ``name``."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"{name}: cannot be read: {error}") from error
+
+
+def load_from_hub(repo: str, config: str | None, **options: Any) -> Any:
+    """Return what ``datasets.load_dataset`` returns; ``DataError`` if it cannot load."""
+    datasets = _datasets(f"reading {repo} from the hub")
+    try:
+        given = {name: value for name, value in options.items() if value is not None}
+        return datasets.load_dataset(repo, config, **given)
+    # The package raises many kinds: unknown name, no network, unknown configuration or split.
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        if "onfig" in reason and config is None:
+            reason += f". Name the configuration after the data set: {repo}/CONFIGURATION:SPLIT"
+        raise DataError(
+            f"{repo}: neither a local path nor a hub data set that can be loaded: {reason}"
+        ) from error
+
+
+def _datasets(needed_for: str) -> Any:
+    try:
+        return importlib.import_module("datasets")
+    except ImportError as error:
+        raise MissingExtraError("datasets", "hub", needed_for) from error
+
+
+def _format(path: Path, name: str) -> str:
+    """Return parquet, json or csv; a file of another name must begin as parquet files do."""
+    words = path.name.partition("?")[0].lower().removesuffix(".gz").rsplit(".", 1)
+    kind = {"parquet": "parquet", "jsonl": "json", "json": "json", "csv": "csv"}.get(words[-1])
+    if kind is None:
+        with path.open("rb") as handle:
+            if handle.read(4) != b"PAR1":
+                raise DataError(
+                    f"{name}: the format is not known; expected a name that ends in {', '.join(SUFFIXES)}"
+                )
+    return kind or "parquet"
+
+
+def _saved_table(folder: Path) -> pa.Table:
+    """Return the rows of a folder of ``datasets.Dataset.save_to_disk``, which stay on disk until used."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        named = " or ".join(f"{folder}:{split}" for split in splits)
+        raise DataError(f"{folder}: expected one split of the data set, {named}")
+    if not (folder / "state.json").is_file():
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+        raise DataError(
+            f"{folder}: expected a data file, found a folder with {found}; a folder must be one of "
+            f"`save_to_disk` of the package datasets. Else name its files, which may be a list"
+        )
+    files = json.loads((folder / "state.json").read_text())["_data_files"]
+    tables = [pa.ipc.open_stream(pa.memory_map(str(folder / file["filename"]))).read_all() for file in files]
+    return pa.concat_tables(tables)
+
+
+def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
+    """Return a CSV file with types inferred by pyarrow, but dates as text; an empty field is null."""
+
+    def read(text_columns: Iterable[str]) -> pa.Table:
+        return pyarrow.csv.read_csv(
+            path,
+            read_options=pyarrow.csv.ReadOptions(use_threads=False),  # else errors have no row number
+            parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+            convert_options=pyarrow.csv.ConvertOptions(
+                column_types=dict.fromkeys(text_columns, pa.string()),
+                null_values=[""],  # "NA" and "null" are texts, too
+                strings_can_be_null=True,
+                quoted_strings_can_be_null=False,
+            ),
+        )
+
+    table = read(texts)
+    if dates := [field.name for field in table.schema if pa.types.is_temporal(field.type)]:
+        table = read([*texts, *dates])
+    for field in table.schema:
+        if pa.types.is_binary(field.type):
+            raise DataError(f"{name}, field {field.name}: text that is not UTF-8")
+        if table.column_names.count(field.name) > 1:
+            raise DataError(f"{name}: two columns have the name {field.name!r}")
+    return table
+
+
+def _rows_table(rows: Rows, texts: Collection[str]) -> pa.Table:
+    data: Any = rows.data
+    package = type(data).__module__.partition(".")[0]
+    if package == "datasets" and hasattr(data, "with_format") and hasattr(data, "num_rows"):
+        if isinstance(data, Mapping):
+            raise DataError(f"{rows}: found the splits {sorted(data)}, expected one of them")
+        return data.with_format("arrow")[:]
+    try:
+        if package == "pandas":
+            return pa.Table.from_pandas(data, preserve_index=False)
+        if hasattr(data, "__arrow_c_stream__"):
+            return pa.table(data)
+    except pa.ArrowException:  # a column of pandas' with values of several types
+        data = data.astype(object).where(data.notna(), None).to_dict("records")
+    if isinstance(data, str | bytes | Mapping) or not isinstance(data, Sequence):
+        raise DataError(
+            f"{rows}: expected a list of dicts, a datasets.Dataset or a data frame, "
+            f"found {type(data).__module__}.{type(data).__name__}"
+        )
+    with reading(str(rows)):
+        return table_of(str(rows), data, texts)

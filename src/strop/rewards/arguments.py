@@ -1,0 +1,246 @@
+"""The values that a reward function can take by name, and the binding of a function to them.
+
+A function for one sample takes any of ``SAMPLE_NAMES`` and the columns of the data. One with a parameter of
+``BATCH_NAMES`` takes a whole batch: every value is a list with an entry for each sample, as for TRL's reward
+functions. Only the standard library is imported here: scoring processes read this module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from strop.errors import ConfigError
+from strop.rewards.worker.records import Sample
+
+SAMPLE_NAMES = {
+    "response": "the response's text, without special tokens",
+    "solution_str": "the same",
+    "prompt": "the prompt's text: the data's own, or that of the messages with the chat template",
+    "messages": "the prompt as chat messages; a plain text is one user message",
+    "ground_truth": "reward_model.ground_truth of the row; without it the column ground_truth",
+    "data_source": "the data source of the row",
+    "extra_info": "the column extra_info; None without it",
+    "n_prompt_tokens": "number of the prompt's tokens",
+    "n_response_tokens": "number of the response's tokens, with its stop token",
+    "prompt_ids": "the prompt's token ids",
+    "response_ids": "the response's token ids",
+    "truncated": "True if the response ended at the length limit",
+}
+"""Name -> meaning. A column of the data with such a name is not passed."""
+BATCH_NAMES = {
+    "completions": "completions",
+    "prompts": "prompts",
+    "completion_ids": "response_ids",
+    "responses": "response",
+    "solution_strs": "response",
+    "ground_truths": "ground_truth",
+    "data_sources": "data_source",
+    "extra_infos": "extra_info",
+}
+"""Parameters of a batch function -> the value of one sample in the list."""
+_ALWAYS_OF_BATCHES = ("prompts", "completions", "completion_ids")
+WHEN_COMPLETE = frozenset({"truncated"})
+"""Values that are known once the whole batch is generated; ``**kwargs`` of a function for one sample lacks
+them, so that it can score while other samples are generated."""
+_OF_THE_SAMPLE = {
+    "response": "solution_str",
+    "solution_str": "solution_str",
+    "ground_truth": "ground_truth",
+    "data_source": "data_source",
+    "extra_info": "extra_info",
+    "n_response_tokens": "n_tokens",
+}
+"""Values that every ``Sample`` has -> its field; the others are in ``Sample.named`` if they are taken."""
+
+
+class Function:
+    """A reward function with the names that it takes. ``options`` are fixed keyword arguments.
+
+    Raises ``ConfigError`` for an object that is not callable, or that takes positional arguments only;
+    ``where`` names the function in errors.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], where: str, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.function, self.where, self.options = function, where, dict(options or {})
+        if not callable(function):
+            raise ConfigError(f"{where} is {function!r:.80}: expected a function, as compute_score(response)")
+        self.is_async = is_async(function)
+        self.takes_all: bool = getattr(function, "takes_all", False)
+        """True for ``**kwargs``."""
+        self.ordered: tuple[str, ...] = ()
+        """Parameters, in their order."""
+        own: frozenset[str] | None = getattr(function, "argument_names", None)  # of built-in scorers
+        self.required: tuple[str, ...] = ()
+        if own is None:
+            own = self._read_signature()
+        self.names = own
+        """Parameters without ``options``."""
+        self.is_batch = bool(self.names & BATCH_NAMES.keys())
+
+    def _read_signature(self) -> frozenset[str]:
+        try:
+            signature = inspect.signature(self.function)
+        except (TypeError, ValueError):  # written in C, without a signature
+            return frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+        self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        named = {
+            name: parameter
+            for name, parameter in signature.parameters.items()
+            if kinds[name] in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        }
+        if unknown := [] if self.takes_all else sorted(self.options.keys() - named.keys()):
+            raise ConfigError(
+                f"{self.where} has no parameter {unknown[0]!r}, which its kwargs set; it has {signature}"
+            )
+        required = [name for name, parameter in named.items() if parameter.default is parameter.empty]
+        self.required = tuple(name for name in required if name not in self.options)
+        self.ordered = tuple(name for name in named if name not in self.options)
+        for name, parameter in signature.parameters.items():
+            if kinds[name] is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+                raise ConfigError(
+                    f"{self.where} has the parameters {signature}: {name!r} cannot be passed by name"
+                )
+        return frozenset(self.ordered)
+
+    def wanted(self) -> frozenset[str] | None:
+        """Return the names of the values of one sample that it takes; None for all."""
+        if self.takes_all:
+            return None
+        return frozenset(BATCH_NAMES.get(name, name) for name in self.names)
+
+    def waits(self) -> bool:
+        """Return True if it can only be called for a complete batch."""
+        return self.is_batch or bool(self.names & WHEN_COMPLETE)
+
+    def require(self, columns: Collection[str]) -> None:
+        """Raise ``ConfigError`` if a required parameter is neither a known value nor one of ``columns``."""
+        known = {*SAMPLE_NAMES, *columns, *(BATCH_NAMES if self.is_batch else ()), "uid"}
+        missing = [name for name in self.required if name not in known]
+        if not missing:
+            return
+        close = difflib.get_close_matches(missing[0], sorted(known), n=1)
+        named = " and ".join(f"the argument {name!r}" for name in missing)
+        raise ConfigError(
+            f"{self.where} needs {named}, and there is no such value or column"
+            + (f" (did you mean {close[0]!r}?)" if close else "")
+            + f". It can take the columns {', '.join(sorted(columns))}; "
+            + (f"for a batch {', '.join(BATCH_NAMES)}; " if self.is_batch else "")
+            + f"and {', '.join(SAMPLE_NAMES)}. Rename the parameter, or give it a default"
+        )
+
+    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments among ``values``. Raises ``TypeError`` if one is missing."""
+        if missing := [name for name in self.required if name not in values]:
+            raise TypeError(
+                f"{self.where} needs the argument {missing[0]!r}; there are {', '.join(sorted(values))}"
+            )
+        if self.takes_all:
+            return {**values, **self.options}
+        return {**{name: values[name] for name in self.names if name in values}, **self.options}
+
+    def of_sample(self, sample: Sample) -> dict[str, Any]:
+        """Return the keyword arguments for one sample."""
+        return self.arguments(values_of(sample))
+
+    def of_batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Return the keyword arguments for a batch: lists with an entry for each sample."""
+        rows = [values_of(sample) for sample in samples]
+        lists = {name: [row.get(name) for row in rows] for name in rows[0]}
+        plural = {name: lists[one] for name, one in BATCH_NAMES.items() if one in lists}
+        if self.takes_all:  # as TRL passes them, without the other names of the same lists
+            plural = {name: plural[name] for name in plural.keys() & {*_ALWAYS_OF_BATCHES, *self.names}}
+        return self.arguments({**lists, **plural})
+
+
+def values_of(sample: Sample) -> dict[str, Any]:
+    """Return the values of one sample by name: those of ``Sample``, and ``named`` where these are not."""
+    fields = sample._asdict()
+    return {**(sample.named or {}), **{name: fields[field] for name, field in _OF_THE_SAMPLE.items()}}
+
+
+def is_async(function: Any) -> bool:
+    """Return True for coroutine functions, also partial ones, and objects with such a ``__call__``."""
+    if (known := getattr(function, "is_async", None)) is not None:
+        return bool(known)
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    call = getattr(type(function), "__call__", None)  # noqa: B004 - the method itself is examined
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of the prompt of a sample."""
+
+    columns: Mapping[str, Any]
+    given: Any
+    """The prompt as the data has it: chat messages, a text, or None where it has none."""
+    ids: Callable[[], list[int]] | None = None
+    """Its token ids; None if they are not known."""
+    text: Callable[[], str] | None = None
+    """Its text as the model reads it; None if that is not known."""
+
+    @property
+    def is_chat(self) -> bool:
+        """True for chat messages."""
+        return self.given is not None and not isinstance(self.given, str)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the prompt as chat messages."""
+        if self.is_chat:  # Arrow gives every message the keys of all others
+            return [
+                {key: value for key, value in message.items() if value is not None} for message in self.given
+            ]
+        text = self.text() if self.given is None and self.text is not None else self.given
+        return [{"role": "user", "content": text}]
+
+
+def named_values(
+    wanted: Collection[str] | None,
+    row: Row,
+    response: str,
+    *,
+    for_batches: bool,
+    response_ids: list[int] | None = None,
+    truncated: bool | None = None,
+) -> dict[str, Any]:
+    """Return ``Sample.named``: the ``wanted`` columns of the row and values that are known; None for all.
+
+    ``for_batches`` adds those that functions for a batch alone take. Only what is wanted is computed.
+    """
+    known: dict[str, Callable[[], Any]] = {}
+    if isinstance(row.given, str):
+        known["prompt"] = lambda: row.given
+    elif row.text is not None:
+        known["prompt"] = row.text
+    if row.given is not None or row.text is not None:
+        known["messages"] = row.messages
+    if (ids := row.ids) is not None:
+        known |= {"prompt_ids": ids, "n_prompt_tokens": lambda: len(ids())}
+    if response_ids is not None:
+        known["response_ids"] = lambda: response_ids
+    if truncated is not None:
+        known["truncated"] = lambda: truncated
+    if for_batches:
+        answer = [{"role": "assistant", "content": response}]
+        known["completions"] = lambda: answer if row.is_chat else response
+        if row.is_chat or "prompt" in known:
+            known["prompts"] = row.messages if row.is_chat else known["prompt"]
+    columns = dict(row.columns)
+    if row.is_chat:
+        columns.pop("prompt", None)  # the name means a text
+    names = {*columns, *known} if wanted is None else wanted
+    return {
+        name: known[name]() if name in known else columns[name]
+        for name in names
+        if name in known or name in columns
+    }

@@ -1,0 +1,84 @@
+"""Loading of the reward manager that a configuration names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from strop.algorithms.registry import accepted, resolve
+from strop.errors import ConfigError
+from strop.rewards.custom import load_custom_reward
+from strop.rewards.manager import RewardManager
+from strop.rewards.worker.pool import default_num_workers
+
+if TYPE_CHECKING:
+    from strop.config.schema import Config
+
+_KEY = "reward_model.reward_manager"
+_SECTION_KEYS = (
+    "timeout_s",
+    "error_score",
+    "max_error_rate",
+    "memory_limit_mb",
+    "max_concurrency",
+    "parts",
+    "non_stop_penalty",
+    "penalty_reward_value",
+    "min_response_length",
+)
+_OFF_UNLESS_SET = ("memory_limit_mb", "parts", "non_stop_penalty", "min_response_length")
+
+
+def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
+    """Make the reward manager that ``reward_model.reward_manager`` names.
+
+    ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class. Its
+    arguments are ``tokenizer``, ``num_examine``, ``compute_score`` (from ``custom_reward_function``, or
+    None), ``reward_fn_key``, the entries of ``reward_kwargs`` (mappings as ``DictConfig``), and those of
+    ``_SECTION_KEYS`` that it accepts.
+
+    Raises:
+        ConfigError: an unknown name, an argument that the class does not take, a key that is on and would be
+            ignored, or an unusable custom reward function.
+    """
+    section = config.reward_model
+    workers = section.num_workers or default_num_workers()
+    built_in = {"naive": RewardManager, "prime": functools.partial(RewardManager, num_workers=workers)}
+    build = resolve(section.reward_manager, built_in, _KEY)
+    custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
+    own = {name: getattr(section, name) for name in _SECTION_KEYS}
+    own["prompt_key"] = config.data.prompt_key
+    _require_honoured(build, own, section.reward_manager)
+    if section.reward_manager not in built_in:  # verl's managers read attributes: overlong_buffer_cfg.enable
+        reward_kwargs = {
+            name: OmegaConf.create(value) if type(value) is dict else value
+            for name, value in reward_kwargs.items()
+        }
+    arguments = {
+        "tokenizer": tokenizer,
+        "num_examine": num_examine,
+        "compute_score": custom,
+        "reward_fn_key": config.data.reward_fn_key,
+        **accepted(build, own),
+        **reward_kwargs,
+    }
+    try:
+        inspect.signature(build).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{_KEY}={section.reward_manager!r} with reward_model.reward_kwargs={reward_kwargs}: {error}; "
+            f"its parameters are {inspect.signature(build)}"
+        ) from None
+    return build(**arguments)
+
+
+def _require_honoured(build: Callable[..., Any], settings: Mapping[str, Any], name: str) -> None:
+    """Raise ``ConfigError`` if a user's manager does not take a key that is on."""
+    taken = accepted(build, settings)
+    if ignored := [key for key in _OFF_UNLESS_SET if settings[key] and key not in taken]:
+        keys = ", ".join(f"reward_model.{key}" for key in ignored)
+        raise ConfigError(f"{_KEY}={name!r} does not take {keys}: remove these, or add them as parameters")

@@ -1,0 +1,145 @@
+"""``Scorer``: all functions that score a sample, called for one sample or for a whole batch.
+
+Its methods are coroutines. Without ``async def`` functions they never wait, and ``run`` completes them
+without an event loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from strop.config.reward_parts import KEY, RULE
+from strop.rewards.arguments import Function
+from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, outcome_of
+
+Found = TypeVar("Found")
+
+
+class Scorer:
+    """The function of the data source, and those of the parts of a score (``reward_model.parts``)."""
+
+    def __init__(self, own: Function, parts: Mapping[str, Function] | None = None) -> None:
+        self.own, self.parts = own, dict(parts or {})
+        functions = [own, *self.parts.values()]
+        self.is_batch = any(function.is_batch for function in functions)
+        """True if it scores a whole batch in one call."""
+        self.is_async = any(function.is_async for function in functions)
+        self.waits = any(function.waits() for function in functions)
+        """True if it needs the complete batch."""
+        wanted = [function.wanted() for function in functions]
+        known = [names for names in wanted if names is not None]
+        self.wanted = None if len(known) < len(wanted) else frozenset().union(*known)
+        """Names of the values that the functions take; None for all."""
+
+    @classmethod
+    def of(cls, function: ScoreFunction | Scorer) -> Scorer:
+        """Return the scorer of a function alone."""
+        return function if isinstance(function, Scorer) else cls(Function(function, "the reward function"))
+
+    async def score(self, sample: Sample) -> Outcome:
+        """Score one sample; exceptions of the functions propagate."""
+        found = {}
+        for name, function in self._functions(sample).items():
+            result = function.function(**function.of_sample(sample))
+            found[name] = outcome_of(await result if inspect.isawaitable(result) else result)
+        return _combined(found)
+
+    async def score_all(self, samples: Sequence[Sample], *, limit: int = 1) -> list[Outcome]:
+        """Score a batch: each function for a batch is called once, on the samples that it scores.
+
+        Async functions run concurrently, those for one sample at most ``limit`` times. An exception of a
+        function for a batch propagates; one of a function for one sample is the outcome of its sample.
+        """
+        needed = [self._functions(sample) for sample in samples]
+        functions = {RULE: self.own, **self.parts}
+        rows = {name: [row for row, own in enumerate(needed) if name in own] for name in functions}
+        calls = {
+            name: _column(functions[name], [samples[row] for row in of_it], limit)
+            for name, of_it in rows.items()
+            if of_it
+        }
+        if self.is_async:
+            import asyncio  # only here: it would double the start time of a scoring process
+
+            columns = await asyncio.gather(*calls.values())
+        else:
+            columns = [await call for call in calls.values()]
+        found: list[dict[str, Outcome | None]] = [{} for _ in samples]
+        for name, column in zip(calls, columns, strict=True):
+            for row, outcome in zip(rows[name], column, strict=True):
+                found[row][name] = outcome
+        return [_combined_or_error(own) for own in found]
+
+    def _functions(self, sample: Sample) -> dict[str, Function]:
+        if sample.parts is None:
+            return {RULE: self.own}
+        return {name: self.own if name == RULE else self.parts[name] for name in sample.parts}
+
+
+async def _column(function: Function, samples: Sequence[Sample], limit: int) -> list[Outcome | None]:
+    """Return a function's outcome for each sample; None where a function for a batch returned None."""
+    if function.is_batch:
+        result = function.function(**function.of_batch(samples))
+        values = list(await result if inspect.isawaitable(result) else result)
+        if len(values) != len(samples):
+            raise ValueError(
+                f"{function.where} returned {len(values)} scores for {len(samples)} samples: expected a list "
+                "with one for each"
+            )
+        return [None if value is None else outcome_of(value) for value in values]
+    if not function.is_async:
+        return [await _outcome(function, sample) for sample in samples]
+    import asyncio
+
+    places = asyncio.Semaphore(limit)
+
+    async def in_turn(sample: Sample) -> Outcome:
+        async with places:
+            return await _outcome(function, sample)
+
+    return await asyncio.gather(*map(in_turn, samples))
+
+
+async def _outcome(function: Function, sample: Sample) -> Outcome:
+    try:
+        result = function.function(**function.of_sample(sample))
+        return outcome_of(await result if inspect.isawaitable(result) else result)
+    except Exception:  # noqa: BLE001 - a user's function may raise anything
+        return Outcome("raised", error=traceback.format_exc())
+
+
+def _combined_or_error(found: Mapping[str, Outcome | None]) -> Outcome:
+    for outcome in found.values():
+        if outcome is not None and outcome.error:
+            return outcome
+    try:
+        return _combined(found)
+    except ValueError:
+        return Outcome("raised", error=traceback.format_exc())
+
+
+def _combined(found: Mapping[str, Outcome | None]) -> Outcome:
+    """Return the score of the data source's function, with its parts and the scores of the others."""
+    own = found.get(RULE)
+    if len(found) == 1 and own is not None:
+        return own
+    numbers = {} if own is None else dict(own.parts)
+    for name, outcome in found.items():
+        if name in numbers:
+            raise ValueError(f"the reward function returns a part {name!r}, which {KEY}.{name} also computes")
+        if name != RULE and outcome is not None and outcome.score is not None:
+            numbers[name] = outcome.score
+    return Outcome("scored", None if own is None else own.score, numbers)
+
+
+def run(scoring: Coroutine[Any, Any, Found]) -> Found:
+    """Complete a coroutine that never waits."""
+    try:
+        scoring.send(None)
+    except StopIteration as end:
+        return end.value
+    scoring.close()
+    raise TypeError("the reward function waits, but it is not declared with async def")

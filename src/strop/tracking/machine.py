@@ -1,0 +1,77 @@
+"""``machine.jsonl``: the machine and the versions of each start of a run, one JSON object per line.
+
+The machine is the driver's; workers of a run on several nodes may have others.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MACHINE_FILE = "machine.jsonl"
+_PACKAGES = ("strop", "torch", "transformers", "vllm", "ray", "pyarrow", "numpy")
+_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+
+
+def record_start(folder: Path, *, step: int) -> None:
+    """Append the machine that starts or resumes the run after ``step`` iterations."""
+    with open(folder / MACHINE_FILE, "a") as file:
+        file.write(json.dumps({"step": step, **describe_machine()}) + "\n")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return host, system, processor, memory, GPUs, versions and command line, as plain values."""
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "host": platform.node(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "gpus": _gpus(),
+        "python": platform.python_version(),
+        "packages": _versions(),
+        "command": sys.argv,
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+            return next(names, platform.machine())
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1)
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _gpus() -> list[str]:
+    """Return name, memory and driver of each GPU; by a tool, as CUDA would take memory on the driver."""
+    try:
+        found = subprocess.run(_SMI, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in found.stdout.splitlines() if line.strip()]
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,301 @@
+"""A run folder as the page reads it: metrics, samples, validations, configuration, machine.
+
+Every answer consists of what JSON has; numbers that are not finite are None. Samples are read by column, and
+texts and per-token numbers of single samples by row group, so the size of a file hardly matters. Nothing
+outside the run folder is read, also not through a symbolic link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from strop.columns import TOKEN_COLUMNS
+from strop.errors import DataError
+from strop.tracking.curves import drawn_panels
+from strop.tracking.jsonl import METRICS_FILE, read_metrics
+from strop.tracking.machine import MACHINE_FILE
+from strop.tracking.samples import TOKEN_TEXTS, unpack_texts
+from strop.tracking.text import VALIDATION_PREFIX, names_in_order
+
+KINDS = ("rollouts", "validation")
+"""Folders of samples."""
+_SEARCHED = ("prompt", "response", "response_with_special_tokens", "ground_truth", "uid")
+_TEXTS = ("uid", "data_source", "ground_truth", "prompt", "response", "response_with_special_tokens")
+_PER_TOKEN = ("response_ids", "response_mask", "rollout_versions", *TOKEN_COLUMNS)
+_QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
+_CONFIG_BYTES = 1 << 20
+_FOLLOWED = 1000
+"""Samples of one prompt over the steps, at most."""
+
+
+class RunFiles:
+    """The files of one run; methods may be called from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        """``DataError`` if ``folder`` has no metrics."""
+        self.folder = folder.resolve()
+        self._columns = functools.lru_cache(maxsize=256)(self._read_columns)
+        self._metrics = functools.lru_cache(maxsize=1)(self._read_metrics)
+        self.steps_logged()
+
+    def metrics(self, after: int = -1) -> dict[str, Any]:
+        """Return the steps above ``after``, as one list of values per metric.
+
+        ``last`` is the last step of the file: a run that resumes drops steps.
+        """
+        steps = self.steps_logged()
+        names = names_in_order(steps)
+        new = [step for step in steps if step["step"] > after]
+        return {
+            "last": max((step["step"] for step in steps), default=-1),
+            "steps": [step["step"] for step in new],
+            "names": names,
+            "values": [rounded([step.get(name) for step in new]) for name in names],
+        }
+
+    def steps_logged(self) -> list[dict[str, Any]]:
+        """Return the records of ``metrics.jsonl``."""
+        path = self._inside(METRICS_FILE)
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            return self._metrics(found.st_mtime_ns, found.st_size)
+        return read_metrics(path)  # raises
+
+    def _read_metrics(self, changed: int, size: int) -> list[dict[str, Any]]:
+        return read_metrics(self._inside(METRICS_FILE))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run's name, the panels of its curves and the steps that have samples."""
+        steps = self.steps_logged()
+        names = names_in_order(steps)
+        return {
+            "name": self.folder.name,
+            "folder": str(self.folder),
+            "last": max((step["step"] for step in steps), default=-1),
+            "written": _changed(self.folder / METRICS_FILE),
+            "panels": [
+                {
+                    "title": panel.title,
+                    "unit": panel.unit,
+                    "curves": list(panel.curves.items()),
+                    "limits": panel.limits,
+                }
+                for panel in drawn_panels(names)
+            ],
+            "validates": any(name.startswith(VALIDATION_PREFIX) for name in names),
+            "steps": {kind: self.steps(kind) for kind in KINDS},
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """Return the configuration as text, and the machine and versions of each start."""
+        config, machine = "", ""
+        with contextlib.suppress(OSError, DataError), open(self._inside("config.yaml"), "rb") as file:
+            config = file.read(_CONFIG_BYTES).decode(errors="replace")
+        with contextlib.suppress(OSError, DataError):
+            machine = self._inside(MACHINE_FILE).read_text(errors="replace")
+        starts = []
+        for line in machine.splitlines():
+            with contextlib.suppress(ValueError):  # a line that is being written
+                starts.append(json.loads(line))
+        return {"config": config, "starts": starts}
+
+    def validation(self) -> list[dict[str, Any]]:
+        """Return the report of each validation (``validation/step_*.json``) with its ``step``."""
+        reports = []
+        for step in self._steps_of("validation", ".json"):
+            with contextlib.suppress(OSError, DataError, ValueError):
+                text = self._inside(f"validation/step_{step:06d}.json").read_text()
+                reports.append({"step": step, **json.loads(text)})
+        return reports
+
+    def steps(self, kind: str) -> list[int]:
+        """Return the steps that have a file of samples, in order."""
+        return self._steps_of(kind, ".parquet")
+
+    def _steps_of(self, kind: str, suffix: str) -> list[int]:
+        names = (path.stem.removeprefix("step_") for path in (self.folder / kind).glob(f"step_*{suffix}"))
+        return sorted(int(name) for name in names if name.isdecimal() and len(name) >= 6)
+
+    def columns(self, kind: str, step: int) -> dict[str, Any]:
+        """Return what lists and distributions need of all samples of a step, as one list per column."""
+        path = self._samples(kind, step)
+        with _readable(path):
+            return self._columns(path, path.stat().st_mtime_ns)
+
+    def _read_columns(self, path: Path, changed: int) -> dict[str, Any]:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            numbers = [name for name in names if name == "score" or name.startswith("reward/")]
+            others = [name for name in ("uid", "data_source", "truncated", "reward_failed") if name in names]
+            length = "response_length" if "response_length" in names else "response_mask"
+            table = file.read(columns=[*others, *numbers, length])
+        lengths = table[length]
+        if length == "response_mask":  # files of earlier versions
+            lengths = pa.chunked_array([chunk.value_lengths() for chunk in lengths.chunks], pa.int32())
+        columns = {name: table[name].to_pylist() for name in others}
+        columns |= {name: rounded(table[name].to_numpy()) for name in numbers}
+        return {"rows": len(table), "length": lengths.to_pylist(), "columns": list(columns.items())}
+
+    def search(self, kind: str, step: int, text: str) -> list[int]:
+        """Return the rows with ``text`` in their prompt, response, ground truth or uid; case is ignored."""
+        path, found = self._samples(kind, step), []
+        with _readable(path), pq.ParquetFile(path) as file:
+            names = [name for name in _SEARCHED if name in file.schema_arrow.names]
+            for table, start in _row_groups(file, names):
+                matches = np.zeros(len(table), dtype=bool)
+                for name in names:
+                    options = pc.MatchSubstringOptions(text, ignore_case=True)
+                    hits = pc.call_function("match_substring", [table[name]], options)
+                    matches |= hits.fill_null(False).to_numpy()
+                found += (np.flatnonzero(matches) + start).tolist()
+        return found
+
+    def rows(
+        self, kind: str, step: int, rows: Sequence[int], *, tokens: bool = False
+    ) -> list[dict[str, Any]]:
+        """Return samples in the order of ``rows``: texts, scores and, with ``tokens``, a record per column.
+
+        Raises ``DataError`` for a row that the file lacks.
+        """
+        path = self._samples(kind, step)
+        with _readable(path), pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            wanted = [*_TEXTS, "truncated", "score", "reward_failed", "hidden_tokens", "response_length"]
+            wanted += [name for name in names if name.startswith("reward/")]
+            wanted += _PER_TOKEN if tokens else ()
+            missing = [row for row in rows if not 0 <= row < file.metadata.num_rows]
+            if missing:
+                raise DataError(f"{path}: has {file.metadata.num_rows} samples, and no row {missing[0]}")
+            records = _take(file, [name for name in wanted if name in names], rows)
+            packed = (file.metadata.metadata or {}).get(TOKEN_TEXTS)
+            texts = unpack_texts(packed) if tokens and packed else {}
+        return [_record(row, record, texts) for row, record in zip(rows, records, strict=True)]
+
+    def history(self, kind: str, prompt: str) -> list[dict[str, Any]]:
+        """Return the samples of one prompt, by its text, over all steps that have a file."""
+        found: list[dict[str, Any]] = []
+        for step in self.steps(kind):
+            try:
+                rows = self._rows_of_prompt(kind, step, prompt)
+                found += [{"step": step, **record} for record in self.rows(kind, step, rows)]
+            except DataError:  # a run keeps the newest files only, and may just have deleted this one
+                continue
+        return found[-_FOLLOWED:]
+
+    def _rows_of_prompt(self, kind: str, step: int, prompt: str) -> list[int]:
+        path, rows = self._samples(kind, step), []
+        # A prompt is stored once in a row group: its samples, and other prompts, are compared by number.
+        with _readable(path), pq.ParquetFile(path, read_dictionary=["prompt"]) as file:
+            for table, start in _row_groups(file, ["prompt"]):
+                for chunk in table["prompt"].chunks:
+                    number = pc.index(chunk.dictionary, prompt).as_py()
+                    if number >= 0:
+                        rows += (np.flatnonzero(chunk.indices.to_numpy() == number) + start).tolist()
+                    start += len(chunk)
+        return rows
+
+    def distributions(self, kind: str) -> dict[str, Any]:
+        """Return quantiles (0, 0.1, 0.5, 0.9, 1) of scores and lengths at each step."""
+        steps, scores, lengths = [], [], []
+        for step in self.steps(kind):
+            try:
+                found = self.columns(kind, step)
+            except DataError:
+                continue
+            steps.append(step)
+            scores.append(_quantiles(dict(found["columns"]).get("score", ())))
+            lengths.append(_quantiles(found["length"]))
+        return {"steps": steps, "score": scores, "length": lengths}
+
+    def _samples(self, kind: str, step: int) -> Path:
+        if kind not in KINDS:
+            raise DataError(f"samples are in {' and '.join(KINDS)}, not in {kind!r}")
+        return self._inside(f"{kind}/step_{step:06d}.parquet")
+
+    def _inside(self, name: str) -> Path:
+        """Return the path of a file of the run; ``DataError`` if a link leads out of the folder."""
+        path = self.folder / name
+        if not path.resolve().is_relative_to(self.folder):
+            raise DataError(f"{path} leads outside the run folder, and only files inside it are shown")
+        return path
+
+
+def rounded(values: Iterable[float | None]) -> list[float | None]:
+    """Return numbers with 6 significant digits; None for None and what is not finite."""
+    return [None if x is None or not math.isfinite(x) else float(f"{x:.6g}") for x in values]
+
+
+def _quantiles(values: Sequence[float | None]) -> list[float | None] | None:
+    known = np.array([value for value in values if value is not None], dtype=np.float64)
+    return rounded(np.quantile(known, _QUANTILES)) if len(known) else None
+
+
+def _changed(path: Path) -> float | None:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return None
+
+
+@contextmanager
+def _readable(path: Path) -> Generator[None]:
+    """Turn the errors of a missing, deleted or damaged file into ``DataError``."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such samples (trainer.rollouts_to_keep deletes old ones)") from error
+    except (OSError, pa.ArrowException, KeyError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a file of samples: {error}") from error
+
+
+def _row_groups(file: pq.ParquetFile, names: Sequence[str]) -> Generator[tuple[pa.Table, int]]:
+    """Yield each row group's columns and its first row."""
+    start = 0
+    for number in range(file.num_row_groups):
+        table = file.read_row_group(number, columns=names)
+        yield table, start
+        start += len(table)
+
+
+def _take(file: pq.ParquetFile, names: Sequence[str], rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Return records of ``rows``; only their row groups are read."""
+    sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    groups = np.searchsorted(starts, rows, side="right") - 1
+    records: dict[int, dict[str, Any]] = {}
+    for group in np.unique(groups):
+        own = [row for row, of in zip(rows, groups, strict=True) if of == group]
+        table = file.read_row_group(int(group), columns=names)
+        taken = table.take(pa.array([row - int(starts[group]) for row in own]))
+        records |= zip(own, taken.to_pylist(), strict=True)
+    return [records[row] for row in rows]
+
+
+def _record(row: int, record: dict[str, Any], token_texts: dict[str, str]) -> dict[str, Any]:
+    parts = [[name, rounded([record[name]])[0]] for name in record if name.startswith("reward/")]
+    plain = {name: record.get(name) for name in (*_TEXTS, "truncated", "reward_failed", "hidden_tokens")}
+    found = {"row": row, **plain, "score": rounded([record.get("score")])[0], "parts": parts}
+    if "response_ids" in record:
+        ids = record["response_ids"]
+        found["tokens"] = {
+            "ids": ids,
+            "texts": [token_texts.get(str(token)) for token in ids],
+            "mask": record.get("response_mask") or [1] * len(ids),
+            "versions": record.get("rollout_versions"),
+            "numbers": [[name, rounded(record[name])] for name in TOKEN_COLUMNS if name in record],
+        }
+    found["length"] = record.get(
+        "response_length", len(record["response_ids"]) if "response_ids" in record else None
+    )
+    return found

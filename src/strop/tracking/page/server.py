@@ -1,0 +1,203 @@
+"""``strop view RUN --web``: the page of a run over HTTP, by the standard library.
+
+A request names entries of tables that are fixed at the start (the page's files, the API's functions, the
+runs by number), never a path. Only ``GET`` is served. A page of another site, whose name its owner lets
+resolve to this machine (DNS rebinding), is refused by its ``Host`` header.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import ipaddress
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from strop.errors import ConfigError, DataError
+from strop.tracking.page import SCRIPTS, STATIC, STYLES
+from strop.tracking.page.files import RunFiles
+
+DEFAULT_PORT = 8390
+_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_GZIP_FROM = 1 << 16
+_ROWS_AT_ONCE = 256
+
+
+class BadRequestError(Exception):
+    """A parameter is missing or malformed."""
+
+
+Parameters = Mapping[str, str]
+
+
+def _number(parameters: Parameters, name: str, default: int | None = None) -> int:
+    text = parameters.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isascii() or not text.removeprefix("-").isdecimal() or len(text) > 12:
+        raise BadRequestError(f"{name}={text!r}: expected a number")
+    return int(text)
+
+
+def _samples_of(parameters: Parameters) -> tuple[str, int]:
+    return parameters.get("kind", ""), _number(parameters, "step")
+
+
+def _rows(run: RunFiles, parameters: Parameters) -> list[dict[str, Any]]:
+    rows = [_number({"rows": row}, "rows") for row in parameters.get("rows", "").split(",")]
+    if len(rows) > _ROWS_AT_ONCE:
+        raise BadRequestError(f"{len(rows)} rows: expected at most {_ROWS_AT_ONCE}")
+    return run.rows(*_samples_of(parameters), rows, tokens=parameters.get("tokens") == "1")
+
+
+def _history(run: RunFiles, parameters: Parameters) -> list[dict[str, Any]]:
+    kind, step = _samples_of(parameters)
+    [sample] = run.rows(kind, step, [_number(parameters, "row")])
+    return run.history(kind, sample["prompt"])
+
+
+API: Mapping[str, Callable[[RunFiles, Parameters], Any]] = {
+    "summary": lambda run, parameters: run.summary(),
+    "metrics": lambda run, parameters: run.metrics(_number(parameters, "after", -1)),
+    "facts": lambda run, parameters: run.facts(),
+    "validation": lambda run, parameters: run.validation(),
+    "distributions": lambda run, parameters: run.distributions(parameters.get("kind", "")),
+    "columns": lambda run, parameters: run.columns(*_samples_of(parameters)),
+    "search": lambda run, parameters: run.search(*_samples_of(parameters), parameters.get("text", "")),
+    "rows": _rows,
+    "history": _history,
+}
+
+
+def page_html() -> str:
+    """Return the page that loads its styles and scripts from the server."""
+    styles = "".join(f'<link rel="stylesheet" href="/static/{name}">\n' for name in STYLES)
+    scripts = "".join(f'<script defer src="/static/{name}"></script>\n' for name in SCRIPTS)
+    return (STATIC / "index.html").read_text().replace("<!-- files -->", styles + scripts)
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serve the page of ``runs`` at ``host`` and ``port`` (0: a free one)."""
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[RunFiles], *, host: str, port: int) -> None:
+        self.runs = list(runs)
+        self.names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+        self.pages = {"/": ("text/html", page_html().encode())}
+        for name in (*STYLES, *SCRIPTS):
+            path = STATIC / name
+            self.pages[f"/static/{name}"] = (_TYPES[path.suffix], path.read_bytes())
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        """The page's address for a browser on this machine."""
+        host, port = self.server_address[:2]
+        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
+        return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
+
+    def knows(self, host: str) -> bool:
+        """Return True if a ``Host`` header names this machine: by an address, or by a name that it has."""
+        name = urlsplit(f"//{host}").hostname or ""
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in self.names
+        return True  # nobody resolves an address, so it cannot be rebound
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    @property
+    def _page(self) -> PageServer:
+        assert isinstance(self.server, PageServer)
+        return self.server
+
+    def do_GET(self) -> None:
+        """Answer a request for the page, one of its files or data."""
+        try:
+            host_is_known = self._page.knows(self.headers.get("Host", ""))
+        except ValueError:
+            host_is_known = False
+        if not host_is_known:
+            self._fail(HTTPStatus.FORBIDDEN, "this host name is not the page's: open the address it printed")
+            return
+        try:
+            address = urlsplit(self.path)
+        except ValueError:
+            self._fail(HTTPStatus.BAD_REQUEST, "malformed address")
+            return
+        if address.path in self._page.pages:
+            self._send(HTTPStatus.OK, *self._page.pages[address.path])
+        elif (name := address.path.removeprefix("/api/")) == "runs":
+            self._send_json([run.folder.name for run in self._page.runs])
+        elif address.path.startswith("/api/") and name in API:
+            self._answer(API[name], {key: values[-1] for key, values in parse_qs(address.query).items()})
+        else:
+            self._fail(HTTPStatus.NOT_FOUND, "not a part of the page")
+
+    def _answer(self, read: Callable[[RunFiles, Parameters], Any], parameters: Parameters) -> None:
+        try:
+            number = _number(parameters, "run", 0)
+            if not 0 <= number < len(self._page.runs):
+                raise BadRequestError(f"run={number}: expected 0 to {len(self._page.runs) - 1}")
+            found = read(self._page.runs[number], parameters)
+        except BadRequestError as error:
+            self._fail(HTTPStatus.BAD_REQUEST, str(error))
+        except DataError as error:
+            self._fail(HTTPStatus.NOT_FOUND, str(error))
+        else:
+            self._send_json(found)
+
+    def _send_json(self, found: Any) -> None:
+        text = json.dumps(found, allow_nan=False, separators=(",", ":"))
+        self._send(HTTPStatus.OK, "application/json", text.encode())
+
+    def _fail(self, status: HTTPStatus, message: str) -> None:
+        self._send(status, "application/json", json.dumps({"error": message}).encode())
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        headers = {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8"}
+        if len(body) > _GZIP_FROM and "gzip" in self.headers.get("Accept-Encoding", ""):
+            body = gzip.compress(body, compresslevel=1)
+            headers["Content-Encoding"] = "gzip"
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: the terminal shows the address only."""
+
+
+def open_server(runs: Sequence[RunFiles], *, host: str, port: int | None) -> PageServer:
+    """Return a server that listens; ``ConfigError`` if it cannot.
+
+    Without a ``port`` it is ``DEFAULT_PORT``, or a free one where that is taken.
+    """
+    try:
+        return PageServer(runs, host=host, port=DEFAULT_PORT if port is None else port)
+    except (OSError, OverflowError) as error:
+        if port is None and isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            return open_server(runs, host=host, port=0)
+        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error}") from error

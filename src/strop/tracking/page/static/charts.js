@@ -1,0 +1,96 @@
+"use strict";
+// Curves by uPlot, histograms as SVG.
+
+const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
+const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];
+const cursors = uPlot.sync("steps");
+const drawn = new Set();
+const grown = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    if (target.chart && target.clientWidth) target.chart.setSize({ width: target.clientWidth, height: target.height });
+  }
+});
+
+function forgetCharts() {
+  for (const chart of drawn) chart.destroy();
+  drawn.clear();
+  grown.disconnect();
+}
+
+const SMOOTH_FROM = 40; // as in curves.png
+
+/** Return a curve as it is, or drawn faintly with its running mean on top. */
+function withMean(curve, window) {
+  const size = window ?? (curve.y.length < SMOOTH_FROM ? 0 : 2 * Math.floor(curve.y.length / 40) + 1);
+  if (size < 2) return [curve];
+  return [{ ...curve, faint: true, width: 0.8, points: false }, { ...curve, y: smoothed(curve.y, size), points: false }];
+}
+
+/** Return the mean over `window` values around each, fewer at the ends. */
+function smoothed(values, window) {
+  if (window < 2) return values;
+  const reach = Math.floor(window / 2);
+  return values.map((value, at) => (value === null ? null
+    : mean(values.slice(Math.max(at - reach, 0), at + reach + 1))));
+}
+
+/** Join curves [{label, x, y, colour, dash, width, band}] over one axis: uPlot takes a single list of x. */
+function joined(curves) {
+  const all = [...new Set(curves.flatMap((curve) => curve.x))].sort((a, b) => a - b);
+  return [all, ...curves.map((curve) => {
+    const at = new Map(curve.x.map((x, i) => [x, curve.y[i]]));
+    return all.map((x) => at.get(x) ?? null);
+  })];
+}
+
+/** Return a chart in a box that fills its column; `options`: height, unit, limits, bands, onclick. */
+function chart(curves, options = {}) {
+  const box = el("div", { class: "chart" });
+  box.height = options.height ?? 190;
+  const axis = {
+    size: 30,
+    stroke: style("--quiet"), font: "11px system-ui, sans-serif",
+    grid: { stroke: style("--line"), width: 1 }, ticks: { show: false },
+  };
+  const few = Math.max(...curves.map((curve) => curve.x.length)) <= 25;
+  const series = curves.map((curve) => ({
+    label: curve.label, class: curve.faint ? "faint" : undefined, stroke: style(curve.colour) + (curve.faint ? "55" : ""), width: curve.width ?? 1.8, dash: curve.dash ?? [],
+    spanGaps: true, points: { show: curve.points ?? few, size: 5 }, fill: curve.fill && style(curve.fill),
+    value: (self, value) => short(value),
+  }));
+  queueMicrotask(() => {
+    const plot = new uPlot({
+      width: box.clientWidth || 320, height: box.height, series: [{ label: options.x ?? "step" }, ...series],
+      cursor: { sync: { key: options.apart ? undefined : cursors.key }, points: { size: 7 } },
+      scales: { x: { time: false }, y: options.limits ? { range: options.limits } : {} },
+      bands: options.bands ?? [],
+      axes: [axis, { ...axis, size: 52, values: (self, ticks) => ticks.map((tick) => short(tick)) }],
+      legend: { live: true },
+    }, joined(curves), box);
+    box.chart = plot;
+    drawn.add(plot);
+    grown.observe(box);
+  });
+  return box;
+}
+
+/** Return a histogram of numbers with its count, mean and ends. */
+function histogram(title, values) {
+  const known = values.filter((value) => value !== null);
+  const figure = el("figure", { class: "histogram" }, el("figcaption", {}, title));
+  if (!known.length) return figure;
+  let low = Infinity, high = -Infinity;
+  for (const value of known) { low = Math.min(low, value); high = Math.max(high, value); }
+  const n = high === low ? 1 : Math.min(30, Math.max(2, new Set(known.slice(0, 2000)).size));
+  const counts = new Array(n).fill(0);
+  for (const value of known) counts[high === low ? 0 : Math.min(n - 1, Math.floor(((value - low) / (high - low)) * n))] += 1;
+  const most = Math.max(...counts);
+  const bars = counts.map((count, i) => {
+    const from = low + ((high - low) * i) / n, to = low + ((high - low) * (i + 1)) / n;
+    return svg("rect", { x: i * (300 / n) + 0.75, width: 300 / n - 1.5, y: 60 - (58 * count) / most, height: (58 * count) / most },
+      svg("title", {}, `${short(from)} to ${short(to)}: ${count.toLocaleString("en")}`));
+  });
+  figure.append(svg("svg", { viewBox: "0 0 300 60", preserveAspectRatio: "none", role: "img" }, ...bars),
+    el("div", { class: "ends" }, el("span", {}, short(low)), el("span", {}, `mean ${short(mean(known))}`), el("span", {}, short(high))));
+  return figure;
+}

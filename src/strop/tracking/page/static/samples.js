@@ -1,0 +1,143 @@
+"use strict";
+// The samples of a step: distributions, search, order, one line per sample or per prompt.
+
+const PER_PAGE = 50;
+const KIND_NAMES = { rollouts: "training", validation: "validation" };
+const list = { sort: "row", search: "", source: "", by: "samples", page: 0 };
+
+/** Return which samples the address names: run, kind and step, the newest step unless it says another. */
+function placeOf(parameters) {
+  const run = state.runs[Number(parameters.get("run") ?? 0)] ?? state.runs[0];
+  const steps = run.summary.steps;
+  const kind = parameters.get("kind") ?? (steps.rollouts.length || !steps.validation.length ? "rollouts" : "validation");
+  const known = steps[kind] ?? [];
+  const step = parameters.has("step") ? Number(parameters.get("step")) : known.at(-1);
+  return { run, kind, step, steps: known };
+}
+
+function addressOf(place, more = {}) {
+  return `#samples?${new URLSearchParams({ run: place.run.number, kind: place.kind, step: place.step, ...more })}`;
+}
+
+async function samplesView(parameters) {
+  const place = placeOf(parameters);
+  const go = (more) => { list.page = 0; location.hash = addressOf({ ...place, ...more }); };
+  const controls = el("div", { class: "controls" },
+    state.runs.length > 1 && select("Run", state.runs.map((run) => [run.number, visible(run.name)]), place.run.number,
+      (value) => { location.hash = `#samples?${new URLSearchParams({ run: value, kind: place.kind })}`; }),
+    select("Samples of", Object.entries(KIND_NAMES), place.kind,
+      (value) => { location.hash = `#samples?${new URLSearchParams({ run: place.run.number, kind: value })}`; }));
+  if (!place.steps.length) {
+    return el("div", {}, controls, el("p", { class: "quiet" }, "No samples are written yet (trainer.log_rollouts, trainer.test_freq)."));
+  }
+  const at = place.steps.indexOf(place.step);
+  const turn = (to, label, name) => el("button", { type: "button", "aria-label": name, disabled: to < 0 || to >= place.steps.length, onclick: () => go({ step: place.steps[to] }) }, label);
+  controls.append(
+    select("Step", place.steps.map((step) => [step, step]), place.step, (value) => go({ step: Number(value) })),
+    el("span", { class: "pair" }, turn(at - 1, "‹", "step before"), turn(at + 1, "›", "step after")));
+  const found = await source.columns(place.run.number, place.kind, place.step);
+  const table = { ...found, columns: new Map(found.columns) };
+  const sources = [...new Set(table.columns.get("data_source") ?? [])];
+  const results = el("div", {});
+  const update = () => fillResults(results, place, table);
+  let waiting;
+  controls.append(
+    el("label", {}, el("span", {}, "Search"), el("input", {
+      type: "search", placeholder: "prompt, response, truth, uid", value: list.search,
+      oninput: (event) => { list.search = event.target.value; list.page = 0; clearTimeout(waiting); waiting = setTimeout(update, 250); },
+    })),
+    sources.length > 1 && select("Source", [["", "all"], ...sources.map((name) => [name, visible(name)])], list.source,
+      (value) => { list.source = value; list.page = 0; update(); }) || "",
+    select("List", [["samples", "samples"], ["prompts", "prompts, with their group"]], list.by, (value) => { list.by = value; list.page = 0; update(); }),
+    select("Order", [["row", "as written"], ["-score", "highest score"], ["score", "lowest score"], ["-length", "longest"],
+      ["length", "shortest"], ["-spread", "score differs most in group"]], list.sort, (value) => { list.sort = value; list.page = 0; update(); }));
+  await update();
+  const courses = el("details", { class: "courses", ontoggle: (event) => event.target.open && fillCourses(event.target, place) },
+    el("summary", {}, "Scores and lengths over the steps"));
+  return el("div", {}, controls, results, courses);
+}
+
+/** Return the rows that search and filter leave. */
+async function matching(place, table) {
+  let rows = [...Array(table.rows).keys()];
+  if (list.search.trim()) rows = await source.search(place.run.number, place.kind, place.step, list.search.trim());
+  const sources = table.columns.get("data_source");
+  return list.source && sources ? rows.filter((row) => sources[row] === list.source) : rows;
+}
+
+/** Return rows grouped by uid, in order of first appearance. */
+function groupsOf(rows, table) {
+  const uids = table.columns.get("uid"), groups = new Map();
+  for (const row of rows) {
+    const uid = uids ? uids[row] : String(row);
+    groups.has(uid) ? groups.get(uid).push(row) : groups.set(uid, [row]);
+  }
+  return groups;
+}
+
+async function fillResults(results, place, table) {
+  const asked = results.asked = {};
+  const rows = await matching(place, table);
+  if (results.asked !== asked) return; // a newer search is under way
+  const scores = table.columns.get("score") ?? new Array(table.rows).fill(null);
+  const groups = groupsOf(rows, table);
+  const spread = new Map([...groups].map(([uid, own]) => {
+    const known = own.map((row) => scores[row] ?? 0);
+    return [uid, Math.max(...known) - Math.min(...known)];
+  }));
+  const uids = table.columns.get("uid");
+  const key = { score: (row) => scores[row] ?? -Infinity, length: (row) => table.length[row],
+    spread: (row) => spread.get(uids ? uids[row] : String(row)), row: (row) => row }[list.sort.replace("-", "")];
+  const sign = list.sort.startsWith("-") ? -1 : 1;
+  const byMean = (own) => mean(own.map(key));
+  const entries = list.by === "prompts"
+    ? [...groups.values()].sort((a, b) => sign * (byMean(a) - byMean(b)))
+    : rows.sort((a, b) => sign * (key(a) - key(b)) || a - b).map((row) => [row]);
+  const pages = Math.max(Math.ceil(entries.length / PER_PAGE), 1);
+  list.page = Math.min(list.page, pages - 1);
+  const shown = entries.slice(list.page * PER_PAGE, (list.page + 1) * PER_PAGE);
+  const records = await source.rows(place.run.number, place.kind, place.step, shown.map((own) => own[0]), false);
+  if (results.asked !== asked) return;
+  const page = (to, label, name) => el("button", { type: "button", "aria-label": name, disabled: to < 0 || to >= pages, onclick: () => { list.page = to; fillResults(results, place, table); } }, label);
+  const count = list.by === "prompts" ? `${groups.size.toLocaleString("en")} prompts, ${rows.length.toLocaleString("en")} samples` : `${rows.length.toLocaleString("en")} samples`;
+  const all = table.of ?? table.rows;
+  results.replaceChildren(
+    el("div", { class: "histograms" },
+      histogram("Score", rows.map((row) => scores[row])), histogram("Length, tokens", rows.map((row) => table.length[row]))),
+    el("div", { class: "pager" }, el("b", {}, count), all > rows.length ? ` of ${all.toLocaleString("en")}` : "",
+      table.of > table.rows ? " (this file holds the first ones)" : "",
+      el("span", { class: "pair" }, page(list.page - 1, "‹", "page before"), `${list.page + 1} / ${pages}`, page(list.page + 1, "›", "page after"))),
+    el("ol", { class: "list" }, shown.map((own, i) => lineOf(records[i], own, place, table, scores))));
+}
+
+function lineOf(record, rows, place, table, scores) {
+  const group = list.by === "prompts";
+  const cut = table.columns.get("truncated");
+  const marks = group
+    ? el("span", { class: "chips" }, rows.slice(0, 16).map((row) => el("i", { title: `score ${short(scores[row])}`, class: cut?.[row] ? "cut" : "" }, short(scores[row]))))
+    : el("span", { class: "facts" }, el("b", {}, short(record.score)), el("span", {}, `${table.length[rows[0]]} tokens`),
+      record.truncated ? el("em", {}, "cut") : "", record.reward_failed ? el("em", {}, "not scored") : "");
+  return el("li", {}, el("a", { href: addressOf(place, { row: record.row, show: group ? "group" : "sample" }) },
+    el("span", { class: "uid" }, visible(record.uid ?? record.row)), marks,
+    el("span", { class: "prompt" }, excerpt(record.prompt, 140, true)),
+    group ? "" : el("span", { class: "response" }, excerpt(record.response_with_special_tokens || record.response, 140))));
+}
+
+/** Draw quantiles of scores and lengths at each step, when they are first opened. */
+async function fillCourses(details, place) {
+  if (details.querySelector(".panels")) return;
+  const panels = el("div", { class: "panels" });
+  details.append(panels);
+  const found = await source.distributions(place.run.number, place.kind);
+  const labels = ["lowest", "10 %", "median", "90 %", "highest"];
+  for (const [title, unit, name] of [["Score", "quantiles over samples", "score"], ["Length", "tokens, quantiles", "length"]]) {
+    const at = found.steps.map((step, i) => i).filter((i) => found[name][i]);
+    if (!at.length) continue;
+    const curves = labels.map((label, q) => ({
+      label, x: at.map((i) => found.steps[i]), y: at.map((i) => found[name][i][q]), colour: q === 2 ? "--c1" : "--quiet",
+      width: q === 2 ? 2 : 0.8, points: false,
+    }));
+    panels.append(el("section", { class: "panel" }, el("h2", {}, title, el("small", {}, unit)),
+      chart(curves, { bands: [{ series: [4, 2], fill: style("--band") }, { series: [5, 1], fill: style("--band") }] })));
+  }
+}

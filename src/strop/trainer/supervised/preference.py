@@ -1,0 +1,168 @@
+"""``strop dpo``: preference optimization without a reward model (DPO and its relatives)."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strop.algorithms.preference import REFERENCE_INPUTS, needs_reference, pairwise_accuracy
+from strop.algorithms.registry import call
+from strop.config.schema.supervised import PreferenceConfig
+from strop.controller.pools import Role
+from strop.data.loader import PromptLoader
+from strop.data.rl_dataset import Subset
+from strop.errors import CheckpointError
+from strop.protocol import DataProto
+from strop.trainer.supervised.reference import FOLDER, Reference, complete, load, rows_hash
+from strop.trainer.supervised.reward_model import PairTrainer
+from strop.workers.supervised import PreferenceWorker, preference_loss
+
+logger = logging.getLogger(__name__)
+
+_REPORT_EVERY_S = 60.0
+
+
+class PreferenceTrainer(PairTrainer[PreferenceConfig]):
+    """``strop dpo``: raises the probability of chosen answers over that of rejected ones."""
+
+    worker_cls: ClassVar[type] = PreferenceWorker
+    role: ClassVar[Role] = Role.Actor
+    group_name: ClassVar[str] = "actor"
+
+    def __init__(self, config: PreferenceConfig, tokenizer: Any, **where: Any) -> None:
+        """See ``SupervisedTrainer``; ``ConfigError`` for a loss that cannot be used."""
+        self._loss = preference_loss(config.update)
+        super().__init__(config, tokenizer, **where)
+        self._references: dict[str, Reference] = {}
+        self._reference_model: str | None = None
+
+    def denominators(self, batch: DataProto) -> dict[str, float]:
+        """Count pairs, and the tokens of chosen answers."""
+        n_tokens = float(batch.batch["response_mask"].sum())
+        return {**super().denominators(batch), "n_tokens": n_tokens}
+
+    def prepare(self, folder: Path) -> None:
+        """Compute the reference's log-probs with the model as it was loaded, or read those in ``folder``.
+
+        Raises ``CheckpointError`` if those in ``folder`` are of another model.
+        """
+        if not needs_reference(self._loss):
+            return
+        settings = json.dumps(self.config.model.override_config, sort_keys=True, default=str)
+        weights = self.group.weights_hash()
+        self._reference_model = hashlib.sha256(f"{weights} {settings}".encode()).hexdigest()
+        for name, loader in {"train": self.train_loader, "val": self.val_loader}.items():
+            if loader is not None:
+                self._references[name] = self._reference(name, loader, folder / FOLDER)
+
+    def _reference(self, name: str, loader: PromptLoader, folder: Path) -> Reference:
+        """Return the reference's log-probs of a data set, and give them to its rows."""
+        dataset: Any = loader.dataset
+        identity = {"model": self._reference_model or "", "rows": rows_hash(dataset)}
+        found, mode = None, self.config.trainer.resume_mode
+        if mode == "auto":  # otherwise these are of a run that is not continued
+            path = folder / f"{name}.safetensors"
+            found = load(path, **identity, named=f"model.path={self.config.model.path}")
+        needed = range(len(dataset)) if loader is self.val_loader else self._rows_of_the_run()
+        started = time.perf_counter()
+        reference, computed = complete(
+            found, dataset, needed, lambda rows: self._infer(Subset(dataset, rows)), **identity
+        )
+        logger.info(
+            "reference log-probs (%s): %d pairs computed in %.0f s, the others as before in this run folder"
+            if found is not None
+            else "reference log-probs (%s): %d pairs computed in %.0f s",
+            name,
+            computed,
+            time.perf_counter() - started,
+        )
+        dataset.columns |= reference.columns
+        return reference
+
+    def _rows_of_the_run(self) -> Sequence[int]:
+        """Return the rows of the training set that this run visits from its start to its end."""
+        batches = copy.copy(self.train_loader.batches)
+        if self.total_steps > len(batches):
+            return range(len(self.train_loader.dataset))
+        batches.epoch = batches.position = 0
+        return [row for rows in itertools.islice(batches, self.total_steps) for row in rows]
+
+    def _infer(self, dataset: Any) -> dict[str, Tensor]:
+        """Return ``REFERENCE_INPUTS`` of all rows by the current model."""
+        found: dict[str, list[Tensor]] = {name: [] for name in REFERENCE_INPUTS}
+        done, reported = 0, time.perf_counter()
+        for batch in self._one_pass(dataset):
+            answers = self.group.evaluate(DataProto(batch.batch))
+            for name, parts in found.items():
+                parts.append(answers.batch[name.removeprefix("ref_")])
+            done += len(batch)
+            if time.perf_counter() - reported > _REPORT_EVERY_S:
+                reported = time.perf_counter()
+                logger.info("reference log-probs: %d of %d pairs", done, len(dataset))
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def keep(self, folder: Path) -> None:
+        """Write the reference's log-probs into the run folder, for a resume."""
+        for name, reference in self._references.items():
+            reference.save(folder / FOLDER / f"{name}.safetensors")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the hash of the reference model."""
+        return {"reference_model": self._reference_model}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise ``CheckpointError`` if the checkpoint was trained with another reference model."""
+        before = state.get("reference_model")
+        if before is not None and self._reference_model not in (None, before):
+            raise CheckpointError(
+                f"model.path={self.config.model.path} (hash {str(self._reference_model)[:12]}) is another "
+                f"model than the reference of the checkpoint (hash {before[:12]}): a resume needs the model "
+                "that the run began with"
+            )
+
+    def evaluate(self, batches: PromptLoader) -> dict[str, float]:
+        """Return the loss and metrics of all pairs."""
+        parts: dict[str, list[Tensor]] = {}
+        sources = []
+        for batch in batches:
+            columns = {
+                **self.group.evaluate(DataProto(batch.batch)).batch,
+                **{name: batch.batch[name] for name in REFERENCE_INPUTS if name in batch.batch},
+                "chosen_length": batch.batch["response_mask"].sum(dim=1),
+                "rejected_length": batch.batch["rejected_mask"].sum(dim=1),
+            }
+            for name, column in columns.items():
+                parts.setdefault(name, []).append(column.double())
+            sources.append(batch.non_tensor_batch["data_source"])
+        columns_N = {name: torch.cat(column) for name, column in parts.items()}
+        sources_N = np.concatenate(sources)
+        found = call(self._loss, columns_N)
+        nll = -float(columns_N["chosen_log_prob"].sum() / columns_N["chosen_length"].sum())
+        margin_N = found.chosen_reward_B - found.rejected_reward_B
+        accuracy_N = pairwise_accuracy(margin_N)
+        by_source = {
+            f"rewards/accuracy/{source}": accuracy_N[torch.from_numpy(sources_N == source)].mean().item()
+            for source in sorted(set(sources_N))
+        }
+        return {
+            "loss": found.loss_B.mean().item() + self.config.update.nll_coef * nll,
+            "rewards/chosen": found.chosen_reward_B.mean().item(),
+            "rewards/rejected": found.rejected_reward_B.mean().item(),
+            "rewards/margin": margin_N.mean().item(),
+            "rewards/accuracy": accuracy_N.mean().item(),
+            **by_source,
+            "logps/chosen": columns_N["chosen_log_prob"].mean().item(),
+            "logps/rejected": columns_N["rejected_log_prob"].mean().item(),
+            "nll": nll,
+        }

@@ -1,0 +1,107 @@
+"""Log-probs of the reference model, computed once per pair and kept in the run folder.
+
+The reference is the model that training starts from, so no second model is held. A file has two float32
+numbers for each row of a data set, NaN where they were not needed, and in its metadata the hashes of the
+model that computed them and of the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from strop.algorithms.preference import REFERENCE_INPUTS
+from strop.data.answers import AnsweredDataset
+from strop.errors import CheckpointError
+from strop.files import atomic_path
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "reference_log_probs"
+"""Name of the files' folder in the run folder."""
+
+
+class Reference(NamedTuple):
+    """The reference's log-probs of a data set's N rows."""
+
+    model: str
+    """Hash of the model."""
+    rows: str
+    """Hash of the rows' tokens."""
+    columns: dict[str, Tensor]
+    """``REFERENCE_INPUTS`` -> float32 [N], NaN where not computed."""
+
+    def save(self, path: Path) -> None:
+        """Write the file, replacing an earlier one in one step."""
+        with atomic_path(path) as temporary:
+            save_file(self.columns, temporary, metadata={"model": self.model, "rows": self.rows})
+
+
+def load(path: Path, *, model: str, rows: str, named: str) -> Reference | None:
+    """Return what ``save`` wrote for these rows; None if there is no such file, or one of other rows.
+
+    Raises ``CheckpointError`` if another model than ``model`` computed it; ``named`` is that one's name.
+    """
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = file.metadata() or {}
+            columns = {name: file.get_tensor(name) for name in REFERENCE_INPUTS}
+    except (OSError, SafetensorError) as error:
+        logger.warning("warning: %s cannot be read (%s): its log-probs are computed again", path, error)
+        return None
+    if found.get("model") != model:
+        raise CheckpointError(
+            f"{path} has the log-probs of another reference model (hash {str(found.get('model'))[:12]}) than "
+            f"{named} (hash {model[:12]}). Give the model that this run began with; for a new run, set "
+            "trainer.resume_mode=disable, or trainer.default_local_dir to another folder"
+        )
+    if found.get("rows") != rows:
+        logger.info("%s is of other pairs: the reference's log-probs are computed again", path)
+        return None
+    return Reference(model, rows, columns)
+
+
+def complete(
+    reference: Reference | None,
+    dataset: AnsweredDataset,
+    needed: Iterable[int],
+    infer: Callable[[Sequence[int]], dict[str, Tensor]],
+    *,
+    model: str,
+    rows: str,
+) -> tuple[Reference, int]:
+    """Return the log-probs of at least the ``needed`` rows, and the number of rows that were computed.
+
+    ``infer`` returns ``REFERENCE_INPUTS`` of some rows, in their order.
+    """
+    columns = {name: torch.full((len(dataset),), torch.nan) for name in REFERENCE_INPUTS}
+    if reference is not None:
+        columns = reference.columns
+    known_N = torch.stack(list(columns.values())).isfinite().all(dim=0)
+    missing = [row for row in sorted(set(needed)) if not known_N[row]]
+    if missing:
+        for name, figure in infer(missing).items():
+            columns[name][missing] = figure.float()
+    return Reference(model, rows, columns), len(missing)
+
+
+def rows_hash(dataset: AnsweredDataset) -> str:
+    """Return SHA-256 over the token ids of all rows, as they are trained on."""
+    whole = hashlib.sha256()
+    for row in range(len(dataset)):
+        fields = dataset[row]
+        for name in ("input_ids", "chosen", "rejected"):
+            ids = fields[name].numpy().astype("<i8")
+            whole.update(np.int64(len(ids)).astype("<i8").tobytes() + ids.tobytes())
+    return whole.hexdigest()

@@ -1,0 +1,102 @@
+"""``strop train-rm``: reward modelling; and what it shares with other trainers on pairs of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strop.algorithms.preference import bradley_terry_loss, calibration, pairwise_accuracy
+from strop.config.checks.supervised import Pairs
+from strop.config.schema.supervised import RewardModellingConfig
+from strop.controller.pools import Role
+from strop.data.answers import pair_batch
+from strop.data.loader import PromptLoader
+from strop.data.rl_dataset import Subset
+from strop.protocol import DataProto
+from strop.trainer.supervised.base import SupervisedTrainer
+from strop.workers.supervised import RewardModellingWorker
+
+_CALIBRATION_PAIRS = 1000  # training pairs that give the mean score if there are no validation files
+
+
+class PairTrainer(SupervisedTrainer[Pairs]):
+    """A trainer on pairs of answers."""
+
+    collate: ClassVar[Callable[..., DataProto]] = staticmethod(pair_batch)
+
+    @property
+    def answer_keys(self) -> dict[str, str]:
+        """See ``SupervisedTrainer``."""
+        return {"chosen": self.config.data.chosen_key, "rejected": self.config.data.rejected_key}
+
+    def denominators(self, batch: DataProto) -> dict[str, float]:
+        """Count pairs."""
+        return {"n_pairs": float(len(batch))}
+
+    def count_tokens(self, batch: DataProto) -> float:
+        """Count each prompt once, and both answers; a pair's mask covers the longer answer only."""
+        columns = batch.batch
+        prompts = columns["attention_mask"][:, : -columns["response_mask"].shape[1]].sum()
+        return float(prompts + columns["response_mask"].sum() + columns["rejected_mask"].sum())
+
+
+class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
+    """``strop train-rm``: fits a Bradley-Terry model to pairs (Stiennon et al. 2020)."""
+
+    worker_cls: ClassVar[type] = RewardModellingWorker
+    role: ClassVar[Role] = Role.RewardModel
+    group_name: ClassVar[str] = "reward_model"
+    _calibrated_step: int | None = None
+
+    def evaluate(self, batches: PromptLoader) -> dict[str, float]:
+        """Return metrics of all pairs; the mean score becomes the model's offset."""
+        chosen, rejected, sources = [], [], []
+        for batch in batches:
+            answers = self.group.evaluate(DataProto(batch.batch))
+            chosen.append(answers.batch["chosen_scores"])
+            rejected.append(answers.batch["rejected_scores"])
+            sources.append(batch.non_tensor_batch["data_source"])
+        chosen_N, rejected_N = torch.cat(chosen).double(), torch.cat(rejected).double()
+        metrics = pair_metrics(chosen_N, rejected_N, np.concatenate(sources))
+        self.group.calibrate(metrics["score_mean"], metrics["score_std"])
+        self._calibrated_step = self.global_step
+        return metrics
+
+    def finish(self) -> None:
+        """Centre the saved model's scores on the validation pairs, else on training pairs."""
+        if self._calibrated_step == self.global_step:
+            return
+        trained = self.train_loader.dataset
+        first = Subset(trained, range(min(_CALIBRATION_PAIRS, len(trained))))
+        pairs = self.val_loader or self._one_pass(first)
+        with self.timer.phase("testing"):
+            self.evaluate(pairs)
+
+
+def pair_metrics(chosen_N: Tensor, rejected_N: Tensor, sources_N: np.ndarray) -> dict[str, float]:
+    """Return loss, accuracy (also by data source), margin, scores and calibration of N pairs."""
+    margin_N = chosen_N - rejected_N
+    accuracy_N = pairwise_accuracy(margin_N)
+    scores_2N = torch.cat([chosen_N, rejected_N])
+    found = calibration(margin_N)
+    by_source = {
+        f"accuracy/{source}": accuracy_N[torch.from_numpy(sources_N == source)].mean().item()
+        for source in sorted(set(sources_N))
+    }
+    return {
+        "loss": bradley_terry_loss(chosen_N, rejected_N).mean().item(),
+        "accuracy": accuracy_N.mean().item(),
+        **by_source,
+        "margin": margin_N.mean().item(),
+        "chosen_score": chosen_N.mean().item(),
+        "rejected_score": rejected_N.mean().item(),
+        "score_mean": scores_2N.mean().item(),
+        "score_std": scores_2N.std(correction=0).item(),
+        "ece": found.error,
+        **{f"confidence/{decile}": value for decile, value in enumerate(found.confidence, start=1)},
+        **{f"accuracy_at/{decile}": value for decile, value in enumerate(found.accuracy, start=1)},
+    }

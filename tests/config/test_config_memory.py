@@ -1,0 +1,138 @@
+"""The memory of the machine, and forecasts beside it."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from strop.config.batch_plan import BatchPlan
+from strop.config.checks.check import check
+from strop.config.forecast import forecast, read_model_facts, samples_at_once, supervised_forecast
+from strop.config.load import load_config, load_tree
+from strop.config.machine import _group_limits, machine_memory
+from strop.config.trees import REWARD_MODELLING, SFT
+
+from messages import mentions
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    shape = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**shape, vocab_size=50, num_key_value_heads=2)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Return a function that sets the memory of this machine."""
+    return lambda size: monkeypatch.setattr("strop.config.machine.machine_memory", lambda: size)
+
+
+def settings(model, *overrides):
+    return [
+        f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.rollout.name=hf", "trainer.device=cpu",
+        "data.train_files=a", "data.val_files=b", "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=8", *overrides,
+    ]  # fmt: skip
+
+
+def memory_lines(lines):
+    return [line for line in lines if line.startswith("memory:")]
+
+
+def test_a_warning_above_the_memory_and_an_error_above_twice_it(model, installed):
+    config = load_config(settings(model, "actor_rollout_ref.rollout.micro_batch_size_per_gpu=8192"))
+    need = forecast(config, BatchPlan.from_config(config)).peak
+    for size, n_warnings, n_errors in [
+        (need, 0, 0),
+        (need - 1, 1, 0),
+        (need // 2, 1, 0),
+        (need // 2 - 1, 0, 1),
+    ]:
+        installed(size)
+        result = check(config)
+        assert (len(memory_lines(result.warnings)), len(memory_lines(result.errors))) == (
+            n_warnings,
+            n_errors,
+        )
+    assert mentions(memory_lines(result.errors)[0], "generation: KV cache", "micro_batch_size_per_gpu")
+
+
+def test_processes_on_this_machine_share_its_memory(model, installed):
+    small = ("data.train_batch_size=256", "actor_rollout_ref.rollout.micro_batch_size_per_gpu=8")
+    one = load_config(settings(model, *small, "trainer.n_gpus_per_node=1"))
+    need = forecast(one, BatchPlan.from_config(one)).peak
+    installed(need * 2)
+    assert not memory_lines(check(one).warnings)
+    eight = check(load_config(settings(model, *small, "trainer.n_gpus_per_node=8")))
+    assert mentions(memory_lines(eight.warnings + eight.errors)[0], "8 processes")
+    pools = ("trainer.resource_pools={a: [1], b: [3]}", "trainer.placement={RefPolicy: b}")
+    apart = check(load_config(settings(model, *small, *pools)))  # the reference alone needs little
+    assert not memory_lines(apart.warnings + apart.errors)
+
+
+def test_samples_generated_at_once_fit_the_memory_beside_the_models(model, installed):
+    config = load_config(settings(model))
+    facts = read_model_facts(str(model))
+    held = 20 * facts.parameters  # trained, and the reference
+    cache = 1024 * 2 * 2 * 8 * 4  # tokens, keys and values, layers, width, bytes
+    counts = []
+    for size in (16 << 20, 64 << 20, 256 << 20):
+        installed(size)
+        counts.append(samples_at_once(config, facts))
+        assert 1 <= counts[-1] * cache < size - held
+        assert forecast(config, BatchPlan.from_config(config)).peak < size + (10 << 20)
+    assert counts[0] * 16 < counts[2] * 1.2
+    assert counts[2] > 256 * 2**20 / cache / 4
+    installed(1)
+    assert samples_at_once(config, facts) == 1
+    chosen = load_config(settings(model, "actor_rollout_ref.rollout.micro_batch_size_per_gpu=7"))
+    assert samples_at_once(chosen, facts) == 7
+
+
+@pytest.mark.parametrize(("tree", "sequences"), [(SFT, 1), (REWARD_MODELLING, 2)])
+def test_supervised_runs_are_compared_too(model, installed, tree, sequences):
+    config = load_tree(tree, [f"model.path={model}", "data.train_files=a", "trainer.device=cpu"])
+    parameters = read_model_facts(str(model)).parameters
+    need = supervised_forecast(config, sequences)
+    tokens = 8 * sequences * 1024
+    logits = min(tokens * 50, 1 << 25) * 4 * 3 if sequences == 1 else 0
+    assert need.peak == 16 * parameters + tokens * 2 * 16 * 68 + logits
+    for size, n_warnings, n_errors in [(need.peak, 0, 0), (need.peak - 1, 1, 0), (need.peak // 2 - 1, 0, 1)]:
+        installed(size)
+        result = check(config)
+        assert (len(memory_lines(result.warnings)), len(memory_lines(result.errors))) == (
+            n_warnings,
+            n_errors,
+        )
+
+
+@pytest.mark.parametrize(
+    ("membership", "limits", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "4096", "memory.max": "8192"}, [4096, 8192]),
+        ("4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "512"}, [512]),
+        ("0::/elsewhere\n", {"memory.max": "77"}, [77]),  # a container sees its own group at the top
+        ("0::/\n3:cpu:/x\n", {}, []),
+    ],
+)
+def test_limits_of_control_groups(tmp_path, membership, limits, expected):
+    (tmp_path / "cgroup").write_text(membership)
+    for name, text in limits.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert list(_group_limits(tmp_path / "cgroup", tmp_path / "fs")) == expected
+    assert machine_memory() > 0
+
+
+def test_facts_of_a_model_in_the_hubs_cache(model, tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for file in model.iterdir():
+        (snapshot / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(
+        "strop.config.forecast.try_to_load_from_cache", lambda name, file: str(snapshot / file)
+    )
+    assert read_model_facts("owner/name") == read_model_facts(str(model))

@@ -1,0 +1,257 @@
+"""Rows from every format, from the hub and from memory; what becomes of prompts."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import sys
+import types
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from strop.config.paths import HubSplit, hub_split
+from strop.data.control_tokens import PromptError, control_tokens
+from strop.data.prompts import PromptFormat, encode_prompts
+from strop.data.rl_dataset import RLHFDataset
+from strop.data.sources import Rows, read_table
+from strop.errors import DataError, ModelError
+from strop.prepare import prepare
+
+from messages import naming
+
+ROWS = [
+    {"question": 'w1, "w2"\nw3', "answer": 42, "level": 1, "day": "2024-01-01"},
+    {"question": "w4", "answer": 7, "level": 2, "day": "2024-01-02"},
+]
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """The same rows in every format."""
+    table = pa.Table.from_pylist(ROWS)
+    pq.write_table(table, tmp_path / "t.parquet")
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "t.jsonl").write_text("\ufeff" + lines + "\n")
+    (tmp_path / "t.json").write_text(json.dumps(ROWS, indent=1))
+    with gzip.open(tmp_path / "t.jsonl.gz", "wt") as handle:
+        handle.write(lines)
+    with (tmp_path / "t.csv").open("w", newline="") as handle:
+        writer = csv.DictWriter(handle, list(ROWS[0]))
+        writer.writeheader()
+        writer.writerows(ROWS)
+    for folder in (
+        "saved",
+        "splits/train",
+    ):  # as save_to_disk writes them
+        (tmp_path / folder).mkdir(parents=True)
+        with pa.ipc.new_stream(tmp_path / folder / "data-0.arrow", table.schema) as writer:
+            writer.write_table(table)
+        (tmp_path / folder / "state.json").write_text('{"_data_files": [{"filename": "data-0.arrow"}]}')
+    (tmp_path / "splits/dataset_dict.json").write_text('{"splits": ["train"]}')
+    names = ("t.parquet", "t.jsonl", "t.jsonl.gz", "t.json", "t.csv", "saved", "splits:train")
+    files = [str(tmp_path / name) for name in names]
+    return [*files, f"file://{tmp_path}/t.csv", Rows("list", ROWS), Rows("table", table)]
+
+
+def test_every_format_gives_the_same_rows(sources, tokenizer):
+    def rows_of(source):
+        dataset = RLHFDataset(
+            source,
+            tokenizer,
+            prompt_key="question",
+            answer_key="answer",
+            data_source="a/b",
+            max_prompt_length=9,
+        )
+        return [{**row, "input_ids": row["input_ids"].tolist()} for row in map(dataset.__getitem__, range(2))]
+
+    expected = {
+        "data_source": "a/b", "reward_model": {"style": "rule", "ground_truth": "42"},
+        "answer": "42", "level": 1, "day": "2024-01-01", "index": 0,
+    }  # fmt: skip
+    for source in sources:
+        first, second = rows_of(source)
+        assert {
+            key: value for key, value in first.items() if key not in ("input_ids", "question")
+        } == expected, source
+        assert second["reward_model"]["ground_truth"] == "7"
+        assert second["input_ids"] == [3, 14, 5]  # [user] w4 [assistant]
+
+
+def test_a_dataset_of_the_package_is_read_as_arrow():
+    class Dataset:
+        num_rows = 2
+
+        def with_format(self, kind):
+            return self if kind == "arrow" else None
+
+        def __getitem__(self, rows):
+            assert rows == slice(None)
+            return pa.Table.from_pylist(ROWS)
+
+    Dataset.__module__ = "datasets.arrow_dataset"
+    assert read_table(Rows("set", Dataset())).to_pylist() == ROWS
+
+
+def test_a_data_frame_is_read_without_its_index():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame([*ROWS, {"question": "w5", "answer": "x", "level": None}], index=[3, 4, 5])
+    assert read_table(Rows("frame", frame))["answer"].to_pylist() == ["42", "7", "x"]
+
+
+def test_answers_of_several_types_become_text(tmp_path):
+    rows = [{"a": value, "n": {"b": value}} for value in (42, 42.0, 2.5, "x", True, None, 10**30)]
+    texts = ["42", "42", "2.5", "x", "true", None, str(10**30)]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for table in (read_table(path), read_table(Rows("list", rows))):
+        assert table["a"].to_pylist() == texts
+        assert [record["b"] for record in table["n"].to_pylist()] == texts
+
+
+def test_columns_that_only_some_records_have_are_kept(monkeypatch):
+    monkeypatch.setattr("strop.data.records.CHUNK_ROWS", 1)
+    rows = [{"a": 1}, {"a": 2.5, "b": {"c": [1]}}, {"b": {"d": "x"}}]
+    assert read_table(Rows("list", rows)).to_pylist() == [
+        {"a": 1.0, "b": None},
+        {"a": 2.5, "b": {"c": [1], "d": None}},
+        {"a": None, "b": {"c": None, "d": "x"}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": \n', ("a.jsonl, line 3", "not JSON")),
+        ("a.jsonl", '{"a": 1}\n{"a": [1]}\n', ("a.jsonl, field a", "number in line 1", "list in line 2")),
+        ("a.jsonl", '{"a": "\\ud800"}\n', ("a.jsonl, line 1", "Unicode")),
+        ("a.json", '{\n"a": 1}', ("a.json, line 1", "a list of objects")),
+        ("a.json", "[1]", ("a.json, record 0", "found 1")),
+        ("a.csv", "a,b\n1,2\n1,2,3\n", ("a.csv", "Row #3", "Expected 2 columns, got 3")),
+        ("a.csv", "a,a\n1,2\n", ("a.csv", "two columns", "'a'")),
+        ("a.csv", b"a\n\xff\n", ("a.csv", "UTF-8")),
+        ("a.xlsx", "x", ("a.xlsx", "format is not known", ".csv")),
+    ],
+)
+def test_an_unreadable_file_is_named_with_the_place(name, content, parts, tmp_path):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=naming(*parts)):
+        read_table(tmp_path / name)
+
+
+def test_a_missing_column_is_named_with_the_nearest_one(sources, tokenizer):
+    for keys, parts in (
+        ({"prompt_key": "questoin"}, ("questoin", "'level'", "did you mean data.prompt_key=question?")),
+        (
+            {"prompt_key": "question", "answer_key": "answr"},
+            ("answr", "data.answer_key=answer?"),
+        ),
+    ):
+        with pytest.raises(DataError, match=naming(*parts)):
+            RLHFDataset(sources[1], tokenizer, max_prompt_length=9, **keys)
+
+
+def test_nested_columns_are_reached_with_a_dot(tokenizer):
+    rows = Rows("nested", [{"task": {"text": "w1", "solution": 3}}])
+    dataset = RLHFDataset(
+        rows, tokenizer, prompt_key="task.text", answer_key="task.solution", max_prompt_length=9
+    )
+    assert dataset[0]["input_ids"].tolist() == [3, 11, 5]
+    assert dataset[0]["reward_model"]["ground_truth"] == "3"
+
+
+def test_a_split_on_the_hub_is_loaded_by_its_package(monkeypatch, tmp_path):
+    assert hub_split("openai/gsm8k/main@v1:train[:10%]") == HubSplit(
+        "openai/gsm8k", "main", "v1", "train[:10%]"
+    )
+    assert hub_split("data/train.jsonl") is None
+    assert hub_split("s3://bucket/train.jsonl") is None
+    asked = []
+
+    class Loaded:
+        def with_format(self, kind):
+            return pa.table({"prompt": ["w1"]})
+
+    def load_dataset(*arguments, **options):
+        asked.append((arguments, options))
+        return Loaded()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert read_table("openai/gsm8k/main:train").to_pylist() == [{"prompt": "w1"}]
+    assert asked == [(("openai/gsm8k", "main"), {"split": "train"})]
+
+
+def test_a_system_prompt_and_variables_reach_the_template(make_tokenizer):
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}{% if more %} w9{% endif %}"
+    )
+    how = PromptFormat(system_prompt="w7", apply_chat_template_kwargs={"more": True})
+    assert encode_prompts(["w1"], tokenizer, how) == [[4, 17, 3, 11, 5, 19]]
+    own = [{"role": "system", "content": "w8"}, {"role": "user", "content": "w1"}]
+    assert encode_prompts([own], tokenizer, how) == [[4, 18, 3, 11, 5, 19]]
+
+
+def test_a_prompt_that_ends_with_an_assistant_turn_is_continued(tokenizer):
+    user, begun = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
+    assert encode_prompts([[user, begun], [user]], tokenizer) == [[3, 11, 5, 12], [3, 11, 5]]
+    dataset = RLHFDataset(
+        Rows("chats", [{"prompt": [user, begun]}, {"prompt": [user]}]), tokenizer, max_prompt_length=9
+    )
+    assert "1 end with an assistant turn" in dataset.prompts_in_words
+
+
+def test_special_tokens_count_only_where_they_are_allowed(tokenizer):
+    assert "<s>" in control_tokens(tokenizer).names
+    plain = PromptFormat(apply_chat_template=False)
+    rendered = PromptFormat(apply_chat_template=False, allow_special_tokens=True)
+    assert encode_prompts(["<s> w1"], tokenizer, rendered) == [[1, 11]]  # and no second BOS
+    assert encode_prompts(["w1 <s>"], tokenizer, rendered) == [[1, 11, 1]]
+    with pytest.raises(PromptError, match=naming("control token")):  # words of this tokenizer have no parts
+        encode_prompts(["w1 <s>"], tokenizer, plain)
+
+
+@pytest.mark.parametrize(
+    ("how", "template", "is_text", "kind", "parts"),
+    [
+        (
+            {"apply_chat_template": True},
+            None,
+            True,
+            ModelError,
+            ("apply_chat_template=true",),
+        ),
+        (
+            {"apply_chat_template": False},
+            "x",
+            False,
+            DataError,
+            ("apply_chat_template=false",),
+        ),
+        ({"apply_chat_template": False, "system_prompt": "a"}, "x", True, DataError, ("data.system_prompt",)),
+        ({"system_prompt": "a"}, None, True, DataError, ("data.system_prompt", "no chat template")),
+    ],
+)
+def test_settings_that_do_not_fit_the_prompts_are_errors(how, template, is_text, kind, parts, make_tokenizer):
+    with pytest.raises(kind, match=naming(*parts)):
+        PromptFormat(**how).in_words(make_tokenizer(template), is_text=is_text)
+
+
+def test_prepare_table_names_columns_and_keeps_the_others(sources, tmp_path):
+    written = prepare("table", sources[4], tmp_path / "out", prompt="question", data_source="a/b")
+    assert list(written) == ["train"]
+    assert pq.read_table(written["train"].path).to_pylist()[1] == {
+        "data_source": "a/b",
+        "prompt": [{"role": "user", "content": "w4"}],
+        "answer": 7,
+        "level": 2,
+        "day": "2024-01-02",
+        "reward_model": {"style": "rule", "ground_truth": "7"},
+        "extra_info": {"split": "train", "index": 1},
+    }
+    with pytest.raises(DataError, match=naming("no field solution")):
+        prepare("table", sources[1], tmp_path / "none", prompt="question", answer="solution")

@@ -1,0 +1,348 @@
+"""The values that reward functions take by name, for one sample and for a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import ConfigError
+from strop.protocol import DataProto
+from strop.rewards.arguments import Function
+from strop.rewards.custom import load_custom_reward
+from strop.rewards.manager import RewardManager
+from strop.rewards.worker.feed import Cancelled, Feed
+from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.records import Sample
+
+from messages import naming
+
+Make = Callable[..., RewardManager]
+
+
+def with_columns(batch: DataProto, **columns: list[Any]) -> DataProto:
+    return batch.union(DataProto.from_dict(non_tensors=columns))
+
+
+CHAT = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": "1+2"}]
+
+
+def test_a_function_gets_the_values_that_it_names(make: Make, batch_of: Callable[..., DataProto]):
+    def score(
+        response, prompt, messages, ground_truth, index, level, n_prompt_tokens, n_response_tokens,
+        prompt_ids, response_ids, data_source, extra_info, unknown=7,
+    ):  # fmt: skip
+        import json
+
+        raise AssertionError(json.dumps(locals(), default=str))
+
+    batch = with_columns(
+        batch_of(["3", "44"], ["3", "4"]), prompt=["1+2=", "2+2="], level=[5, 6], index=[8, 9], unused=[1, 1]
+    )
+    output = make(score, max_error_rate=1.0)(batch)
+    found = [json.loads(error.split("AssertionError: ")[1]) for error in output.errors]
+    ids = [[3, 12, 4, 13], [3, 12, 4, 13]]
+    assert [one.pop("prompt_ids") for one in found] == [batch.batch["prompts"][0, 1:].tolist()] * 2
+    assert len(ids[0]) == 4
+    assert [len(one.pop("response_ids")) for one in found] == [2, 3]  # with the end token
+    assert found[1] == {
+        "response": "44",
+        "prompt": "2+2=",
+        "messages": [{"role": "user", "content": "2+2="}],
+        "ground_truth": "4",
+        "index": 9,
+        "level": 6,
+        "n_prompt_tokens": 4,
+        "n_response_tokens": 3,
+        "data_source": "strop/arithmetic",
+        "extra_info": {"index": 101},
+        "unknown": 7,
+        "json": found[1]["json"],
+    }
+
+
+def test_messages_are_passed_as_given_and_as_the_text_of_the_model(
+    make: Make, batch_of: Callable[..., DataProto]
+):
+    def score(prompt, messages):
+        return {
+            "score": float(prompt == "1+2="),
+            "chat": float(messages[0] == {"role": "system", "content": "s"}),
+        }
+
+    output = make(score)(with_columns(batch_of(["3"], ["3"]), prompt=[CHAT]))
+    assert output.parts["rule"].tolist() == [1.0]
+    assert output.parts["chat"].tolist() == [1.0]
+
+
+def test_the_column_ground_truth_is_the_answer_of_rows_without_the_record(
+    make: Make, batch_of: Callable[..., DataProto]
+):
+    batch = batch_of(["3", "4"], ["3", "3"])
+    del batch.non_tensor_batch["reward_model"]
+    output = make(lambda response, ground_truth: float(response == ground_truth))(
+        with_columns(batch, ground_truth=["3", "3"])
+    )
+    assert output.parts["rule"].tolist() == [1.0, 0.0]
+
+
+def test_a_function_of_trl_gets_lists_and_none_does_not_apply(make: Make, batch_of: Callable[..., DataProto]):
+    def reward(completions, **columns):
+        assert set(columns) >= {
+            "prompts",
+            "completion_ids",
+            "level",
+            "data_source",
+            "ground_truth",
+            "truncated",
+        }
+        assert "responses" not in columns
+        right = [a == b for a, b in zip(completions, columns["ground_truth"], strict=True)]
+        return [
+            None if level == 0 else float(one) for one, level in zip(right, columns["level"], strict=True)
+        ]
+
+    def polite(prompts, completions):
+        assert prompts == ["1+2="] * 3
+        return [0.5] * len(completions)
+
+    batch = batch_of(["3", "4", "3"], ["3"] * 3, truncated=torch_bools(3))
+    batch = with_columns(batch, prompt=["1+2="] * 3, level=[1, 1, 0])
+    output = make(reward)(batch)
+    assert output.parts["rule"].nan_to_num(-1).tolist() == [1.0, 0.0, -1.0]
+    assert output.token_level_scores.sum(1).tolist() == [1.0, 0.0, 0.0]
+    assert output.errors == ["", "", ""]
+    sys.modules["polite_of_a_test"] = module = type(sys)("polite_of_a_test")
+    module.polite = polite
+    polite.__module__ = "__main__"
+    output = make(reward, parts={"polite": {"weight": 2, "scorer": "polite_of_a_test:polite"}})(batch)
+    assert output.token_level_scores.sum(1).tolist() == [2.0, 1.0, 1.0]
+
+
+def torch_bools(size: int) -> Any:
+    import torch
+
+    return torch.zeros(size, dtype=torch.bool)
+
+
+def test_conversational_prompts_have_completions_as_messages(make: Make, batch_of: Callable[..., DataProto]):
+    def reward(prompts, completions):
+        assert prompts[0] == [{"role": "system", "content": "s"}, {"role": "user", "content": "1+2"}]
+        return [float(one == [{"role": "assistant", "content": "3"}]) for one in completions]
+
+    output = make(reward)(with_columns(batch_of(["3", "4"], ["3"] * 2), prompt=[CHAT, CHAT]))
+    assert output.parts["rule"].tolist() == [1.0, 0.0]
+
+
+def test_a_batch_function_that_fails_fails_all(make: Make, batch_of: Callable[..., DataProto]):
+    batch = batch_of(["3", "4"], ["3"] * 2)
+    output = make(lambda completions: [1.0], max_error_rate=1.0)(batch)
+    assert ["returned 1 scores for 2 samples" in error for error in output.errors] == [True, True]
+
+
+def test_truncated_is_known_once_the_batch_is_complete(make: Make, batch_of: Callable[..., DataProto]):
+    batch = batch_of(["3", "4"], ["3"] * 2, truncated=torch_bools(2) | (torch_bools(2) == 0))
+    manager = make(lambda response, truncated: float(truncated))
+    pending = manager.expect(batch)
+    assert not pending.takes_samples
+    pending.cancel()
+    assert manager(batch).parts["rule"].tolist() == [1.0, 1.0]
+    assert make(lambda response, **values: float("truncated" not in values))(batch).parts[
+        "rule"
+    ].tolist() == [1, 1]
+
+
+def test_a_missing_argument_is_named_with_the_columns():
+    function = Function(lambda response, anwser: 1.0, "compute_score")
+    with pytest.raises(
+        ConfigError, match=naming("'anwser'", "did you mean 'answer'", "level", "n_prompt_tokens")
+    ):
+        function.require(["answer", "level"])
+    function = Function(lambda completions, answers: 1.0, "compute_score")
+    with pytest.raises(ConfigError, match=naming("'answers'", "completion_ids")):
+        function.require(["answer"])
+    Function(lambda response, answer, tokenizer=None: 1.0, "f").require(["answer"])
+
+
+async def judge(response: str, seconds: float = 0.0) -> float:
+    """Wait, and score; other responses misbehave."""
+    import os
+
+    if response == "block":
+        time.sleep(1e6)
+    if response == "exit":
+        os._exit(3)
+    if response == "swallow":
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e6)
+    if response == "hang":
+        await asyncio.sleep(1e6)
+    if response == "raise":
+        raise TimeoutError("the judge's own")
+    await asyncio.sleep(seconds)
+    return float(response)
+
+
+@pytest.fixture
+def judging(running: Any) -> Iterator[Callable[..., RewardProcess]]:
+    made = []
+
+    def build(**options: Any) -> RewardProcess:
+        judge.__module__ = "__main__"  # sent by value
+        made.append(RewardProcess(judge, **options))
+        return made[-1]
+
+    yield build
+    for process in made:
+        process.close()
+
+
+def asked(*responses: str, seconds: float = 0.0) -> Feed:
+    return Feed.of([Sample("d", response, named={"seconds": seconds}) for response in responses])
+
+
+def test_async_functions_score_at_the_same_time_in_order(judging: Callable[..., RewardProcess]):
+    process = judging(max_concurrency=10)
+    process.start()
+    started = time.monotonic()
+    found = list(process.evaluate_all(asked(*map(str, range(40)), seconds=0.2)))
+    assert [outcome.score for outcome in found] == list(range(40))
+    assert 0.8 <= time.monotonic() - started < 4.0  # one after the other: 8 s
+    assert process._child.process.poll() is None
+
+
+def test_a_coroutine_that_hangs_is_cancelled_and_the_others_are_not(judging: Callable[..., RewardProcess]):
+    process = judging(max_concurrency=4, timeout_s=0.5)
+    process.start()
+    child = process._child
+    found = list(process.evaluate_all(asked("1", "hang", "2", "raise", "3", "hang")))
+    assert [outcome.status for outcome in found] == [
+        "scored",
+        "timeout",
+        "scored",
+        "raised",
+        "scored",
+        "timeout",
+    ]
+    assert "the judge's own" in found[3].error
+    assert process._child is child  # one process all the time
+
+
+@pytest.mark.parametrize("fault", ["block", "exit", "swallow"])
+def test_a_coroutine_that_costs_the_process_costs_no_other_sample(
+    judging: Callable[..., RewardProcess], fault: str
+):
+    process = judging(max_concurrency=4, timeout_s=0.3)
+    found = list(process.evaluate_all(asked("1", "2", fault, "3", "4", "5")))
+    expected = "crashed" if fault == "exit" else "timeout"
+    assert [outcome.status for outcome in found] == ["scored"] * 2 + [expected] + ["scored"] * 3
+    assert [outcome.score for outcome in found if not outcome.error] == [1, 2, 3, 4, 5]
+
+
+def test_a_process_has_its_next_sample_before_it_answers(judging: Callable[..., RewardProcess]):
+    """A sample that was only sent ahead costs nothing when the one before it ends the process."""
+    process = judging(max_concurrency=1, timeout_s=60)
+    taken: list[str] = []
+
+    def noted(response: str) -> Sample:
+        taken.append(response)
+        return Sample("d", response, named={"seconds": 0.0})
+
+    feed = Feed()
+    for response in ("1", "exit", "2", "3"):
+        feed.add(functools.partial(noted, response))
+    feed.end()
+    outcomes = process.evaluate_all(feed)
+    assert next(outcomes).score == 1.0
+    assert taken[:2] == ["1", "exit"]
+    rest = list(outcomes)
+    assert [outcome.status for outcome in rest] == ["crashed", "scored", "scored"]
+    assert [outcome.score for outcome in rest[1:]] == [2.0, 3.0]
+
+
+def test_async_functions_are_weighted_parts(
+    make: Make, batch_of: Callable[..., DataProto], monkeypatch: pytest.MonkeyPatch
+):
+    async def judge(response):
+        await asyncio.sleep(0.01)
+        if response == "7":
+            raise ValueError("no verdict")
+        return float(response)
+
+    async def critic(completions, ground_truth, **values):
+        await asyncio.sleep(0.01)
+        return [None if truth == "0" else 10.0 for truth in ground_truth]
+
+    module = types.ModuleType("async_of_a_test")
+    module.judge, module.critic = judge, critic
+    judge.__module__ = critic.__module__ = "__main__"  # sent by value
+    monkeypatch.setitem(sys.modules, "async_of_a_test", module)
+    rule = lambda response, ground_truth: float(response == ground_truth)  # noqa: E731
+    judged = {"weight": 0.5, "scorer": "async_of_a_test:judge"}
+    batch = batch_of(["3", "4", "7"], ["3", "0", "7"])
+    output = make(rule, parts={"judge": judged}, max_error_rate=1.0, error_score=-1.0)(batch)
+    assert output.token_level_scores.sum(1).tolist() == [2.5, 2.0, -1.0]
+    assert "no verdict" in output.errors[2]
+    both = {"judge": judged, "critic": {"weight": 2, "scorer": "async_of_a_test:critic"}}
+    output = make(rule, parts=both, max_error_rate=1.0, error_score=-1.0)(batch)  # of samples, and of a batch
+    assert output.token_level_scores.sum(1).tolist() == [22.5, 2.0, -1.0]
+
+
+def test_data_without_any_ground_truth_is_a_warning_if_a_function_takes_it(
+    make: Make, caplog: pytest.LogCaptureFixture
+):
+    rows = [{"prompt": "1+2=", "answer": "3", "input_ids": [1]}, {"prompt": "1", "answer": "1"}]
+
+    def warnings_of(function: Any, rows: list[dict[str, Any]]) -> list[str]:
+        caplog.clear()
+        make(function).warn_without_ground_truths(rows)
+        return [record.getMessage() for record in caplog.records]
+
+    (warning,) = warnings_of(lambda response, ground_truth: 1.0, rows)
+    for word in ("ground_truth=None for every row", "data.answer_key", "answer, prompt"):
+        assert word in warning
+    assert len(warnings_of(lambda completions, ground_truths: [1.0], rows)) == 1
+    assert warnings_of(lambda response, answer: 1.0, rows) == []
+    assert warnings_of(lambda response, ground_truth: 1.0, [*rows, {"ground_truth": "3"}]) == []
+    record = {"reward_model": {"style": "rule", "ground_truth": "3"}}
+    assert warnings_of(lambda response, ground_truth: 1.0, [*rows, record]) == []
+    assert (
+        len(warnings_of(lambda response, ground_truth: 1.0, [{"reward_model": {"ground_truth": None}}])) == 1
+    )
+    assert warnings_of(None, rows) == []  # built-in scorers have errors of their own
+
+
+def test_cancelling_kills_the_process_of_coroutines(judging: Callable[..., RewardProcess]):
+    process, feed = judging(timeout_s=60), asked("1", "hang", "hang")
+    outcomes = process.evaluate_all(feed)
+    assert next(outcomes).score == 1.0
+    feed.cancel()
+    with pytest.raises(Cancelled):
+        next(outcomes)
+    assert process._child is None
+
+
+def test_modules_beside_the_file_are_found_also_in_its_process(tmp_path: Path, running: Any):
+    for number in (1, 2):  # two files with helpers of one name
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "helper_of_a_test.py").write_text(f"VALUE = {number}.0\n")
+        (folder / "random.py").write_text("raise SystemExit('shadows the standard library')\n")
+        (folder / "reward.py").write_text(
+            "import random\nfrom helper_of_a_test import VALUE\n"
+            "def compute_score(response):\n    return VALUE\n"
+        )
+        function = load_custom_reward(str(folder / "reward.py"))
+        assert function(response="") == number
+        with RewardProcess(function) as process:
+            assert process.evaluate(Sample("d", "")).score == number

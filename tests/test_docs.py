@@ -1,0 +1,55 @@
+"""Pages that are written by hand name what the code has; `make check` builds the site and its links."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import strop
+from strop import errors
+from strop.config.keys import all_keys
+from strop.config.trees import PPO, REWARD_MODELLING, SFT
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+
+def test_the_python_reference_has_every_public_name():
+    documented = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
+    public = {f"{module}.{name}" for name, module in strop._PUBLIC.items()}
+    assert public <= set(documented)
+
+
+def test_troubleshooting_has_every_error():
+    headings = re.findall(r"^## (\w+)$", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    raised = {kind.__name__ for kind in errors.StropError.__subclasses__()} - {"SeveralErrors"}
+    assert raised <= set(headings)
+
+
+def test_quoted_messages_are_those_of_the_code():
+    quoted = re.findall(r"^\| (`.*?) \| ", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    quoted = [message for cell in quoted for message in re.findall("`([^`]*…[^`]*)`", cell)]
+    texts = "\n".join(
+        node.value
+        for file in (ROOT / "src/strop").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    parts = [part.strip(" :;.=") for message in quoted for part in message.split("…")]
+    assert len(quoted) > 30
+    assert [part for part in parts if part not in texts] == []
+
+
+@pytest.mark.parametrize(
+    "page", ["tutorial", "recipes", "gpu_settings", "troubleshooting", "from_trl", "from_openrlhf"]
+)
+def test_keys_of_a_page_exist(page):
+    known = {path for tree in (PPO, SFT, REWARD_MODELLING) for path in all_keys(tree.schema)}
+    roots = "|".join({path.partition(".")[0] for path in known})
+    text = re.sub(r"^```python.*?^```", "", (DOCS / f"{page}.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    named = re.findall(rf"(?<![\w./-])((?:{roots})\.[a-z_.]*[a-z_])(?=[=`, ])", text)
+    columns = {"reward_model.ground_truth", "reward_model.style"}
+    assert [key for key in named if key not in known | columns] == []

@@ -1,0 +1,283 @@
+"""The page of a run: what it reads, what the server refuses, the report, and both in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import http.client
+import json
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from test_tracking_samples import Letters
+
+from strop.cli.main import main
+from strop.errors import DataError
+from strop.protocol import DataProto
+from strop.tracking.page.files import RunFiles
+from strop.tracking.page.server import PageServer
+from strop.tracking.samples import write_samples
+
+from browser import CHROMIUM, DRIVER, Browser
+
+HOSTILE = (
+    "<script>window.hacked = 1</script>",
+    "</script><script>window.hacked = 2</script>",
+    '<img src=x onerror="window.hacked = 3">',
+    "<svg/onload=window.hacked=4>",
+    "\"><iframe src='javascript:top.hacked=5'></iframe>",
+    "<!-- <script> -->",
+    "</textarea></style></title><script>window.hacked = 6</script>",
+    "javascript:window.hacked=7",
+    "{{constructor.constructor('window.hacked=8')()}}",
+    "${window.hacked = 9}",
+    "&lt;b&gt; &amp;amp; &#60;",
+    "__proto__",
+    "line\u2028separator\u2029",
+)
+INVISIBLE = {"\u202eright to left": "[U+202E]", "\x1b[31m \x07": "[U+001B]", "zero\u200bwidth": "[U+200B]"}
+"""Text with characters that are shown by number."""
+
+
+class Texts(Letters):
+    """Token 100 + k is the k-th hostile text; others are letters."""
+
+    everything = (*HOSTILE, *INVISIBLE)
+
+    def batch_decode(self, sequences, *, skip_special_tokens):
+        letters = super().batch_decode
+        return [
+            "".join(
+                self.everything[i - 100] if i >= 100 else letters([[i]], skip_special_tokens=False)[0]
+                for i in ids
+            )
+            for ids in sequences
+        ]
+
+
+def write_run(folder: Path, *, steps: int = 3) -> Path:
+    """Write a run: per step 8 prompts, each a hostile text, with two samples, each of two tokens."""
+    folder.mkdir(parents=True)
+    lines = [
+        {"step": step, "critic/score/mean": step / 10, "<img src=x onerror=hacked=1>": 1.0, "bad": None}
+        for step in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text("key: </script><script>window.hacked = 1</script>\n")
+    count = len(Texts.everything)
+    hostile = torch.arange(100, 100 + count).repeat_interleave(2)
+    for step in range(1, steps + 1):
+        responses = torch.stack([hostile, torch.full_like(hostile, 4)], dim=1)
+        score = torch.zeros(2 * count, 2)
+        score[:, 1] = torch.arange(2 * count) / 10 + step
+        columns = {
+            "prompts": hostile[:, None],
+            "responses": responses,
+            "attention_mask": torch.ones(2 * count, 3),
+            "response_mask": torch.ones(2 * count, 2),
+            "truncated": torch.zeros(2 * count, dtype=torch.bool),
+            "token_level_scores": score,
+            "rollout_log_probs": torch.full((2 * count, 2), -1.0),
+            "old_log_probs": torch.full((2 * count, 2), -1.25),
+            "update_log_probs": torch.full((2 * count, 2), -1.5),
+            "advantages": torch.tensor([[1.0, -0.5]]).repeat(2 * count, 1),
+        }
+        names = {
+            "uid": [f"{step}-{row // 2}" for row in range(2 * count)],
+            "data_source": [HOSTILE[0]] * 2 * count,
+            "reward_model": [{"ground_truth": HOSTILE[2]}] * 2 * count,
+        }
+        batch = DataProto.from_dict(columns, names)
+        write_samples(folder / "rollouts" / f"step_{step:06d}.parquet", batch, Texts())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("page") / "<b>run & </script>".replace("/", "\u2215"))
+
+
+@pytest.fixture(scope="module")
+def server(run_dir):
+    with PageServer([RunFiles(run_dir), RunFiles(run_dir)], host="127.0.0.1", port=0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def get(server: PageServer, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=60)
+    connection.putrequest("GET", path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    found = answer.status, answer.read(), dict(answer.getheaders())
+    connection.close()
+    return found
+
+
+def test_samples_are_found_by_text_row_and_prompt(run_dir):
+    run = RunFiles(run_dir)
+    found = run.columns("rollouts", 2)
+    assert found["rows"] == len(found["length"]) == 2 * len(Texts.everything)
+    assert dict(found["columns"])["score"][:2] == [2.0, 2.1]
+    assert run.search("rollouts", 2, "JavaScript:TOP") == [8, 9]
+    [record] = run.rows("rollouts", 2, [5], tokens=True)
+    assert record["prompt"] == HOSTILE[2]
+    assert record["tokens"]["texts"] == [HOSTILE[2], "a"]
+    assert dict(record["tokens"]["numbers"])["advantages"] == [1.0, -0.5]
+    assert [(one["step"], one["row"]) for one in run.history("rollouts", HOSTILE[2])] == [
+        (step, row) for step in (1, 2, 3) for row in (4, 5)
+    ]
+    with pytest.raises(DataError, match="no row 99"):
+        run.rows("rollouts", 2, [99])
+    with pytest.raises(DataError, match="no such samples"):
+        run.columns("rollouts", 7)
+
+
+def test_metrics_are_read_again_when_the_run_has_written(tmp_path):
+    run = RunFiles(write_run(tmp_path / "run"))
+    assert run.metrics()["steps"] == [1, 2, 3]
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "bad": null}\n{"step": 5, "ba')
+    new = run.metrics(after=3)
+    assert (new["last"], new["steps"]) == (4, [4])
+    assert dict(zip(new["names"], new["values"], strict=True))["bad"] == [None]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../../etc/passwd", "/static/../files.py", "/static/%2e%2e/files.py", "/static/..%2ffiles.py",
+        "/static/%252e%252e/files.py", "/static/", "/static/..\\files.py", "//etc/passwd", "/config.yaml",
+        "/api/../config.yaml", "/api/rows/../../x", "/static/uPlot.LICENSE%00.js", "/api/__class__",
+        "/api/columns?kind=..&step=1", "/api/columns?kind=%2e%2e%2frollouts&step=1",
+        "/api/columns?kind=/etc&step=1",
+    ],
+)  # fmt: skip
+def test_no_other_path_is_served(server, path):
+    assert get(server, path)[0] == 404
+
+
+@pytest.mark.parametrize(
+    "query", ["step=../1", "step=1e3", "step=", "run=2&step=1", "run=-1&step=1", "step=%EF%BC%91"]
+)
+def test_a_parameter_that_is_no_number_of_it_is_refused(server, query):
+    assert get(server, f"/api/columns?kind=rollouts&{query}")[0] == 400
+
+
+def test_a_link_out_of_the_run_is_not_followed(tmp_path):
+    folder = write_run(tmp_path / "run")
+    secret = write_run(tmp_path / "other") / "rollouts" / "step_000001.parquet"
+    (folder / "rollouts" / "step_000004.parquet").symlink_to(secret)
+    (folder / "config.yaml").unlink()
+    (folder / "config.yaml").symlink_to("/etc/passwd")
+    run = RunFiles(folder)
+    assert run.facts()["config"] == ""
+    with pytest.raises(DataError, match="leads outside the run folder"):
+        run.columns("rollouts", 4)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:1", 200), ("localhost", 200), ("[::1]:80", 200), ("evil.example", 403),
+        ("evil.example:8390", 403), ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403),
+        ("", 403), ("[", 403),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_not_this_machines_is_refused(server, host, status):
+    assert get(server, "/", Host=host)[0] == status
+
+
+def test_scripts_come_from_the_server_only(server):
+    _, body, headers = get(server, "/")
+    assert "default-src 'self'" in headers["Content-Security-Policy"]
+    assert "unsafe" not in headers["Content-Security-Policy"]
+    assert b"https://" not in body
+    for name in re.findall(rb'(?:src|href)="(/static/[^"]+)"', body):
+        status, script, _ = get(server, name.decode())
+        assert status == 200
+        # Data becomes text nodes: nothing that parses HTML or code is in the page's scripts.
+        if b"uPlot" not in name:
+            assert not re.search(rb"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", script)
+
+
+def test_the_report_is_one_file_from_which_no_text_breaks_out(run_dir, tmp_path, capsys):
+    out = tmp_path / "run.html"
+    assert main(["report", str(run_dir), "-o", str(out), "--steps", "2", "--samples", "6"]) == 0
+    assert f"{out.stat().st_size:,} bytes" in capsys.readouterr().out
+    text = out.read_text()
+    assert "hacked" not in text
+    assert not re.search(r'(src|href)="(?!data:,)', text)
+    [packed] = re.findall(r'id="data">([A-Za-z0-9+/=]+)</script>', text)
+    [run] = json.loads(gzip.decompress(base64.b64decode(packed)))
+    assert [step for step, _ in run["samples"]["rollouts"]] == [1, 3]
+    assert [record["row"] for record in run["samples"]["rollouts"][0][1]["records"]] == list(range(6))
+
+
+def test_several_runs_need_the_page(run_dir, capsys):
+    assert main(["view", str(run_dir), str(run_dir)]) == 2
+    assert "--web" in capsys.readouterr().err
+
+
+@pytest.fixture
+def browser():
+    if not (CHROMIUM and DRIVER):
+        pytest.skip(
+            "NOT TESTED IN A BROWSER: chromium, chromedriver missing (apt-get install chromium-driver)"
+        )
+    with Browser(width=390, height=800) as browser:
+        yield browser
+
+
+def test_a_browser_shows_hostile_texts_as_text(server, browser, run_dir, tmp_path):
+    main(["report", str(run_dir), "-o", str(tmp_path / "run.html"), "--samples", "100"])
+    for url in (server.url, (tmp_path / "run.html").as_uri()):
+        browser.open(f"{url}#samples")
+        browser.until("document.querySelectorAll('.list li').length >= 30")
+        shown = browser.text()
+        for text in HOSTILE:
+            assert re.sub(r"\s+", " ", text) in re.sub(r"\s+", " ", shown)
+        assert all(number in shown for number in INVISIBLE.values())
+        browser.open(f"{url}#samples?run=0&kind=rollouts&step=3&row=4&show=group")
+        browser.until("document.querySelectorAll('.card').length === 2")
+        assert browser.run("return document.querySelector('.token').textContent") == HOSTILE[2]
+        browser.hover(".token")
+        tip = browser.until(
+            "!document.getElementById('tip').hidden && document.getElementById('tip').innerText"
+        )
+        assert re.search(r"ratio new / old\s+0\.77880", tip)  # exp(-1.5 + 1.25)
+        assert re.search(r"trainer − sampler\s+-0\.25", tip)
+        browser.open(f"{url}#samples?run=0&kind=rollouts&step=3&row=4&show=steps")
+        browser.until("document.querySelectorAll('.list li').length === 6")
+        browser.open(f"{url}#run")
+        browser.until("document.querySelector('.config')")
+        browser.open(f"{url}#curves")
+        browser.until("document.querySelectorAll('.uplot canvas').length > 0")
+        assert browser.run("return window.hacked === undefined")
+        assert browser.run("return document.documentElement.scrollWidth <= 390")  # as wide as a phone
+        assert browser.errors() == []
+
+
+def test_a_browser_follows_a_run_that_writes(browser, tmp_path):
+    folder = write_run(tmp_path / "run")
+    with PageServer([RunFiles(folder)], host="127.0.0.1", port=0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            browser.open(server.url)
+            browser.until("document.getElementById('state').innerText.startsWith('step 3')")
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write('{"step": 4, "critic/score/mean": 0.9}\n')
+            browser.until("document.getElementById('state').innerText.startsWith('step 4')")
+            browser.until("[...drawn].some((plot) => plot.data[0].at(-1) === 4)")
+        finally:
+            server.shutdown()
+            thread.join()
