@@ -22,6 +22,11 @@ CHECK = (
         ),
         ("strop.cli.score", "", "torch transformers ray"),
         (
+            "strop.api",
+            "(strop.train, strop.Run, dir(strop))",
+            "torch transformers pyarrow numpy pandas rich ray",
+        ),
+        (
             "strop.cli.prepare strop.data.prompt_table strop.prepare.arithmetic strop.prepare.maths",
             "",
             "torch transformers",

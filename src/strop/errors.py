@@ -48,6 +48,10 @@ class CheckpointError(StropError, RuntimeError):
     """A checkpoint cannot be written, found or read."""
 
 
+class UploadError(StropError, RuntimeError):
+    """A trained model could not be uploaded to the hub; it is still on this machine."""
+
+
 class TrainingError(StropError, RuntimeError):
     """The run cannot go on: for example a reward that is not a number."""
 

@@ -13,6 +13,7 @@ from matplotlib.image import imsave
 
 from strop.errors import ConfigError
 from strop.tracking import Tracking
+from strop.tracking.report import ShownPair, ValidationReport
 
 from messages import naming
 
@@ -149,6 +150,26 @@ def test_wandb_keeps_a_picture_with_its_step(tmp_path, track):
     logged = [items["data/token_lengths", name] for name in ("_type", "width", "height")]
     assert (logged, items[("step",)]) == (["image-file", 30, 20], 1)
     assert list((tmp_path / "run").rglob("media/images/data/token_lengths_*.png"))
+
+
+@pytest.mark.usefixtures("wandb_offline")
+def test_wandb_has_the_link_to_the_hub_and_pairs_and_the_run_folder_where_the_run_is(tmp_path, track):
+    link = "https://hub.example/ada/first/tree/v1"
+    pairs = ValidationReport(1, {}, [ShownPair("sums", "1+1=", "2", "3", 0.5, -0.25)])
+    with track(tmp_path, ["wandb", "tensorboard"], hf_repo_url=link) as tracking:
+        tracking.log(1, {"critic/score/mean": 0.5})
+        tracking.log_validation(1, pairs)
+    (records,) = wandb_records(tmp_path, 1)
+    (run,) = [record.run for record in records if kind_of(record) == "run"]
+    assert {item.key: item.value_json for item in run.config.update}["hf_repo_url"] == f'"{link}"'
+    summaries = [item for record in records if kind_of(record) == "summary" for item in record.summary.update]
+    assert f'"{link}"' in [item.value_json for item in summaries if item.key == "hf_repo_url"]
+    (table,) = (tmp_path / "wandb").rglob("media/table/val/preferences_*.json")
+    assert json.loads(table.read_text())["data"] == [["sums", "1+1=", "2", "3", 0.5, -0.25]]
+    assert run.run_id in json.loads((tmp_path / "trackers.json").read_text())["wandb"]
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = events.Tensors("val/preferences/text_summary")[0].tensor_proto.string_val[0]
+    assert b"**chosen 0.5**, **rejected -0.25** (sums)" in shown
 
 
 @pytest.mark.usefixtures("wandb_offline")

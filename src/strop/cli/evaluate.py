@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +34,17 @@ _SECONDS_BETWEEN_LINES = 10.0
 RESULTS = "results.json"
 
 
-def evaluate(config: Config, out: Path, *, rows: Sequence[Rows] = ()) -> ValidationReport:
+def evaluate(
+    config: Config,
+    out: Path,
+    *,
+    rows: Sequence[Rows] = (),
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+) -> ValidationReport:
     """Validate with ``config``, which has ``trainer.val_only``, and write the results to ``out``.
 
-    ``rows`` in memory are read where ``data.val_files`` has their names.
+    ``rows`` in memory are read where ``data.val_files`` has their names, and ``functions`` score where the
+    configuration has theirs.
 
     The files are ``samples.parquet``, ``config.yaml`` and, last, ``results.json``. Raises as a run does, and
     ``TrainingError`` if a file cannot be written.
@@ -47,7 +54,7 @@ def evaluate(config: Config, out: Path, *, rows: Sequence[Rows] = ()) -> Validat
     from strop.trainer.build import build_trainer
     from strop.trainer.run_folder import RunFolder
 
-    trainer = build_trainer(config, rows=rows)
+    trainer = build_trainer(config, rows=rows, functions=functions)
     try:
         trainer.init_workers()
         total = len(trainer.val_loader.dataset) * config.actor_rollout_ref.rollout.val_kwargs.n
@@ -57,7 +64,6 @@ def evaluate(config: Config, out: Path, *, rows: Sequence[Rows] = ()) -> Validat
         seconds = time.perf_counter() - started
     finally:
         trainer.shutdown()
-        trainer.val_reward_fn.close()
     try:
         RunFolder(out).write_config(config)
         write_table(out / "samples.parquet", samples)  # first: the report may fail
@@ -159,8 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     out = Path(config.trainer.default_local_dir)
-    if (out / RESULTS).exists():
-        raise ConfigError(f"--out {out}: it holds an evaluation ({RESULTS}); name another folder")
+    require_new(out)
     require_valid(config)
     from strop.rewards.router import UnknownSourceError
     from strop.tracking.console import plain_console
@@ -181,56 +186,81 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def require_new(out: Path) -> None:
+    """Raise ``ConfigError`` if ``out`` holds an evaluation."""
+    if (out / RESULTS).exists():
+        raise ConfigError(
+            f"trainer.default_local_dir={out}: it holds an evaluation ({RESULTS}); name another folder"
+        )
+
+
 def config_from(arguments: argparse.Namespace) -> Config:
     """Return the configuration of a command line, with the user's overrides over it."""
-    _require_model(arguments.model)
-    return load_config([*_settings(arguments), *arguments.overrides])
+    options = {name: value for name, value in vars(arguments).items() if name not in ("debug", "overrides")}
+    return load_config(arguments.overrides, values=[settings(**options)])
 
 
-def _settings(arguments: argparse.Namespace) -> Iterator[str]:
-    temperature = arguments.temperature
+def settings(
+    model: str,
+    data: Sequence[str],
+    *,
+    n: int = 1,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+    max_prompt_length: int = 1024,
+    max_response_length: int = 512,
+    rollout: str = "hf",
+    batch_size: int = 64,
+    reward_model: str | None = None,
+    custom_reward: str | None = None,
+    limit: int | None = None,
+    out: str | Path | None = None,
+    show: int = 3,
+) -> dict[str, Any]:
+    """Return the keys of an evaluation; the parameters are the options of ``strop eval``."""
+    _require_model(model)
     if temperature is None:
-        temperature = 0.0 if arguments.n == 1 else 1.0
-    out = arguments.out or Path("evaluations", Path(arguments.model.rstrip("/")).stem)
-    sampling = "actor_rollout_ref.rollout.val_kwargs"
-    yield f"actor_rollout_ref.model.path={_quoted(arguments.model)}"
-    yield f"actor_rollout_ref.rollout.name={arguments.rollout}"
-    yield f"{sampling}.n={arguments.n}"
-    yield f"{sampling}.do_sample={temperature > 0}"
-    yield f"{sampling}.temperature={temperature}"
-    yield f"{sampling}.top_p={arguments.top_p}"
-    yield f"data.val_files=[{','.join(map(_quoted, arguments.data))}]"
-    yield f"data.val_batch_size={arguments.batch_size}"
-    yield f"data.max_prompt_length={arguments.max_prompt_length}"
-    yield f"data.max_response_length={arguments.max_response_length}"
-    yield "data.filter_overlong_prompts=False"  # without its longest prompts it would be another evaluation
-    if arguments.limit is not None:
-        yield f"data.val_max_samples={arguments.limit}"
-    if arguments.reward_model is not None:
-        yield "reward_model.enable=True"
-        yield f"reward_model.model.path={_quoted(arguments.reward_model)}"
-    if arguments.custom_reward is not None:
-        path, name = _path_and_name(arguments.custom_reward)
-        yield f"custom_reward_function.path={_quoted(path)}"
-        yield f"custom_reward_function.name={name}"
-    yield "reward_model.val_num_examine=0"
-    yield f"trainer.log_val_generations={arguments.show}"
-    yield "trainer.val_only=True"
-    yield "trainer.resume_mode=disable"
-    yield "trainer.logger=[console]"
-    yield f"trainer.default_local_dir={_quoted(str(out))}"
+        temperature = 0.0 if n == 1 else 1.0
+    keys: dict[str, Any] = {
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.rollout": {
+            "name": rollout,
+            "val_kwargs": {"n": n, "do_sample": temperature > 0, "temperature": temperature, "top_p": top_p},
+        },
+        "data": {
+            "val_files": list(data),
+            "val_batch_size": batch_size,
+            "max_prompt_length": max_prompt_length,
+            "max_response_length": max_response_length,
+            "filter_overlong_prompts": False,  # without its longest prompts it would be another evaluation
+            "val_max_samples": limit,
+        },
+        "reward_model.val_num_examine": 0,
+        "trainer": {
+            "log_val_generations": show,
+            "val_only": True,
+            "resume_mode": "disable",
+            "logger": ["console"],
+            "default_local_dir": str(out or default_folder(model)),
+        },
+    }
+    if reward_model is not None:
+        keys |= {"reward_model.enable": True, "reward_model.model.path": reward_model}
+    if custom_reward is not None:
+        path, name = path_and_name(custom_reward)
+        keys |= {"custom_reward_function.path": path, "custom_reward_function.name": name}
+    return keys
 
 
-def _path_and_name(text: str) -> tuple[str, str]:
+def default_folder(model: str) -> Path:
+    """Return the folder of an evaluation whose user named none."""
+    return Path("evaluations", Path(model.rstrip("/")).stem)
+
+
+def path_and_name(text: str) -> tuple[str, str]:
     """Split a path or URL from the name of the function, which may follow a colon."""
     path, colon, name = text.rpartition(":")
     return (path, name) if colon and name.isidentifier() else (text, "compute_score")
-
-
-def _quoted(text: str) -> str:
-    """Return the value in quotes for Hydra's grammar."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def _require_model(path: str) -> None:

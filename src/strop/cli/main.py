@@ -22,28 +22,6 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _export(arguments: argparse.Namespace) -> int:
-    from strop.checkpoint.export import export
-
-    out = export(arguments.checkpoint, arguments.out, role=arguments.role, dtype=arguments.dtype)
-    print(f"model in {out}")
-    return 0
-
-
-def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a global_step_N folder, or the URL of one")
-    parser.add_argument("--out", required=True, help="the Hugging Face folder to write; must not exist")
-    parser.add_argument(
-        "--role",
-        default="actor",
-        choices=("actor", "critic", "reward_model"),
-        help="role of the model (actor)",
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="dtype of the weights (default: as saved)"
-    )
-
-
 class _Command(NamedTuple):
     """A command; functions are named "module:function" and imported when the command runs."""
 
@@ -129,12 +107,13 @@ strop score answers.parquet --response-column response --scorer math
 strop score answers.jsonl --custom my_reward.py""",
     ),
     "export": _Command(
-        "turn a checkpoint into a Hugging Face folder",
-        "strop.cli.main:_export_arguments",
-        "strop.cli.main:_export",
+        "turn a checkpoint into a Hugging Face folder, or publish it on the hub",
+        "strop.cli.export:add_arguments",
+        "strop.cli.export:run",
         """\
 strop export runs/first/global_step_100 --out models/first
-strop export runs/first/global_step_100 --role critic --dtype bfloat16 --out models/critic""",
+strop export runs/first/global_step_100 --role critic --dtype bfloat16 --out models/critic
+strop export runs/first --push me/first               upload the run's model with a model card""",
     ),
     "view": _Command(
         "show metrics and samples of a run",

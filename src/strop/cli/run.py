@@ -28,7 +28,7 @@ def run_command(action: Callable[[], int], *, debug: bool) -> int:
     """
     received: list[int] = []
     try:
-        with _signals_interrupt(received):
+        with signals_interrupt(received):
             return action()
     except (Exception, KeyboardInterrupt) as error:
         if debug:
@@ -69,7 +69,7 @@ def _failed(error: Exception) -> int:
 
 
 @contextmanager
-def _signals_interrupt(received: list[int]) -> Generator[None]:
+def signals_interrupt(received: list[int]) -> Generator[None]:
     """Turn SIGTERM, which schedulers and ``kill`` send, into a KeyboardInterrupt as of Ctrl-C; record both.
 
     Only in the main thread. The exception itself carries no mark: Ray replaces it by a new one, and writers

@@ -25,7 +25,7 @@ from strop.data.prompt_table import UNNAMED_SOURCE
 from strop.data.sources import iterate, value_at
 from strop.errors import ConfigError, DataError, RewardError
 from strop.rewards.arguments import BATCH_NAMES, Function, Row, named_values, values_of
-from strop.rewards.custom import load_custom_reward
+from strop.rewards.custom import CustomReward
 from strop.rewards.router import BuiltInScorer, Router
 from strop.rewards.scorer import Scorer
 from strop.rewards.worker.feed import Feed
@@ -160,8 +160,10 @@ def _scorer(arguments: argparse.Namespace) -> ScoreFunction | Scorer:
             f"(one of {', '.join(SCORERS)})"
         )
     if arguments.scorer is None:
-        custom = load_custom_reward(arguments.custom, arguments.name)
-        return Router() if custom is None else Scorer(Function(custom, custom.where))
+        if arguments.custom is None:
+            return Router()
+        custom = CustomReward(arguments.custom, arguments.name)
+        return Scorer(Function(custom, custom.where))
     if arguments.custom is not None:
         raise ConfigError("--custom and --scorer: each scores all rows; leave one out")
     options = dict(map(_read_option, arguments.option))

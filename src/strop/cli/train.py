@@ -9,7 +9,8 @@ import argparse
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from strop.cli.options import in_options
 from strop.config.checks.check import check
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from strop.trainer.run_folder import RunFolder
 
 logger = logging.getLogger("strop")
+
+Result = TypeVar("Result")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,34 +56,47 @@ def require_valid(config: RootConfig) -> None:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    """Run ``strop train``; return 0."""
+    """Run ``strop train``; see ``run``."""
     return run(config_from(arguments))
 
 
 def run_sft(arguments: argparse.Namespace) -> int:
-    """Run ``strop sft``; return 0."""
+    """Run ``strop sft``; see ``run``."""
     return run(load_arguments(SFT, arguments))
 
 
 def run_train_rm(arguments: argparse.Namespace) -> int:
-    """Run ``strop train-rm``; return 0."""
+    """Run ``strop train-rm``; see ``run``."""
     return run(load_arguments(REWARD_MODELLING, arguments))
 
 
 def run_dpo(arguments: argparse.Namespace) -> int:
-    """Run ``strop dpo``; return 0."""
+    """Run ``strop dpo``; see ``run``."""
     return run(load_arguments(DPO, arguments))
 
 
+NOT_UPLOADED = 3
+"""Exit status of a run whose model is whole, but could not be uploaded."""
+
+
 def run(config: RootConfig) -> int:
-    """Train the kind of run that the configuration describes; return 0."""
+    """Train the kind of run that the configuration describes; return 0 or ``NOT_UPLOADED``."""
     log_to_console()
+    return 0 if train(config) else NOT_UPLOADED
+
+
+def train(
+    config: RootConfig,
+    *,
+    rows: Sequence[Rows] = (),
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+) -> bool:
+    """Check the configuration and train; see ``train_once`` and ``with_restarts``."""
     require_valid(config)
     logger.info("run folder: %s", config.trainer.default_local_dir)
     if isinstance(config, Config):
         logger.info("%s", rollout_in_words(config))
-    with_restarts(config, train_once)
-    return 0
+    return with_restarts(config, partial(train_once, rows=rows, functions=functions))
 
 
 class _InOptions(PrintableFormatter):
@@ -103,16 +119,24 @@ def log_to_console(names: Mapping[str, str] | None = None) -> None:
     logger.setLevel(logging.INFO)
 
 
-def train_once(config: RootConfig, *, rows: Sequence[Rows] = ()) -> None:
+def train_once(
+    config: RootConfig,
+    *,
+    rows: Sequence[Rows] = (),
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+) -> bool:
     """Build the trainer, train, and release its workers even if it raises.
 
-    ``rows`` in memory are read where ``data.train_files`` and ``data.val_files`` have their names.
+    Return False if the trained model could not be uploaded (``trainer.push_to_hub``).
+
+    ``rows`` in memory are read where ``data.train_files`` and ``data.val_files`` have their names, and
+    ``functions`` score where the configuration has theirs.
     """
     trainer: Any  # the modules import torch and transformers: seconds
     if isinstance(config, Config):
         from strop.trainer.build import build_trainer
 
-        trainer = build_trainer(config, rows=rows)
+        trainer = build_trainer(config, rows=rows, functions=functions)
     elif isinstance(config, SupervisedConfig):
         from strop.trainer.supervised import TRAINERS, build
 
@@ -120,12 +144,13 @@ def train_once(config: RootConfig, *, rows: Sequence[Rows] = ()) -> None:
     try:
         trainer.init_workers()
         trainer.fit()
+        return not trainer.upload_failed
     finally:
         trainer.shutdown()
 
 
-def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
-    """Call ``train(config)``; after a worker's failure retry from the last checkpoint.
+def with_restarts(config: Root, train: Callable[[Root], Result]) -> Result:
+    """Return ``train(config)``; after a worker's failure retry from the last checkpoint.
 
     ``trainer.max_restarts`` limits the retries. An error that strop itself raises (``WorkerError.is_final``)
     is not retried. A restart rebuilds models, data loaders and reward processes: only the run folder carries
@@ -135,8 +160,9 @@ def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
     from strop.trainer.run_folder import RunFolder, run_lock
 
     folder = RunFolder(config.trainer.default_local_dir)
+    restarts_left = config.trainer.max_restarts
     with run_lock(folder.path), _naming_the_checkpoint(folder):
-        for restarts_left in range(config.trainer.max_restarts, -1, -1):
+        while True:
             before = folder.latest_checkpoint()
             try:
                 return train(config)
@@ -155,6 +181,7 @@ def with_restarts(config: Root, train: Callable[[Root], None]) -> None:
                 restarts_left - 1,
                 "" if restarts_left == 2 else "s",
             )
+            restarts_left -= 1
 
 
 @contextmanager

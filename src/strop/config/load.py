@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
 
 def load_config(
-    overrides: Sequence[str] = (), *, config_name: str | None = None, config_path: str | Path | None = None
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str | None = None,
+    config_path: str | Path | None = None,
+    values: Sequence[Mapping[str, Any]] = (),
 ) -> Config:
     """Return the configuration of reinforcement learning; see `load_tree`."""
-    return load_tree(PPO, overrides, config_name=config_name, config_path=config_path)
+    return load_tree(PPO, overrides, config_name=config_name, config_path=config_path, values=values)
 
 
 def load_tree(
@@ -38,8 +42,10 @@ def load_tree(
     *,
     config_name: str | None = None,
     config_path: str | Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    values: Sequence[Mapping[str, Any]] = (),
 ) -> Root:
-    """Return the defaults with the user's YAML file laid over them, and Hydra overrides over both.
+    """Return the defaults with the user's YAML file laid over them, and values and overrides over both.
 
     Args:
         tree: the kind of run.
@@ -48,6 +54,9 @@ def load_tree(
         config_name: the user's file, with or without ".yaml".
         config_path: its folder (relative to the current one), or the file itself. The file needs only the
             keys that differ, and no `defaults:` list.
+        defaults: a command's own defaults, below the file.
+        values: keys over the file, as {"trainer.save_freq": 5} or {"trainer": {"save_freq": 5}}; each mapping
+            over the one before.
 
     Raises:
         ConfigError: the file cannot be read, or one line for each unknown key, wrong value, dead
@@ -62,7 +71,20 @@ def load_tree(
     file = locate(config_path, config_name, tree.name)
     groups, settings, problems = split_overrides(overrides, file.parent if file else None)
     layer = compose_file(file, groups, tree.name) if file else OmegaConf.create({})
+    OmegaConf.set_struct(layer, False)
+    layer = cast(DictConfig, OmegaConf.merge(_layer(defaults or {}), layer, *map(_layer, values)))
     return _build(tree, layer, settings, problems, notes)
+
+
+def _layer(values: Mapping[str, Any]) -> DictConfig:
+    """Return keys, which may have dots, and nested mappings as one tree."""
+    layer = OmegaConf.create({})
+    for key, value in values.items():
+        try:
+            OmegaConf.update(layer, key, value, merge=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{key}={value!r:.80}: {str(error).splitlines()[0]}") from error
+    return layer
 
 
 def as_config(config: Config | DictConfig | Mapping[str, Any]) -> Config:

@@ -13,12 +13,15 @@ TRACKERS: dict[str, str] = {
     "console": "strop.tracking.console:console_tracker",
     "jsonl": "strop.tracking.jsonl:JsonlTracker",
     "file": "strop.tracking.jsonl:JsonlTracker",
-    "tensorboard": "strop.tracking.tensorboard:TensorboardTracker",
-    "wandb": "strop.tracking.wandb:WandbTracker",
+    "tensorboard": "strop.tracking.services.tensorboard:TensorboardTracker",
+    "wandb": "strop.tracking.services.wandb:WandbTracker",
+    "trackio": "strop.tracking.services.trackio:TrackioTracker",
+    "mlflow": "strop.tracking.services.mlflow:MlflowTracker",
+    "swanlab": "strop.tracking.services.swanlab:SwanlabTracker",
 }
 """Name in ``trainer.logger`` -> "module:Class", imported when a run uses it."""
 
-OPTIONAL_PACKAGES = ("tensorboard", "wandb")
+OPTIONAL_PACKAGES = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 """Trackers that need the package, and the extra, of their own name."""
 
 REWARD_MANAGERS = ("naive", "prime")

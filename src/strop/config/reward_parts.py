@@ -41,8 +41,8 @@ class RewardPart:
 
     weights: Mapping[str, float]
     """Weight by data source; ``*`` for all others."""
-    scorer: str | None = None
-    """Name or import path of the function that gives the number; None: another source gives it."""
+    scorer: Any = None
+    """The function that gives the number, its name or import path; None: another source gives it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def weight(self, data_source: str) -> float:
@@ -93,7 +93,7 @@ def _problems(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
     scorer, kwargs = entry.get("scorer"), entry.get("kwargs") or {}
     if not isinstance(kwargs, Mapping):
         yield f"{where}.kwargs: found {kwargs!r}, expected a mapping"
-    if scorer is not None and not isinstance(scorer, str):
+    if scorer is not None and not isinstance(scorer, str) and not callable(scorer):
         yield f"{where}.scorer: found {scorer!r}, expected a scorer's name or import path"
     if name == NON_STOP_PENALTY:
         yield f"{where}: the name is taken; reward_model.non_stop_penalty turns the penalty on"

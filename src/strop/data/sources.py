@@ -8,6 +8,7 @@ torch.
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import re
 import zlib
@@ -20,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
+import xxhash
 
 from strop.config.paths import HubSplit, expand, hub_split, is_rows, is_url, with_split
 from strop.data.fetch import local_path
@@ -286,6 +288,29 @@ def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
         if table.column_names.count(field.name) > 1:
             raise DataError(f"{name}: two columns have the name {field.name!r}")
     return table
+
+
+def fingerprint(rows: Rows) -> tuple[str, int]:
+    """Return a digest of the content, and the number of rows. Raises as ``read_table``."""
+    table = read_table(rows).replace_schema_metadata().combine_chunks()
+    sink = _Digest()
+    with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema) as stream:
+        stream.write_table(table)
+    return sink.hasher.hexdigest()[:8], len(table)
+
+
+class _Digest(io.RawIOBase):
+    """A file that keeps only the digest of what is written."""
+
+    def __init__(self) -> None:
+        self.hasher = xxhash.xxh3_64()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.hasher.update(data)
+        return len(data)
 
 
 def _rows_table(rows: Rows, texts: Collection[str]) -> pa.Table:

@@ -7,18 +7,22 @@ list of these. Modules beside the file can be imported, also in scoring processe
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.util
 import inspect
 import site
 import sys
 import sysconfig
+import textwrap
 import traceback
 import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from strop.config.paths import expand
+from strop.config.paths import expand, is_function
 from strop.errors import ConfigError
 from strop.rewards.arguments import Function
 
@@ -47,14 +51,76 @@ class CustomReward:
         return f"{self.path}:{self.name}"
 
 
-def load_custom_reward(path: str | None, name: str = "compute_score") -> CustomReward | None:
+def load_custom_reward(
+    path: str | None, name: str = "compute_score", functions: Mapping[str, Callable[..., Any]] | None = None
+) -> Callable[..., Any] | None:
     """Load the function ``name`` from the Python file ``path``; return None if ``path`` is null.
+
+    ``functions`` are those that a program passes, by the names that stand for them in the configuration.
 
     Raises:
         ConfigError: no such file, an error while it is imported, no such function in it, or one that cannot
             be called as reward functions are.
     """
-    return None if path is None else CustomReward(path, name)
+    if path is None:
+        return None
+    return passed(path, functions, f"{KEY}.path") if is_function(path) else CustomReward(path, name)
+
+
+def passed(name: str, functions: Mapping[str, Callable[..., Any]] | None, key: str) -> Callable[..., Any]:
+    """Return the function that a program passes as ``name``; ``ConfigError`` names ``key`` without it."""
+    if name not in (functions or {}):
+        raise ConfigError(
+            f"{key}={name}: stands for a function that a Python program passed, which is not here; "
+            "name a Python file with a function"
+        )
+    return (functions or {})[name]
+
+
+def fingerprint(function: Callable[..., Any]) -> str:
+    """Return a digest of a function's source, its defaults and the plain values that it closes over.
+
+    Not of the functions that it calls. A function without a source file is identified by its code.
+    """
+    function = inspect.unwrap(function)
+    words: list[Any] = []
+    while isinstance(function, functools.partial):
+        words += [*map(_plain_text, function.args), *map(_plain_text, function.keywords.items())]
+        function = function.func
+    own = function if hasattr(function, "__code__") else type(function)
+    try:
+        words.append(textwrap.dedent(inspect.getsource(own)))
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        words += (
+            [own.__qualname__] if code is None else [code.co_code, code.co_names, _plain_text(code.co_consts)]
+        )
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    held = [
+        *(getattr(function, "__defaults__", None) or ()),
+        *cells,
+        *getattr(function, "__dict__", {}).items(),
+    ]
+    words += map(_plain_text, held)
+    return hashlib.sha256(repr(words).encode(errors="replace")).hexdigest()[:8]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # of a name that is assigned later
+        return False
+
+
+def _plain_text(value: Any) -> str:
+    """Return a text for a value of built-in types; of others the type, because a text may hold an address."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_plain_text, value))}]"
+    return (
+        repr(value)
+        if isinstance(value, str | int | float | bool | bytes | None)
+        else type(value).__qualname__
+    )
 
 
 def _load_module(path: str) -> ModuleType:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from strop.algorithms.registry import accepted, resolve
+from strop.config.paths import is_function
 from strop.errors import ConfigError
-from strop.rewards.custom import load_custom_reward
+from strop.rewards.custom import load_custom_reward, passed
 from strop.rewards.manager import RewardManager
 from strop.rewards.worker.pool import default_num_workers
 
@@ -33,13 +34,21 @@ _SECTION_KEYS = (
 _OFF_UNLESS_SET = ("memory_limit_mb", "parts", "non_stop_penalty", "min_response_length")
 
 
-def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
+def load_reward_manager(
+    config: Config,
+    tokenizer: Any,
+    num_examine: int,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    /,
+    **reward_kwargs: Any,
+) -> Any:
     """Make the reward manager that ``reward_model.reward_manager`` names.
 
     ``naive`` scores in one process, ``prime`` in several; any other name is the import path of a class. Its
     arguments are ``tokenizer``, ``num_examine``, ``compute_score`` (from ``custom_reward_function``, or
     None), ``reward_fn_key``, the entries of ``reward_kwargs`` (mappings as ``DictConfig``), and those of
-    ``_SECTION_KEYS`` that it accepts.
+    ``_SECTION_KEYS`` that it accepts. ``functions`` are those that a program passes, by the names that stand
+    for them in the configuration.
 
     Raises:
         ConfigError: an unknown name, an argument that the class does not take, a key that is on and would be
@@ -49,9 +58,12 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
     workers = section.num_workers or default_num_workers()
     built_in = {"naive": RewardManager, "prime": functools.partial(RewardManager, num_workers=workers)}
     build = resolve(section.reward_manager, built_in, _KEY)
-    custom = load_custom_reward(config.custom_reward_function.path, config.custom_reward_function.name)
+    custom = load_custom_reward(
+        config.custom_reward_function.path, config.custom_reward_function.name, functions
+    )
     own = {name: getattr(section, name) for name in _SECTION_KEYS}
     own["prompt_key"] = config.data.prompt_key
+    own["parts"] = _with_functions(section.parts, functions)
     _require_honoured(build, own, section.reward_manager)
     if section.reward_manager not in built_in:  # verl's managers read attributes: overlong_buffer_cfg.enable
         reward_kwargs = {
@@ -74,6 +86,19 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **rewa
             f"its parameters are {inspect.signature(build)}"
         ) from None
     return build(**arguments)
+
+
+def _with_functions(
+    parts: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None
+) -> dict[str, Any]:
+    """Return ``reward_model.parts`` with the functions of a program in place of their names."""
+    found = dict(parts)
+    for name, part in parts.items():
+        scorer = part.get("scorer") if isinstance(part, Mapping) else None
+        if isinstance(scorer, str) and is_function(scorer):
+            function = passed(scorer, functions, f"reward_model.parts.{name}.scorer")
+            found[name] = {**part, "scorer": function}
+    return found
 
 
 def _require_honoured(build: Callable[..., Any], settings: Mapping[str, Any], name: str) -> None:

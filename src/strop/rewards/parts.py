@@ -26,7 +26,9 @@ def part_scorers(parts: Mapping[str, RewardPart]) -> dict[str, Function]:
 
 
 def _scorer(name: str, part: RewardPart) -> Function:
-    key, scorer = f"{KEY}.{name}.scorer", part.scorer or ""
+    key, scorer = f"{KEY}.{name}.scorer", part.scorer
+    if callable(scorer):
+        return Function(scorer, key, part.kwargs)
     if scorer in SCORERS:
         return Function(BuiltInScorer(scorer, part.kwargs, where=f"{KEY}.{name}.kwargs"), key)
     function = resolve(scorer, dict.fromkeys(SCORERS, BuiltInScorer), key)

@@ -31,6 +31,18 @@ class RunInfo:
     """The step at which the run ends."""
     start_step: int = 0
     """0 for a new run; k if the run resumes after step k, so that the first step logged is k + 1."""
+    hf_repo_url: str | None = None
+    """Page of the branch on the Hugging Face hub that gets the trained model; None if it is not published."""
+
+    @property
+    def published_config(self) -> dict[str, Any]:
+        """The configuration, and ``hf_repo_url`` if there is one."""
+        return {**self.config, **({"hf_repo_url": self.hf_repo_url} if self.hf_repo_url else {})}
+
+    def known_id(self, file: str) -> str | None:
+        """Return the tracker's id of this run, kept in ``file`` of the run folder; None for a new run."""
+        path = self.run_dir / file
+        return path.read_text().strip() if self.start_step and path.exists() else None
 
 
 class Tracker(Protocol):
@@ -60,6 +72,16 @@ class LengthsTracker(Protocol):
 
     def log_lengths(self, columns: Sequence[ColumnLengths]) -> None:
         """Show ``columns``, before the first step."""
+        ...
+
+
+@runtime_checkable
+class AddressedTracker(Protocol):
+    """Optional property of a tracker that has a page, or another place where the run can be found."""
+
+    @property
+    def address(self) -> str:
+        """A URL, or words that name the place; the model card of a published model has it."""
         ...
 
 

@@ -6,14 +6,17 @@ The live display stays at the bottom of the terminal; whatever other modules pri
 
 from __future__ import annotations
 
+import importlib
+import io
 import logging
 import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from threading import Lock
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -33,10 +36,17 @@ SPEED_OVER_S = 3600.0
 """The time left is estimated from the steps of the last hour, at most 1,000 of them."""
 
 
-def console_tracker(run: RunInfo) -> LiveTable | PlainLines:
+def console_tracker(run: RunInfo) -> FigureTable | PlainLines:
     """Return the tracker that shows the main figures of each step on standard output."""
+    if in_notebook():
+        return NotebookTable(run)
     on_terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
     return LiveTable(run) if on_terminal else PlainLines(run)
+
+
+def in_notebook() -> bool:
+    """Return True if this program is the kernel of a notebook."""
+    return Console().is_jupyter
 
 
 def plain_console() -> Console:
@@ -96,17 +106,13 @@ class PlainLines:
         """Do nothing: every line is already written."""
 
 
-class LiveTable:
-    """A table that is redrawn in place: the last and first value of each figure, and a sparkline."""
+class FigureTable:
+    """The last and first value of each figure, with a sparkline, below a progress bar."""
 
     def __init__(self, run: RunInfo) -> None:
         self._progress = step_progress(run)
         self._history: defaultdict[str, list[float]] = defaultdict(list)
         self._lock = Lock()  # rich draws in a thread
-        streams = (sys.stdout, sys.stderr)
-        self._live = Live(console=Console(), get_renderable=self._render, refresh_per_second=REFRESHES_PER_S)
-        self._live.start()
-        self._moved_handlers = _move_log_handlers(*streams)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the figures of ``step``; they appear at the next refresh."""
@@ -117,6 +123,33 @@ class LiveTable:
                     self._history[headline.label].append(metrics[headline.metric])
             for source, score in validation_scores(metrics).items():
                 self._history[f"validation {source}"].append(score)
+
+    def render(self) -> RenderableType:
+        """Return the current state."""
+        with self._lock:
+            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+            table.add_column("")
+            table.add_column("now", justify="right", style="bold")
+            table.add_column("first", justify="right", style="dim")
+            table.add_column("course", style="cyan", no_wrap=True)
+            for label, values in self._history.items():
+                summary = format_number(values[-1]), format_number(values[0]), sparkline(values)
+                table.add_row(
+                    literal(label), *summary, style="green" if label.startswith("validation") else None
+                )
+            bar = self._progress.get_renderable()
+            return Group(bar, table) if table.row_count else bar
+
+
+class LiveTable(FigureTable):
+    """The table on a terminal, redrawn in place."""
+
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(run)
+        streams = (sys.stdout, sys.stderr)
+        self._live = Live(console=Console(), get_renderable=self.render, refresh_per_second=REFRESHES_PER_S)
+        self._live.start()
+        self._moved_handlers = _move_log_handlers(*streams)
 
     def log_validation(self, step: int, report: ValidationReport) -> None:
         """Print a validation's tables, above the live display."""
@@ -133,26 +166,58 @@ class LiveTable:
         self._moved_handlers = []
         self._live.stop()
 
-    def _render(self) -> RenderableType:
-        with self._lock:
-            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-            table.add_column("")
-            table.add_column("now", justify="right", style="bold")
-            table.add_column("first", justify="right", style="dim")
-            table.add_column("course", style="cyan", no_wrap=True)
-            for label, values in self._history.items():
-                summary = format_number(values[-1]), format_number(values[0]), sparkline(values)
-                table.add_row(
-                    literal(label), *summary, style="green" if label.startswith("validation") else None
-                )
-            bar = self._progress.get_renderable()
-            return Group(bar, table) if table.row_count else bar
+
+class NotebookTable(FigureTable):
+    """The table in the output of a notebook's cell, replaced in place.
+
+    rich's own live display needs ipywidgets there, and shows nothing in a notebook that is opened later.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(run)
+        self._handle: Any = None
+        self._drawn = 0.0
+        self._draw()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the figures of ``step``, and show them unless the last change was a moment ago."""
+        super().log(step, metrics)
+        if time.monotonic() - self._drawn > 1 / REFRESHES_PER_S:
+            self._draw()
+
+    def log_validation(self, step: int, report: ValidationReport) -> None:
+        """Print a validation's tables."""
+        plain_console().print(_validation(step, report))
+
+    def log_lengths(self, columns: Sequence[ColumnLengths]) -> None:
+        """Print the table of token lengths."""
+        plain_console().print(lengths_table(columns))
+
+    def close(self) -> None:
+        """Show the last state."""
+        self._draw()
+
+    def _draw(self) -> None:
+        display = importlib.import_module("IPython.display").display  # a kernel has it
+        console = Console(file=io.StringIO(), record=True, width=PLAIN_WIDTH, force_jupyter=False)
+        console.print(self.render())
+        html = console.export_html(inline_styles=True, code_format=_NOTEBOOK_HTML, clear=False)
+        content = {"text/html": html, "text/plain": console.export_text()}
+        if self._handle is None:
+            self._handle = display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+        self._drawn = time.monotonic()
+
+
+_NOTEBOOK_HTML = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
 
 
 def _validation(step: int, report: ValidationReport) -> Group:
-    tables = [report_table(report, title=f"Validation at step {step}")]
+    tables = [report_table(report, title=f"Validation at step {step}")] if report.sources else []
     if report.shown:
-        tables.append(shown_table(report.shown, title=f"Samples of the validation at step {step}"))
+        what = "Samples" if report.sources else "Pairs"
+        tables.append(shown_table(report.shown, title=f"{what} of the validation at step {step}"))
     return Group(*tables)
 
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from strop.terminal import literal
 from strop.tracking.text import VALIDATION_PREFIX, format_number
 
-SAMPLES_NAME = "val/generations"
-"""Name under which trackers record the shown samples."""
+SAMPLES_NAME, PAIRS_NAME = "val/generations", "val/preferences"
+"""Names under which trackers record the shown samples or pairs."""
 
 _PROMPT_CHARACTERS = 160
 _RESPONSE_CHARACTERS = 400
@@ -58,6 +58,35 @@ class ShownSample:
     ground_truth: str | None
     score: float
 
+    def figures(self) -> dict[str, float]:
+        """Return the score."""
+        return {"score": self.score}
+
+    def text(self) -> str:
+        """Return prompt, response and ground truth."""
+        return f"{self.prompt}\n\n{self.response}\n\ntruth: {self.ground_truth}"
+
+
+@dataclass(frozen=True)
+class ShownPair:
+    """A pair of answers for display."""
+
+    data_source: str
+    prompt: str
+    chosen: str
+    rejected: str
+    chosen_score: float
+    """Of a reward model: the score; of preference optimization: the loss's reward."""
+    rejected_score: float
+
+    def figures(self) -> dict[str, float]:
+        """Return both scores."""
+        return {"chosen": self.chosen_score, "rejected": self.rejected_score}
+
+    def text(self) -> str:
+        """Return prompt and both answers."""
+        return f"{self.prompt}\n\nchosen: {self.chosen}\n\nrejected: {self.rejected}"
+
 
 @dataclass(frozen=True)
 class ValidationReport:
@@ -66,7 +95,12 @@ class ValidationReport:
     n: int
     """Samples per prompt."""
     sources: Mapping[str, SourceReport]
-    shown: Sequence[ShownSample] = ()
+    shown: Sequence[ShownSample] | Sequence[ShownPair] = ()
+
+    @property
+    def shown_name(self) -> str:
+        """Name under which trackers record ``shown``."""
+        return PAIRS_NAME if self.shown and isinstance(self.shown[0], ShownPair) else SAMPLES_NAME
 
     def metrics(self) -> dict[str, float]:
         """Return ``val/test_score/<source>``, ``val/hidden_tokens/<source>`` and statistics for n > 1."""
@@ -118,20 +152,23 @@ def report_table(report: ValidationReport, *, title: str) -> Table:
     return table
 
 
-def shown_table(samples: Sequence[ShownSample], *, title: str) -> Table:
-    """Return a table of samples: end of the prompt, response, ground truth and score."""
+def shown_table(shown: Sequence[ShownSample] | Sequence[ShownPair], *, title: str) -> Table:
+    """Return a table of samples (end of the prompt, response, ground truth, score) or of pairs."""
     table = Table(
         title=literal(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_lines=True
     )
-    for heading in ("prompt", "response", "truth"):
+    pairs = [one for one in shown if isinstance(one, ShownPair)]
+    for heading in ("prompt", "chosen", "rejected") if pairs else ("prompt", "response", "truth"):
         table.add_column(heading, overflow="fold", ratio=1 if heading == "truth" else 2)
-    table.add_column("score", justify="right", no_wrap=True)
-    for sample in samples:
+    for heading in ("chosen", "rejected") if pairs else ("score",):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in shown:
+        texts = (one.chosen, one.rejected) if isinstance(one, ShownPair) else (one.response, one.ground_truth)
+        limits = _RESPONSE_CHARACTERS, _RESPONSE_CHARACTERS if pairs else _PROMPT_CHARACTERS
         table.add_row(
-            literal(_end(sample.prompt, _PROMPT_CHARACTERS)),
-            literal(_end(sample.response, _RESPONSE_CHARACTERS)),
-            literal(_end(sample.ground_truth or "", _PROMPT_CHARACTERS)),
-            format_number(sample.score),
+            literal(_end(one.prompt, _PROMPT_CHARACTERS)),
+            *(literal(_end(text or "", limit)) for text, limit in zip(texts, limits, strict=True)),
+            *(format_number(value) for value in one.figures().values()),
         )
     return table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import operator
 from collections import Counter
@@ -16,12 +17,22 @@ from strop.algorithms.registry import resolve
 from strop.config.backends import load_backend
 from strop.config.names import OPTIONAL_PACKAGES, TRACKERS
 from strop.errors import ConfigError, MissingExtraError, TrainingError
-from strop.tracking.base import ImageTracker, LengthsTracker, RunInfo, Tracker, ValidationTracker
+from strop.files import atomic_write_text
+from strop.tracking.base import (
+    AddressedTracker,
+    ImageTracker,
+    LengthsTracker,
+    RunInfo,
+    Tracker,
+    ValidationTracker,
+)
 from strop.tracking.jsonl import JsonlTracker
 from strop.tracking.lengths import ColumnLengths
 from strop.tracking.report import ValidationReport
 
 FAILURES_BEFORE_SWITCH_OFF = 3
+TRACKERS_FILE = "trackers.json"
+"""File in the run folder: tracker -> its page, or another place, of the run."""
 
 
 _log = logging.getLogger(__name__)
@@ -46,6 +57,14 @@ class Tracking:
             for name, tracker_class in classes.items():
                 if tracker_class is not JsonlTracker:
                     self._others[name] = tracker_class(run)
+            addresses = {
+                name: tracker.address
+                for name, tracker in self._others.items()
+                if isinstance(tracker, AddressedTracker)
+            }
+            if addresses:
+                text = json.dumps(addresses, indent=2, ensure_ascii=False) + "\n"
+                atomic_write_text(run.run_dir / TRACKERS_FILE, text)
         except BaseException:
             self.close()
             raise

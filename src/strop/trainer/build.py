@@ -6,7 +6,7 @@ Copy ``build_trainer`` for a run with another worker, reward or placement: its p
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -225,12 +225,19 @@ def set_chat_template(tokenizer: Any, data: RowsConfig) -> None:
         )
 
 
-def build_trainer(config: Config, *, with_weights: bool = True, rows: Sequence[Rows] = ()) -> RayPPOTrainer:
+def build_trainer(
+    config: Config,
+    *,
+    with_weights: bool = True,
+    rows: Sequence[Rows] = (),
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+) -> RayPPOTrainer:
     """Return a trainer whose ``init_workers()`` and ``fit()`` are left to call; no model is loaded yet.
 
     Everything that can be checked before is checked here. ``with_weights=False`` leaves the weights of models
     on the hub there, for a caller who does not train. ``rows`` in memory are read where
-    ``data.train_files`` and ``data.val_files`` have their names.
+    ``data.train_files`` and ``data.val_files`` have their names, and ``functions`` are called where
+    ``custom_reward_function.path`` or a part of the score has theirs.
 
     Raises:
         StropError: wrong inputs; several of them are ``SeveralErrors``.
@@ -261,7 +268,7 @@ def build_trainer(config: Config, *, with_weights: bool = True, rows: Sequence[R
     )
     rewards = config.reward_model
     reward_fn, val_reward_fn = (
-        attempt(lambda n=n: load_reward_manager(config, tokenizer, n, **rewards.reward_kwargs))
+        attempt(lambda n=n: load_reward_manager(config, tokenizer, n, functions, **rewards.reward_kwargs))
         for n in (rewards.num_examine, rewards.val_num_examine)
     )
     trainer = attempt(
@@ -277,7 +284,11 @@ def build_trainer(config: Config, *, with_weights: bool = True, rows: Sequence[R
         )
     )
     attempt.raise_errors()
-    _require_scorers(trainer)
+    try:
+        _require_scorers(trainer)
+    except BaseException:  # whose traceback, which a notebook keeps, keeps the scoring processes alive
+        trainer.shutdown()
+        raise
     return trainer
 
 

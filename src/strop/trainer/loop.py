@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from strop.checkpoint.folder import latest_checkpoint
+from strop.checkpoint.hub import Publication, command_to_repeat, model_of, upload
 from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, reading_state_of
 from strop.data.rl_dataset import MeasuredDataset, all_rows
-from strop.errors import ConfigError, TrainingError
+from strop.errors import ConfigError, StropError, TrainingError
 from strop.files import crash_point
 from strop.protocol import DataProto
 from strop.tracking.curves import draw_curves
@@ -43,15 +45,18 @@ class Run(ABC):
         self.record = record_of(trainer.config)  # now: files may change while the run trains
         self.seconds_before = 0.0
         self.timeline = Timeline()
+        self.publication: Publication | None = trainer.publication
         self._lengths_figure: Future[Path] | None = None
 
     def fit(self) -> None:
         """Run the remaining iterations, from the last checkpoint if there is one."""
         # On exit: finish the save in flight, wait for uploads, release the lock.
-        with run_lock(self.folder.path), self._drawn_at_the_end(), self.checkpoints:
-            self.start()
-            with self.tracking:
-                self.iterate()
+        with run_lock(self.folder.path):
+            with self._drawn_at_the_end(), self.checkpoints:
+                self.start()
+                with self.tracking:
+                    self.iterate()
+            self._publish()
 
     def start(self) -> None:
         """Resume or begin, write the configuration and open the trackers."""
@@ -69,6 +74,8 @@ class Run(ABC):
         if not (goes_on and settings.val_only):  # validating a run must not change its record
             self.folder.write_config(trainer.config)
             self.write(lambda path: record_start(path, step=trainer.global_step), self.folder.path)
+            if self.publication is not None:
+                self.write(self.publication.write, self.folder.path)
         self.tracking = Tracking(
             settings.logger,
             run_dir=self.folder.path,
@@ -77,6 +84,7 @@ class Run(ABC):
             config=trainer.config.model_dump(),
             total_steps=trainer.total_steps or trainer.global_step,
             start_step=self.folder.last_logged_step() if settings.val_only else trainer.global_step,
+            hf_repo_url=None if self.publication is None else self.publication.url,
         )
         self.started = time.perf_counter()
         if not (goes_on and settings.val_only):
@@ -200,6 +208,32 @@ class Run(ABC):
             logger.warning("warning: the token lengths could not be drawn (%s)", error)
         else:
             self.tracking.log_image(self.trainer.global_step, LENGTHS_NAME, path)
+
+    def _publish(self) -> None:
+        """Upload the trained model; a failure is a warning, and ``upload_failed`` of the trainer."""
+        to, step = self.publication, self.trainer.global_step
+        if to is None or self.settings.val_only:
+            return
+        if to.commit is not None and to.step == step:
+            logger.info("published: %s (before this resume)", to.url)
+            return
+        role, saved = self.trained[0], latest_checkpoint(self.folder.path)
+        source = self.folder.final_model if self.settings.save_freq <= 0 or saved is None else saved
+        logger.info("uploading the model to %s", to.url)
+        try:
+            with model_of(source, role=role) as (model, _):
+                to = upload(model, to, run_folder=self.folder.path, step=step)
+            to.write(self.folder.path)
+        except (StropError, OSError) as error:
+            self.trainer.upload_failed = True
+            logger.warning(
+                "warning: %s. It stays in %s; upload it by\n  %s",
+                error,
+                source,
+                command_to_repeat(source, to, role),
+            )
+        else:
+            logger.info("published: %s", to.url)
 
     @contextmanager
     def _drawn_at_the_end(self) -> Generator[None]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.algorithms.advantages import get_estimator, needs
+from strop.checkpoint.hub import Publication, open_publication
 from strop.checkpoint.store import IN_FLIGHT, TRAINED, reading_state_of
 from strop.config.checks.check import check
 from strop.config.load import as_config
@@ -112,6 +113,8 @@ class RayPPOTrainer:
             loss_inputs(self.config)  # raises if this run cannot compute them
             settings = self.config.trainer
             self.total_steps = settings.total_training_steps or len(self.train_loader) * settings.total_epochs
+        self.publication: Publication | None = None
+        self.upload_failed = False
         self.global_step = 0  # iterations done; the one in progress is global_step + 1
         self.timer = PhaseTimer()
         self._warn_of_hidden_tokens = HiddenTokensWarning(tokenizer)
@@ -126,8 +129,12 @@ class RayPPOTrainer:
         """Worker groups of roles of one's own, by the role's name."""
 
     def init_workers(self) -> None:
-        """Build the worker groups of the roles that this run needs, and load their models."""
+        """Build the worker groups of the roles that this run needs, and load their models.
+
+        First find where the model will be published (``trainer.push_to_hub``).
+        """
         config = self.config
+        self.publication = open_publication(config)
         groups = {role: self._group(role) for role in self._required_roles()}
         self.actor = next(iter(groups.values()))
         self.rollout = groups.get(Role.Rollout, self.actor)
@@ -265,9 +272,13 @@ class RayPPOTrainer:
         ReinforcementRun(self).fit()
 
     def shutdown(self) -> None:
-        """End the workers and free what they hold; the trainer cannot be used afterwards."""
-        for group in self.groups.values():
-            group.shutdown()
+        """End the workers and the scoring processes; the trainer cannot be used afterwards."""
+        try:
+            for group in self.groups.values():
+                group.shutdown()
+        finally:
+            self.reward_fn.close()
+            self.val_reward_fn.close()
 
 
 class ReinforcementRun(Run):

@@ -15,6 +15,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from strop.checkpoint.folder import LATEST
+from strop.checkpoint.hub import FINAL_MODEL, HUB_FILE
 from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import settled
@@ -23,6 +24,7 @@ from strop.errors import CheckpointError, ConfigError
 from strop.files import atomic_write_text
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.machine import MACHINE_FILE
+from strop.tracking.trackers import TRACKERS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +37,17 @@ _RUN_FILES = (
     "timeline.png",
     "rollouts",
     "validation",
-    "final_model",
+    FINAL_MODEL,
+    HUB_FILE,
+    TRACKERS_FILE,
     "reference_log_probs",
     "tensorboard",
     "wandb",
     "wandb_run_id.txt",
+    "mlflow",
+    "mlflow_run_id.txt",
+    "swanlab",
+    "swanlab_run_id.txt",
 )
 
 
@@ -83,7 +91,7 @@ class RunFolder:
     @property
     def final_model(self) -> Path:
         """The trained actor as a Hugging Face folder, when no checkpoints are kept."""
-        return self.path / "final_model"
+        return self.path / FINAL_MODEL
 
     def write_config(self, config: RootConfig) -> None:
         """Write the resolved configuration; an earlier one is replaced only by a whole file."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.config.batch_plan import MICRO_BATCHES, BatchPlan
-from strop.config.checks import inputs, learning, memory, processes, supervised
+from strop.config.checks import inputs, learning, memory, processes, publishing, supervised
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.keys import check_keys
 from strop.config.keys import value_at
@@ -106,6 +106,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     inputs.libraries,
     inputs.resume,
     inputs.run_folder,
+    publishing.hub,
 )
 
 RULES: tuple[Rule, ...] = (

@@ -18,6 +18,7 @@ from strop.config.names import missing_module
 from strop.config.paths import (
     expand,
     hub_split,
+    is_function,
     is_rows,
     is_template_file,
     is_url,
@@ -107,7 +108,7 @@ def _used_sections(config: RootConfig) -> set[str]:
 def reward_file(config: Config) -> Iterator[Finding]:
     """Require the file of a user's reward function, with Python in it; it is not run."""
     path = config.custom_reward_function.path
-    if path is None or is_url(path):
+    if path is None or is_url(path) or is_function(path):
         return
     file = Path(expand(path))
     try:

@@ -18,6 +18,7 @@ from strop.config.names import (
     missing_module,
     policy_losses,
 )
+from strop.config.paths import is_function
 from strop.config.placement import policy_changing_sampling, sampling_of_whole_responses
 from strop.config.reward_parts import SCORERS, read_parts
 from strop.config.roles import is_off_policy, uses_critic, why_the_update_changes_log_probs
@@ -217,7 +218,7 @@ def reward_parts(config: Config) -> Iterator[Finding]:
             yield error(line)
         return
     for name, part in parts.items():
-        if part.scorer is not None:
+        if part.scorer is not None and not is_function(part.scorer):
             yield from known_name(f"reward_model.parts.{name}.scorer", part.scorer, SCORERS)
     if "reward_model" in rewards.parts and not rewards.enable:
         yield warning("reward_model.parts.reward_model has no effect: reward_model.enable=False")

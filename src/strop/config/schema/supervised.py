@@ -26,7 +26,7 @@ from strop.config.schema.base import (
 )
 from strop.config.schema.data import RowsConfig
 from strop.config.schema.root import RootConfig
-from strop.config.schema.trainer import RunConfig
+from strop.config.schema.trainer import PairRunConfig, RunConfig
 
 
 class AnsweredDataConfig(RowsConfig):
@@ -136,6 +136,7 @@ class PairConfig(SupervisedConfig):
     """The whole configuration of a run on pairs of answers."""
 
     data: PairDataConfig
+    trainer: PairRunConfig
 
 
 class RewardModellingConfig(PairConfig):

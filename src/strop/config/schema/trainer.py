@@ -47,6 +47,8 @@ _NO_VALIDATION = no_effect(
     "with data.val_files=[]", lambda at: at.value not in (False, -1) and not at.config.data.val_files
 )
 
+_NOT_PUBLISHED = no_effect("with trainer.push_to_hub=False", lambda at: not at.section.push_to_hub)
+
 
 class RunConfig(Section):
     """The run."""
@@ -95,6 +97,21 @@ class RunConfig(Section):
     """Folder for copies of the checkpoints: hdfs://, s3://, any fsspec URL or path; null: none."""
     default_local_dir: Text
     """Run folder: checkpoints, metrics, samples, resolved config."""
+    push_to_hub: Annotated[bool, no_effect("with trainer.val_only", lambda at: at.section.val_only)]
+    """At the end, upload the trained model with a model card to the Hugging Face hub (docs/publishing.md)."""
+    hub_repo_id: Annotated[Text | None, _NOT_PUBLISHED]
+    """Repository, as owner/name or a name of yours; null: experiment_name. It is created if it is missing."""
+    hub_revision: Annotated[Text | None, _NOT_PUBLISHED]
+    """Branch; null: EXPERIMENT__SEED__TIME (Unix), which a resume uses again."""
+    hub_private: Annotated[bool, _NOT_PUBLISHED]
+    """Create the repository as a private one; one that exists stays as it is."""
+
+
+class PairRunConfig(RunConfig):
+    """The run."""
+
+    log_val_generations: Annotated[Count, _NO_VALIDATION]
+    """Validation pairs that the trackers show with both scores (dpo: rewards), the same each time."""
 
 
 RoleName = Literal[

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
+from strop.checkpoint.hub import Publication, open_publication
 from strop.checkpoint.store import Checkpoints
 from strop.config.checks.check import check
 from strop.config.checks.supervised import Supervised
@@ -25,6 +26,7 @@ from strop.data.loader import EpochSampler, PromptLoader, one_pass
 from strop.data.rl_dataset import log_prompts, prompt_format
 from strop.data.sources import Files, Rows, sources
 from strop.protocol import DataProto
+from strop.tracking.report import ShownPair, ValidationReport
 from strop.tracking.trackers import resolve_tracker
 from strop.trainer.build import check_model, fetch_tokenizer, require_checkpoint, worker_group_class
 from strop.trainer.loop import Run
@@ -81,6 +83,8 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         self.global_step = 0
         self.timer = PhaseTimer()
         self.group: Any = None  # a worker group, with the worker's methods
+        self.publication: Publication | None = None
+        self.upload_failed = False
 
     @property
     @abstractmethod
@@ -98,6 +102,10 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
     @abstractmethod
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
         """Return the metrics of the current model on all rows of ``batches``."""
+
+    def shown(self) -> Sequence[ShownPair]:
+        """Return rows of the last evaluation for the trackers to show."""
+        return ()
 
     def finish(self) -> None:
         """Run after the last iteration and its validation, before the model is saved."""
@@ -150,7 +158,8 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         return {} if self.group is None else {self.group_name: self.group}
 
     def init_workers(self) -> None:
-        """Build the worker group and load the model."""
+        """Build the worker group and load the model, after finding where it will be published."""
+        self.publication = open_publication(self.config)
         self.group = self._group_cls(
             worker_cls=self.worker_cls,
             init_kwargs={"config": self.config, "role": self.role},
@@ -230,7 +239,11 @@ class SupervisedRun(Run):
         if trainer.val_loader is None:
             return {}
         with trainer.timer.phase("testing"):
-            return {f"val/{name}": value for name, value in trainer.evaluate(trainer.val_loader).items()}
+            metrics = {f"val/{name}": value for name, value in trainer.evaluate(trainer.val_loader).items()}
+            shown = trainer.shown()
+        if shown:
+            self.tracking.log_validation(trainer.global_step, ValidationReport(1, {}, shown))
+        return metrics
 
 
 def build(

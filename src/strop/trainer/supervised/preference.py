@@ -149,6 +149,7 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         sources_N = np.concatenate(sources)
         found = call(self._loss, columns_N)
         nll = -float(columns_N["chosen_log_prob"].sum() / columns_N["chosen_length"].sum())
+        self._scores = found.chosen_reward_B, found.rejected_reward_B
         margin_N = found.chosen_reward_B - found.rejected_reward_B
         accuracy_N = pairwise_accuracy(margin_N)
         by_source = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from strop.data.answers import pair_batch
 from strop.data.loader import PromptLoader
 from strop.data.rl_dataset import Subset
 from strop.protocol import DataProto
+from strop.tracking.report import ShownPair
 from strop.trainer.supervised.base import SupervisedTrainer
 from strop.workers.supervised import RewardModellingWorker
 
@@ -27,6 +28,26 @@ class PairTrainer(SupervisedTrainer[Pairs]):
     """A trainer on pairs of answers."""
 
     collate: ClassVar[Callable[..., DataProto]] = staticmethod(pair_batch)
+    _scores: tuple[Tensor, Tensor] | None = None
+    """Chosen and rejected scores of all rows of the last evaluation."""
+
+    def shown(self) -> list[ShownPair]:
+        """Return validation pairs, spread evenly and the same each time, with both scores.
+
+        The texts are decoded from the tokens that the model reads.
+        """
+        count = self.config.trainer.log_val_generations
+        if self._scores is None or self.val_loader is None or not count:
+            return []
+        rows: Any = self.val_loader.dataset
+        chosen_N, rejected_N = self._scores
+        pairs = []
+        for number in np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int).tolist():
+            row = rows[number]
+            texts = (self.tokenizer.decode(row[name]) for name in ("input_ids", "chosen", "rejected"))
+            scores = chosen_N[number].item(), rejected_N[number].item()
+            pairs.append(ShownPair(row["data_source"], *texts, *scores))
+        return pairs
 
     @property
     def answer_keys(self) -> dict[str, str]:
@@ -61,6 +82,7 @@ class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
             rejected.append(answers.batch["rejected_scores"])
             sources.append(batch.non_tensor_batch["data_source"])
         chosen_N, rejected_N = torch.cat(chosen).double(), torch.cat(rejected).double()
+        self._scores = chosen_N, rejected_N
         metrics = pair_metrics(chosen_N, rejected_N, np.concatenate(sources))
         self.group.calibrate(metrics["score_mean"], metrics["score_std"])
         self._calibrated_step = self.global_step

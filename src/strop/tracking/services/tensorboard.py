@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from strop.tracking.base import RunInfo
-from strop.tracking.report import SAMPLES_NAME, ShownSample, ValidationReport
+from strop.tracking.report import ShownPair, ShownSample, ValidationReport
 
 
 class TensorboardTracker:
@@ -21,6 +21,8 @@ class TensorboardTracker:
         purge_step = run.start_step + 1 if run.start_step else 0
         self._writer = SummaryWriter(log_dir=str(run.run_dir / "tensorboard"), purge_step=purge_step)
         self._writer.add_text("config", _verbatim(json.dumps(run.config, indent=2, default=str)))
+        if run.hf_repo_url is not None:
+            self._writer.add_text("hf_repo_url", run.hf_repo_url)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write all metrics of ``step`` to disk."""
@@ -32,7 +34,7 @@ class TensorboardTracker:
         """Write the shown samples as text."""
         if report.shown:
             self._writer.add_text(
-                SAMPLES_NAME, "\n\n".join(map(_as_markdown, report.shown)), global_step=step
+                report.shown_name, "\n\n".join(map(_as_markdown, report.shown)), global_step=step
             )
             self._writer.flush()
 
@@ -53,6 +55,6 @@ def _verbatim(text: str) -> str:
     return textwrap.indent(text, "    ", lambda line: True)
 
 
-def _as_markdown(sample: ShownSample) -> str:
-    body = f"{sample.prompt}\n\n{sample.response}\n\ntruth: {sample.ground_truth}"
-    return f"**score {sample.score:g}** ({sample.data_source})\n\n{_verbatim(body)}"
+def _as_markdown(shown: ShownSample | ShownPair) -> str:
+    heading = ", ".join(f"**{name} {value:g}**" for name, value in shown.figures().items())
+    return f"{heading} ({shown.data_source})\n\n{_verbatim(shown.text())}"

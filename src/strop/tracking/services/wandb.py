@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import wandb
 from strop.errors import ConfigError
 from strop.files import atomic_write_text
 from strop.tracking.base import RunInfo
-from strop.tracking.report import SAMPLES_NAME, ShownSample, ValidationReport
+from strop.tracking.report import ValidationReport
 
 RUN_ID_FILE = "wandb_run_id.txt"
 
@@ -28,14 +28,13 @@ class WandbTracker:
 
     def __init__(self, run: RunInfo) -> None:
         """Start or continue the wandb run; ConfigError if that fails (no login, no network)."""
-        id_file = run.run_dir / RUN_ID_FILE
-        known_id = id_file.read_text().strip() if run.start_step and id_file.exists() else None
+        known_id = run.known_id(RUN_ID_FILE)
         try:
             self._run = wandb.init(
                 project=run.project_name,
                 name=run.experiment_name,
                 dir=run.run_dir,
-                config=dict(run.config),
+                config=run.published_config,
                 id=known_id,
                 resume="allow" if known_id else None,
                 # On a terminal, wandb would upload every redraw of the live table.
@@ -46,9 +45,17 @@ class WandbTracker:
                 f"trainer.logger 'wandb' could not start: {error}. "
                 "Log in with `wandb login`, or set WANDB_MODE=offline to keep the files here"
             ) from error
-        atomic_write_text(id_file, self._run.id + "\n")
+        atomic_write_text(run.run_dir / RUN_ID_FILE, self._run.id + "\n")
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
+        if run.hf_repo_url is not None:
+            self._run.summary["hf_repo_url"] = run.hf_repo_url
+
+    @property
+    def address(self) -> str:
+        """URL of the run's page; of an offline run its project and id."""
+        run = self._run
+        return run.url or f"run {run.id} of project {run.project} (offline; `wandb sync` uploads it)"
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Pass ``step`` to wandb, which sends it from its own process."""
@@ -58,9 +65,9 @@ class WandbTracker:
     def log_validation(self, step: int, report: ValidationReport) -> None:
         """Send the shown samples as a table."""
         if report.shown:
-            rows: list[Iterable[Any]] = [list(asdict(sample).values()) for sample in report.shown]
-            table = wandb.Table(columns=[field.name for field in fields(ShownSample)], data=rows)
-            self.log(step, {SAMPLES_NAME: table})
+            rows: list[Any] = [list(asdict(sample).values()) for sample in report.shown]
+            table = wandb.Table(columns=[field.name for field in fields(report.shown[0])], data=rows)
+            self.log(step, {report.shown_name: table})
 
     def log_image(self, step: int, name: str, path: Path) -> None:
         """Send the picture."""

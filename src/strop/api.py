@@ -1,0 +1,431 @@
+"""strop as functions: ``strop.train``, ``sft``, ``train_rm``, ``dpo`` and ``evaluate``.
+
+They build the configuration that the command of the same name reads from a command line, and run that
+command; data and reward functions of the program go with it. Nothing heavy is imported before a function is
+called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import signal
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from strop.results import Evaluation, Run
+
+if TYPE_CHECKING:
+    from strop.config.placement import Root
+    from strop.config.trees import Tree
+    from strop.data.sources import Rows
+
+__all__ = ["Evaluation", "Run", "dpo", "evaluate", "sft", "train", "train_rm"]
+
+Reward = Callable[..., Any] | Sequence[Callable[..., Any]] | str | Path | None
+
+_ESTIMATORS = {"ppo": "gae", "reinforce++": "reinforce_plus_plus"}
+_BATCH = 32
+
+
+def train(
+    model: Any,
+    data: Any,
+    reward: Reward = None,
+    algorithm: Any = "grpo",
+    *,
+    config: str | Path | Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> Run:
+    """Train a model by reinforcement learning, as ``strop train`` does, and return the run.
+
+    Args:
+        model: the path or hub name of a model, or a dict of keys below ``actor_rollout_ref.model``.
+        data: rows as a list of dicts, a ``datasets.Dataset``, a data frame or a pyarrow table; the name of a
+            file, or a list of names (docs/data.md); or a dict of keys below ``data``, in which
+            ``train_files`` and ``val_files`` are any of these:
+            ``dict(train_files=rows, prompt_key="question", answer_key="answer")``.
+        reward: a function that gets by name what it asks for (docs/rewards.md), or has TRL's signature
+            ``(completions, **columns)``; a list of functions, whose scores are added; a Python file
+            ``reward.py`` or ``reward.py:name``; the path or hub name of a reward model; or None: the built-in
+            scorer of each row's ``data_source``. Functions run in a process of their own, as a copy made by
+            cloudpickle; lambdas, closures and functions of a notebook work.
+        algorithm: ``grpo``, ``ppo``, ``rloo``, ``reinforce++``, ``remax``, a value of
+            ``algorithm.adv_estimator``, or a dict of keys below ``algorithm``.
+        config: a YAML file laid over the defaults, or a dict of keys.
+        overrides: further keys (docs/config.md), over ``config``: a section as a dict,
+            ``trainer=dict(total_training_steps=100)``, or the whole name, ``**{"trainer.save_freq": 10}``.
+
+    Keys that nobody sets are those of the command line, but for ``data.train_batch_size`` (32, or all rows if
+    there are fewer), ``ppo_mini_batch_size`` (the same: one update for each batch),
+    ``actor_rollout_ref.rollout.n`` (8 for algorithms that compare the answers to a prompt), and no validation
+    without ``val_files``.
+
+    Raises:
+        StropError: wrong keys, data or rewards, before a model is loaded.
+        KeyboardInterrupt: after the run was ended and its workers are gone. ``strop.Run(folder)`` reads what
+            it wrote, and the same call goes on from its last checkpoint.
+    """
+    with _session("train"):
+        given = _Given(config, overrides)
+        n_rows = given.data(data)
+        estimator = given.algorithm(algorithm)
+        given.model("actor_rollout_ref.model", model)
+        given.reward(reward)
+        return _train("train", given, _own_defaults(estimator, n_rows))
+
+
+def sft(
+    model: Any, data: Any, *, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any
+) -> Run:
+    """Fine-tune a model on responses, as ``strop sft`` does; the rows have ``prompt`` and ``response``.
+
+    The arguments are those of ``train``; ``model`` may be a dict of keys below ``model``.
+    docs/supervised_config.md lists the keys.
+    """
+    return _supervised("sft", model, data, config, overrides)
+
+
+def train_rm(
+    model: Any, data: Any, *, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any
+) -> Run:
+    """Train a reward model, as ``strop train-rm`` does, on ``prompt``, ``chosen`` and ``rejected``.
+
+    The arguments are those of ``sft``.
+    """
+    return _supervised("train-rm", model, data, config, overrides)
+
+
+def dpo(
+    model: Any, data: Any, *, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any
+) -> Run:
+    """Train a policy, as ``strop dpo`` does, on ``prompt``, ``chosen`` and ``rejected``.
+
+    The arguments are those of ``sft``.
+    """
+    return _supervised("dpo", model, data, config, overrides)
+
+
+def evaluate(
+    model: str | Path,
+    data: Any,
+    reward: Reward = None,
+    *,
+    n: int = 1,
+    temperature: float | None = None,
+    max_prompt_length: int = 1024,
+    max_response_length: int = 512,
+    limit: int | None = None,
+    out: str | Path | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> Evaluation:
+    """Generate answers to prompts and score them, as ``strop eval`` does; return the figures.
+
+    Args:
+        model: the path or hub name of a model, such as ``run.model_path``.
+        data: as for ``train``; a dict of keys names its rows ``val_files``.
+        reward: as for ``train``.
+        n: answers to each prompt.
+        temperature: of sampling; 0 is greedy. None: 0 for one answer, else 1.
+        max_prompt_length: in tokens; a longer prompt is an error.
+        max_response_length: in tokens; a longer answer is cut.
+        limit: use only the first prompts of each data source.
+        out: folder for ``samples.parquet`` and ``results.json``. None: a new one in ``evaluations``.
+        config: as for ``train``.
+        overrides: as for ``train``.
+    """
+    with _session("evaluation"):
+        from strop.cli import evaluate as command
+        from strop.cli.train import require_valid
+        from strop.config.trees import PPO
+
+        given = _Given(config, overrides)
+        given.data(data, "val_files")
+        given.reward(reward)
+        folder = Path(out) if out is not None else _free(command.default_folder(str(model)))
+        own = command.settings(
+            str(model),
+            (),
+            n=n,
+            temperature=temperature,
+            max_prompt_length=max_prompt_length,
+            max_response_length=max_response_length,
+            limit=limit,
+            out=folder,
+        )
+        loaded = given.load(PPO, below=own)
+        require_valid(loaded)
+        folder = Path(loaded.trainer.default_local_dir)
+        command.require_new(folder)
+        with _generators_kept():
+            command.evaluate(loaded, folder, rows=given.rows, functions=given.functions)
+        return Evaluation(folder)
+
+
+class _Given:
+    """The arguments of a function as configuration keys, and the objects that these stand for."""
+
+    def __init__(self, config: str | Path | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> None:
+        is_file = isinstance(config, str | Path)
+        self.file = str(config) if is_file else None
+        self.values: dict[str, Any] = {}
+        self.rows: list[Rows] = []
+        self.functions: dict[str, Callable[..., Any]] = {}
+        self.overrides = [self._with_sources({} if is_file else config), self._with_sources(overrides)]
+
+    def set(self, key: str, value: Any) -> None:
+        self.values[key] = _plain(value)
+
+    def model(self, key: str, model: Any) -> None:
+        from strop.errors import ConfigError
+
+        if isinstance(model, Mapping):
+            self.set(key, model)
+        elif isinstance(model, str | Path):
+            self.set(f"{key}.path", model)
+        else:
+            raise ConfigError(
+                f"model: found {type(model).__module__}.{type(model).__name__}, expected the path or hub "
+                "name of a model; save it first: model.save_pretrained(folder), and the tokenizer, too"
+            )
+
+    def data(self, data: Any, main: str = "train_files") -> int | None:
+        """Set the keys of ``data``; return the number of rows where they are in memory."""
+        section = dict(data) if _is_section(data) else {main: data}
+        n_rows = None
+        for name in {"train_files", "val_files"} & section.keys():
+            section[name], count = self._source(section[name], name)
+            n_rows = count if name == main else n_rows
+        for key, value in section.items():
+            self.set(f"data.{key}", value)
+        return n_rows
+
+    def _source(self, value: Any, key: str) -> tuple[Any, int | None]:
+        """Return the name of a file, or one that stands for rows in memory, and the number of these."""
+        if isinstance(value, str | Path):
+            return value, None
+        if isinstance(value, list | tuple) and all(isinstance(item, str | Path) for item in value):
+            return list(value), None
+        from strop.data.sources import Rows, fingerprint
+
+        split = key.rpartition(".")[2].removesuffix("_files")
+        digest, count = fingerprint(Rows(split, value))
+        rows = Rows(f"{split}-{digest}", value)  # a run is continued with the same rows only
+        self.rows.append(rows)
+        return str(rows), count
+
+    def algorithm(self, algorithm: Any) -> str:
+        """Set the keys of ``algorithm``; return the estimator."""
+        key = "algorithm.adv_estimator"
+        if isinstance(algorithm, Mapping):
+            self.set("algorithm", algorithm)
+            return str(algorithm.get("adv_estimator", "gae"))
+        estimator = _ESTIMATORS.get(algorithm, algorithm)
+        self.set(key, estimator)
+        return str(estimator)
+
+    def reward(self, reward: Reward) -> None:
+        from strop.cli.evaluate import path_and_name
+        from strop.errors import ConfigError
+        from strop.rewards.custom import fingerprint
+
+        if reward is None:
+            return
+        if isinstance(reward, str | Path):
+            path, name = path_and_name(str(reward))
+            if path.endswith(".py"):
+                self.set("custom_reward_function.path", path)
+                self.set("custom_reward_function.name", name)
+            else:
+                self.set("reward_model.enable", True)
+                self.set("reward_model.model.path", str(reward))
+            return
+        functions = list(reward) if isinstance(reward, list | tuple) else [reward]
+        for function in functions:
+            if not callable(function):
+                raise ConfigError(
+                    f"reward: found {function!r:.80}, expected a function, a list of functions, a Python "
+                    "file or the path of a reward model"
+                )
+        names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+        names = [
+            name if name.isidentifier() and names.count(name) == 1 else f"reward_{number}"
+            for number, name in enumerate(names, 1)
+        ]
+        words = [f"function:{name}-{fingerprint(f)}" for name, f in zip(names, functions, strict=True)]
+        self.functions = dict(zip(words, functions, strict=True))
+        if len(functions) == 1 and not isinstance(reward, list | tuple):
+            self.set("custom_reward_function.path", words[0])
+            return
+        parts = {name: {"scorer": word} for name, word in zip(names, words, strict=True)}
+        self.set("reward_model.parts", {"rule": 0, **parts})
+
+    def load(
+        self,
+        tree: Tree[Root],
+        defaults: Mapping[str, Any] | None = None,
+        below: Mapping[str, Any] | None = None,
+    ) -> Root:
+        """Return the configuration; ``defaults`` lie below the user's file, ``below`` over it."""
+        from strop.config.load import load_tree
+
+        values = [below or {}, self.values, *self.overrides]
+        return load_tree(tree, config_path=self.file, defaults=defaults, values=values)
+
+    def _with_sources(self, keys: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return keys as configuration has them, with names for rows in memory."""
+        found = {}
+        for key, value in (keys or {}).items():
+            if key in ("data.train_files", "data.val_files"):
+                value, _ = self._source(value, key)
+            elif key == "data" and _is_section(value):
+                value = {
+                    name: self._with_sources({f"data.{name}": item})[f"data.{name}"]
+                    for name, item in value.items()
+                }
+            found[key] = _plain(value)
+        return found
+
+
+def _plain(value: Any) -> Any:
+    """Return paths as texts and tuples as lists, as configuration has them."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _is_section(data: Any) -> bool:
+    return isinstance(data, Mapping) and type(data).__module__.partition(".")[0] != "datasets"
+
+
+def _own_defaults(estimator: str, n_rows: int | None) -> dict[str, Any]:
+    """Return the keys of ``train`` that differ from those of the command line if nobody sets them."""
+    from strop.config.names import estimators
+
+    own: dict[str, Any] = {
+        "data.train_batch_size": min(_BATCH, n_rows or _BATCH),
+        "actor_rollout_ref.actor.ppo_mini_batch_size": "${data.train_batch_size}",
+    }
+    if "uid" in estimators().get(estimator, ()):
+        own["actor_rollout_ref.rollout.n"] = 8
+    return own
+
+
+def _supervised(command: str, model: Any, data: Any, config: Any, overrides: Mapping[str, Any]) -> Run:
+    with _session(command):
+        given = _Given(config, overrides)
+        n_rows = given.data(data)
+        given.model("model", model)
+        defaults = {} if n_rows is None else {"data.train_batch_size": min(_BATCH, n_rows)}
+        return _train(command, given, defaults)
+
+
+def _train(command: str, given: _Given, defaults: Mapping[str, Any]) -> Run:
+    from strop.cli.train import train
+    from strop.config.trees import TREES
+
+    config = given.load(TREES[command], defaults)
+    if command == "train" and not config.data.val_files and not config.trainer.val_only:
+        # The trainer always reads validation rows; these are never used.
+        unused = {"data.val_files": config.data.train_files, "data.val_max_samples": 1}
+        off = {"trainer.test_freq": -1, "trainer.val_before_train": False}
+        config = given.load(TREES[command], {**defaults, **off}, below=unused)
+    with _generators_kept():
+        train(config, rows=given.rows, functions=given.functions)
+    return Run(config.trainer.default_local_dir)
+
+
+def _free(folder: Path) -> Path:
+    """Return ``folder``, or the first of ``folder-2``, ``folder-3``, ... that does not exist."""
+    number, free = 1, folder
+    while free.exists():
+        number += 1
+        free = folder.with_name(f"{folder.name}-{number}")
+    return free
+
+
+@contextlib.contextmanager
+def _session(command: str) -> Generator[None]:
+    """Show strop's messages; restore handlers of signals and logs, and end what the body left running.
+
+    An interrupt is raised after the body, as what it is, also if a library replaced it by another error.
+    """
+    from strop import __version__
+    from strop.cli.run import signals_interrupt
+    from strop.tracking.console import in_notebook
+
+    stream = sys.stdout if in_notebook() else sys.stderr  # a notebook shows errors on red
+    with _logging_to(stream), _private_cluster_ended():
+        logging.getLogger("strop").info("strop %s: %s is starting", __version__, command)
+        received: list[int] = []
+        try:
+            with signals_interrupt(received):
+                yield
+        except BaseException as error:
+            if signal.SIGTERM in received:
+                raise SystemExit(143) from error
+            if received and not isinstance(error, KeyboardInterrupt):
+                _interrupted(error)
+            raise
+
+
+def _interrupted(error: BaseException) -> NoReturn:
+    interrupt = KeyboardInterrupt()
+    for note in getattr(error, "__notes__", []):
+        interrupt.add_note(note)
+    raise interrupt from error
+
+
+@contextlib.contextmanager
+def _logging_to(stream: Any) -> Generator[None]:
+    from strop.terminal import PrintableFormatter
+
+    logger = logging.getLogger("strop")
+    before = logger.level
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    shows = not logger.hasHandlers()  # else the program has set up its own
+    if shows:
+        logger.addHandler(handler)
+    if before == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Generator[None]:
+    """Restore the global random generators, which a run seeds for users' code."""
+    import numpy as np
+    import torch
+
+    states = random.getstate(), np.random.get_state()
+    on_gpu = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=on_gpu):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def _private_cluster_ended() -> Generator[None]:
+    """End the Ray cluster that the body starts; one to which the program is connected stays."""
+    ray = sys.modules.get("ray")
+    was_connected = ray is not None and ray.is_initialized()
+    try:
+        yield
+    finally:
+        cluster = sys.modules.get("strop.controller.ray.cluster")
+        if cluster is not None and not was_connected:
+            cluster.disconnect()

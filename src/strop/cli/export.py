@@ -1,0 +1,63 @@
+"""``strop export``: a checkpoint as a Hugging Face folder, on this machine or on the hub."""
+
+from __future__ import annotations
+
+import argparse
+
+from strop.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``strop export``."""
+    parser.add_argument(
+        "checkpoint", help="a global_step_N folder, or the URL of one; with --push also a run folder"
+    )
+    parser.add_argument("--out", help="the Hugging Face folder to write; must not exist")
+    parser.add_argument(
+        "--role",
+        default="actor",
+        choices=("actor", "critic", "reward_model"),
+        help="role of the model (actor)",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="dtype of the weights (default: as saved)"
+    )
+    parser.add_argument(
+        "--push",
+        nargs="?",
+        const="",
+        metavar="OWNER/NAME",
+        help="upload the model with a model card to this repository of the Hugging Face hub, which is "
+        "created if it is missing (without a name: trainer.hub_repo_id of the run)",
+    )
+    parser.add_argument("--revision", help="with --push: the branch (that of the run, else main)")
+    parser.add_argument("--public", action="store_true", help="with --push: create a public repository")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``strop export``; return 0."""
+    given = [f"--{name}" for name in ("revision", "public") if getattr(arguments, name)]
+    if arguments.push is None and given:
+        raise ConfigError(f"{given[0]} counts with --push OWNER/NAME only")
+    if arguments.push is None and arguments.out is None:
+        raise ConfigError("strop export needs --out FOLDER, --push OWNER/NAME, or both")
+    model = None
+    if arguments.out is not None:
+        from strop.checkpoint.export import export
+
+        model = export(arguments.checkpoint, arguments.out, role=arguments.role, dtype=arguments.dtype)
+        print(f"model in {model}")
+    if arguments.push is not None:
+        from strop.checkpoint.hub import push
+
+        done = push(
+            arguments.checkpoint,
+            role=arguments.role,
+            repo_id=arguments.push or None,
+            revision=arguments.revision,
+            private=not arguments.public,
+            dtype=arguments.dtype,
+            model=model,
+        )
+        print(f"published: {done.url}")
+    return 0

@@ -1,0 +1,140 @@
+"""``Run`` and ``Evaluation``: what a run and an evaluation have written, read from their folders."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+
+class Run:
+    """The folder of a run, as ``strop.train`` returns it, or ``strop.Run("runs/mine")`` opens it.
+
+    Tables are pandas data frames where pandas is installed, else lists of dicts. A notebook shows a run as
+    its curves.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser().absolute()
+
+    @property
+    def metrics(self) -> Any:
+        """One row for each iteration, in order: ``step`` and the metrics of docs/metrics.md."""
+        return _table(self.read_metrics())
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of ``metrics`` as dicts, with or without pandas."""
+        from strop.tracking.jsonl import METRICS_FILE, read_metrics
+
+        return read_metrics(self.folder / METRICS_FILE)
+
+    @property
+    def samples(self) -> Any:
+        """The samples of the last recorded iteration: ``prompt``, ``response``, ``score`` and others."""
+        return self.samples_of()
+
+    def samples_of(self, step: int | None = None, *, validation: bool = False) -> Any:
+        """Return the samples of an iteration, None: the last that has a file; or those of a validation.
+
+        The table of a run that generates nothing is empty. Raises ``DataError`` for a step without a file.
+        """
+        folder = self.folder / ("validation" if validation else "rollouts")
+        files = {int(file.stem.removeprefix("step_")): file for file in folder.glob("step_*.parquet")}
+        if step is None:
+            return _samples(files[max(files)]) if files else _table([])
+        if step not in files:
+            from strop.errors import DataError
+
+            found = f"those of {', '.join(map(str, sorted(files)))}" if files else "none"
+            raise DataError(f"{folder}: no samples of iteration {step}; there are {found}")
+        return _samples(files[step])
+
+    @property
+    def curves(self) -> Path | None:
+        """The picture of the main metrics; None if there is none."""
+        file = self.folder / "curves.png"
+        return file if file.is_file() else None
+
+    @property
+    def model_path(self) -> Path:
+        """The folder of the trained model, which transformers, ``strop.evaluate`` and vLLM can load.
+
+        Raises ``CheckpointError`` if the run has not saved one yet.
+        """
+        from strop.errors import CheckpointError
+
+        final = self.folder / "final_model"
+        if (final / "config.json").is_file():
+            return final
+        steps = sorted(self.folder.glob("global_step_*/*/huggingface"), key=_step_of)
+        actors = [folder for folder in steps if folder.parent.name != "critic"]
+        if not actors:
+            raise CheckpointError(
+                f"{self.folder} has no trained model: a run saves it at its end, or with trainer.save_freq"
+            )
+        return actors[-1]
+
+    def model(self) -> tuple[Any, Any]:
+        """Return the trained model, on the CPU, and its tokenizer, as transformers loads them."""
+        from strop.models.loader import load_causal_lm, load_tokenizer
+
+        return load_causal_lm(self.model_path), load_tokenizer(self.model_path)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    def _repr_png_(self) -> bytes | None:
+        return self.curves.read_bytes() if self.curves else None
+
+
+class Evaluation:
+    """The figures of ``strop.evaluate``, and its folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser().absolute()
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """The content of ``results.json``: model, sampling, and statistics with intervals by data source."""
+        return json.loads((self.folder / "results.json").read_text())
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Mean score by data source."""
+        found = self.results
+        return {
+            name: source["scores"][f"mean@{found['n']}"]["value"] for name, source in found["sources"].items()
+        }
+
+    @property
+    def samples(self) -> Any:
+        """All answers: ``prompt``, ``response``, ``score`` and further columns."""
+        return _samples(self.folder / "samples.parquet")
+
+    def __repr__(self) -> str:
+        return f"Evaluation({str(self.folder)!r}, scores={self.scores})"
+
+
+def _step_of(folder: Path) -> int:
+    word = folder.parents[1].name.rpartition("_")[2]
+    return int(word) if word.isdecimal() else -1
+
+
+def _samples(file: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(file)
+    return table.to_pandas() if _has_pandas() else table.to_pylist()
+
+
+def _table(rows: list[dict[str, Any]]) -> Any:
+    if not _has_pandas():
+        return rows
+    import pandas as pd
+
+    return pd.DataFrame(rows)
+
+
+def _has_pandas() -> bool:
+    return importlib.util.find_spec("pandas") is not None

@@ -1,0 +1,223 @@
+"""strop as functions: what they train, what they leave behind, and the notebook of the examples."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pydoc
+import random
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import strop
+from strop.api import _Given
+from strop.config.trees import PPO
+from strop.data.sources import Rows
+from strop.data.sources import fingerprint as rows_fingerprint
+from strop.errors import ConfigError, DataError
+from strop.rewards.custom import fingerprint
+from strop.tracking.base import RunInfo
+from strop.tracking.console import NotebookTable
+from strop.tracking.jsonl import JsonlTracker
+
+import forked
+import runs
+import tiny_model
+from messages import naming
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+ROWS = [{"question": f"{i % 10}+{i // 10}=", "answer": i % 10 + i // 10} for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model.save(tmp_path_factory.mktemp("api") / "model", hidden=32)
+
+
+def train(model, folder, reward, **more):
+    section = {"prompt_key": "question", "max_prompt_length": 8, "max_response_length": 4}
+    return strop.train(
+        model,
+        {"train_files": ROWS, "train_batch_size": 8, **section},
+        reward,
+        actor_rollout_ref={"rollout": {"name": "hf", "n": 2}},
+        trainer={"total_training_steps": 1, "default_local_dir": folder, "device": "cpu"},
+        **more,
+    )
+
+
+def state():
+    return {
+        "generators": (random.getstate(), torch.get_rng_state().tolist()),
+        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "dtype": torch.get_default_dtype(),
+        "threads": set(threading.enumerate()),
+        "children": {child.pid for child in psutil.Process().children(recursive=True)},
+        "log": list(logging.getLogger("strop").handlers),
+    }
+
+
+def test_a_function_trains_to_the_weights_of_the_command(model, tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    (tmp_path / "reward.py").write_text(
+        "def digits(response, answer):\n    return response.count(str(answer))\n"
+    )
+    factor = 1.0
+    with runs.undrawn():
+        train(model, tmp_path / "function", lambda response, answer: factor * response.count(str(answer)))
+    done = forked.run(
+        _command,
+        [
+            f"actor_rollout_ref.model.path={model}",
+            *(f"data.{split}_files={tmp_path / 'rows.parquet'}" for split in ("train", "val")),
+            *("data.prompt_key=question", "data.max_prompt_length=8", "data.max_response_length=4"),
+            *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
+            *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=2"),
+            *("trainer.test_freq=-1", "trainer.val_before_train=False", "algorithm.adv_estimator=grpo"),
+            *("trainer.total_training_steps=1", "trainer.device=cpu"),
+            *(f"custom_reward_function.path={tmp_path / 'reward.py'}", "custom_reward_function.name=digits"),
+            f"trainer.default_local_dir={tmp_path / 'command'}",
+        ],
+    )
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (
+        (tmp_path / name / "final_model" / "model.safetensors").read_bytes()
+        for name in ("function", "command")
+    )
+    assert ours == theirs
+
+
+def _command(options):
+    from strop.cli.main import main
+
+    with runs.undrawn():
+        sys.exit(main(["train", *options]))
+
+
+def test_an_interrupt_leaves_nothing_behind_and_the_next_run_works(model, tmp_path, monkeypatch):
+    def longer(completions, **columns):
+        assert set(columns) >= {"question", "answer"}
+        return [len(text) / 4 for text in completions]
+
+    def zero(response):
+        return 0.0
+
+    before = state()
+    log = JsonlTracker.log
+    monkeypatch.setattr(JsonlTracker, "log", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
+    with runs.undrawn():
+        with pytest.raises(KeyboardInterrupt):
+            train(model, tmp_path / "run", [longer, zero])
+        assert state() == before
+        monkeypatch.setattr(JsonlTracker, "log", log)
+        run = train(model, tmp_path / "run", [longer, zero])
+    assert state() == before
+    assert [step["step"] for step in run.read_metrics()] == [1]
+    samples = pq.read_table(run.folder / "rollouts" / "step_000001.parquet").to_pylist()
+    assert [row["score"] for row in samples] == [row["reward/longer"] for row in samples]
+    assert {row["reward/zero"] for row in samples} == {0.0}
+    assert len(run.samples) == len(samples) == 16
+    assert run.model_path == run.folder / "final_model"
+    assert run.model()[0].config.vocab_size == len(run.model()[1])
+    with pytest.raises(DataError, match="iteration 5"):
+        run.samples_of(5)
+
+
+def test_the_notebook_of_the_examples_runs(tmp_path):
+    done = forked.run(_notebook, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "mean reward: " in done.stdout
+
+
+def _notebook(folder):
+    sys.path.insert(0, str(EXAMPLES))
+    os.chdir(folder)
+    names = {"__name__": "__main__"}
+    for cell in json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    first, *_, last = names["scores"]
+    assert last > first
+    assert names["run"]._repr_png_()
+
+
+def test_overrides_are_sections_or_whole_keys_over_the_file(tmp_path):
+    (tmp_path / "own.yaml").write_text("trainer: {save_freq: 7, test_freq: 9}\ndata: {train_batch_size: 4}\n")
+    given = _Given(tmp_path / "own.yaml", {"trainer.save_freq": 3, "trainer": {"total_epochs": 2}})
+    assert given.data({"train_files": Path("t.jsonl"), "val_files": ROWS, "prompt_key": "question"}) is None
+    config = given.load(PPO, {"data.train_batch_size": 24})
+    trainer, data = config.trainer, config.data
+    assert (trainer.save_freq, trainer.test_freq, trainer.total_epochs) == (3, 9, 2)
+    assert (data.train_batch_size, data.prompt_key, data.train_files) == (4, "question", ["t.jsonl"])
+    assert data.val_files == [str(given.rows[0])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "parts"),
+    [
+        ((object(), ROWS, len), {}, ("model:", "object", "path")),
+        (("m", ROWS, 3), {}, ("reward:", "found 3")),
+        (("m", {"a": ["x"]}, len), {}, ("data.a", "unknown")),
+        (("m", (row for row in ROWS), len), {}, ("rows:train", "generator")),
+        (("m", ROWS, len), {"trainer": {"total_stepz": 3}}, ("trainer.total_stepz", "unknown")),
+        (("m", ROWS, len), {"trainer": {"seed": object()}}, ("trainer", "object")),
+        (
+            ("/nowhere/model", ROWS, lambda response: 0.0),
+            {},
+            ("actor_rollout_ref.model.path", "no such folder"),
+        ),
+    ],
+)
+def test_wrong_arguments_are_errors_that_name_them(arguments, more, parts):
+    with pytest.raises((ConfigError, DataError), match=naming(*parts)):
+        strop.train(*arguments, **more)
+
+
+def test_names_of_rows_and_functions_follow_their_content():
+    def scorer(factor):
+        return lambda response: factor * len(response)
+
+    assert fingerprint(scorer(1.0)) == fingerprint(scorer(1.0)) != fingerprint(scorer(2.0))
+    digest, count = rows_fingerprint(Rows("a", ROWS))
+    assert count == 24
+    assert digest == rows_fingerprint(Rows("b", pa.Table.from_pylist(ROWS)))[0]
+    assert digest != rows_fingerprint(Rows("a", ROWS[1:]))[0]
+
+
+def test_the_table_of_a_notebook_is_replaced_in_place(monkeypatch, tmp_path):
+    shown = []
+
+    class Handle:
+        def update(self, content, raw):
+            shown.append(content)
+
+    def display(content, raw, display_id):
+        shown.append(content)
+        return Handle()
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    table = NotebookTable(RunInfo(tmp_path, "project", "<b>", {}, total_steps=4))
+    table.log(1, {"critic/score/mean": 0.25})
+    table.close()
+    assert "&lt;b&gt;" in shown[-1]["text/html"]
+    assert "0.25" in shown[-1]["text/plain"]
+    assert "step 1/4" in shown[-1]["text/plain"]
+
+
+def test_dir_and_help_show_the_functions():
+    names = ["train", "sft", "train_rm", "dpo", "evaluate", "Run", "Evaluation"]
+    assert set(names) <= set(dir(strop))
+    assert "RayPPOTrainer" not in dir(strop)
+    assert strop.__all__[: len(names)] == names
+    assert "train_rm(" in pydoc.plain(pydoc.render_doc(strop))
