@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.columns import COLUMNS, SAMPLE_COLUMNS, Column, described
 from strop.data.answers import pair_batch
 from strop.models.loader import load_scorer
@@ -75,6 +76,7 @@ def seen(tmp_path_factory) -> tuple[dict[str, set[tuple[int, str]]], dict[str, s
         row: dict[str, Any] = {
             "data_source": "x",
             **dict.fromkeys(("input_ids", "chosen", "rejected"), torch.tensor([4, 5])),
+            **dict.fromkeys(REFERENCE_INPUTS, torch.tensor(-1.5)),
         }
         pair_batch([row], pad_token_id=0, max_prompt_length=3, max_response_length=3)
     return batches, files

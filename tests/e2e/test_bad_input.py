@@ -97,7 +97,7 @@ def test_all_mistakes_of_a_stage_are_reported_at_once(inputs, tmp_path, capsys):
     unfit = {
         f"data.train_files={inputs}/nothing.parquet": "nothing.parquet",
         f"actor_rollout_ref.model.path={inputs}/nothing": f"{inputs}/nothing",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=3": "ppo_mini_batch_size=3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4096": "ppo_mini_batch_size=4096",
         "actor_rollout_ref.actor.clip_ratio_c=3": "clip_ratio_c",
         "actor_rollout_ref.actor.policy_loss=cispo": "cispo",
         "algorithm.adv_estimator=gea": "gea",

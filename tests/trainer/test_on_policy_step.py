@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 
@@ -134,6 +135,8 @@ def test_weights_metrics_and_samples_are_those_of_a_pass_before_the_update(
             options += ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",)
         trainer = train(overrides(inputs, run, *options))
         samples = [pq.read_table(path).to_pylist() for path in sorted((run / "rollouts").iterdir())]
+        for row in itertools.chain(*samples):  # a ratio of 1 is not recorded where it cannot be another
+            assert row.pop("update_log_probs", row["old_log_probs"]) == row["old_log_probs"]
         found[apart] = (hashes(trainer), metrics(run), samples, len(calls))
     weights, lines, samples, passes = found[False]
     warm_up = 1 if "trainer.critic_warmup=1" in variant else 0
