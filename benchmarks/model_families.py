@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from strop.engines.base import EngineSpec, ModelSpec, OptimizerSettings
+from strop.engines.megatron.settings import FAMILIES
 from strop.engines.torch.engine import TorchEngine
 from strop.errors import StropError
 from strop.models.base import RoleModel
@@ -372,7 +373,11 @@ def table(found: list[Findings]) -> str:
                 f"| {family.family} | {family.model} | not a text decoder: {family.excluded} |||||| "
             )
             continue
-        verdicts = {"vLLM": "not run", **family.verdicts, "Megatron": "no"}
+        verdicts = {
+            "vLLM": "not run",
+            **family.verdicts,
+            "Megatron": "yes" if family.family in FAMILIES else "no",
+        }
         cells = [_cell(verdicts[column], notes) for column in columns]
         lines.append(f"| {family.family} | {family.model} | {' | '.join(cells)} |")
     messages = "\n".join(f"{number}. {note}" for note, number in notes.items())

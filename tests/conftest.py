@@ -75,6 +75,7 @@ _WAITING = ("tests/controller/", "tests/rewards/", "tests/e2e/test_ray")
 _RAY_CONTROLLER = tuple(f"tests/controller/test_{name}.py" for name in ("failures", "nodes", "groups"))
 _RAY_RUNS = (
     "tests/parity/test_ranks.py",
+    "tests/parity/test_megatron_ranks.py",
     "tests/e2e/test_async_ranks.py",
     "tests/e2e/test_reference_documents.py",
     "tests/e2e/test_eval.py",

@@ -82,6 +82,6 @@ def _serve(pipe: Any) -> None:
         except Exception:  # noqa: BLE001 - the test that called is to show it, whatever it is
             failure = traceback.format_exc()
         finally:
-            if world_size > 1:
+            if dist.is_initialized():  # an engine may open a group of one process
                 dist.destroy_process_group()
         pipe.send_bytes(pickle.dumps((failure, result)))

@@ -46,8 +46,8 @@ def test_every_honoured_key_is_read_in_the_source():
 NOT_HONOURED = {
     "actor_rollout_ref.rollout.min_p": "0.5",
     "actor_rollout_ref.rollout.stop": "[x]",
-    "actor_rollout_ref.actor.strategy": "megatron",
-    "critic.strategy": "megatron",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "2",
+    "critic.megatron.override_transformer_config": "{recompute_granularity: full}",
     "reward_model.num_workers": "4",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "4096",
     "reward_model.forward_max_token_len_per_gpu": "4096",

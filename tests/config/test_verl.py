@@ -37,6 +37,10 @@ def problems_of(*overrides: str, **options) -> list[str]:
         (["algorithm.rollout_correction.rollout_is=token"], f"{ACTOR}.rollout_is", "token"),
         (["algorithm.rollout_correction.bypass_mode=True"], f"{ACTOR}.use_rollout_log_probs", True),
         ([f"{ACTOR}.strategy=fsdp2"], f"{ACTOR}.strategy", "fsdp"),
+        (["model_engine=megatron"], f"{ACTOR}.strategy", "megatron"),
+        ([f"{ACTOR}.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron"],
+         f"{ACTOR}.strategy", "megatron"),
+        ([f"+{ACTOR}.megatron.dtype=float32"], "actor_rollout_ref.model.compute_dtype", "float32"),
         ([f"{ACTOR}.policy_loss.loss_mode=gspo"], f"{ACTOR}.policy_loss", "gspo"),
         ([f"+{ACTOR}.policy_loss={{loss_mode: vanilla, dro_beta: null}}"], f"{ACTOR}.policy_loss", "ppo"),
         ([f"{ACTOR}.fsdp_config.{SHARED}=2"], f"{ACTOR}.{SHARED}", 2),
@@ -77,13 +81,54 @@ def test_keys_that_are_not_needed_are_accepted_and_named_by_reason():
     assert any(mentions(line, "trainer.resume_from_path=old", "resume_mode=resume_path") for line in named)
 
 
+def test_keys_of_verls_megatron_that_a_run_does_not_need_are_accepted(tmp_path: Path):
+    (tmp_path / "own.yaml").write_text("""
+actor_rollout_ref:
+  actor: &trained
+    strategy: megatron
+    load_weight: True
+    optim:
+      lr_warmup_init: 0.0
+      lr_decay_steps: null
+      lr_decay_style: constant
+      weight_decay_incr_style: constant
+      lr_wsd_decay_style: exponential
+      use_checkpoint_opt_param_scheduler: False
+      override_optimizer_config: {}
+    megatron: &layout
+      _target_: verl.workers.config.McoreEngineConfig
+      tensor_model_parallel_size: 2
+      dist_checkpointing_prefix: ''
+      use_mbridge: True
+      vanilla_mbridge: True
+      use_remove_padding: True
+      forward_only: False
+      entropy_from_logits_with_chunking: False
+      dtype: bfloat16
+      override_mcore_model_config: {}
+      override_transformer_config: {recompute_granularity: null, attention_backend: flash}
+  ref: {strategy: megatron, load_weight: True, megatron: *layout}
+critic: *trained
+reward_model: {strategy: megatron, megatron: *layout}
+""")
+    config = load_config(config_path=tmp_path / "own.yaml")
+    assert config.critic.strategy == "megatron"
+    assert config.reward_model.megatron.tensor_model_parallel_size == 2
+    names = ("vanilla_mbridge=False", "dist_checkpointing_prefix=module.", "use_remove_padding=False")
+    config = load_config([f"+{ACTOR}.megatron.{name}" for name in names])
+    assert all(any(mentions(line, "without effect", name) for line in config.notes) for name in names)
+
+
 @pytest.mark.parametrize(
     ("written", "parts"),
     [
         (["actor_rollout_ref.model.lora_rank=8"], ["lora_rank=8", "LoRA", "leave it out"]),
         ([f"{ACTOR}.optim.lr_warmup_steps=10"], ["lr_warmup_steps=10", "lr_warmup_steps_ratio"]),
-        ([f"+{ACTOR}.megatron.tensor_model_parallel_size=4"], ["tensor_model_parallel_size=4", "FSDP2"]),
-        (["model_engine=megatron"], ["model_engine=megatron", "FSDP2"]),
+        (["model_engine=veomni"], ["model_engine", "veomni", "fsdp, megatron"]),
+        ([f"+{ACTOR}.veomni.fsdp_size=4"], ["veomni.fsdp_size=4", "fsdp and megatron"]),
+        ([f"{ACTOR}.strategy=fsdp", "reward_model.strategy=megatron"],
+         ["reward_model.strategy=megatron", f"{ACTOR}.strategy=fsdp", "keep one"]),
+        ([f"+{ACTOR}.megatron.override_mcore_model_config.a=1"], ["config.a=1", "override_transformer"]),
         ([f"{ROLLOUT}.name=sglang"], [f"{ROLLOUT}.name=sglang", "vllm"]),
         ([f"{ROLLOUT}.multi_turn.enable=True"], ["multi_turn.enable=True", "leave it out"]),
         (["reward_model.reward_manager=dapo"], ["reward_manager=dapo", "parts.overlong", "module:DAPO"]),
@@ -101,11 +146,9 @@ def test_what_has_no_counterpart_is_refused_with_what_to_do(written, parts):
 
 
 def test_many_refused_keys_with_one_reason_are_one_line():
-    keys = [f"+{ACTOR}.megatron.{name}=2" for name in ("tensor_model_parallel_size", "context_parallel_size")]
-    [problem] = problems_of(*keys, "model_engine=megatron")
-    assert mentions(
-        problem, "megatron.tensor_model_parallel_size=2", "context_parallel_size=2", "model_engine"
-    )
+    keys = [f"+{ACTOR}.veomni.{name}=2" for name in ("fsdp_size", "expert_parallel_size")]
+    [problem] = problems_of(*keys, "+critic.torchtitan.tensor_parallel_size=2")
+    assert mentions(problem, "veomni.fsdp_size=2", "expert_parallel_size=2", "critic.torchtitan")
 
 
 def test_a_file_of_verls_defaults_needs_no_word(tmp_path: Path):
@@ -178,8 +221,8 @@ def test_the_folder_that_verls_scripts_name_is_not_needed(tmp_path: Path, monkey
     config = load_config(["trainer.seed=5"], config_path="./config", config_name="ppo_trainer.yaml")
     assert config.trainer.seed == 5
     assert mentions(config.notes[0], "--config-path ./config")
-    [problem] = problems_of(config_path="config", config_name="ppo_megatron_trainer.yaml")
-    assert mentions(problem, "ppo_megatron_trainer", "leave out")
+    config = load_config(config_path="config", config_name="ppo_megatron_trainer.yaml")
+    assert config.actor_rollout_ref.actor.strategy == config.critic.strategy == "megatron"
     [problem] = problems_of(config_path="config", config_name="mine")
     assert mentions(problem, "--config-path config", "no such folder")
 

@@ -68,25 +68,34 @@ def reference_main() -> str:
     return re.sub(r"from verl\.[\w.]+ import", "from strop import", code)
 
 
-def test_the_reference_documents_main_trains_on_ray_as_in_one_process(ray_session, tmp_path):
-    code = reference_main()
-    inputs = make_inputs(tmp_path)
+def inputs_with_reward_model(folder: Path) -> tuple[Path, list[str]]:
+    """Inputs of a run, and the options for a reward model."""
+    inputs = make_inputs(folder)
     load_scorer(inputs / "model", fresh_head_seed=5).save_pretrained(inputs / "reward_model")
     tiny_model.build_tokenizer().save_pretrained(inputs / "reward_model")
-    options = [
+    return inputs, [
         "reward_model.enable=true",
         f"reward_model.model.path={inputs / 'reward_model'}",
         "reward_model.model.input_tokenizer=null",
     ]
-    expected = train(overrides(inputs, tmp_path / "local", "trainer.worker_group=local", *options))
+
+
+def run_reference_main(inputs: Path, options: list[str]) -> Any:
+    """Execute the document's main; return its trainer."""
     names: dict[str, Any] = {
-        "config": load_config(overrides(inputs, tmp_path / "ray", *options)),
+        "config": load_config(options),
         "tokenizer": load_tokenizer(inputs / "model"),
         "RayPPOTrainer": RayPPOTrainer,
         "RewardManager": RewardManager,
     }
-    exec(compile(code, "ppo_example_architecture.rst", "exec"), names)
-    trainer = names["trainer"]
+    exec(compile(reference_main(), "ppo_example_architecture.rst", "exec"), names)
+    return names["trainer"]
+
+
+def test_the_reference_documents_main_trains_on_ray_as_in_one_process(ray_session, tmp_path):
+    inputs, options = inputs_with_reward_model(tmp_path)
+    expected = train(overrides(inputs, tmp_path / "local", "trainer.worker_group=local", *options))
+    trainer = run_reference_main(inputs, overrides(inputs, tmp_path / "ray", *options))
     assert isinstance(trainer.actor, RayWorkerGroup)
     assert "reward_model" in trainer.groups
     assert hashes(trainer) == hashes(expected)
@@ -94,5 +103,21 @@ def test_the_reference_documents_main_trains_on_ray_as_in_one_process(ray_sessio
     trainer.shutdown()
 
 
-def test_the_megatron_branch_of_the_document_imports():
-    assert NVMegatronRayWorkerGroup is RayWorkerGroup
+@pytest.mark.slow
+def test_the_megatron_branch_of_the_main_trains_as_fsdp_in_one_process(ray_session, tmp_path):
+    pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'strop[megatron]'")
+    inputs, options = inputs_with_reward_model(tmp_path)
+    options += [f"{role}.optim.eps=1e-5" for role in ("actor_rollout_ref.actor", "critic")]
+    train(overrides(inputs, tmp_path / "local", "trainer.worker_group=local", *options))
+    megatron = [
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.model.external_lib=engines.megatron_shim",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "trainer.n_gpus_per_node=2",
+    ]
+    trainer = run_reference_main(inputs, overrides(inputs, tmp_path / "ray", *options, *megatron))
+    assert isinstance(trainer.actor, NVMegatronRayWorkerGroup)
+    assert "reward_model" in trainer.groups
+    for line, other in zip(metrics(tmp_path / "ray"), metrics(tmp_path / "local"), strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-4)
+    trainer.shutdown()

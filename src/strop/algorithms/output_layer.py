@@ -7,6 +7,9 @@ exponentials and the sum of logits weighted by them, and saves three numbers per
 recomputes the logits, and writes each block of the weight's gradient once, in place: memory does not grow
 with N x V, and on a CPU a block stays in the cache between operations.
 
+The vocabulary may be spread over the ranks of a group (``OutputLayer.group``): three numbers per token are
+exchanged in the forward pass, and the hidden states' gradient is summed in the backward pass.
+
 Liger's and Apple's fused losses (Cut Cross-Entropy) do the same for cross entropies only. Neither computes
 entropies with a gradient, so GPUs use this module too.
 """
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -40,6 +44,10 @@ class OutputLayer:
     bias_V: Tensor | None = None
     scale: float = 1.0
     soft_cap: float | None = None
+    first_word: int = 0
+    """Id of the first row of ``weight_VH``."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that hold the other rows, and call with the same tokens; None: all rows are here."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute logits [..., V] of hidden states [..., H]."""
@@ -59,9 +67,9 @@ def log_probs_and_entropy(
     """
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
-    return _OutputLayerFunction.apply(
-        hidden_NH, layer.weight_VH, layer.bias_V, ids_N, layer.scale, layer.soft_cap, temperature, dtype
-    )
+    options = (layer.scale, layer.soft_cap, temperature, dtype, layer.group)
+    ids_N = ids_N - layer.first_word  # words of other ranks are then in no block
+    return _OutputLayerFunction.apply(hidden_NH, layer.weight_VH, layer.bias_V, ids_N, *options)
 
 
 class _OutputLayerFunction(torch.autograd.Function):
@@ -71,7 +79,7 @@ class _OutputLayerFunction(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_N: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor]:
-        scale, soft_cap, temperature, dtype = options
+        scale, soft_cap, temperature, dtype, group = options
         ctx.set_materialize_grads(False)
         ctx.options, ctx.hidden_dtype = options, hidden_NH.dtype
         n_logits = len(ids_N) * len(weight_VH)
@@ -80,7 +88,8 @@ class _OutputLayerFunction(torch.autograd.Function):
         with torch.autocast(hidden_NH.device.type, enabled=False):
             hidden_NH = hidden_NH.to(dtype)
             layer = OutputLayer(weight_VH, bias_V, scale, soft_cap)
-            known = _measure(_Blocks(hidden_NH, layer, temperature, ctx.kept), ids_N)
+            sums = _measure(_Blocks(hidden_NH, layer, temperature, ctx.kept), ids_N)
+            known = _known(sums if group is None else _over_ranks(sums, group))
         ctx.save_for_backward(
             hidden_NH, weight_VH, bias_V, ids_N, known.highest_N, known.log_sum_N, known.entropy_N
         )
@@ -92,7 +101,7 @@ class _OutputLayerFunction(torch.autograd.Function):
         ctx: Any, log_prob_gradient_N: Tensor | None, entropy_gradient_N: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, ids_N, *known = ctx.saved_tensors
-        scale, soft_cap, temperature, _ = ctx.options
+        scale, soft_cap, temperature, _, group = ctx.options
         if log_prob_gradient_N is None:
             log_prob_gradient_N = torch.zeros(ids_N.shape, device=ids_N.device)
         with torch.autocast(hidden_NH.device.type, enabled=False):
@@ -104,7 +113,9 @@ class _OutputLayerFunction(torch.autograd.Function):
                 wanted=ctx.needs_input_grad,
             )
         ctx.kept = None
-        return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, *(None,) * 5
+        if hidden is not None and group is not None:
+            dist.all_reduce(hidden, group=group)
+        return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, *(None,) * 6
 
 
 class _Blocks:
@@ -120,7 +131,7 @@ class _Blocks:
         self.hidden_NH, self.layer, self.temperature = hidden_NH, layer, temperature
         n_tokens, vocabulary = len(hidden_NH), len(layer.weight_VH)
         size = _BLOCK_ON_CPU if hidden_NH.device.type == "cpu" else _BLOCK
-        width = min(max(size // max(n_tokens, 1), _NARROWEST), vocabulary)
+        width = max(min(max(size // max(n_tokens, 1), _NARROWEST), vocabulary), 1)
         self.words = [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
         self._kept = kept
         numbers = (0, 1, 2) if kept is None else (1, 2)
@@ -184,7 +195,19 @@ class _Known(NamedTuple):
     entropy_N: Tensor
 
 
-def _measure(blocks: _Blocks, ids_N: Tensor) -> _Known:
+class _Sums(NamedTuple):
+    """Per token, float32, of the words of one rank or of all."""
+
+    picked_N: Tensor
+    """The id's logit; 0 if it is another rank's word."""
+    highest_N: Tensor
+    sum_N: Tensor
+    """sum_V exp(logit - highest)"""
+    weighted_N: Tensor
+    """sum_V (logit - highest) exp(logit - highest)"""
+
+
+def _measure(blocks: _Blocks, ids_N: Tensor) -> _Sums:
     """Make one pass over the vocabulary, summing exp(logit - highest) with the highest logit so far."""
     highest_N = torch.full(ids_N.shape, _LOWEST, device=ids_N.device)
     picked_N, sum_N, weighted_N = (torch.zeros_like(highest_N) for _ in range(3))
@@ -201,6 +224,22 @@ def _measure(blocks: _Blocks, ids_N: Tensor) -> _Known:
         down_N = (before_N - highest_N).clamp_(min=VANISHES)
         weighted_N = (weighted_N + down_N * sum_N) * down_N.exp() + below_Nv.mul_(exp_Nv).sum(dim=1)
         sum_N = sum_N * down_N.exp() + exp_Nv.sum(dim=1)
+    return _Sums(picked_N, highest_N, sum_N, weighted_N)
+
+
+def _over_ranks(sums: _Sums, group: dist.ProcessGroup) -> _Sums:
+    """Combine the sums of every rank's words. Collective."""
+    picked_N, own_highest_N, sum_N, weighted_N = sums
+    highest_N = own_highest_N.clone()
+    dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=group)
+    down_N = (own_highest_N - highest_N).clamp_(min=VANISHES)
+    sums_3N = torch.stack([picked_N, sum_N * down_N.exp(), (weighted_N + down_N * sum_N) * down_N.exp()])
+    dist.all_reduce(sums_3N, group=group)
+    return _Sums(sums_3N[0], highest_N, sums_3N[1], sums_3N[2])
+
+
+def _known(sums: _Sums) -> _Known:
+    picked_N, highest_N, sum_N, weighted_N = sums
     log_sum_N = sum_N.log()
     log_prob_N = picked_N - highest_N - log_sum_N
     return _Known(log_prob_N, highest_N, log_sum_N, log_sum_N - weighted_N / sum_N)

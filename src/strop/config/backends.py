@@ -21,6 +21,8 @@ class EngineKind:
     """Name of the section with its sharding and memory keys."""
     trains_adapters: bool = False
     """True if it trains LoRA adapters (``lora_rank`` and others)."""
+    package: str | None = None
+    """Package that must be installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,10 @@ class RolloutKind:
 
 
 ENGINES: dict[str, EngineKind] = {
-    "fsdp": EngineKind("strop.engines.torch.engine:TorchEngine", trains_adapters=True)
+    "fsdp": EngineKind("strop.engines.torch.engine:TorchEngine", trains_adapters=True),
+    "megatron": EngineKind(
+        "strop.engines.megatron.engine:MegatronEngine", section="megatron", package="megatron"
+    ),
 }
 
 ROLLOUTS: dict[str, RolloutKind] = {

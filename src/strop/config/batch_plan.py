@@ -35,6 +35,8 @@ class MicroBatchKeys:
     max_tokens: str
     sequence_parallel: str
     """Ranks that share a sequence."""
+    megatron: str
+    """Section with the layout of strategy=megatron."""
 
     @property
     def per_gpu(self) -> str:
@@ -48,6 +50,7 @@ def _keys(section: str, rows: str, tokens: str, *, prefix: str = "", sharing: st
         dynamic=f"{section}.{prefix}use_dynamic_bsz",
         max_tokens=f"{section}.{tokens}",
         sequence_parallel=f"{sharing or section}.ulysses_sequence_parallel_size",
+        megatron=f"{sharing or section}.megatron",
     )
 
 
@@ -74,10 +77,35 @@ def sequence_parallel_size(config: Config, name: str, ranks: int) -> int:
     if name == "ref" and reference_is_the_actor(config):
         name = "actor"
     key = MICRO_BATCHES[name].sequence_parallel
-    size = value_at(config, key) if ranks > 1 else 1
+    size = value_at(config, key) if ranks > 1 and strategy_of(config, name) != "megatron" else 1
     if ranks % size:
         raise ConfigError(
             f"{key}={size} does not divide the {ranks} ranks ({nearest_in_words(size, divisors(ranks))})"
+        )
+    return size
+
+
+def strategy_of(config: Config, name: str) -> str:
+    """Return the strategy of the model that runs the pass `name`."""
+    return (config.critic if name in ("critic", "values") else config.actor_rollout_ref.actor).strategy
+
+
+def ranks_with_same_rows(config: Config, name: str, ranks: int) -> int:
+    """Return how many of `ranks` ranks get the same rows in the pass `name`.
+
+    Raises:
+        ConfigError: the number does not divide the ranks.
+    """
+    if strategy_of(config, name) != "megatron":
+        return sequence_parallel_size(config, name, ranks)
+    key = MICRO_BATCHES[name].megatron
+    layout = value_at(config, key)
+    tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    size = tensor * pipeline
+    if ranks % size:
+        raise ConfigError(
+            f"{key}: tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline} does not "
+            f"divide the {ranks} ranks ({nearest_in_words(size, divisors(ranks))})"
         )
     return size
 
@@ -102,7 +130,7 @@ def resolve_micro_batch(config: Config, name: str, ranks: int = 1) -> MicroBatch
         if per_gpu is None:
             raise ConfigError(f"{keys.per_gpu}: not set; set it, or {keys.dynamic}=True")
         return MicroBatchSize(rows=per_gpu)
-    groups = ranks // sharing
+    groups = ranks // ranks_with_same_rows(config, name, ranks)
     if overall % groups:
         raise ConfigError(
             f"{keys.overall}={overall} does not divide over {groups} ranks "
@@ -289,10 +317,10 @@ def _plan_update(config: Config, name: str, ranks_of_pass: Callable[[str], int])
 
 def _groups(config: Config, name: str, ranks_of_pass: Callable[[str], int]) -> int:
     """Return the number of parts that the samples of a pass are spread over."""
-    return ranks_of_pass(name) // sequence_parallel_size(config, name, ranks_of_pass(name))
+    return ranks_of_pass(name) // ranks_with_same_rows(config, name, ranks_of_pass(name))
 
 
 def _plan_forward(config: Config, name: str, samples: int, ranks: int) -> ForwardPlan:
     micro_batch = resolve_micro_batch(config, name, ranks)
-    samples_per_rank = -(-samples * sequence_parallel_size(config, name, ranks) // ranks)
+    samples_per_rank = -(-samples * ranks_with_same_rows(config, name, ranks) // ranks)
     return ForwardPlan(samples_per_rank, micro_batch)

@@ -20,8 +20,16 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
 from strop.config.backends import ROLLOUTS, load_backend
-from strop.config.batch_plan import BatchPlan, ForwardPlan, MicroBatchSize, UpdatePlan
-from strop.config.keys import longest_row
+from strop.config.batch_plan import (
+    MICRO_BATCHES,
+    BatchPlan,
+    ForwardPlan,
+    MicroBatchSize,
+    UpdatePlan,
+    ranks_with_same_rows,
+    strategy_of,
+)
+from strop.config.keys import longest_row, value_at
 from strop.config.machine import memory_for
 from strop.config.paths import expand, is_url, may_be_a_hub_name
 from strop.config.placement import Placement, pools_of, rollout_dtype, tensor_parallel_size
@@ -50,6 +58,7 @@ class ModelFacts:
     vocabulary: int
     heads: int
     """Query heads."""
+    kv_heads: int
     kv_width: int
     """Key-value heads x head size: a token's cache holds 2 x layers x kv_width numbers."""
     context: int | None
@@ -84,6 +93,7 @@ def facts_of(config: Mapping[str, Any], parameters: int | None) -> ModelFacts:
     """Return facts from the content of a config.json; ``KeyError`` and others if it lacks them."""
     shape = config.get("text_config", config)
     heads = shape["num_attention_heads"]
+    kv_heads = shape.get("num_key_value_heads") or heads
     head_size = shape.get("head_dim") or shape["hidden_size"] // heads
     return ModelFacts(
         parameters=parameters,
@@ -91,7 +101,8 @@ def facts_of(config: Mapping[str, Any], parameters: int | None) -> ModelFacts:
         hidden=shape["hidden_size"],
         vocabulary=shape["vocab_size"],
         heads=heads,
-        kv_width=(shape.get("num_key_value_heads") or heads) * head_size,
+        kv_heads=kv_heads,
+        kv_width=kv_heads * head_size,
         context=shape.get("max_position_embeddings"),
     )
 
@@ -156,28 +167,30 @@ def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> For
 def resident_weights(config: Config, pool: str | None = None) -> dict[str, int | None]:
     """Return the bytes of one rank's models of ``pool`` (None: of all), with what their training keeps."""
     policy = read_model_facts(config.actor_rollout_ref.model.path)
-    trained, added = (_FLOAT32, "") if config.trainer.val_only else (_TRAINED, ", gradients, AdamW")
+    trains = not config.trainer.val_only
     resident: dict[str, int | None] = {}
-    if _is_in(config, role := _policy_role(config), pool):
-        shards = _shards(config, role, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)
-        size = _times(policy, trained, shards)
-        if config.actor_rollout_ref.model.has_adapters and not config.trainer.val_only:
-            size = _trained(policy, config.actor_rollout_ref.model, shards)
-        resident[f"actor: weights{added}"] = size
+    actor, critic = config.actor_rollout_ref, config.critic
+    if _is_in(config, _policy_role(config), pool):
+        size = actor.actor.fsdp_config.fsdp_size
+        if trains:
+            resident["actor: weights, gradients, AdamW"] = _updated(
+                config, "actor", policy, actor.model, size
+            )
+        else:
+            resident["actor: weights"] = _times(policy, _FLOAT32, _shards(config, "actor", size))
     if (
         uses_reference(config)
-        and not config.trainer.val_only
+        and trains
         and not reference_is_the_actor(config)
-        and _is_in(config, role := _reference_role(config), pool)
+        and _is_in(config, _reference_role(config), pool)
     ):
-        resident["reference: weights"] = _times(policy, _FLOAT32, _shards(config, role, -1))
-    if uses_critic(config) and not config.trainer.val_only and _is_in(config, "Critic", pool):
-        critic = read_model_facts(config.critic.model.path)
-        shards = _shards(config, "Critic", config.critic.model.fsdp_config.fsdp_size)
-        resident["critic: weights, gradients, AdamW"] = _trained(critic, config.critic.model, shards)
+        resident["reference: weights"] = _times(policy, _FLOAT32, _shards(config, "ref", -1))
+    if uses_critic(config) and trains and _is_in(config, "Critic", pool):
+        facts, size = read_model_facts(critic.model.path), critic.model.fsdp_config.fsdp_size
+        resident["critic: weights, gradients, AdamW"] = _updated(config, "critic", facts, critic.model, size)
     if config.reward_model.enable and _is_in(config, "RewardModel", pool):
         scorer = read_model_facts(config.reward_model.model.path)
-        resident["reward model: weights"] = _times(scorer, _FLOAT32, _shards(config, "RewardModel", -1))
+        resident["reward model: weights"] = _times(scorer, _FLOAT32, _shards(config, "reward_model", -1))
     return resident
 
 
@@ -257,9 +270,23 @@ def sample_files(config: Config, plan: BatchPlan) -> SampleFiles:
     return SampleFiles(round(plan.samples * sample), min(files, default=None))
 
 
-def _shards(config: Config, role: str, fsdp_size: int) -> int:
-    """Return the ranks over which one copy of a role's model is spread."""
-    ranks = Placement.from_config(config).ranks(role)
+def _updated(
+    config: Config, name: str, facts: ModelFacts | None, model: ModelConfig, fsdp_size: int
+) -> int | None:
+    """Return the bytes of weights, gradients and moments on one rank of the role of a pass."""
+    shards = _shards(config, name, fsdp_size)
+    section = value_at(config, MICRO_BATCHES[name].megatron)
+    if strategy_of(config, name) != "megatron" or not section.use_distributed_optimizer:
+        return _trained(facts, model, shards)
+    ranks = Placement.from_config(config).ranks_of_pass(name)
+    return _sum(_times(facts, 2 * _FLOAT32, shards), _times(facts, 2 * _FLOAT32, ranks))
+
+
+def _shards(config: Config, name: str, fsdp_size: int) -> int:
+    """Return the ranks over which one copy of the model of a pass is spread."""
+    ranks = Placement.from_config(config).ranks_of_pass(name)
+    if strategy_of(config, name) == "megatron":
+        return ranks_with_same_rows(config, name, ranks)
     return min(fsdp_size, ranks) if fsdp_size > 0 else ranks
 
 

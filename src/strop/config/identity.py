@@ -22,6 +22,7 @@ _MAY_CHANGE = re.compile(
     r"data\.(val_\w+|train_batch_size|max_\w+|truncation|filter_\w+|shuffle|num_workers|cache_dir|return_\w+)"
     r"|reward_model\.(\w*micro_batch_size\w*|use_dynamic_bsz|\w*token_len\w*|ulysses_\w+|num_workers"
     r"|timeout_s|error_score|max_error_rate|memory_limit_mb|\w*num_examine|max_length)"
+    r"|reward_model\.megatron\..*"
     r"|reward_model\.model\.(external_lib|trust_remote_code|fsdp_config.*)"
 )
 """Keys of the sections below that say how the run computes, not what it trains."""

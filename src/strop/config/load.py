@@ -15,7 +15,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from pydantic import ValidationError
 
 from strop.config.keys import OF_ALL_NUMBERS, all_keys, unknown_key
-from strop.config.overrides import apply_override, compose_file, locate, split_overrides
+from strop.config.overrides import apply_override, compose_file, locate, shipped_names, split_overrides
 from strop.config.schema import Config, RootConfig
 from strop.config.trees import PPO, Root, Tree
 from strop.config.verl import OWN_FOLDERS, Translation, leaves, translate, without_foreign
@@ -65,7 +65,7 @@ def load_tree(
     notes = []
     if config_path in OWN_FOLDERS and not Path(config_path).exists():
         name = (config_name or tree.name).removesuffix(".yaml")
-        if name == tree.name:
+        if name in shipped_names(tree.name):
             notes.append(f"--config-path {config_path}: no such folder; verl's has the place of the defaults")
             config_path = None
     file = locate(config_path, config_name, tree.name)

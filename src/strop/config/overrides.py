@@ -104,6 +104,11 @@ def _quote_home(text: str) -> str:
     return key + equals + re.sub(r"(?<![^\[,:\s])~[^,\[\]{}'\"\s]*", lambda path: f"'{path.group()}'", value)
 
 
+def shipped_names(default_name: str) -> tuple[str, ...]:
+    """Return the values of `--config-name` that need no file of the user's."""
+    return (default_name, "ppo_megatron_trainer") if default_name == "ppo_trainer" else (default_name,)
+
+
 def locate(config_path: str | Path | None, config_name: str | None, default_name: str) -> Path | None:
     """Return the user's file, or None for the shipped defaults alone, which are called `default_name`.
 
@@ -111,16 +116,14 @@ def locate(config_path: str | Path | None, config_name: str | None, default_name
         ConfigError: there is no such file.
     """
     name = (config_name or default_name).removesuffix(".yaml")
-    if name.endswith("_megatron_trainer") and (config_path is None or not Path(expand(config_path)).exists()):
-        raise ConfigError(
-            f"--config-name {config_name}: verl's settings for Megatron, which is not in this version; leave "
-            "out --config-path, --config-name and the megatron sections, and FSDP2 shards the models"
-        )
     if config_path is None:
         if name == default_name:
             return None
+        names = shipped_names(default_name)
+        if name in names:
+            return Path(__file__).with_name(f"{name}.yaml")
         raise ConfigError(
-            f"--config-name {config_name}: strop ships only {default_name} for this command; "
+            f"--config-name {config_name}: strop ships only {' and '.join(names)} for this command; "
             "for your own file, give its folder with --config-path"
         )
     path = Path(expand(config_path)).resolve()

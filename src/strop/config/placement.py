@@ -66,6 +66,10 @@ class Placement:
         """Return the number of processes that share the pass ``name`` of ``MICRO_BATCHES``."""
         return self.ranks(self.role_of_pass(name))
 
+    def pool_of_pass(self, name: str) -> str:
+        """Return the pool of the model that runs the pass ``name``."""
+        return self.roles[self.role_of_pass(name)]
+
     def role_of_pass(self, name: str) -> str:
         """Return the role that runs the pass ``name`` of ``MICRO_BATCHES``; the policy's for other names."""
         role = _PASS_ROLES.get(name)

@@ -227,6 +227,8 @@ def _rename(
     also, named = found.values.get(rule.to, given.get(rule.to)), found.sources.get(rule.to, rule.to)
     if also is not None and (_follows(value) or _among(there, rule.yields)):
         return
+    if _follows(value) and rule.to in value:
+        return  # both follow one key, as here
     replaces = rule.replaces == "any" or _among(there, rule.replaces)
     if not replaces and also is not None and also != value:
         if (path in overridden) == (named in overridden):

@@ -129,6 +129,10 @@ class Engine(Protocol):
         """Accumulate the gradient of ``loss`` over a mini-batch; return the sums of metrics and loss."""
         ...
 
+    def agree(self, value: Any) -> Any:
+        """Return the ``value`` of the rank that has the model's outputs, on all ranks with the same rows."""
+        ...
+
     def optimizer_step(self, learning_rate: float) -> StepResult:
         """Clip, step and clear the gradients; skip the step if they are not finite."""
         ...

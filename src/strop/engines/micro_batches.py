@@ -111,6 +111,18 @@ def _extents(batch: DataProto) -> tuple[Tensor, Tensor]:
     return first_B.clamp(max=max(boundary - 1, 0)), end_B.clamp(min=boundary + 1)
 
 
+def columns_of(batch: DataProto, rows: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """Return the trimmed columns of a micro-batch on ``device``; of an empty one those of a masked row.
+
+    Another rank has a micro-batch then, and this one must take part in its collectives.
+    """
+    if len(rows) == 0:
+        batch, rows = batch[torch.zeros(1, dtype=torch.long)], torch.zeros(1, dtype=torch.long)
+        if "response_mask" in batch:
+            batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
+    return {name: tensor.to(device) for name, tensor in trim(batch[rows]).items()}
+
+
 def restore(pieces: list[dict[str, Tensor]], rows: list[Tensor], response_width: int) -> dict[str, Tensor]:
     """Concatenate the outputs of micro-batches in the batch's order and width."""
     order = torch.argsort(torch.cat(rows))

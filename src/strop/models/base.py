@@ -32,6 +32,8 @@ class RoleModel(nn.Module):
     """Configuration key of ``packed``, for errors."""
     causal: bool = True
     """True if tokens must not depend on later ones; packed passes need that in any case."""
+    with_last: bool = False
+    """True if the figures need the hidden state of a sequence's last token."""
     hugging_face_model: PreTrainedModel
     """Exported, and used by a rollout that shares the weights."""
     layout: CheckpointLayout
@@ -117,16 +119,17 @@ class RoleModel(nn.Module):
             )
         self.hugging_face_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
-    def packing(self, batch: Mapping[str, Tensor], *, with_last: bool = False) -> Packing | None:
-        """Return the packing of this batch; None for a padded pass.
+    def sequences(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the sequences that a pass over ``batch`` computes: by default one for each row."""
+        return batch
 
-        ``with_last``: compute the hidden state of a sequence's last token, too.
-        """
+    def packing(self, batch: Mapping[str, Tensor]) -> Packing | None:
+        """Return the packing of these sequences; None for a padded pass."""
         if not self.packed:
             return None
         by_sequence = not is_flash(self.hugging_face_model.config._attn_implementation)
         if by_sequence and self.sequence_group is None and "response_mask" in batch:
-            return PromptsOnce(batch, with_last=with_last)
+            return PromptsOnce(batch, with_last=self.with_last)
         return Packing(batch["attention_mask"], self.sequence_group)
 
     def figures(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -147,6 +150,10 @@ class RoleModel(nn.Module):
         if packing is None:
             return hidden_states(self.hugging_face_model, batch)[chosen_BL]
         return packed_hidden_states(self.hugging_face_model, batch, packing)[packing.places(chosen_BL)]
+
+    def scalar_head(self, hidden: Tensor) -> Tensor:
+        """Return the scalar head's float32 figure [...] of hidden states [..., H]."""
+        return self.hugging_face_model.get_submodule("score")(hidden).squeeze(-1).float()
 
     def whole(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sum the outputs over the ranks that share the batch; each has zeros for tokens of other ranks."""

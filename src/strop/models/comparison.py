@@ -58,7 +58,7 @@ def require_eager_figures(
     model = module.hugging_face_model
     implementation = model.config._attn_implementation
     replaceable = model._can_set_attn_implementation()
-    batch = _few_rows(model.config.get_text_config().vocab_size, model.device)
+    batch = few_rows(model.config.get_text_config().vocab_size, model.device)
     was_training = module.training
     with precision or nullcontext():
         module.eval()
@@ -68,7 +68,7 @@ def require_eager_figures(
             bound = TOLERANCE
             if dtype != torch.float32:
                 with _embeddings_rounded(model, torch.finfo(dtype).eps / 2):
-                    noise = _chosen(module.own_figures(batch) - expected, batch)
+                    noise = chosen_figures(module.own_figures(batch) - expected, batch)
                 bound += _NOISE * float(noise.square().mean().sqrt())
         modes = {"in eval mode": False} | ({"in the mode of the update": True} if updates else {})
 
@@ -79,7 +79,7 @@ def require_eager_figures(
                 with torch.set_grad_enabled(training):
                     figures = module.figures(batch).detach()
                 same = figures == expected  # infinite ones too: some families forbid spare ids
-                difference = _chosen((figures - expected).masked_fill(same, 0), batch).abs()
+                difference = chosen_figures((figures - expected).masked_fill(same, 0), batch).abs()
                 error = float(difference.max() if dtype == torch.float32 else difference.median())
                 if not error <= bound:
                     found[mode] = error
@@ -110,12 +110,12 @@ def _advice(module: RoleModel, wrong: Mapping[str, float], remedy: str) -> str:
     return f"this family cannot be used: its passes {reason}"
 
 
-def _chosen(figures: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+def chosen_figures(figures: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the figures of response tokens, or of rows."""
     return figures[batch["response_mask"].bool()] if figures.dim() == 2 else figures
 
 
-def _few_rows(vocabulary: int, device: torch.device) -> dict[str, Tensor]:
+def few_rows(vocabulary: int, device: torch.device) -> dict[str, Tensor]:
     """Return rows of random tokens in the layout of rollouts, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     prompts, responses = (torch.tensor(lengths)[:, None] for lengths in zip(*_ROWS, strict=True))

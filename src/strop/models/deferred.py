@@ -92,16 +92,20 @@ class WeightSource:
         if self._files is None:
             yield from ((name, weight.detach()) for name, weight in self._load().named_parameters())
             return
-        for name, place in self._files.items():
-            if place is None:
-                yield name, self._fresh[name]()
-                continue
-            file, key = place
-            try:
-                with safe_open(file, framework="pt") as tensors:
-                    yield name, tensors.get_tensor(key).float()
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"cannot read {key} from {file}: {error}") from error
+        for name in self._files:
+            yield name, self.read(name)
+
+    def read(self, name: str) -> Tensor:
+        """Return one parameter in float32 from ``readable`` files; ``ModelError`` if it cannot be read."""
+        place = (self._files or {})[name]
+        if place is None:
+            return self._fresh[name]()
+        file, key = place
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                return tensors.get_tensor(key).float()
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"cannot read {key} from {file}: {error}") from error
 
 
 def defer_causal_lm(path: str | Path, **options: Any) -> tuple[PreTrainedModel, WeightSource]:

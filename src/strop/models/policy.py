@@ -98,17 +98,17 @@ class PolicyModel(RoleModel):
         head = language_model.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(language_model).__name__} has no output embeddings to project with")
-        self._project = LogitProjection(language_model.config, head)
+        self.projection: Any = LogitProjection(language_model.config, head)
         self._reference_head: dict[str, Tensor] | None = None
         if not head.weight.is_meta:
             with model_errors(language_model):
-                check_projection(language_model, self._project)
+                check_projection(language_model, self.projection)
 
     def check(self) -> None:
         """Raise ``ModelError`` if the log-probs would not be those of the model's logits."""
         super().check()
         with model_errors(self.hugging_face_model):
-            check_projection(self.hugging_face_model, self._project)
+            check_projection(self.hugging_face_model, self.projection)
 
     def figures(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probs [B, T] of the response tokens."""
@@ -167,7 +167,7 @@ class PolicyModel(RoleModel):
             reference = (batch["ref_hidden"][tokens.kept_BT], self._reference_projection())
         found = token_log_probs(
             hidden_NH,
-            self._project.current(),
+            self.projection.current(),
             batch["responses"][tokens.kept_BT],
             temperature=temperature,
             with_entropy=with_entropy,

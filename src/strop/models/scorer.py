@@ -45,7 +45,7 @@ class ValueModel(RoleModel):
         packing = self.packing(batch)
         tokens = ResponseTokens(batch, packing)
         hidden_NH = self.hidden_states_at(batch, tokens.before_BL, packing)
-        values_N = self.hugging_face_model.get_submodule("score")(hidden_NH).squeeze(-1).float()
+        values_N = self.scalar_head(hidden_NH)
         return self.whole({"values": tokens.spread(values_N)})
 
     def figures(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -68,6 +68,7 @@ class SequenceScorer(RoleModel):
     """
 
     causal = False
+    with_last = True
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``rm_scores`` [B] float32."""
@@ -79,11 +80,11 @@ class SequenceScorer(RoleModel):
         mask_BL = batch["attention_mask"].bool()
         positions_BL = torch.arange(mask_BL.shape[1], device=mask_BL.device).expand_as(mask_BL)
         last_B = torch.where(mask_BL, positions_BL, 0).amax(dim=1)
-        is_last_BL, packing = positions_BL == last_B[:, None], self.packing(batch, with_last=True)
+        is_last_BL, packing = positions_BL == last_B[:, None], self.packing(batch)
         if packing is not None:
             is_last_BL &= packing.own_BL
         hidden_nH = self.hidden_states_at(batch, is_last_BL, packing)
-        scores_n = self.hugging_face_model.get_submodule("score")(hidden_nH).squeeze(-1).float()
+        scores_n = self.scalar_head(hidden_nH)
         scores_B = scores_n.new_zeros(len(mask_BL)).masked_scatter(is_last_BL.any(dim=1), scores_n)
         return self.whole({"scores": scores_B})["scores"]
 
@@ -106,9 +107,13 @@ def scores_by_token(model: PreTrainedModel, rows: Unpadded) -> Tensor:
 class PairScorer(SequenceScorer):
     """Score the chosen and the rejected answer of each row; a packed pass computes their prompt once."""
 
+    def sequences(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return both sequences of each row; see ``as_sequences``."""
+        return as_sequences(batch)
+
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``chosen_scores`` and ``rejected_scores``, [B] float32 each, uncentred."""
-        chosen_B, rejected_B = self.uncentred_scores(as_sequences(batch)).chunk(2)
+        chosen_B, rejected_B = self.uncentred_scores(self.sequences(batch)).chunk(2)
         return {"chosen_scores": chosen_B, "rejected_scores": rejected_B}
 
 

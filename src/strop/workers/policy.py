@@ -307,7 +307,7 @@ class ActorRolloutRefWorker(RoleWorker):
     def _recorded(self, batch: DataProto, names: dict[str, str]) -> DataProto:
         recorder = Recorder(batch, names)
         metrics = self._update(recorder.mini_batch, recorder.watch(self._objective(batch)))
-        return DataProto(recorder.columns(), {}, {"metrics": metrics})
+        return DataProto(self.engine.agree(recorder.columns()), {}, {"metrics": metrics})
 
     def _objective(self, mini_batch: DataProto) -> Loss:
         return actor_objective(

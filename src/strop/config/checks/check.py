@@ -126,6 +126,7 @@ RULES: tuple[Rule, ...] = (
     processes.weights_at_start,
     processes.cuda_graphs,
     processes.precision,
+    processes.strategies,
     inputs.models,
     inputs.reward_file,
     inputs.memory,
@@ -141,6 +142,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     processes.generation_ahead,
     processes.hybrid_sharding,
     processes.shared_sequences,
+    processes.megatron_layouts,
 )
 
 SUPERVISED_RULES: tuple[Rule, ...] = (

@@ -6,7 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 from typing import get_args
 
-from strop.config.batch_plan import MICRO_BATCHES, forward_passes, sequence_parallel_size
+from strop.config.backends import ENGINES
+from strop.config.batch_plan import MICRO_BATCHES, forward_passes, sequence_parallel_size, strategy_of
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.forecast import read_model_facts
 from strop.config.keys import divisors, nearest_in_words, value_at
@@ -19,7 +20,7 @@ from strop.config.placement import (
     tensor_parallel_size,
     visible_gpus,
 )
-from strop.config.roles import roles_of
+from strop.config.roles import roles_of, uses_critic, uses_full_kl
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import FsdpConfig
 from strop.config.schema.policy import LoadFormat
@@ -117,6 +118,61 @@ def shared_sequences(config: Config) -> Iterator[Finding]:
             working = nearest_in_words(size, divisors(facts.heads))
             yield error(
                 f"{key}={size} does not divide the {facts.heads} attention heads of {path} ({working})"
+            )
+
+
+def strategies(config: Config) -> Iterator[Finding]:
+    """Require one strategy for policy and critic, and its package."""
+    actor, critic = config.actor_rollout_ref.actor.strategy, config.critic.strategy
+    if uses_critic(config) and actor != critic:
+        yield error(
+            f"actor_rollout_ref.actor.strategy={actor} and critic.strategy={critic} differ; set both to one"
+        )
+    package = ENGINES[actor].package
+    if package is not None and importlib.util.find_spec(package) is None:
+        yield error(
+            f"actor_rollout_ref.actor.strategy={actor} needs the package {package}-core, which is not "
+            f"installed: pip install 'strop[{actor}]'"
+        )
+    if actor == "megatron" and uses_full_kl(config):
+        yield error(
+            "the full KL (algorithm.kl_penalty or actor_rollout_ref.actor.kl_loss_type) needs whole logits, "
+            "which strategy=megatron never computes; set it to k3, for example, or strategy=fsdp"
+        )
+
+
+def megatron_layouts(config: Config) -> Iterator[Finding]:
+    """Require heads and layers that divide, and one layout for all models in a pool."""
+    placed, of_pool = Placement.from_config(config), dict[str, tuple[str, tuple[int | None, ...]]]()
+    passes = ["actor", *(name for name in forward_passes(config) if name in ("ref", "reward_model"))]
+    for name in [*passes, *(["critic"] if uses_critic(config) else [])]:
+        if strategy_of(config, name) != "megatron":
+            continue
+        key = MICRO_BATCHES[name].megatron
+        layout = value_at(config, key)
+        tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+        sizes = (tensor, pipeline, layout.virtual_pipeline_model_parallel_size)
+        other, others = of_pool.setdefault(placed.pool_of_pass(name), (key, sizes))
+        if others != sizes:
+            yield error(
+                f"{key} and {other} have the tensor, pipeline and virtual pipeline sizes {sizes} and "
+                f"{others}, and their models are in one pool; make them equal, or use different pools"
+            )
+        models = {"critic": "critic.model", "reward_model": "reward_model.model"}
+        path = value_at(config, f"{models.get(name, 'actor_rollout_ref.model')}.path")
+        if (facts := read_model_facts(path)) is None:
+            continue
+        stages = pipeline * (layout.virtual_pipeline_model_parallel_size or 1)
+        uneven = any(entry.startswith("num_layers_in_") for entry in layout.override_transformer_config)
+        if facts.heads % tensor or facts.kv_heads % tensor:
+            yield error(
+                f"{key}.tensor_model_parallel_size={tensor} does not divide the {facts.heads} attention "
+                f"heads and {facts.kv_heads} key-value heads of {path}"
+            )
+        if facts.layers % stages and not uneven:
+            yield error(
+                f"{key}: the {facts.layers} layers of {path} do not divide into {stages} stages "
+                f"(pipeline_model_parallel_size={pipeline}, virtual_pipeline_model_parallel_size={sizes[2]})"
             )
 
 

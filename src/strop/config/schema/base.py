@@ -197,12 +197,9 @@ Modules = Annotated[_Module | list[_Module] | None, Expected("package name, list
 if TYPE_CHECKING:
     _StrategyName = str
 else:
-    _StrategyName = Literal[(*ENGINES, "megatron")]
+    _StrategyName = Literal[tuple(ENGINES)]
 
-Strategy = Annotated[
-    _StrategyName,
-    refused("if megatron", lambda at: at.value not in ENGINES, "not in this version; set it to fsdp"),
-]
+Strategy = _StrategyName
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -215,12 +212,23 @@ LossAggregation = Literal[
 ]
 
 
+def strategy_at(at: At) -> str:
+    """Return the strategy of the model of this key: critic and policy have one each."""
+    owner = at.config.critic if at.path.startswith("critic.") else at.config.actor_rollout_ref.actor
+    return owner.strategy
+
+
 SharedSequences = Annotated[
     PositiveInt,
     no_effect(
         "with one process for each role",
         lambda at: at.value > 1 and at.one_rank,
         "one process shares no sequence; the numbers are the same",
+    ),
+    no_effect(
+        "with strategy=megatron",
+        lambda at: at.value > 1 and strategy_at(at) == "megatron",
+        "ranks share tokens by megatron.sequence_parallel",
     ),
 ]
 

@@ -15,6 +15,7 @@ from strop.config.schema.base import (
     by_tokens,
     no_effect,
 )
+from strop.config.schema.megatron import FOR_FSDP, FOR_MEGATRON, MegatronConfig
 from strop.config.schema.model import ModelConfig
 
 # The reward model's keys of the same names follow these, unless they are set themselves.
@@ -41,13 +42,14 @@ class CriticModelConfig(ModelConfig):
     """Hugging Face model whose body the critic starts from."""
     tokenizer_path: str
     """Tokenizer that is saved next to the critic's checkpoint."""
-    fsdp_config: FsdpConfig
+    fsdp_config: Annotated[FsdpConfig, FOR_FSDP]
 
 
 class CriticConfig(PpoUpdateConfig):
     """The value model and its update."""
 
     model: CriticModelConfig
+    megatron: Annotated[MegatronConfig, FOR_MEGATRON]
     forward_micro_batch_size: PositiveInt | None
     """Deprecated: forward_micro_batch_size_per_gpu times the number of ranks."""
     forward_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]

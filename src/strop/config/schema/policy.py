@@ -34,6 +34,7 @@ from strop.config.schema.base import (
     no_effect,
     refused,
 )
+from strop.config.schema.megatron import FOR_FSDP, FOR_MEGATRON, MegatronConfig
 from strop.config.schema.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -314,7 +315,8 @@ class ActorConfig(PpoUpdateConfig):
         ),
     ]
     """One step an iteration: take old log-probs from its forward pass where possible; False: compute them."""
-    fsdp_config: FsdpConfig
+    fsdp_config: Annotated[FsdpConfig, FOR_FSDP]
+    megatron: Annotated[MegatronConfig, FOR_MEGATRON]
 
 
 class ActorModelConfig(ModelConfig):
@@ -327,7 +329,8 @@ class ActorModelConfig(ModelConfig):
 class RefConfig(Section):
     """The reference model; it is loaded only when a KL term is on."""
 
-    fsdp_config: FrozenFsdpConfig
+    fsdp_config: Annotated[FrozenFsdpConfig, FOR_FSDP]
+    megatron: Annotated[MegatronConfig, FOR_MEGATRON]
     log_prob_micro_batch_size: PositiveInt | None
     """Deprecated: log_prob_micro_batch_size_per_gpu times the number of ranks."""
     log_prob_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows("log_prob_use_dynamic_bsz")]

@@ -21,6 +21,7 @@ from strop.config.schema.base import (
     by_tokens,
     no_effect,
 )
+from strop.config.schema.megatron import FOR_FSDP, FOR_MEGATRON, MegatronConfig
 
 _NO_MODEL = no_effect("with reward_model.enable=False", lambda at: not at.config.reward_model.enable)
 
@@ -57,7 +58,7 @@ class RewardModelModelConfig(Section):
     """Package, or list of packages, to import first."""
     trust_remote_code: bool
     """Run Python code that comes with the model."""
-    fsdp_config: RewardFsdpConfig
+    fsdp_config: Annotated[RewardFsdpConfig, FOR_FSDP]
 
 
 class RewardModelConfig(Section):
@@ -66,6 +67,7 @@ class RewardModelConfig(Section):
     enable: bool
     """Score with a model as well; False: with functions only."""
     model: Annotated[RewardModelModelConfig, _NO_MODEL]
+    megatron: Annotated[MegatronConfig, _NO_MODEL, FOR_MEGATRON]
     micro_batch_size: Annotated[PositiveInt | None, _NO_MODEL]
     """Deprecated: micro_batch_size_per_gpu times the number of ranks."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, _NO_MODEL, by_rows()]

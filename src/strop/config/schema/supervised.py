@@ -21,6 +21,7 @@ from strop.config.schema.base import (
     by_rows,
     by_tokens,
     no_effect,
+    refused,
 )
 from strop.config.schema.data import RowsConfig
 from strop.config.schema.model import ModelConfig
@@ -62,7 +63,15 @@ class TrainedModelConfig(ModelConfig):
 class UpdateConfig(Section):
     """The update: one optimizer step per iteration."""
 
-    strategy: Strategy
+    strategy: Annotated[
+        Strategy,
+        refused(
+            "if megatron",
+            lambda at: at.value == "megatron",
+            "strop sft, strop train-rm and strop dpo have no layout over ranks but fsdp_config; set it to "
+            "fsdp",
+        ),
+    ]
     """Training back-end."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Rows in one pass, per rank; memory only: it never changes a number."""

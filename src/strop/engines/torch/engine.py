@@ -7,9 +7,7 @@ float32.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import itertools
 import math
 import threading
 from collections.abc import Generator, Iterator, Mapping
@@ -25,9 +23,9 @@ from strop.config.paths import MERGED_CONFIG
 from strop.config.roles import sets_noise
 from strop.engines import ranks
 from strop.engines.base import EngineSpec, Loss, ModelSpec, OptimizerSettings, Outputs, StepResult
-from strop.engines.micro_batches import MicroBatching, restore, trim
+from strop.engines.micro_batches import MicroBatching, columns_of, restore
 from strop.engines.torch import state
-from strop.engines.torch.export import write_weights, writing
+from strop.engines.torch.export import set_entries, write_folder, writing
 from strop.engines.torch.sharding import (
     Offload,
     ShardingSettings,
@@ -42,12 +40,7 @@ from strop.models.attention import is_flash
 from strop.models.base import RoleModel
 from strop.models.comparison import require_eager_figures
 from strop.models.deferred import Weights, WeightSource, defer_causal_lm, defer_scorer
-from strop.models.loader import (
-    dtype_named,
-    load_causal_lm,
-    load_scorer,
-    persistent_buffers,
-)
+from strop.models.loader import dtype_named, load_causal_lm, load_scorer
 from strop.models.lora import Adapters
 from strop.models.pair_policy import PairPolicy
 from strop.models.policy import PolicyModel
@@ -201,12 +194,7 @@ class TorchEngine:
 
     def set_config(self, entries: Mapping[str, Any]) -> None:
         """See ``Engine.set_config``."""
-        config = self.module.hugging_face_model.config
-        for name, value in entries.items():
-            if value is not None:
-                setattr(config, name, value)
-            elif hasattr(config, name):
-                delattr(config, name)
+        set_entries(self.module.hugging_face_model.config, entries)
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         if self.autocast_dtype is None or self._sharded:
@@ -236,14 +224,6 @@ class TorchEngine:
                 "runs passes in its worker's shared_passes"
             )
 
-    def _columns(self, batch: DataProto, rows: Tensor) -> dict[str, Tensor]:
-        if len(rows) == 0:  # another rank has a micro-batch: take part in its collectives with a masked row
-            batch = batch[torch.zeros(1, dtype=torch.long)]
-            rows = torch.zeros(1, dtype=torch.long)
-            if "response_mask" in batch:
-                batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
-        return {name: tensor.to(self.device) for name, tensor in trim(batch[rows]).items()}
-
     @torch.no_grad()
     def infer(self, batch: DataProto, micro: MicroBatching, **options: Any) -> Outputs:
         """See ``Engine.infer``; the outputs are on the CPU."""
@@ -253,7 +233,7 @@ class TorchEngine:
         pieces, rows = [], self._split(batch, micro)
         for piece_rows in rows:
             with self._autocast():
-                outputs = self.module(self._columns(batch, piece_rows), **options)
+                outputs = self.module(columns_of(batch, piece_rows, self.device), **options)
             pieces.append({name: tensor[: len(piece_rows)].cpu() for name, tensor in outputs.items()})
         reshard(self.module)
         self._offload.park_parameters()
@@ -269,7 +249,7 @@ class TorchEngine:
         batch = DataProto(batch.batch)
         totals: dict[str, Tensor] = {}
         for rows in self._split(batch, micro):
-            columns = self._columns(batch, rows)
+            columns = columns_of(batch, rows, self.device)
             with self._autocast():
                 outputs = self.module(columns, **options)
             value, metrics = loss(outputs, columns)
@@ -279,6 +259,10 @@ class TorchEngine:
         group = self.module.sequence_group
         counts = group is None or group.rank == 0  # ranks that share sequences have equal figures: count once
         return ranks.total({name: float(figure) * counts for name, figure in totals.items()}, self.device)
+
+    def agree(self, value: Any) -> Any:
+        """See ``Engine.agree``; every rank has the outputs of its rows."""
+        return value
 
     def optimizer_step(self, learning_rate: float) -> StepResult:
         """See ``Engine.optimizer_step``."""
@@ -360,44 +344,21 @@ class TorchEngine:
                 model.save_pretrained(folder, safe_serialization=True)
                 tokenizer.save_pretrained(folder)
             return
-        if ranks.is_first():
-            with writing(folder):
-                model.config.architectures = [type(model).__name__]  # as save_pretrained does
-                model.config.save_pretrained(folder)
-                if adapters is not None and not merged:
-                    (folder / "config.json").rename(folder / MERGED_CONFIG)
-                if model.can_generate() and model.generation_config is not None:
-                    model.generation_config.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
-        if adapters is not None and not merged:
-            self._export_adapters(folder, adapters)
-        elif weights:
-            self._export_weights(folder)
-
-    def _export_adapters(self, folder: Path, adapters: Adapters) -> None:
-        with self.on_device():
-            trained = {
-                name: whole(weight)
-                for name, weight in self.module.hugging_face_model.named_parameters()
-                if adapters.is_trained(name)
-            }
-        if ranks.is_first():
-            with writing(folder):
-                adapters.save(folder, trained)
-
-    def _export_weights(self, folder: Path) -> None:
-        """Write on rank zero; the other ranks take part in the gathers, also if rank zero's disk fails."""
-        model, as_saved = self.module.hugging_face_model, self.module.adapters is not None
-        buffers = dict(persistent_buffers(model))
-        tensors = itertools.chain(self.named_weights(as_saved=as_saved), buffers.items())
-        if not ranks.is_first():
-            collections.deque(tensors, maxlen=0)
-            return
-        sizes = {name: t.nbytes for name, t in model.named_parameters()}
-        if as_saved:
+        if adapters is None:
+            write_folder(folder, model, tokenizer, self.named_weights() if weights else None)
+        elif merged:
+            tensors = self.named_weights(as_saved=True) if weights else None
             sizes = {name: 4 * shape.numel() for name, shape in self.module.layout.shapes().items()}
-        sizes |= {name: buffer.nbytes for name, buffer in buffers.items()}
-        try:
-            write_weights(folder, tensors, sizes)
-        finally:
-            collections.deque(tensors, maxlen=0)
+            write_folder(folder, model, tokenizer, tensors, sizes)
+        else:
+            write_folder(folder, model, tokenizer, None)
+            self._write_adapters(folder, adapters)
+
+    def _write_adapters(self, folder: Path, adapters: Adapters) -> None:
+        with self.on_device():
+            parameters = self.module.hugging_face_model.named_parameters()
+            trained = {name: whole(weight) for name, weight in parameters if adapters.is_trained(name)}
+        if ranks.is_first():
+            with writing(folder):
+                (folder / "config.json").rename(folder / MERGED_CONFIG)
+                adapters.save(folder, trained)

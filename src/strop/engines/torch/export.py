@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
+import itertools
 import json
 import shutil
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from strop.engines import ranks
 from strop.engines.torch.shard_files import IndexReader
 from strop.engines.torch.state import failing_as, stored_shapes
 from strop.errors import CheckpointError
-from strop.models.loader import no_progress_bars
+from strop.models.loader import no_progress_bars, persistent_buffers
 
 MAX_FILE_BYTES = 2 << 30
 """Size limit of a safetensors file, and of CPU memory in use, unless a single tensor is larger."""
@@ -69,6 +74,58 @@ def write_weights(
         raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
 
 
+def write_folder(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: Iterable[tuple[str, Tensor]] | None,
+    sizes: Mapping[str, int] | None = None,
+) -> None:
+    """Write configuration, tokenizer and ``weights`` of a sharded or adapted model, on rank zero. Collective.
+
+    ``sizes`` are the bytes of ``weights`` by name, in their order; by default those of the model's
+    parameters. The other ranks take part in the gathers, also if rank zero's disk fails.
+    """
+    if ranks.is_first():
+        with writing(folder):
+            model.config.architectures = [type(model).__name__]  # as save_pretrained does
+            model.config.save_pretrained(folder)
+            if model.can_generate() and model.generation_config is not None:
+                model.generation_config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    if weights is None:
+        return
+    buffers = dict(persistent_buffers(model))
+    tensors = itertools.chain(weights, buffers.items())
+    try:
+        if ranks.is_first():
+            if sizes is None:
+                sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+            buffer_sizes = {name: buffer.nbytes for name, buffer in buffers.items()}
+            write_weights(folder, tensors, {**sizes, **buffer_sizes})
+    finally:
+        collections.deque(tensors, maxlen=0)
+
+
+def set_entries(config: PretrainedConfig, entries: Mapping[str, Any]) -> None:
+    """Set entries of an exported ``config.json``; None removes one."""
+    for name, value in entries.items():
+        if value is not None:
+            setattr(config, name, value)
+        elif hasattr(config, name):
+            delattr(config, name)
+
+
+@contextmanager
+def writing(folder: Path) -> Generator[None]:
+    """Raise ``CheckpointError`` if the body cannot write the model to ``folder``."""
+    with no_progress_bars():  # they would break the run's live display
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
+
+
 def export_from_shards(
     state_folder: Path, huggingface_folder: Path, out: Path, max_bytes: int = MAX_FILE_BYTES
 ) -> None:
@@ -100,13 +157,3 @@ def _read(
         with failing_as(f"{folder}: {name} cannot be read"):
             dcp.load({_MODEL + name: tensor}, storage_reader=IndexReader(str(folder)), no_dist=True)
         yield name, tensor
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Generator[None]:
-    """Raise ``CheckpointError`` for a disk that fails in the body; draw no progress bars."""
-    with no_progress_bars():  # they would break the run's live display
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot write the model to {folder}: {error}") from error

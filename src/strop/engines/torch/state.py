@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,18 @@ def materialize(optimizer: torch.optim.AdamW) -> None:
 def save(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, *, background: bool = False
 ) -> Future | None:
-    """Write the state into ``folder``. Collective.
+    """Write the state into ``folder``; see ``write``. Collective."""
+    return write(_collect(module, optimizer), folder, background=background)
 
-    With ``background`` the state is copied to CPU memory and written by a thread; pass the returned future to
+
+def write(collected: dict[str, Tensor], folder: Path, *, background: bool = False) -> Future | None:
+    """Write tensors, whole ones or this rank's parts, into ``folder``. Collective.
+
+    With ``background`` they are copied to CPU memory and written by a thread; pass the returned future to
     ``finish``. Raises ``CheckpointError`` if writing fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    collected, options = _collect(module, optimizer), _process_group(folder)
+    options = _process_group(folder)
     with failing_as(f"cannot write the checkpoint {folder}"):
         if not background:
             dcp.save(collected, storage_writer=DigestingWriter(folder), **options)
@@ -85,20 +90,30 @@ def finish(saving: Future, folder: Path) -> None:
 
 
 def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
-    """Read what ``save`` wrote, bit for bit. Collective.
-
-    Raises ``CheckpointError`` if it is incomplete, or its names or shapes are not those of this model.
-    """
-    collected = _collect(module, optimizer)
-    message = f"{folder} cannot be read as the state of this model"
-    adapters = _adapters(module)
+    """Read what ``save`` wrote, bit for bit; see ``require_fit`` and ``read``. Collective."""
+    collected, adapters = _collect(module, optimizer), _adapters(module)
     layout = collected[adapter_state.LAYOUT].clone() if adapters else None
+    require_fit({name: tuple(tensor.shape) for name, tensor in collected.items()}, folder)
+    read(collected, folder, **_process_group(folder))
+    if layout is not None:
+        adapter_state.unpack(collected, layout, adapters, optimizer)
+
+
+def read(collected: dict[str, Tensor], folder: Path, **options: Any) -> None:
+    """Read the tensors called as in ``collected`` into them; by default without the other ranks.
+
+    Raises ``CheckpointError`` if the folder cannot be read.
+    """
+    with failing_as(f"{folder} cannot be read as the state of this model"):
+        dcp.load(collected, storage_reader=IndexReader(str(folder)), **(options or {"no_dist": True}))
+
+
+def require_fit(wanted: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raise ``CheckpointError`` if ``folder`` is incomplete, or has other names or shapes than ``wanted``."""
+    message = f"{folder} cannot be read as the state of this model"
     with failing_as(message):
-        if misfits := _misfits(collected, stored_shapes(folder)):
+        if misfits := _misfits(wanted, stored_shapes(folder)):
             raise CheckpointError(f"{message}: {'; '.join(misfits[:5])}")
-        dcp.load(collected, storage_reader=IndexReader(str(folder)), **_process_group(folder))
-        if layout is not None:
-            adapter_state.unpack(collected, layout, adapters, optimizer)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -132,12 +147,14 @@ def _adapters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.saved_parameters())
 
 
-def _misfits(wanted: dict[str, Tensor], stored: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> list[str]:
+def _misfits(
+    wanted: Mapping[str, tuple[int, ...]], stored: dict[str, tuple[tuple[int, ...], torch.dtype]]
+) -> list[str]:
     missing = [f"it has no {name}" for name in wanted if name not in stored]
     return missing + [
-        f"{name} is {list(stored[name][0])} there, expected {list(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in stored and stored[name][0] != tuple(tensor.shape)
+        f"{name} is {list(stored[name][0])} there, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if name in stored and stored[name][0] != shape
     ]
 
 

@@ -1,0 +1,411 @@
+"""``MegatronEngine``: a model over tensor-parallel, pipeline and data-parallel ranks, by megatron-core.
+
+Weights, gradients and moments are float32; passes run under autocast to the compute dtype, as those of one
+rank of the engine ``fsdp`` do. Passes are always packed. Checkpoints have the names and shapes of the
+Hugging Face model, in the format of the engine ``fsdp``, so either engine reads them on any layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from strop.engines import ranks
+from strop.engines.base import EngineSpec, Loss, ModelSpec, Outputs, StepResult
+from strop.engines.megatron.attention import Row
+from strop.engines.megatron.build import build_chunks, require_supported, transformer_config
+from strop.engines.megatron.convert import places
+from strop.engines.megatron.optimizer import MOMENTS, Optimizer
+from strop.engines.megatron.parallel import data_parallel_sum, from_last_stage, open_groups
+from strop.engines.megatron.roles import StagedPolicy, VocabularyShard, staged
+from strop.engines.megatron.settings import ParallelSettings
+from strop.engines.megatron.weights import Weights, as_chunk, local, weights_on_demand
+from strop.engines.micro_batches import MicroBatching, columns_of, restore
+from strop.engines.torch import state
+from strop.engines.torch.export import set_entries, write_folder
+from strop.errors import ConfigError, ModelError
+from strop.models.comparison import TOLERANCE, chosen_figures, few_rows
+from strop.models.deferred import defer_causal_lm, defer_scorer
+from strop.models.heads import decoder_of
+from strop.models.loader import dtype_named
+from strop.models.packing import Packing
+from strop.protocol import DataProto
+
+_MODEL, _OPTIMIZER = "model.hugging_face_model.", "optimizer.hugging_face_model."
+
+Columns = dict[str, Tensor]
+
+
+class MegatronEngine:
+    """Hold this rank's part of one model; without an optimizer, only infer."""
+
+    def __init__(self, model: ModelSpec, spec: EngineSpec) -> None:
+        """Build the model and read its weights. Collective.
+
+        Raises ``ConfigError`` or ``ModelError`` for what this engine cannot hold, or computes differently.
+        """
+        settings = ParallelSettings.from_section(spec.section)
+        if model.lora is not None:
+            raise ConfigError(
+                f"{model.lora.key}: strategy=megatron trains no LoRA adapters; set strategy=fsdp, or "
+                "lora_rank=0 and lora_adapter_path=null"
+            )
+        if model.keeps_reference_head:
+            raise ConfigError(
+                "the full KL needs whole logits, which strategy=megatron never computes; use another "
+                "kl_penalty or kl_loss_type, for example k3, or strategy=fsdp"
+            )
+        open_groups(settings, spec.device)
+        self.device = spec.device
+        dtype = dtype_named(model.compute_dtype, spec.device)
+        self.autocast_dtype = None if dtype == torch.float32 else dtype
+        self._saving: tuple[Future, Path] | None = None
+        self._beginning_save = threading.Lock()
+        options: dict[str, Any] = {"path": model.path, **model.options}
+        if model.kind == "policy":
+            hugging_face_model, source = defer_causal_lm(**options)
+        else:
+            hugging_face_model, source = defer_scorer(**options, fresh_head_seed=model.head_seed)
+        require_supported(hugging_face_model.config, settings, model.path)
+        if not source.readable:
+            raise ModelError(
+                f"model {model.path}: strategy=megatron reads safetensors files that hold every weight; "
+                "convert the model with save_pretrained"
+            )
+        self.module = staged(model.kind, hugging_face_model, packing_key=model.packing_key)
+        self._mcore = transformer_config(
+            hugging_face_model.config, settings, recompute=model.gradient_checkpointing
+        )
+        self._chunks: list[Any] = build_chunks(
+            hugging_face_model.config,
+            self._mcore,
+            scalar_head=model.kind != "policy",
+            implementation=hugging_face_model.config._attn_implementation,
+            padding=vars(hugging_face_model.get_input_embeddings())["padding_idx"],
+        )
+        for chunk in self._chunks:
+            chunk.to(spec.device)
+            for layer in chunk.decoder.layers if self.autocast_dtype is not None else ():
+                # around each layer, as megatron-core computes layers again outside the forward pass
+                layer.forward = self._autocast()(layer.forward)
+            for parameter in chunk.parameters():
+                parameter.data.zero_()  # rows that pad the vocabulary stay 0
+                parameter.requires_grad_(spec.optimizer is not None)
+        self._weights = Weights(hugging_face_model, places(hugging_face_model, self._chunks, self._mcore))
+        self._rotary = decoder_of(hugging_face_model).get_submodule("rotary_emb").to(spec.device)
+        self._read_head()
+        self._optimizer: Optimizer | None = None
+        if spec.optimizer is not None:
+            self._optimizer = Optimizer(self._chunks, self._mcore, spec.optimizer, settings)
+            self._chunks = list(self._optimizer.chunks)
+        self._weights.load(source)
+        if self._optimizer is not None:
+            self._optimizer.reload_parameters()
+        self._require_own_figures(source, model)
+
+    @classmethod
+    def build(cls, model: ModelSpec, spec: EngineSpec) -> MegatronEngine:
+        """See ``Engine.build``; ``spec.section`` is a section ``megatron``."""
+        return cls(model, spec)
+
+    @staticmethod
+    def data_parallel_place(
+        rank: int, world_size: int, *, section: Any, sequence_parallel_size: int
+    ) -> tuple[int, int]:
+        """See ``Engine.data_parallel_place``; the ranks of a copy of the model get the same rows."""
+        del sequence_parallel_size
+        return ParallelSettings.from_section(section).data_parallel_place(rank, world_size)
+
+    @property
+    def shareable_model(self) -> PreTrainedModel | None:
+        """See ``Engine.shareable_model``: transformers cannot generate with these layers."""
+        return None
+
+    def _read_head(self) -> None:
+        """Let the role read the weight of the last chunk's head."""
+        last = self._chunks[-1]
+        if not last.post_process:
+            return
+        if not isinstance(self.module, StagedPolicy):
+            self.module.head_weight = lambda: last.output_layer.weight
+            return
+        place = next(
+            p
+            for p in reversed(self._weights.places)
+            if p.name in ("lm_head.weight", "model.embed_tokens.weight")
+        )
+        parameter, words = place.parameter, place.chunk_shape[0]
+        self.module.projection = VocabularyShard(
+            lambda: parameter if len(parameter) == words else parameter[:words],
+            place.start,
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    def _require_own_figures(self, source: Any, spec: ModelSpec) -> None:
+        """Compare a pass with the Hugging Face model's own, on a few rows. Collective.
+
+        Rank zero computes the latter, with the weights of one module in memory at a time.
+        """
+        batch = few_rows(self.module.hugging_face_model.config.vocab_size, torch.device("cpu"))
+        columns = {name: column.to(self.device) for name, column in batch.items()}
+        with torch.no_grad():
+            [figures] = self._pass(
+                [columns], lambda found: (0.0, self.module.figures(found).cpu()), as_rows=True
+            )
+        error: Exception | None = None
+        if ranks.is_first():
+            with torch.no_grad(), weights_on_demand(self.module.hugging_face_model, source):
+                expected = self.module.own_figures(batch)
+            difference = float(chosen_figures(figures - expected, batch).abs().max())
+            # 16 bits round each of the layers' sums; a wrong weight changes log-probs by far more
+            bound = TOLERANCE if self.autocast_dtype is None else 0.1 * float(expected.abs().max())
+            if not difference <= bound:
+                error = ModelError(
+                    f"{spec.role}: the passes of strategy=megatron differ from those of "
+                    f"{type(self.module.hugging_face_model).__name__} by {difference:.2g}, expected at most "
+                    f"{bound:.2g}; set strategy=fsdp"
+                )
+        ranks.raise_together(error)
+
+    def set_config(self, entries: Mapping[str, Any]) -> None:
+        """See ``Engine.set_config``."""
+        set_entries(self.module.hugging_face_model.config, entries)
+
+    def _autocast(self) -> Any:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
+
+    def _split(self, batch: DataProto, micro: MicroBatching) -> list[Tensor]:
+        """Return the rows of each micro-batch, equally many on every rank.
+
+        An interleaved pipeline needs a multiple of its stages.
+        """
+        wanted = ranks.largest(len(micro.split(batch, packed=True)), self.device)
+        if self._mcore.virtual_pipeline_model_parallel_size:
+            wanted += -wanted % self._mcore.pipeline_model_parallel_size
+        return micro.split(batch, at_least=wanted, packed=True)
+
+    def _pass(
+        self,
+        batches: Sequence[Columns],
+        finish: Callable[[Columns], tuple[Any, Any]],
+        *,
+        backward: bool = False,
+        as_rows: bool = False,
+    ) -> list[Any]:
+        """Run micro-batches through the pipeline; return what ``finish`` found for each. Collective.
+
+        ``finish`` is called with the columns of a micro-batch on the last stage, and returns a loss and what
+        to return; other stages return what the last one did. ``as_rows``: a row is one sequence in any role.
+        """
+        several, multiple = (
+            self._mcore.virtual_pipeline_model_parallel_size,
+            self._mcore.tensor_model_parallel_size,
+        )
+        if as_rows and several:
+            batches = list(batches) * self._mcore.pipeline_model_parallel_size
+
+        def laid(columns: Columns) -> tuple[Mapping[str, Tensor], Packing]:
+            sequences = columns if as_rows else self.module.sequences(columns)
+            packing = self.module.packing(sequences)
+            assert packing is not None
+            return sequences, packing
+
+        longest = 0
+        if several:  # an interleaved pipeline needs rows of one length
+            for sequences, packing in map(laid, batches):
+                length = packing.pack(sequences["input_ids"]).shape[1]
+                longest = max(longest, length + -length % multiple)
+        zero = torch.zeros((), dtype=torch.int, device=self.device)
+
+        def step(columns: Iterator[Columns], chunk: nn.Module) -> tuple[Tensor, Any]:
+            mine = next(columns)
+            sequences, packing = laid(mine)
+            row = Row(
+                sequences,
+                packing,
+                rotary=self._rotary,
+                implementation=self.module.hugging_face_model.config._attn_implementation,
+                multiple=multiple,
+                at_least=longest,
+            )
+            output = chunk(row.ids_1M, None, None, packed_seq_params=row)
+
+            def loss(hidden_1MH: Tensor) -> tuple[Tensor, Tensor, Any]:
+                self.module.hidden_MH = hidden_1MH[0]
+                with self._autocast():
+                    value, found = finish(mine)
+                del self.module.hidden_MH
+                # With 0 tokens, megatron-core scales neither loss nor gradients: denominators are global.
+                return torch.as_tensor(value, device=self.device), zero, found
+
+            return output, loss
+
+        found = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(batches) for _ in self._chunks] if several else iter(batches),
+            model=self._chunks if several else self._chunks[0],
+            num_microbatches=len(batches),
+            seq_length=longest or 1,  # without an interleaved pipeline, rows have lengths of their own
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
+        found = from_last_stage(found)
+        return found[:1] if as_rows else found
+
+    @torch.no_grad()
+    def infer(self, batch: DataProto, micro: MicroBatching, **options: Any) -> Outputs:
+        """See ``Engine.infer``; the outputs are on the CPU."""
+        if options.pop("with_full_kl", False) or options.pop("with_hidden", False):
+            raise ConfigError("the full KL needs strategy=fsdp")
+        self.module.eval()
+        batch = DataProto(batch.batch)
+        rows = self._split(batch, micro)
+
+        def outputs(columns: Columns) -> tuple[float, Outputs]:
+            return 0.0, {name: output.cpu() for name, output in self.module(columns, **options).items()}
+
+        found = self._pass([columns_of(batch, piece, self.device) for piece in rows], outputs)
+        pieces = [
+            {name: output[: len(piece)] for name, output in part.items()}
+            for part, piece in zip(found, rows, strict=True)
+        ]
+        return restore(pieces, rows, batch.batch["response_mask"].shape[1] if "response_mask" in batch else 0)
+
+    def forward_backward(
+        self, batch: DataProto, loss: Loss, micro: MicroBatching, **options: Any
+    ) -> dict[str, float]:
+        """See ``Engine.forward_backward``."""
+        options.pop("with_full_kl", None)
+        self.module.train()
+        batch = DataProto(batch.batch)
+
+        def metrics_of(columns: Columns) -> tuple[Tensor, dict[str, Tensor]]:
+            value, metrics = loss(self.module(columns, **options), columns)
+            return value, {
+                "loss": value.detach().clone(),
+                **{name: m.detach() for name, m in metrics.items()},
+            }
+
+        batches = [columns_of(batch, rows, self.device) for rows in self._split(batch, micro)]
+        found = self._pass(batches, metrics_of, backward=True)
+        totals = {name: sum(float(metrics[name].double()) for metrics in found) for name in found[0]}
+        return data_parallel_sum(totals, self.device)
+
+    def agree(self, value: Any) -> Any:
+        """See ``Engine.agree``; the last pipeline stage has the outputs."""
+        return from_last_stage(value)
+
+    def optimizer_step(self, learning_rate: float) -> StepResult:
+        """See ``Engine.optimizer_step``."""
+        if self._optimizer is None:
+            raise RuntimeError("this engine was built without an optimizer")
+        return self._optimizer.step(learning_rate)
+
+    @contextlib.contextmanager
+    def on_device(self) -> Generator[None]:
+        """See ``Engine.on_device``."""
+        yield
+
+    def base_model(self) -> contextlib.AbstractContextManager[None]:
+        """See ``Engine.base_model``; there are no adapters."""
+        return contextlib.nullcontext()
+
+    def named_weights(self, *, as_saved: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """See ``Engine.named_weights``."""
+        weights = self._weights.whole(lambda parameter: parameter.detach())
+        yield from self.module.layout.convert(weights) if as_saved else weights
+
+    def save(self, folder: Path, *, background: bool = False) -> None:
+        """See ``Engine.save``."""
+        self._wait_for_save()
+        with self._beginning_save:
+            self._saving = None
+            saving = state.write(self._collect(), folder, background=background)
+            self._saving = None if saving is None else (saving, folder)
+
+    def _collect(self) -> dict[str, Tensor]:
+        """Return this rank's share of the state; each data-parallel rank writes a part of the tensors."""
+        copy = parallel_state.get_data_parallel_rank()
+        copies = parallel_state.get_data_parallel_world_size()
+        found: dict[str, Tensor] = {}
+        gathered: tuple[nn.Parameter | None, dict[str, Tensor]] = (None, {})
+        for number, place in enumerate(self._weights.sent):
+            if self._optimizer is not None and gathered[0] is not place.parameter:
+                gathered = place.parameter, self._optimizer.moments(place.parameter)
+            if number % copies != copy:
+                continue
+            found[_MODEL + place.name] = as_chunk(place, place.chunk(place.parameter.detach()))
+            if self._optimizer is not None:
+                for kind, values in gathered[1].items():
+                    found[f"{_OPTIMIZER}{place.name}.{kind}"] = as_chunk(place, place.chunk(values).cpu())
+                found[f"{_OPTIMIZER}{place.name}.step"] = torch.tensor(self._optimizer.steps)
+        return found
+
+    def save_is_done(self) -> bool:
+        """See ``Engine.save_is_done``."""
+        saving = self._saving
+        return saving is None or saving[0].done()
+
+    def finish_save(self) -> None:
+        """See ``Engine.finish_save``."""
+        with self._beginning_save:
+            saving = self._saving
+        if saving is not None:
+            state.finish(*saving)
+
+    def _wait_for_save(self) -> None:
+        if self._saving is not None:
+            wait([self._saving[0]])
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """See ``Engine.load``; this rank reads the parts that it holds, a few tensors at a time."""
+        self._wait_for_save()
+        kinds = MOMENTS if self._optimizer is not None else ()
+        wanted = {_MODEL + place.name: place.shape for place in self._weights.places}
+        wanted |= {f"{_OPTIMIZER}{p.name}.{kind}": p.shape for p in self._weights.places for kind in kinds}
+        state.require_fit(wanted, folder)
+        for parameter, group in self._weights.by_parameter():
+            chunks = {
+                key: as_chunk(place, torch.empty(place.chunk_shape))
+                for place in group
+                for key in (_MODEL + place.name, *(f"{_OPTIMIZER}{place.name}.{kind}" for kind in kinds))
+            }
+            state.read(chunks, folder)
+            moments = {kind: torch.zeros(parameter.shape) for kind in kinds}
+            for place in group:
+                place.write(local(chunks[_MODEL + place.name]).to(self.device), parameter.detach())
+                for kind, values in moments.items():
+                    place.write(local(chunks[f"{_OPTIMIZER}{place.name}.{kind}"]), values)
+            if self._optimizer is not None:
+                self._optimizer.set_moments(parameter, moments)
+        if self._optimizer is not None:
+            step = torch.zeros(())
+            state.read({f"{_OPTIMIZER}{self._weights.places[0].name}.step": step}, folder)
+            self._optimizer.steps = float(step)
+            self._optimizer.reload_parameters()
+
+    def export(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        weights: bool = True,
+        merged: bool = False,
+    ) -> None:
+        """See ``Engine.export``; weights are written in float32, as they are trained."""
+        del merged  # there are no adapters
+        model = self.module.hugging_face_model
+        write_folder(folder, model, tokenizer, self.named_weights() if weights else None)

@@ -1,0 +1,121 @@
+"""Preflight checks of strategy=megatron."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from strop.config.checks import processes
+from strop.config.forecast import resident_weights
+from strop.config.identity import decides_what_is_trained
+from strop.config.load import load_config
+
+from messages import mentions
+
+ACTOR = "actor_rollout_ref.actor"
+MEGATRON = (f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=8", "trainer.device=cpu")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: object())
+
+
+@pytest.fixture
+def model(valid, tmp_path):
+    """A folder whose configuration has 4 heads, 2 key-value heads and 6 layers."""
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 6}
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**shape, "vocab_size": 19}))
+
+
+def test_one_key_selects_the_back_end_of_all_roles_and_so_does_the_name_of_verl(valid, installed, report):
+    for config in (
+        load_config([*valid, *MEGATRON]),
+        load_config([*valid, *MEGATRON[1:]], config_name="ppo_megatron_trainer"),
+    ):
+        assert config.actor_rollout_ref.actor.strategy == config.critic.strategy == "megatron"
+    sizes = [f"{ACTOR}.megatron.{key}_model_parallel_size=2" for key in ("tensor", "pipeline")]
+    result = report(*MEGATRON, *sizes)
+    assert result.errors == []
+    assert result.plan.actor.sharing == 4
+    config = load_config([*valid, *MEGATRON, *sizes])
+    others = (config.critic, config.actor_rollout_ref.ref, config.reward_model)
+    assert [section.megatron.tensor_model_parallel_size for section in others] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["critic.strategy=fsdp"], [f"{ACTOR}.strategy=megatron", "critic.strategy=fsdp"]),
+        ([f"{ACTOR}.megatron.tensor_model_parallel_size=3"], ["=3", "8 ranks"]),
+        (
+            [f"{ACTOR}.megatron.tensor_model_parallel_size=4"],
+            ["=4", "4 attention heads", "2 key-value heads"],
+        ),
+        ([f"{ACTOR}.megatron.pipeline_model_parallel_size=4"], ["6 layers", "4 stages"]),
+        (
+            ["critic.megatron.tensor_model_parallel_size=2"],
+            ["critic.megatron", f"{ACTOR}.megatron", "(2, 1, None)", "(1, 1, None)", "pool"],
+        ),
+        ([f"{ACTOR}.megatron.context_parallel_size=2"], ["context_parallel_size=2", "ulysses"]),
+        ([f"{ACTOR}.megatron.expert_model_parallel_size=2"], ["expert_model_parallel_size=2"]),
+        ([f"{ACTOR}.megatron.param_offload=True"], ["param_offload=True", "False"]),
+        ([f"{ACTOR}.megatron.use_dist_checkpointing=True"], ["use_dist_checkpointing=True"]),
+        ([f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"], ["=2", "null"]),
+        ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"], ["full KL", "strategy=fsdp"]),
+        (
+            ["actor_rollout_ref.model.lora_rank=8"],
+            ["actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.strategy=megatron", "fsdp"],
+        ),
+        (
+            ["critic.model.lora_adapter_path=gone"],
+            ["critic.model.lora_adapter_path=gone", "critic.strategy=megatron", "fsdp"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_an_error_by_name(installed, model, report, overrides, words):
+    assert report(*MEGATRON).errors == []
+    errors = report(*MEGATRON, *overrides).errors
+    assert any(mentions(line, *words) for line in errors), errors
+
+
+def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, report):
+    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: None)
+    assert any(mentions(line, "strop[megatron]") for line in report(*MEGATRON).errors)
+
+
+def test_keys_of_the_other_back_end_have_no_effect(installed, report):
+    written = (f"{ACTOR}.fsdp_config.fsdp_size=2", f"{ACTOR}.ulysses_sequence_parallel_size=2")
+    warnings = report(*MEGATRON, *written).warnings
+    assert all(any(mentions(line, "strategy=megatron", key) for line in warnings) for key in written)
+    [line] = report(f"{ACTOR}.megatron.tensor_model_parallel_size=2").warnings
+    assert mentions(line, "without strategy=megatron", "tensor_model_parallel_size=2")
+
+
+def test_the_forecast_of_a_pool_counts_the_layout_and_the_distributed_optimizer(valid, installed, tmp_path):
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 6}
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**shape, "vocab_size": 19}))
+    save_file({"weight": np.zeros((40, 100), np.float32)}, tmp_path / "model" / "model.safetensors")
+    pools = ("trainer.resource_pools={one: [4], two: [2]}", "trainer.placement={Critic: two}")
+    sizes = (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "trainer.device=cpu")
+    config = load_config([*valid, MEGATRON[0], *pools, *sizes])
+    # weights and gradients over the 2 ranks of a copy, moments over all ranks of the pool
+    held = resident_weights(config, "one")
+    assert held["actor: weights, gradients, AdamW"] == 4000 * 8 // 2 + 4000 * 8 // 4
+    assert held["reference: weights"] == 4000 * 4 // 2
+    assert resident_weights(config, "two") == {
+        "critic: weights, gradients, AdamW": 4000 * 8 // 2 + 4000 * 8 // 2
+    }
+    whole = load_config(
+        [*valid, MEGATRON[0], *pools, *sizes, f"{ACTOR}.megatron.use_distributed_optimizer=False"]
+    )
+    assert resident_weights(whole, "one")["actor: weights, gradients, AdamW"] == 4000 * 16 // 2
+
+
+def test_another_layout_continues_a_run():
+    assert not decides_what_is_trained("reward_model.megatron.tensor_model_parallel_size")
+    assert not decides_what_is_trained(f"{ACTOR}.megatron.pipeline_model_parallel_size")
+    assert decides_what_is_trained("reward_model.model.path")

