@@ -122,7 +122,7 @@ reward_model: {strategy: megatron, megatron: *layout}
 @pytest.mark.parametrize(
     ("written", "parts"),
     [
-        (["actor_rollout_ref.model.lora_rank=8"], ["lora_rank=8", "LoRA", "leave it out"]),
+        (["actor_rollout_ref.model.lora.rank=8"], ["lora.rank=8", "lora_rank", "fsdp", "leave it out"]),
         ([f"{ACTOR}.optim.lr_warmup_steps=10"], ["lr_warmup_steps=10", "lr_warmup_steps_ratio"]),
         (["model_engine=veomni"], ["model_engine", "veomni", "fsdp, megatron"]),
         ([f"+{ACTOR}.veomni.fsdp_size=4"], ["veomni.fsdp_size=4", "fsdp and megatron"]),
@@ -207,10 +207,10 @@ def test_every_key_of_0_3_0_post1_is_accepted_at_its_default_there():
 
 def test_overrides_win_over_verls_keys_of_a_file(tmp_path: Path):
     (tmp_path / "own.yaml").write_text(
-        "trainer: {max_actor_ckpt_to_keep: 5}\nactor_rollout_ref: {model: {lora_rank: 8}}\n"
+        "trainer: {max_actor_ckpt_to_keep: 5}\nactor_rollout_ref: {model: {lora: {rank: 8}}}\n"
     )
     config = load_config(
-        ["trainer.max_ckpt_to_keep=2", "actor_rollout_ref.model.lora_rank=0"],
+        ["trainer.max_ckpt_to_keep=2", "actor_rollout_ref.model.lora.rank=0"],
         config_path=tmp_path / "own.yaml",
     )
     assert config.trainer.max_ckpt_to_keep == 2
