@@ -61,10 +61,13 @@ def state():
         "generators": (random.getstate(), torch.get_rng_state().tolist()),
         "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
         "dtype": torch.get_default_dtype(),
-        "threads": set(threading.enumerate()),
-        "children": {child.pid for child in psutil.Process().children(recursive=True)},
         "log": list(logging.getLogger("strop").handlers),
     }
+
+
+def running():
+    children = psutil.Process().children(recursive=True)
+    return set(threading.enumerate()) | {("process", child.pid) for child in children}
 
 
 def test_a_function_trains_to_the_weights_of_the_command(model, tmp_path):
@@ -112,16 +115,19 @@ def test_an_interrupt_leaves_nothing_behind_and_the_next_run_works(model, tmp_pa
     def zero(response):
         return 0.0
 
-    before = state()
+    before, running_before = state(), running()
     log = JsonlTracker.log
     monkeypatch.setattr(JsonlTracker, "log", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
     with runs.undrawn():
         with pytest.raises(KeyboardInterrupt):
             train(model, tmp_path / "run", [longer, zero])
         assert state() == before
+        # What an earlier test left may end meanwhile.
+        assert running() <= running_before
         monkeypatch.setattr(JsonlTracker, "log", log)
         run = train(model, tmp_path / "run", [longer, zero])
     assert state() == before
+    assert running() <= running_before
     assert [step["step"] for step in run.read_metrics()] == [1]
     samples = pq.read_table(run.folder / "rollouts" / "step_000001.parquet").to_pylist()
     assert [row["score"] for row in samples] == [row["reward/longer"] for row in samples]
