@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     """Size and digest of one file."""
 
     size: int
-    """In bytes."""
+    """Size in bytes."""
     digest: str | None
     """XXH3-128 in hex; None in manifests of earlier versions, which held sizes only."""
 

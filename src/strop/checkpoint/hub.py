@@ -34,7 +34,7 @@ FINAL_MODEL = "final_model"
 
 @dataclass(frozen=True)
 class Publication:
-    """Where on the hub a model goes."""
+    """Place of a model on the hub."""
 
     repo_id: str
     """owner/name"""

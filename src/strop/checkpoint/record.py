@@ -1,4 +1,4 @@
-"""What a checkpoint was trained on, and the comparison with the run that is about to continue it.
+"""Record of the run that saved a checkpoint, and its comparison with the run that continues it.
 
 Part of ``trainer.pt``: ``{"kind": the configuration's class, "config": its values, "files": {key: digest}}``.
 """

@@ -235,7 +235,7 @@ def _samples(arguments: argparse.Namespace, values: _Values | None) -> Iterator[
 
 
 class _Values:
-    """What a user's function takes by name, from the rows of the file."""
+    """Values that a user's function takes by name, from the rows of the file."""
 
     def __init__(self, arguments: argparse.Namespace, scorer: Scorer) -> None:
         self._arguments, self._scorer = arguments, scorer

@@ -162,7 +162,7 @@ def _validation_table(steps: Steps) -> Table:
 
 
 class _Wanted(NamedTuple):
-    """Which samples to show: parts of the prompt and of the response, and the prompt's uid; None: any."""
+    """Choice of samples: parts of the prompt and of the response, and the prompt's uid; None: any."""
 
     prompt: str | None
     text: str | None

@@ -1,4 +1,4 @@
-"""What a run trains: the keys that name its model, reward and data, and the name of its default folder.
+"""Identity of a run: the keys that name its model, reward and data, and the name of its default folder.
 
 A checkpoint is continued with the same model, reward and data only. Other keys may change between two
 commands: learning rates, lengths, batch sizes, validation, logging.

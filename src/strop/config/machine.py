@@ -20,9 +20,9 @@ class Memory(NamedTuple):
     """Memory that one process of a run may use."""
 
     size: int
-    """In bytes."""
+    """Size in bytes."""
     place: str
-    """In words: the machine, or a GPU."""
+    """The machine or a GPU, in words."""
     processes: int
     """Processes that share it."""
 

@@ -19,12 +19,12 @@ from strop.config.keys import all_keys
 
 _MISSING = object()
 OWN_FOLDERS = ("config", "./config")
-"""What verl's scripts give as ``--config-path``: Hydra looks for it beside verl's code."""
+"""Values of ``--config-path`` in verl's scripts: Hydra looks for the folder beside verl's code."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one of verl's keys."""
+    """Meaning here of one of verl's keys."""
 
     to: str = ""
     """Key here that takes the value; empty if none does."""
@@ -44,12 +44,12 @@ class Rule:
     why: str = ""
     """Reason why a run here does not need the key."""
     do: str = ""
-    """What to do about a value that is not in ``default``."""
+    """Advice on a value that is not in ``default``."""
 
 
 @dataclass
 class Translation:
-    """What verl's keys of one configuration mean here."""
+    """Meaning here of verl's keys in one configuration."""
 
     values: dict[str, Any] = field(default_factory=dict)
     """Values to set, by key here."""
@@ -95,7 +95,7 @@ class OtherDefault(NamedTuple):
     key: str
     there: Any
     because: str
-    """Why verl's value is what it is, where its own key does not say so."""
+    """Reason for verl's value, where its own key does not say it."""
     changes_results: bool
 
 

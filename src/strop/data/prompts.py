@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """What becomes of a prompt before it is tokenized; the keys under ``data`` have the same names."""
+    """Treatment of a prompt before it is tokenized; the keys under ``data`` have the same names."""
 
     apply_chat_template: bool | Literal["auto"] = "auto"
     """Make a plain string a user message; "auto": if the tokenizer has a chat template."""

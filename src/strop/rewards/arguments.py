@@ -179,7 +179,7 @@ def is_async(function: Any) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of the prompt of a sample."""
+    """Prompt of a sample, as far as it is known."""
 
     columns: Mapping[str, Any]
     given: Any

@@ -37,7 +37,7 @@ class RewardOutput:
     responses: list[str]
     """The decoded responses [B]; empty if the batch was scored as a whole."""
     errors: list[str]
-    """Why a sample could not be scored [B]; "" for one that could."""
+    """Reason why a sample could not be scored [B]; "" for one that could."""
 
 
 def read_output(result: Any, mask_BT: Tensor, *, error_score: float) -> tuple[RewardOutput, list[str]]:

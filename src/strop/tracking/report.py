@@ -76,7 +76,7 @@ class ShownPair:
     chosen: str
     rejected: str
     chosen_score: float
-    """Of a reward model: the score; of preference optimization: the loss's reward."""
+    """Score of a reward model, or reward of the loss in preference optimization."""
     rejected_score: float
 
     def figures(self) -> dict[str, float]:

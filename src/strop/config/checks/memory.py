@@ -23,7 +23,7 @@ _REMEDIES = {
     "vLLM": "lower actor_rollout_ref.rollout.max_num_seqs or gpu_memory_utilization",
     "update": "lower update.micro_batch_size_per_gpu, or set model.enable_gradient_checkpointing=True",
 }
-"""What makes a part of a forecast smaller, by the beginning of its name."""
+"""Beginning of the name of a part of a forecast -> the keys that make it smaller."""
 _OF_WEIGHTS = "take a smaller model, or more GPUs (trainer.n_gpus_per_node)"
 
 

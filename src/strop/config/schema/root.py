@@ -81,7 +81,7 @@ class FilterGroupsConfig(Section):
     enable: bool
     """Drop prompts whose answers all have one score, and generate further batches in their place."""
     metric: Annotated[Text, _NO_FILTER]
-    """What must differ: score, acc (the rule's part), or another part of the score."""
+    """Value that must differ: score, acc (the rule's part), or another part of the score."""
     max_num_gen_batches: Annotated[Count, _NO_FILTER]
     """End the run with an error if an iteration would need more batches than this; 0: no limit."""
 
@@ -133,7 +133,7 @@ class RootConfig(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was read otherwise than it was written: keys of verl."""
+        """Notes on what was read otherwise than it was written: keys of verl."""
         return self._notes
 
     def note_written(self, paths: Iterable[str], *, meant: Iterable[str], notes: Iterable[str] = ()) -> None:

@@ -90,7 +90,7 @@ class RunConfig(Section):
     resume_mode: Text
     """auto: newest of the same run in default_local_dir or default_hdfs_dir; disable; path or URL of one."""
     max_restarts: Annotated[Count, _ONE_PROCESS]
-    """When a worker dies or hangs: restart from the last checkpoint, at most this many times."""
+    """Most restarts from the last checkpoint, after a worker died or hung."""
     phase_timeout_s: Annotated[Seconds | None, _ONE_PROCESS]
     """Ray: seconds after which a call to workers counts as hung (loading: at least 600); null: no limit."""
     default_hdfs_dir: Text | None

@@ -58,12 +58,12 @@ _OUTSIDE = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank holds its chunk of a Hugging Face tensor."""
+    """Place of this rank's chunk of a Hugging Face tensor."""
 
     name: str
-    """Of the tensor, in the Hugging Face model."""
+    """Name of the tensor in the Hugging Face model."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dim: int | None
     """Dimension that the tensor-parallel ranks divide; None: all hold the whole."""
     parameter: nn.Parameter

@@ -19,7 +19,7 @@ from typing import Any
 _LENGTH_BYTES = 4
 
 STDIN, STDOUT = "/dev/shm/stdin", "/dev/shm/stdout"
-"""What ``/dev/stdin`` and ``/dev/stdout`` are links to: there is no ``/proc/self/fd`` for them."""
+"""Targets of the links ``/dev/stdin`` and ``/dev/stdout``: there is no ``/proc/self/fd`` for them."""
 
 
 class Closed(Exception):
