@@ -38,6 +38,7 @@ CONTEXT.set_forkserver_preload(
         "strop.cli.train",
         "strop.engines.torch.engine",
         "strop.rollout.hf.engine",
+        "strop.rollout.hf.replica",
         "strop.trainer.build",
         "strop.trainer.supervised",
         "strop.workers.critic",

@@ -57,7 +57,7 @@ ENGINES: dict[str, EngineKind] = {
 
 ROLLOUTS: dict[str, RolloutKind] = {
     "hf": RolloutKind(
-        replica="strop.rollout.hf.engine:HFReplica",
+        replica="strop.rollout.hf.replica:HFReplica",
         shared="strop.rollout.hf.engine:HFRollout",
         keys=frozenset({"micro_batch_size_per_gpu"}),
     ),

@@ -1,8 +1,8 @@
 """Rollout ``hf``: generation in this process with a transformers model.
 
-``HFRollout`` generates on the actor's own module where that is not sharded. ``HFReplica`` holds an unsharded
-copy of the weights: beside a sharded actor, or in a separate pool. ``check_decoding`` compares step-by-step
-decoding with one forward pass when a rollout is built.
+``HFRollout`` generates on the actor's own module where that is not sharded, or on the copy of a replica
+(``strop.rollout.hf.replica``). ``check_decoding`` compares step-by-step decoding with one forward pass when a
+rollout is built.
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from strop.config.forecast import SHAPE_KEYS, ModelFacts, facts_of, samples_at_once
-from strop.config.placement import rollout_dtype
 from strop.errors import ModelError
-from strop.models.checkpoint_layout import CheckpointLayout
-from strop.models.deferred import defer_causal_lm
 from strop.models.heads import model_errors
-from strop.models.loader import dtype_named, end_token_ids, hidden_token_ids
+from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, RolloutSpec, Samples, SamplingParams
 from strop.rollout.hf.decoding import Contexts, decode
@@ -33,7 +29,6 @@ from strop.rollout.hf.kv_cache import attention_windows
 from strop.rollout.hf.packed_linear import packed_linears
 from strop.rollout.in_flight import InFlight, Queue
 from strop.rollout.sampling import draw_uniforms
-from strop.rollout.weights import WeightLedger, checksums
 
 _PACK_FROM = 8
 """Decoding steps from which packing the weights of linear layers pays off."""
@@ -88,7 +83,9 @@ class HFRollout:
         """See ``RolloutEngine.build``."""
         if spec.shared_model is None:
             raise RuntimeError("HFRollout generates on the actor's module, and this spec has none")
-        return cls(spec.shared_model, autocast_dtype=spec.autocast_dtype, **_options(spec, spec.shared_model))
+        return cls(
+            spec.shared_model, autocast_dtype=spec.autocast_dtype, **rollout_options(spec, spec.shared_model)
+        )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
         """Do nothing: the weights are the trainer's."""
@@ -195,7 +192,8 @@ def _parts(rows: Sequence[_Row], awaited: int, size: int) -> Iterator[tuple[Sequ
         yield rows[start : start + size], 0
 
 
-def _options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
+def rollout_options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
+    """Return the options of ``HFRollout`` that a worker's description of it decides."""
     return {
         "pad_token_id": spec.tokenizer.pad_token_id,
         "eos_token_ids": end_token_ids(model, spec.tokenizer),
@@ -317,96 +315,3 @@ def check_decoding(
             f"rollout.name=hf decodes {type(model).__name__} wrongly: log-probs differ from a plain "
             f"forward pass by {error:.3g} (tolerance {tolerance:.3g}); use another rollout back-end"
         )
-
-
-class HFReplica:
-    """Generate on an unsharded copy of the weights, allocated at an update and freed by ``release``."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        weights: Iterable[tuple[str, Tensor]],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        **options: Any,
-    ) -> None:
-        """Load ``weights`` into ``model``, whose parameters are on the meta device.
-
-        ``options`` are those of ``HFRollout``.
-        """
-        self._model, self._device, self._dtype = model, device, dtype
-        self._ledger = WeightLedger({name: weight.shape for name, weight in model.named_parameters()})
-        self._layout = CheckpointLayout(model)
-        for owner in model.modules():
-            for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
-                setattr(owner, name, buffer.to(device))
-        self.update_weights(weights)
-        self._rollout = HFRollout(model, **options)
-
-    @classmethod
-    def build(cls, spec: RolloutSpec) -> HFReplica:
-        """See ``RolloutEngine.build``."""
-        model, source = defer_causal_lm(**spec.model)
-        weights = source.stream() if spec.weights is None else spec.weights
-        dtype = dtype_named(rollout_dtype(spec.config), spec.device)
-        return cls(model, weights, device=spec.device, dtype=dtype, **_options(spec, model))
-
-    def generate(
-        self, prompts: DataProto, params: SamplingParams, finished: Finished | None = None
-    ) -> DataProto:
-        """See ``RolloutEngine.generate``; ``ModelError`` before an update is complete."""
-        self._ledger.require_complete()
-        return self._rollout.generate(prompts, params, finished)
-
-    def admit(self, batch: int, prompts: DataProto, params: SamplingParams) -> None:
-        """See ``RolloutEngine.admit``."""
-        self._rollout.admit(batch, prompts, params)
-
-    def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
-        """See ``RolloutEngine.finish``; ``ModelError`` before an update is complete."""
-        self._ledger.require_complete()
-        return self._rollout.finish(batch, version, finished)
-
-    def in_flight(self) -> dict[str, Any]:
-        """See ``RolloutEngine.in_flight``."""
-        return self._rollout.in_flight()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """See ``RolloutEngine.restore``."""
-        self._rollout.restore(state)
-
-    @torch.no_grad()
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
-        """See ``RolloutEngine.update_weights``."""
-        if not self._ledger.open:
-            self._ledger.begin()
-            if next(self._model.parameters()).is_meta:
-                like = partial(torch.empty_like, dtype=self._dtype, device=self._device)
-                _replace_parameters(self._model, like)
-        places = dict(self._model.named_parameters())
-        for name, weight in weights:
-            self._ledger.take(name, weight)
-            places[name].copy_(weight)
-            del weight  # free it before the next one is gathered
-        if last:
-            self._ledger.end()
-
-    def checksums(self) -> dict[str, int]:
-        """See ``RolloutEngine.checksums``."""
-        return checksums(self._layout.convert(self._model.named_parameters()), self._dtype)
-
-    def release(self) -> None:
-        """See ``RolloutEngine.release``."""
-        self._ledger.forget()
-        _replace_parameters(self._model, lambda weight: weight.to("meta"))
-
-
-def _replace_parameters(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Replace every parameter by ``make(parameter)``; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    for owner in model.modules():
-        for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(make(parameter.detach()), requires_grad=False)
-            setattr(owner, name, made[id(parameter)])
