@@ -11,7 +11,8 @@ import torch
 from strop import RayPPOTrainer, ResourcePoolManager, Role
 from strop.config.load import load_config
 from strop.controller.group import LocalWorkerGroup
-from strop.data.loader import SampledBatches, as_batch, collate
+from strop.data.build import as_batch
+from strop.data.loader import SampledBatches, collate
 from strop.errors import CheckpointError, ConfigError, DataError
 from strop.protocol import DataProto
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler
 
-from strop.errors import CheckpointError, ConfigError, DataError
+from strop.errors import CheckpointError, DataError
 from strop.protocol import DataProto
 
 
@@ -175,41 +175,6 @@ class SampledBatches:
             )
         self.sampler.load_state_dict(state["sampler"])
         self.epoch, self.position, self._rows = state["epoch"], state["position"], None
-
-
-def require_usable_sampler(sampler: Any, *, save_freq: int, ahead: Sequence[str]) -> None:
-    """Raise ``ConfigError`` for a sampler whose order a run cannot continue, or would need to know ahead.
-
-    ``ahead`` are the settings of the run that generate batches ahead.
-    """
-    kind = type(sampler).__name__
-    missing = [name for name in ("state_dict", "load_state_dict") if not hasattr(sampler, name)]
-    if missing and save_freq > 0:
-        raise ConfigError(
-            f"train_sampler={kind} has no {' and no '.join(missing)}, so a resume would train "
-            f"on other rows (trainer.save_freq={save_freq}): add the methods, or set trainer.save_freq=-1"
-        )
-    if ahead:
-        raise ConfigError(
-            f"train_sampler={kind} with {' and '.join(ahead)}: batches are generated ahead there, and only "
-            "the order of strop's own sampler is known ahead; leave one of them out"
-        )
-
-
-def as_batch(collate_fn: Callable[[list[Any]], Any], rows: list[Any]) -> DataProto:
-    """Return what a user's ``collate_fn`` makes of rows: a ``DataProto``, or a mapping of columns.
-
-    Raises :class:`DataError` for anything else.
-    """
-    found = collate_fn(rows)
-    if isinstance(found, DataProto):
-        return found
-    if not isinstance(found, Mapping):
-        raise DataError(
-            f"collate_fn returned {type(found).__name__}, expected a DataProto or a mapping of columns"
-        )
-    tensors = {name: column for name, column in found.items() if isinstance(column, torch.Tensor)}
-    return DataProto.from_dict(tensors, {name: found[name] for name in found.keys() - tensors.keys()})
 
 
 def one_pass(num_rows: int, batch_size: int) -> BatchSampler:

@@ -1,4 +1,4 @@
-"""``RayPPOTrainer``: builds loaders and worker groups, and runs the loop around ``PPO``."""
+"""``RayPPOTrainer``: builds worker groups, and runs the loop around ``PPO``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,9 @@ from strop.config.load import as_config
 from strop.config.roles import reference_is_the_actor, uses_reference
 from strop.config.schema import Config
 from strop.controller.pools import ResourcePoolManager, Role, name_of
-from strop.data.loader import (
-    EpochSampler,
-    PromptLoader,
-    SampledBatches,
-    as_batch,
-    collate,
-    one_pass,
-    require_usable_sampler,
-)
-from strop.data.rl_dataset import create_rl_dataset, first_of_each_source, log_prompts
-from strop.data.sources import Rows, sources
-from strop.errors import Attempts, ConfigError, RewardError
+from strop.data.build import build_loaders
+from strop.data.sources import Rows
+from strop.errors import ConfigError, RewardError
 from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.rewards.base import as_reward
@@ -399,54 +389,3 @@ class ReinforcementRun(Run):
         self.trainer.ppo.kl_controller.load_state_dict(state["kl_controller"])
         self.best_score = state["best_score"]
         self.async_steps_before = state.get("async_steps", 0)
-
-
-def build_loaders(
-    config: Config,
-    tokenizer: Any,
-    train_dataset: Any | None,
-    val_dataset: Any | None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    train_sampler: Any | None = None,
-    rows: Sequence[Rows] = (),
-) -> tuple[PromptLoader | Any, PromptLoader]:
-    """Return the endless loader of training prompts and the loader of validation prompts.
-
-    The first is None with ``trainer.val_only``, and the training files are not read.
-    """
-    data = config.data
-    if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
-        # The reward model applies its own chat template, so it needs the messages.
-        data = data.model_copy(update={"return_raw_chat": True})
-    pad = partial(collate, pad_token_id=tokenizer.pad_token_id, max_prompt_length=data.max_prompt_length)
-    if collate_fn is not None:
-        pad = partial(as_batch, collate_fn)
-    train, attempt = None, Attempts()
-    if train_sampler is not None:
-        ahead = {
-            "trainer.async_steps": config.trainer.async_steps,
-            "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
-        }
-        require_usable_sampler(
-            train_sampler,
-            save_freq=config.trainer.save_freq,
-            ahead=[f"{key}={value}" for key, value in ahead.items() if value],
-        )
-    if not config.trainer.val_only and train_dataset is None:
-        train_dataset = attempt(lambda: create_rl_dataset(sources(data.train_files, rows), data, tokenizer))
-    if val_dataset is None:
-        val_dataset = attempt(lambda: create_rl_dataset(sources(data.val_files, rows), data, tokenizer))
-    attempt.raise_errors()
-    log_prompts(train_dataset, val_dataset)
-    if train_dataset is not None and not config.trainer.val_only:
-        batches: Any
-        if train_sampler is None:
-            batches = EpochSampler(
-                len(train_dataset), data.train_batch_size, config.trainer.seed, data.shuffle
-            )
-        else:
-            batches = SampledBatches(train_sampler, data.train_batch_size)
-        train = PromptLoader(train_dataset, batches, pad)
-    if data.val_max_samples is not None:
-        val_dataset = first_of_each_source(val_dataset, data.val_max_samples)
-    return train, PromptLoader(val_dataset, one_pass(len(val_dataset), data.val_batch_size), pad)

@@ -1,0 +1,95 @@
+"""Loaders of prompts, as a configuration describes them or with parts that a program passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from strop.config.schema import Config
+from strop.data.loader import EpochSampler, PromptLoader, SampledBatches, collate, one_pass
+from strop.data.rl_dataset import create_rl_dataset, first_of_each_source, log_prompts
+from strop.data.sources import Rows, sources
+from strop.errors import Attempts, ConfigError, DataError
+from strop.protocol import DataProto
+
+
+def build_loaders(
+    config: Config,
+    tokenizer: Any,
+    train_dataset: Any | None,
+    val_dataset: Any | None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    train_sampler: Any | None = None,
+    rows: Sequence[Rows] = (),
+) -> tuple[PromptLoader | Any, PromptLoader]:
+    """Return the endless loader of training prompts and the loader of validation prompts.
+
+    The first is None with ``trainer.val_only``, and the training files are not read.
+    """
+    data = config.data
+    if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
+        # The reward model applies its own chat template, so it needs the messages.
+        data = data.model_copy(update={"return_raw_chat": True})
+    pad = partial(collate, pad_token_id=tokenizer.pad_token_id, max_prompt_length=data.max_prompt_length)
+    if collate_fn is not None:
+        pad = partial(as_batch, collate_fn)
+    train, attempt = None, Attempts()
+    if train_sampler is not None:
+        _require_usable(train_sampler, config)
+    if not config.trainer.val_only and train_dataset is None:
+        train_dataset = attempt(lambda: create_rl_dataset(sources(data.train_files, rows), data, tokenizer))
+    if val_dataset is None:
+        val_dataset = attempt(lambda: create_rl_dataset(sources(data.val_files, rows), data, tokenizer))
+    attempt.raise_errors()
+    log_prompts(train_dataset, val_dataset)
+    if train_dataset is not None and not config.trainer.val_only:
+        batches: Any
+        if train_sampler is None:
+            batches = EpochSampler(
+                len(train_dataset), data.train_batch_size, config.trainer.seed, data.shuffle
+            )
+        else:
+            batches = SampledBatches(train_sampler, data.train_batch_size)
+        train = PromptLoader(train_dataset, batches, pad)
+    if data.val_max_samples is not None:
+        val_dataset = first_of_each_source(val_dataset, data.val_max_samples)
+    return train, PromptLoader(val_dataset, one_pass(len(val_dataset), data.val_batch_size), pad)
+
+
+def _require_usable(sampler: Any, config: Config) -> None:
+    """Raise ``ConfigError`` for a sampler whose order the run cannot continue, or must know ahead."""
+    kind, save_freq = type(sampler).__name__, config.trainer.save_freq
+    missing = [name for name in ("state_dict", "load_state_dict") if not hasattr(sampler, name)]
+    if missing and save_freq > 0:
+        raise ConfigError(
+            f"train_sampler={kind} has no {' and no '.join(missing)}, so a resume would train "
+            f"on other rows (trainer.save_freq={save_freq}): add the methods, or set trainer.save_freq=-1"
+        )
+    ahead = {
+        "trainer.async_steps": config.trainer.async_steps,
+        "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
+    }
+    if given := [f"{key}={value}" for key, value in ahead.items() if value]:
+        raise ConfigError(
+            f"train_sampler={kind} with {' and '.join(given)}: batches are generated ahead there, and only "
+            "the order of strop's own sampler is known ahead; leave one of them out"
+        )
+
+
+def as_batch(collate_fn: Callable[[list[Any]], Any], rows: list[Any]) -> DataProto:
+    """Return what a user's ``collate_fn`` makes of rows: a ``DataProto``, or a mapping of columns.
+
+    Raises :class:`DataError` for anything else.
+    """
+    found = collate_fn(rows)
+    if isinstance(found, DataProto):
+        return found
+    if not isinstance(found, Mapping):
+        raise DataError(
+            f"collate_fn returned {type(found).__name__}, expected a DataProto or a mapping of columns"
+        )
+    tensors = {name: column for name, column in found.items() if isinstance(column, torch.Tensor)}
+    return DataProto.from_dict(tensors, {name: found[name] for name in found.keys() - tensors.keys()})
