@@ -25,7 +25,6 @@ from strop.config.batch_plan import (
     BatchPlan,
     ForwardPlan,
     MicroBatchSize,
-    UpdatePlan,
     ranks_with_same_rows,
     strategy_of,
 )
@@ -151,8 +150,9 @@ def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> For
     length = longest_row(config.data)[0]
     resident, phases = resident_weights(config, pool), {}
     if _is_in(config, _policy_role(config), pool):
-        activations = _activations(policy, plan.actor, length, actor)
-        phases["actor update: activations, logits"] = _sum(activations, _logits(policy, plan.actor, length))
+        tokens = _tokens_at_once(plan.actor, length, plan.actor.sharing)
+        activations = _activations(policy, tokens, actor)
+        phases["actor update: activations, logits"] = _sum(activations, _logits(policy, tokens))
     if _is_in(config, _rollout_role(config), pool):
         back_end = ROLLOUTS[config.actor_rollout_ref.rollout.name]
         generation = load_backend(back_end.forecast)(config, plan, policy)
@@ -160,7 +160,8 @@ def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> For
         phases |= generation.phases
     if plan.critic is not None and _is_in(config, "Critic", pool):
         critic = read_model_facts(config.critic.model.path)
-        phases["critic update: activations"] = _activations(critic, plan.critic, length, config.critic.model)
+        tokens = _tokens_at_once(plan.critic, length, plan.critic.sharing)
+        phases["critic update: activations"] = _activations(critic, tokens, config.critic.model)
     return Forecast(resident, phases)
 
 
@@ -206,10 +207,10 @@ def supervised_forecast(config: SupervisedConfig, sequences_of_a_row: int) -> Fo
     tokens = _tokens_at_once(ForwardPlan(rows, size), length)
     size_of_group = config.model.fsdp_config.fsdp_size
     shards = min(size_of_group, ranks) if size_of_group > 0 else ranks
-    logits = _logits_of(model, tokens) if sequences_of_a_row == 1 else 0
+    logits = _logits(model, tokens) if sequences_of_a_row == 1 else 0
     return Forecast(
         {"model: weights, gradients, AdamW": _trained(model, config.model, shards)},
-        {"update: activations, logits": _sum(_activations_of(model, tokens, config.model), logits)},
+        {"update: activations, logits": _sum(_activations(model, tokens, config.model), logits)},
     )
 
 
@@ -295,7 +296,8 @@ def sample_caches(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> 
     cache = None
     if facts is not None:
         samples = min(plan.samples // plan.ranks, samples_at_once(config, facts))
-        cache = samples * longest_row(config.data)[0] * _cache_bytes(config, facts)
+        number = _number_bytes(config.actor_rollout_ref.model)
+        cache = samples * longest_row(config.data)[0] * _cache_bytes(facts, number)
     return Forecast({}, {"generation: KV cache": cache})
 
 
@@ -311,20 +313,18 @@ def samples_at_once(config: Config, facts: ModelFacts) -> int:
     own = memory.size // memory.processes
     pool = Placement.from_config(config).roles[_rollout_role(config)]
     held = _sum(*resident_weights(config, pool).values())
-    copy = _times(
-        facts, _number_bytes(config.actor_rollout_ref.model), 1
-    )  # packed, or beside a sharded actor
+    number = _number_bytes(config.actor_rollout_ref.model)
+    copy = _times(facts, number, 1)  # packed, or beside a sharded actor
     free = own // 2 if held is None else own - held - (copy or 0)
     tokens, logits = longest_row(config.data)[0], 2 * _FLOAT32 * facts.vocabulary
-    sample = (
-        tokens * _cache_bytes(config, facts) * (facts.layers + 1) // facts.layers + logits
-    )  # grows by a layer
+    cache = tokens * _cache_bytes(facts, number)
+    sample = cache * (facts.layers + 1) // facts.layers + logits  # grows by a layer
     return max(1, max(int(free * _SHARE_OF_CACHES), own // 32) // sample)
 
 
-def _cache_bytes(config: Config, facts: ModelFacts) -> int:
-    """Return the bytes of a token's keys and values."""
-    return 2 * facts.layers * facts.kv_width * _number_bytes(config.actor_rollout_ref.model)
+def _cache_bytes(facts: ModelFacts, number: int) -> int:
+    """Return the bytes of a token's keys and values, of ``number`` bytes each."""
+    return 2 * facts.layers * facts.kv_width * number
 
 
 def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
@@ -340,7 +340,7 @@ def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None
         ranks, blocks = tensor_parallel_size(config), -(-length // _CACHE_BLOCK) + 1
         tokens = config.actor_rollout_ref.rollout.max_num_seqs * blocks * _CACHE_BLOCK
         weights = _times(facts, size, ranks)
-        cache = tokens * 2 * facts.layers * facts.kv_width * size // ranks
+        cache = tokens * _cache_bytes(facts, size) // ranks
         memory = memory_for(config)  # vLLM takes no more, whatever is asked for
         share = config.actor_rollout_ref.rollout.gpu_memory_utilization * memory.size / memory.processes
         cache = min(cache, int(share))
@@ -379,12 +379,6 @@ def _tokens_at_once(part: ForwardPlan, length: int, sharing: int = 1) -> int:
 
 
 def _activations(
-    facts: ModelFacts | None, update: UpdatePlan, length: int, model: ActorModelConfig | CriticModelConfig
-) -> int | None:
-    return _activations_of(facts, _tokens_at_once(update, length, update.sharing), model)
-
-
-def _activations_of(
     facts: ModelFacts | None, tokens: int, model: ActorModelConfig | CriticModelConfig | TrainedModelConfig
 ) -> int | None:
     if facts is None:
@@ -396,11 +390,7 @@ def _activations_of(
     return layer * facts.layers
 
 
-def _logits(facts: ModelFacts | None, update: UpdatePlan, length: int) -> int | None:
-    return _logits_of(facts, _tokens_at_once(update, length, update.sharing))
-
-
-def _logits_of(facts: ModelFacts | None, tokens: int) -> int | None:
+def _logits(facts: ModelFacts | None, tokens: int) -> int | None:
     if facts is None:
         return None
     return min(tokens * facts.vocabulary, _LOGITS_AT_ONCE) * _FLOAT32 * _LOGIT_COPIES
