@@ -9,7 +9,7 @@ from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.supervised import sequences_of_a_row
 from strop.config.forecast import Forecast, forecast, supervised_forecast
 from strop.config.machine import Memory, memory_for
-from strop.config.placement import Placement, pools_of
+from strop.config.placement import Placement
 from strop.config.schema import Config
 from strop.config.schema.supervised import SupervisedConfig
 
@@ -46,8 +46,7 @@ def supervised(config: SupervisedConfig) -> Iterator[Finding]:
         return
     memory, need = memory_for(config), supervised_forecast(config, sequences_of_a_row(config))
     if need.peak is not None:
-        processes = 1 if memory.processes == 1 else max(map(max, pools_of(config).values()))
-        yield from _compare(need, need.peak * processes, memory)
+        yield from _compare(need, need.peak * memory.processes, memory)
 
 
 def _compare(need: Forecast, total: int, memory: Memory) -> Iterator[Finding]:
