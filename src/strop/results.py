@@ -39,16 +39,18 @@ class Run:
 
         The table of a run that generates nothing is empty. Raises ``DataError`` for a step without a file.
         """
-        folder = self.folder / ("validation" if validation else "rollouts")
-        files = {int(file.stem.removeprefix("step_")): file for file in folder.glob("step_*.parquet")}
-        if step is None:
-            return _samples(files[max(files)]) if files else _table([])
-        if step not in files:
-            from strop.errors import DataError
+        from strop.errors import DataError
+        from strop.tracking.samples import step_file, steps_with_file
 
-            found = f"those of {', '.join(map(str, sorted(files)))}" if files else "none"
+        folder = self.folder / ("validation" if validation else "rollouts")
+        written = steps_with_file(folder)
+        if step is None and not written:
+            return _table([])
+        step = written[-1] if step is None else step
+        if step not in written:
+            found = f"those of {', '.join(map(str, written))}" if written else "none"
             raise DataError(f"{folder}: no samples of iteration {step}; there are {found}")
-        return _samples(files[step])
+        return _samples(step_file(folder, step))
 
     @property
     def curves(self) -> Path | None:

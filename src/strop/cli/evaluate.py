@@ -69,7 +69,7 @@ def evaluate(
         write_table(out / "samples.parquet", samples)  # first: the report may fail
         report = trainer.validator.report(samples, show=config.trainer.log_val_generations)
         results = {**_described(config), "seconds": round(seconds, 1), **report.as_json()}
-        atomic_write_text(out / "results.json", json.dumps(results, indent=2) + "\n")
+        atomic_write_text(out / RESULTS, json.dumps(results, indent=2) + "\n")
     except OSError as error:
         raise TrainingError(f"the results cannot be written to {out}: {error}") from error
     return report

@@ -78,29 +78,31 @@ def run(args: argparse.Namespace) -> int:
     shown: list[RenderableType] = [_metrics_table(run_dir, steps, args.metrics)]
     if any(name.startswith(VALIDATION_PREFIX) for name in names_in_order(steps)):
         shown.append(_validation_table(steps))
+    from strop.tracking.samples import step_file, steps_with_file  # pyarrow
+
     folder = run_dir / ("validation" if args.validation else "rollouts")
-    names = {path.stem.removeprefix("step_"): path for path in folder.glob("step_*.parquet")}
-    files = {int(name): path for name, path in names.items() if name.isdecimal()}
-    if args.samples > 0 and (files or args.step is not None):
-        step, path = _choose_step(folder, files, args.step)
+    written = steps_with_file(folder)
+    if args.samples > 0 and (written or args.step is not None):
+        step = _choose_step(folder, written, args.step)
         wanted = _Wanted(args.prompt, args.text, args.uid)
+        path = step_file(folder, step)
         shown.append(_samples_view(step, path, wanted, count=args.samples, sort=args.sort))
     Console().print(*shown, sep="\n")  # last, so that a mistake in the arguments prints its error only
     return 0
 
 
-def _choose_step(folder: Path, files: Mapping[int, Path], wanted: int | None) -> tuple[int, Path]:
+def _choose_step(folder: Path, written: Sequence[int], wanted: int | None) -> int:
     if wanted is None:
-        wanted = max(files)
-    if wanted not in files:
-        if not files:
-            raise DataError(f"{folder}: no samples were written (trainer.log_rollouts, trainer.test_freq)")
-        nearest = min(files, key=lambda step: abs(step - wanted))
+        return written[-1]
+    if not written:
+        raise DataError(f"{folder}: no samples were written (trainer.log_rollouts, trainer.test_freq)")
+    if wanted not in written:
+        nearest = min(written, key=lambda step: abs(step - wanted))
         raise DataError(
-            f"{folder}: no samples of step {wanted}; it has {len(files)} steps from {min(files)} to "
-            f"{max(files)}, the nearest is {nearest} (trainer.rollouts_to_keep, trainer.log_rollouts_freq)"
+            f"{folder}: no samples of step {wanted}; it has {len(written)} steps from {written[0]} to "
+            f"{written[-1]}, the nearest is {nearest} (trainer.rollouts_to_keep, trainer.log_rollouts_freq)"
         )
-    return wanted, files[wanted]
+    return wanted
 
 
 def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) -> Table:
@@ -213,15 +215,14 @@ def _samples_view(step: int, path: Path, wanted: _Wanted, *, count: int, sort: s
 
 
 def _read_samples(path: Path) -> list[dict[str, Any]]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    from strop.tracking.samples import reading_samples
+
+    with reading_samples(path):
         names = pq.read_schema(path).names
         columns = [name for name in names if name in _SAMPLE_COLUMNS or name.startswith("reward/")]
         table = pq.read_table(path, columns=[*columns, "response_ids"])
-    except (OSError, pa.ArrowException, KeyError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not a file of samples: {error}") from error
     ids = table["response_ids"].combine_chunks()
     return table.drop_columns("response_ids").append_column("length", ids.value_lengths()).to_pylist()
 

@@ -12,7 +12,8 @@ import itertools
 import json
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from strop.columns import TOKEN_COLUMNS
+from strop.errors import DataError
 from strop.files import atomic_path
 from strop.terminal import printable
 
@@ -35,6 +37,28 @@ TOKEN_TEXTS = b"token_texts"
 """Metadata of a samples file, for ``unpack_texts``: the text of each token in the file's responses."""
 _TOKENS_OF_A_GROUP = 1 << 18
 """Response tokens of a row group, about: a viewer of one sample reads its group only."""
+
+
+def step_file(folder: Path, step: int, suffix: str = ".parquet") -> Path:
+    """Return the path of the file of a step."""
+    return folder / f"step_{step:06d}{suffix}"
+
+
+def steps_with_file(folder: Path, suffix: str = ".parquet") -> list[int]:
+    """Return the steps that have a file, in order."""
+    names = (path.stem.removeprefix("step_") for path in folder.glob(f"step_*{suffix}"))
+    return sorted(int(name) for name in names if name.isdecimal() and len(name) >= 6)
+
+
+@contextmanager
+def reading_samples(path: Path) -> Generator[None]:
+    """Turn the errors of a missing, deleted or damaged file into ``DataError``."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such samples (trainer.rollouts_to_keep deletes old ones)") from error
+    except (OSError, pa.ArrowException, KeyError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a file of samples: {error}") from error
 
 
 def write_samples(path: Path, batch: DataProto, tokenizer: Any) -> None:

@@ -22,8 +22,10 @@ from strop.config.placement import settled
 from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError
 from strop.files import atomic_write_text
+from strop.tracking.curves import CURVES_FILE
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.machine import MACHINE_FILE
+from strop.tracking.samples import step_file, steps_with_file
 from strop.tracking.trackers import TRACKERS_FILE
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ _RUN_FILES = (
     "config.yaml",
     METRICS_FILE,
     MACHINE_FILE,
-    "curves.png",
+    CURVES_FILE,
     "token_lengths.png",
     "timeline.png",
     "rollouts",
@@ -67,21 +69,20 @@ class RunFolder:
 
     def rollouts(self, step: int) -> Path:
         """Return the path of an iteration's samples."""
-        return self.path / "rollouts" / f"step_{step:06d}.parquet"
+        return step_file(self.path / "rollouts", step)
 
     def prune_rollouts(self, newest: int, *, to_keep: int) -> None:
         """Delete the samples of all but the last ``to_keep`` iterations up to ``newest`` that have a file.
 
         Files of later iterations are from before a resume, and are written again.
         """
-        names = (path.stem.removeprefix("step_") for path in (self.path / "rollouts").glob("step_*.parquet"))
-        steps = sorted(int(name) for name in names if name.isdecimal())
+        steps = steps_with_file(self.path / "rollouts")
         for step in [step for step in steps if step <= newest][:-to_keep]:
             self.rollouts(step).unlink(missing_ok=True)
 
     def validation(self, step: int) -> Path:
         """Return the path of the validation samples after ``step`` iterations; the report is beside it."""
-        return self.path / "validation" / f"step_{step:06d}.parquet"
+        return step_file(self.path / "validation", step)
 
     def last_logged_step(self) -> int:
         """Return the last step in ``metrics.jsonl``; 0 when nothing is logged."""

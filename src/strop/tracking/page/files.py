@@ -12,7 +12,6 @@ import functools
 import json
 import math
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,13 @@ from strop.errors import DataError
 from strop.tracking.curves import drawn_panels
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.machine import MACHINE_FILE
-from strop.tracking.samples import TOKEN_TEXTS, unpack_texts
+from strop.tracking.samples import (
+    TOKEN_TEXTS,
+    reading_samples,
+    step_file,
+    steps_with_file,
+    unpack_texts,
+)
 from strop.tracking.text import VALIDATION_PREFIX, names_in_order
 
 KINDS = ("rollouts", "validation")
@@ -114,24 +119,20 @@ class RunFiles:
     def validation(self) -> list[dict[str, Any]]:
         """Return the report of each validation (``validation/step_*.json``) with its ``step``."""
         reports = []
-        for step in self._steps_of("validation", ".json"):
+        for step in steps_with_file(self.folder / "validation", ".json"):
             with contextlib.suppress(OSError, DataError, ValueError):
-                text = self._inside(f"validation/step_{step:06d}.json").read_text()
+                text = self._inside(step_file(Path("validation"), step, ".json")).read_text()
                 reports.append({"step": step, **json.loads(text)})
         return reports
 
     def steps(self, kind: str) -> list[int]:
         """Return the steps that have a file of samples, in order."""
-        return self._steps_of(kind, ".parquet")
-
-    def _steps_of(self, kind: str, suffix: str) -> list[int]:
-        names = (path.stem.removeprefix("step_") for path in (self.folder / kind).glob(f"step_*{suffix}"))
-        return sorted(int(name) for name in names if name.isdecimal() and len(name) >= 6)
+        return steps_with_file(self.folder / kind)
 
     def columns(self, kind: str, step: int) -> dict[str, Any]:
         """Return what lists and distributions need of all samples of a step, as one list per column."""
         path = self._samples(kind, step)
-        with _readable(path):
+        with reading_samples(path):
             return self._columns(path, path.stat().st_mtime_ns)
 
     def _read_columns(self, path: Path, changed: int) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class RunFiles:
     def search(self, kind: str, step: int, text: str) -> list[int]:
         """Return the rows with ``text`` in their prompt, response, ground truth or uid; case is ignored."""
         path, found = self._samples(kind, step), []
-        with _readable(path), pq.ParquetFile(path) as file:
+        with reading_samples(path), pq.ParquetFile(path) as file:
             names = [name for name in _SEARCHED if name in file.schema_arrow.names]
             for table, start in _row_groups(file, names):
                 matches = np.zeros(len(table), dtype=bool)
@@ -170,7 +171,7 @@ class RunFiles:
         Raises ``DataError`` for a row that the file lacks.
         """
         path = self._samples(kind, step)
-        with _readable(path), pq.ParquetFile(path) as file:
+        with reading_samples(path), pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             wanted = [*_TEXTS, "truncated", "score", "reward_failed", "hidden_tokens", "response_length"]
             wanted += [name for name in names if name.startswith("reward/")]
@@ -197,7 +198,7 @@ class RunFiles:
     def _rows_of_prompt(self, kind: str, step: int, prompt: str) -> list[int]:
         path, rows = self._samples(kind, step), []
         # A prompt is stored once in a row group: its samples, and other prompts, are compared by number.
-        with _readable(path), pq.ParquetFile(path, read_dictionary=["prompt"]) as file:
+        with reading_samples(path), pq.ParquetFile(path, read_dictionary=["prompt"]) as file:
             for table, start in _row_groups(file, ["prompt"]):
                 for chunk in table["prompt"].chunks:
                     number = pc.index(chunk.dictionary, prompt).as_py()
@@ -222,9 +223,9 @@ class RunFiles:
     def _samples(self, kind: str, step: int) -> Path:
         if kind not in KINDS:
             raise DataError(f"samples are in {' and '.join(KINDS)}, not in {kind!r}")
-        return self._inside(f"{kind}/step_{step:06d}.parquet")
+        return self._inside(step_file(Path(kind), step))
 
-    def _inside(self, name: str) -> Path:
+    def _inside(self, name: str | Path) -> Path:
         """Return the path of a file of the run; ``DataError`` if a link leads out of the folder."""
         path = self.folder / name
         if not path.resolve().is_relative_to(self.folder):
@@ -246,17 +247,6 @@ def _changed(path: Path) -> float | None:
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return None
-
-
-@contextmanager
-def _readable(path: Path) -> Generator[None]:
-    """Turn the errors of a missing, deleted or damaged file into ``DataError``."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: no such samples (trainer.rollouts_to_keep deletes old ones)") from error
-    except (OSError, pa.ArrowException, KeyError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not a file of samples: {error}") from error
 
 
 def _row_groups(file: pq.ParquetFile, names: Sequence[str]) -> Generator[tuple[pa.Table, int]]:
