@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.errors import ConfigError
-from strop.rewards.worker.records import Sample
+from strop.rewards.worker.records import KEYWORDS, Sample
 
 SAMPLE_NAMES = {
     "response": "the response's text, without special tokens",
@@ -88,7 +88,7 @@ class Function:
         try:
             signature = inspect.signature(self.function)
         except (TypeError, ValueError):  # written in C, without a signature
-            return frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+            return frozenset(KEYWORDS)
         kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
         self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
         named = {

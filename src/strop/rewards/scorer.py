@@ -43,8 +43,7 @@ class Scorer:
         """Score one sample; exceptions of the functions propagate."""
         found = {}
         for name, function in self._functions(sample).items():
-            result = function.function(**function.of_sample(sample))
-            found[name] = outcome_of(await result if inspect.isawaitable(result) else result)
+            found[name] = outcome_of(await _result(function, function.of_sample(sample)))
         return _combined(found)
 
     async def score_all(self, samples: Sequence[Sample], *, limit: int = 1) -> list[Outcome]:
@@ -79,11 +78,15 @@ class Scorer:
         return {name: self.own if name == RULE else self.parts[name] for name in sample.parts}
 
 
+async def _result(function: Function, arguments: Mapping[str, Any]) -> Any:
+    result = function.function(**arguments)
+    return await result if inspect.isawaitable(result) else result
+
+
 async def _column(function: Function, samples: Sequence[Sample], limit: int) -> list[Outcome | None]:
     """Return a function's outcome for each sample; None where a function for a batch returned None."""
     if function.is_batch:
-        result = function.function(**function.of_batch(samples))
-        values = list(await result if inspect.isawaitable(result) else result)
+        values = list(await _result(function, function.of_batch(samples)))
         if len(values) != len(samples):
             raise ValueError(
                 f"{function.where} returned {len(values)} scores for {len(samples)} samples: expected a list "
@@ -105,8 +108,7 @@ async def _column(function: Function, samples: Sequence[Sample], limit: int) -> 
 
 async def _outcome(function: Function, sample: Sample) -> Outcome:
     try:
-        result = function.function(**function.of_sample(sample))
-        return outcome_of(await result if inspect.isawaitable(result) else result)
+        return outcome_of(await _result(function, function.of_sample(sample)))
     except Exception:  # noqa: BLE001 - a user's function may raise anything
         return Outcome("raised", error=traceback.format_exc())
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from strop.rewards.worker import wire
 from strop.rewards.worker.feed import Feed
-from strop.rewards.worker.records import Outcome, Request, encode, read_answer, took_too_long
+from strop.rewards.worker.records import Outcome, Request, encode, read_answer, timed_out
 
 if TYPE_CHECKING:
     from strop.rewards.worker.process import RewardProcess
@@ -136,7 +136,7 @@ class _Concurrent:
         except TimeoutError:
             if time.monotonic() >= deadline:
                 self._process.drop()
-                self._lost(Outcome("timeout", error=took_too_long(self._process.timeout_s)))
+                self._lost(timed_out(self._process.timeout_s))
         except EOFError:
             ending = self._process.drop()
             self._lost(Outcome("crashed", error=f"the reward function ended its process: {ending}"))
@@ -212,8 +212,7 @@ def _answers(
                 continue
             token, outcome = read_answer(answer, waiting.keys())
         except TimeoutError:
-            found = f"{took_too_long(process.timeout_s)}: a batch of {size} samples is one call"
-            end = Outcome("timeout", error=f"{found}; reward_model.timeout_s is its limit")
+            end = timed_out(process.timeout_s, batch=size)
         except EOFError:
             end = Outcome("crashed", error=f"the reward function ended its process: {process.drop()}")
         except ValueError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from strop.rewards.scorer import Scorer
 from strop.rewards.worker.child import failed, unpack
-from strop.rewards.worker.records import Outcome, took_too_long
+from strop.rewards.worker.records import Outcome, timed_out
 
 Answer = Callable[[Sequence[str], Sequence[Outcome]], None]
 
@@ -48,12 +48,7 @@ def serve_on_loop(
             if ending:
                 raise
             if limit.expired():
-                found = took_too_long(timeout_s)
-                if scorer.is_batch:
-                    found += (
-                        f": a batch of {len(tokens)} samples is one call; reward_model.timeout_s is its limit"
-                    )
-                outcomes = Outcome("timeout", error=found)
+                outcomes = timed_out(timeout_s, batch=len(tokens) if scorer.is_batch else None)
             else:
                 outcomes = failed(error, memory_mb)
         with contextlib.suppress(Exception):  # the scorer may have closed or replaced them

@@ -24,7 +24,7 @@ from strop.rewards.worker.records import (
     ScoreFunction,
     encode,
     read_outcome,
-    took_too_long,
+    timed_out,
 )
 from strop.rewards.worker.running import Child
 
@@ -180,7 +180,7 @@ class RewardProcess:
             return outcome
         except TimeoutError:
             self.drop()
-            return Outcome("timeout", error=took_too_long(self.timeout_s))
+            return timed_out(self.timeout_s)
         except EOFError:
             return Outcome("crashed", error=f"the reward function ended its process: {self.drop()}")
         except ValueError as error:

@@ -68,9 +68,12 @@ def encode(sample: Sample) -> Request | Outcome:
         return Outcome("raised", error=f"the sample cannot be sent to the scoring process: {error}")
 
 
-def took_too_long(timeout_s: float) -> str:
-    """Return the error of a sample whose deadline has passed."""
-    return f"the reward function took longer than {timeout_s:g} s and was cut off"
+def timed_out(timeout_s: float, *, batch: int | None = None) -> Outcome:
+    """Return the outcome of a sample whose deadline has passed; ``batch``: of a call for so many samples."""
+    found = f"the reward function took longer than {timeout_s:g} s and was cut off"
+    if batch is not None:
+        found += f": a batch of {batch} samples is one call; reward_model.timeout_s is its limit"
+    return Outcome("timeout", error=found)
 
 
 def read_outcome(line: bytes, token: str) -> Outcome:
