@@ -160,14 +160,8 @@ def cdpo(
     label_smoothing: float = 0.1,
 ) -> PreferenceLoss:
     """Compute ``dpo`` with a tenth of the labels assumed to be flipped."""
-    return dpo(
-        chosen_log_prob,
-        rejected_log_prob,
-        ref_chosen_log_prob,
-        ref_rejected_log_prob,
-        beta=beta,
-        label_smoothing=label_smoothing,
-    )
+    log_probs = chosen_log_prob, rejected_log_prob, ref_chosen_log_prob, ref_rejected_log_prob
+    return dpo(*log_probs, beta=beta, label_smoothing=label_smoothing)
 
 
 @register_preference_loss("ipo")

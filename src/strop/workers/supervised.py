@@ -13,6 +13,7 @@ from torch import Tensor
 from strop.algorithms.aggregation import masked_sum
 from strop.algorithms.preference import (
     REFERENCE_INPUTS,
+    PreferenceLoss,
     PreferenceLossFunction,
     bradley_terry_loss,
     centering_loss,
@@ -237,15 +238,20 @@ def preference_objective(
         loss = found.loss_B.sum() / n_pairs
         if nll_coef:
             loss = loss + nll_coef * nll
-        margin_B = found.chosen_reward_B - found.rejected_reward_B
-        by_pair = {
-            "rewards/chosen": found.chosen_reward_B,
-            "rewards/rejected": found.rejected_reward_B,
-            "rewards/margin": margin_B,
-            "rewards/accuracy": pairwise_accuracy(margin_B),
-            "logps/chosen": inputs["chosen_log_prob"],
-            "logps/rejected": inputs["rejected_log_prob"],
-        }
+        by_pair = pair_figures(found, inputs)
         return loss, {"nll": nll, **{name: figure_B.sum() / n_pairs for name, figure_B in by_pair.items()}}
 
     return objective
+
+
+def pair_figures(found: PreferenceLoss, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the figures [B] of which means over pairs are metrics, by the metrics' names."""
+    margin_B = found.chosen_reward_B - found.rejected_reward_B
+    return {
+        "rewards/chosen": found.chosen_reward_B,
+        "rewards/rejected": found.rejected_reward_B,
+        "rewards/margin": margin_B,
+        "rewards/accuracy": pairwise_accuracy(margin_B),
+        "logps/chosen": columns["chosen_log_prob"],
+        "logps/rejected": columns["rejected_log_prob"],
+    }

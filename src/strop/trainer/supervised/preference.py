@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strop.algorithms.preference import REFERENCE_INPUTS, needs_reference, pairwise_accuracy
+from strop.algorithms.preference import REFERENCE_INPUTS, needs_reference
 from strop.algorithms.registry import call
 from strop.config.schema.supervised import PreferenceConfig
 from strop.controller.pools import Role
@@ -25,8 +25,8 @@ from strop.data.rl_dataset import Subset
 from strop.errors import CheckpointError
 from strop.protocol import DataProto
 from strop.trainer.supervised.reference import FOLDER, Reference, complete, load, rows_hash
-from strop.trainer.supervised.reward_model import PairTrainer
-from strop.workers.supervised import PreferenceWorker, preference_loss
+from strop.trainer.supervised.reward_model import PairTrainer, means_by_source
+from strop.workers.supervised import PreferenceWorker, pair_figures, preference_loss
 
 logger = logging.getLogger(__name__)
 
@@ -146,24 +146,13 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
                 parts.setdefault(name, []).append(column.double())
             sources.append(batch.non_tensor_batch["data_source"])
         columns_N = {name: torch.cat(column) for name, column in parts.items()}
-        sources_N = np.concatenate(sources)
         found = call(self._loss, columns_N)
         nll = -float(columns_N["chosen_log_prob"].sum() / columns_N["chosen_length"].sum())
         self._scores = found.chosen_reward_B, found.rejected_reward_B
-        margin_N = found.chosen_reward_B - found.rejected_reward_B
-        accuracy_N = pairwise_accuracy(margin_N)
-        by_source = {
-            f"rewards/accuracy/{source}": accuracy_N[torch.from_numpy(sources_N == source)].mean().item()
-            for source in sorted(set(sources_N))
-        }
+        figures = pair_figures(found, columns_N)
         return {
             "loss": found.loss_B.mean().item() + self.config.update.nll_coef * nll,
-            "rewards/chosen": found.chosen_reward_B.mean().item(),
-            "rewards/rejected": found.rejected_reward_B.mean().item(),
-            "rewards/margin": margin_N.mean().item(),
-            "rewards/accuracy": accuracy_N.mean().item(),
-            **by_source,
-            "logps/chosen": columns_N["chosen_log_prob"].mean().item(),
-            "logps/rejected": columns_N["rejected_log_prob"].mean().item(),
+            **{name: figure_N.mean().item() for name, figure_N in figures.items()},
+            **means_by_source("rewards/accuracy", figures["rewards/accuracy"], np.concatenate(sources)),
             "nll": nll,
         }

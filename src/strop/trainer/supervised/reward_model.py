@@ -105,14 +105,10 @@ def pair_metrics(chosen_N: Tensor, rejected_N: Tensor, sources_N: np.ndarray) ->
     accuracy_N = pairwise_accuracy(margin_N)
     scores_2N = torch.cat([chosen_N, rejected_N])
     found = calibration(margin_N)
-    by_source = {
-        f"accuracy/{source}": accuracy_N[torch.from_numpy(sources_N == source)].mean().item()
-        for source in sorted(set(sources_N))
-    }
     return {
         "loss": bradley_terry_loss(chosen_N, rejected_N).mean().item(),
         "accuracy": accuracy_N.mean().item(),
-        **by_source,
+        **means_by_source("accuracy", accuracy_N, sources_N),
         "margin": margin_N.mean().item(),
         "chosen_score": chosen_N.mean().item(),
         "rejected_score": rejected_N.mean().item(),
@@ -121,4 +117,12 @@ def pair_metrics(chosen_N: Tensor, rejected_N: Tensor, sources_N: np.ndarray) ->
         "ece": found.error,
         **{f"confidence/{decile}": value for decile, value in enumerate(found.confidence, start=1)},
         **{f"accuracy_at/{decile}": value for decile, value in enumerate(found.accuracy, start=1)},
+    }
+
+
+def means_by_source(name: str, figure_N: Tensor, sources_N: np.ndarray) -> dict[str, float]:
+    """Return the mean over the pairs of each data source, as ``name/source``."""
+    return {
+        f"{name}/{source}": figure_N[torch.from_numpy(sources_N == source)].mean().item()
+        for source in sorted(set(sources_N))
     }
