@@ -28,13 +28,12 @@ function withMean(curve, window) {
 
 /** Return the mean over `window` values around each, fewer at the ends. */
 function smoothed(values, window) {
-  if (window < 2) return values;
   const reach = Math.floor(window / 2);
   return values.map((value, at) => (value === null ? null
     : mean(values.slice(Math.max(at - reach, 0), at + reach + 1))));
 }
 
-/** Join curves [{label, x, y, colour, dash, width, band}] over one axis: uPlot takes a single list of x. */
+/** Join curves [{label, x, y, colour, dash, width}] over one axis: uPlot takes a single list of x. */
 function joined(curves) {
   const all = [...new Set(curves.flatMap((curve) => curve.x))].sort((a, b) => a - b);
   return [all, ...curves.map((curve) => {
@@ -43,7 +42,7 @@ function joined(curves) {
   })];
 }
 
-/** Return a chart in a box that fills its column; `options`: height, unit, limits, bands, onclick. */
+/** Return a chart in a box that fills its column; `options`: x (its label), height, limits, bands. */
 function chart(curves, options = {}) {
   const box = el("div", { class: "chart" });
   box.height = options.height ?? 190;
@@ -55,13 +54,13 @@ function chart(curves, options = {}) {
   const few = Math.max(...curves.map((curve) => curve.x.length)) <= 25;
   const series = curves.map((curve) => ({
     label: curve.label, class: curve.faint ? "faint" : undefined, stroke: style(curve.colour) + (curve.faint ? "55" : ""), width: curve.width ?? 1.8, dash: curve.dash ?? [],
-    spanGaps: true, points: { show: curve.points ?? few, size: 5 }, fill: curve.fill && style(curve.fill),
+    spanGaps: true, points: { show: curve.points ?? few, size: 5 },
     value: (self, value) => short(value),
   }));
   queueMicrotask(() => {
     const plot = new uPlot({
       width: box.clientWidth || 320, height: box.height, series: [{ label: options.x ?? "step" }, ...series],
-      cursor: { sync: { key: options.apart ? undefined : cursors.key }, points: { size: 7 } },
+      cursor: { sync: { key: cursors.key }, points: { size: 7 } },
       scales: { x: { time: false }, y: options.limits ? { range: options.limits } : {} },
       bands: options.bands ?? [],
       axes: [axis, { ...axis, size: 52, values: (self, ticks) => ticks.map((tick) => short(tick)) }],

@@ -69,9 +69,9 @@ function panelOf(panel, shown) {
       if (!at.length) continue;
       const y = at.map((i) => values[i]);
       // Without a KL penalty the reward is the score itself: one curve is enough.
-      if (curves.some((other) => other.run === run && String(other.raw) === String(y))) continue;
+      if (curves.some((other) => other.run === run && String(other.y) === String(y))) continue;
       curves.push({
-        run, raw: y, x: at.map((i) => (time ? time[i] : run.metrics.steps[i])), y,
+        run, x: at.map((i) => (time ? time[i] : run.metrics.steps[i])), y,
         label: visible(shown.length > 1 ? `${run.name}${panel.curves.length > 1 ? `, ${label}` : ""}` : label),
         colour: COLOURS[(shown.length > 1 ? run.number : own) % COLOURS.length],
         dash: shown.length > 1 ? DASHES[own % DASHES.length] : [],

@@ -40,9 +40,9 @@ async function show() {
   document.getElementById("main").replaceChildren(view);
 }
 
-async function readRun(run) {
+async function readRun(run, summary) {
   const last = run.metrics?.steps.at(-1) ?? -1;
-  run.summary = await source.summary(run.number);
+  run.summary = summary;
   let found = await source.metrics(run.number, last - 1); // the last step may have got its validation
   if (found.last < last) found = await source.metrics(run.number, -1); // it resumed from an earlier step
   run.metrics = addSteps(found.steps.length && found.steps[0] <= (run.metrics?.steps[0] ?? -1) ? null : run.metrics, found);
@@ -68,7 +68,7 @@ async function poll() {
       const before = JSON.stringify([run.summary.last, run.summary.written, run.summary.steps]);
       const summary = await source.summary(run.number);
       if (JSON.stringify([summary.last, summary.written, summary.steps]) !== before) {
-        await readRun(run);
+        await readRun(run, summary);
         isNew = true;
       }
     }
@@ -90,7 +90,7 @@ async function start() {
     const data = document.getElementById("data");
     if (data) source = await embedded(data);
     state.runs = (await source.runs()).map((name, number) => ({ name, number, shown: true }));
-    for (const run of state.runs) await readRun(run);
+    for (const run of state.runs) await readRun(run, await source.summary(run.number));
     describe();
     await show();
   } catch (error) {
