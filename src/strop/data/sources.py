@@ -246,10 +246,15 @@ def _format(path: Path, name: str) -> str:
     return kind or "parquet"
 
 
+def saved_splits(folder: Path) -> list[str]:
+    """Return the splits in a folder of ``datasets.DatasetDict.save_to_disk``; none of any other folder."""
+    file = folder / "dataset_dict.json"
+    return json.loads(file.read_text())["splits"] if file.is_file() else []
+
+
 def _saved_table(folder: Path) -> pa.Table:
     """Return the rows of a folder of ``datasets.Dataset.save_to_disk``, which stay on disk until used."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+    if splits := saved_splits(folder):
         named = " or ".join(f"{folder}:{split}" for split in splits)
         raise DataError(f"{folder}: expected one split of the data set, {named}")
     if not (folder / "state.json").is_file():

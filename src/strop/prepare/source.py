@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 from strop.config.paths import expand, hub_split, is_url, with_split
 from strop.data.fetch import local_path
-from strop.data.sources import SUFFIXES, load_from_hub, read_records, read_table
+from strop.data.sources import SUFFIXES, load_from_hub, read_records, read_table, saved_splits
 from strop.errors import DataError
 
 Splits = Mapping[str, Sequence[dict[str, Any]]]
@@ -48,8 +47,7 @@ def read_source(
     path = local_path(name, cache_dir)
     if path.is_file():
         return _read_files(name, [path], unnamed_split)
-    if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+    if splits := saved_splits(path):
         return {_split_of(split) or split: read_table(f"{path}:{split}").to_pylist() for split in splits}
     if (path / "state.json").is_file():
         return {_split_of(path.name) or unnamed_split or "train": read_table(path).to_pylist()}
