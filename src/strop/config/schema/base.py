@@ -195,11 +195,9 @@ Modules = Annotated[_Module | list[_Module] | None, Expected("package name, list
 
 
 if TYPE_CHECKING:
-    _StrategyName = str
+    Strategy = str
 else:
-    _StrategyName = Literal[tuple(ENGINES)]
-
-Strategy = _StrategyName
+    Strategy = Literal[tuple(ENGINES)]
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
