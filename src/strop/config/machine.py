@@ -1,4 +1,4 @@
-"""Memory of this machine and of its GPUs, without torch."""
+"""Cores and memory of this machine, and memory of its GPUs, without torch."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def memory_for(config: Root) -> Memory:
         return Memory(size, "a GPU of this machine", 1)
     processes = sum(max(on_nodes) for on_nodes in pools_of(config).values())
     return Memory(machine_memory(), "this machine", processes)
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine_memory() -> int:

@@ -28,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from strop.config.machine import usable_cores
 from strop.data.control_tokens import control_tokens
 from strop.data.fetch import Advance, cache_folder, progress_bar
 from strop.data.prompt_table import PromptTable
@@ -95,7 +96,7 @@ def tokenize_table(
         cache = _cache_path(table, tokenizer, prompt_key, encode, how, cache_dir)
     if cache is not None and (found := _load(cache, len(table))) is not None:
         return found
-    workers = _cores() if num_workers is None else num_workers
+    workers = usable_cores() if num_workers is None else num_workers
     with progress_bar(f"tokenizing {prompt_key}", len(table), show=len(table) >= MIN_ROWS_FOR_BAR) as advance:
         chunks = _encode_all(table, tokenizer, prompt_key, partial(encode, how=how), workers, advance)
     arrays = [np.asarray(ids, dtype=np.int32) for chunk in chunks for ids in chunk]
@@ -136,11 +137,6 @@ def _count(texts: pa.Array, name: str) -> int:
     """Return the number of texts that hold ``name``."""
     found = pc.call_function("match_substring", [texts], pc.MatchSubstringOptions(name))
     return found.true_count
-
-
-def _cores() -> int:
-    """Return the number of cores this process may use (on Linux), else of all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _encode_all(

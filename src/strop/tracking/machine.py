@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from strop.config.machine import usable_cores
+
 MACHINE_FILE = "machine.jsonl"
 _PACKAGES = ("strop", "torch", "transformers", "vllm", "ray", "pyarrow", "numpy")
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
@@ -33,7 +35,7 @@ def describe_machine() -> dict[str, Any]:
         "host": platform.node(),
         "system": platform.platform(),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "memory_gib": _memory_gib(),
         "gpus": _gpus(),
         "python": platform.python_version(),

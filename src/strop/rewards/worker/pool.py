@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
+from strop.config.machine import usable_cores
 from strop.rewards.scorer import Scorer
 from strop.rewards.worker.feed import Feed
 from strop.rewards.worker.process import RewardProcess
@@ -19,8 +19,7 @@ _MOST_BY_DEFAULT = 16
 
 def default_num_workers() -> int:
     """Return the number of cores that this process may use, at most 16."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST_BY_DEFAULT)
+    return min(usable_cores(), _MOST_BY_DEFAULT)
 
 
 def reward_process(
