@@ -226,24 +226,21 @@ def create_rl_dataset(
     return RLHFDataset(
         files,
         tokenizer,
-        prompt_key=data_config.prompt_key,
-        max_prompt_length=data_config.max_prompt_length,
-        truncation=data_config.truncation,
         filter_overlong_prompts=data_config.filter_overlong_prompts,
         return_raw_chat=data_config.return_raw_chat,
         return_raw_input_ids=data_config.return_raw_input_ids,
         reward_fn_key=data_config.reward_fn_key,
         answer_key=data_config.answer_key,
         data_source=data_config.data_source,
-        how=prompt_format(data_config),
-        num_workers=data_config.num_workers,
-        cache_dir=data_config.cache_dir,
+        **prompt_options(data_config),
     )
 
 
-def prompt_format(data_config: Any) -> PromptFormat:
-    """Return the format of prompts that ``config.data`` describes."""
-    return PromptFormat(**{key.name: getattr(data_config, key.name) for key in fields(PromptFormat)})
+def prompt_options(data_config: Any) -> dict[str, Any]:
+    """Return the arguments that ``config.data`` has for every data set of prompts."""
+    names = ("prompt_key", "max_prompt_length", "truncation", "num_workers", "cache_dir")
+    how = PromptFormat(**{key.name: getattr(data_config, key.name) for key in fields(PromptFormat)})
+    return {"how": how, **{name: getattr(data_config, name) for name in names}}
 
 
 def prompts_in_words(

@@ -23,7 +23,7 @@ from strop.config.schema.supervised import SupervisedConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset
 from strop.data.loader import EpochSampler, PromptLoader, one_pass
-from strop.data.rl_dataset import log_prompts, prompt_format
+from strop.data.rl_dataset import log_prompts, prompt_options
 from strop.data.sources import Files, Rows, sources
 from strop.protocol import DataProto
 from strop.tracking.report import ShownPair, ValidationReport
@@ -128,15 +128,10 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         return AnsweredDataset(
             files,
             self.tokenizer,
-            prompt_key=data.prompt_key,
             answer_keys=self.answer_keys,
-            max_prompt_length=data.max_prompt_length,
             max_response_length=data.max_response_length,
-            truncation=data.truncation,
             filter_overlong=data.filter_overlong,
-            how=prompt_format(data),
-            num_workers=data.num_workers,
-            cache_dir=data.cache_dir,
+            **prompt_options(data),
         )
 
     def _loader(self, dataset: Any, batches: Any) -> PromptLoader:
