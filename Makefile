@@ -13,7 +13,7 @@ TODAY := $(shell date +%F)
 SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: demo preferences test test-all check format bench families docs dist clean
+.PHONY: demo preferences test test-all check format bench gpu families docs dist clean
 
 demo: .venv/core  ## train a tiny model with PPO; show accuracy before and after; ASYNC=1: generate while it learns
 	$(BIN)/python examples/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --async-steps $(ASYNC) --out $(DEMO_DIR)
@@ -52,6 +52,10 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	$(BIN)/python benchmarks/driver.py
 	$(BIN)/python benchmarks/rewards.py --data $(DATA)/math_test/test.jsonl
 	$(BIN)/python benchmarks/sandbox.py --out benchmarks/results/sandbox_$(TODAY).md
+
+GPU_PYTHON ?= $(BIN)/python
+gpu:  ## check and measure strop on this machine's GPU, within GPU_BUDGET_S (540) seconds
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu.py --out benchmarks/results/gpu_$(TODAY)
 
 families: .venv/dev .venv/vllm  ## compare every model family with transformers, and write docs/models.md
 	$(BIN)/python benchmarks/model_families.py --vllm --write

@@ -1,0 +1,518 @@
+"""Check and measure strop on a GPU, in one command and a few minutes.
+
+    python benchmarks/gpu.py [--budget 540] [--models 0.5B 1.5B 7B] [--out benchmarks/results/gpu_DATE]
+
+First rightness: log-probs and gradients on the GPU against the CPU's, packed rows and shared prompts against
+padded rows, the output layer in blocks against whole logits, bfloat16 against float32, and the log-probs of
+the hf rollout against a forward pass. Then speed: generation, log-probs and update of random models with
+Qwen2.5's sizes, beside a plain training step of transformers on the same tokens (the floor), and the output
+layer alone. Needs no network and no data. Cases that the budget (seconds) or the memory leaves out are named.
+
+MFU counts 6 operations a parameter and trained token (2 without gradient) and the attention's, each prompt
+once for all of its samples, relative to the GPU's own speed in a matrix product of 8192 x 8192, measured in
+the same run. Tokens per second count the prompt of every sample. Without a GPU everything
+runs on the CPU with a tiny model, as a test of this program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from strop.algorithms.logprobs import token_log_probs
+from strop.algorithms.output_layer import OutputLayer
+from strop.engines.base import Loss, OptimizerSettings
+from strop.engines.micro_batches import MicroBatching
+from strop.engines.torch.engine import TorchEngine
+from strop.models.policy import PolicyModel
+from strop.protocol import DataProto
+from strop.rollout.base import SamplingParams
+from strop.rollout.hf.engine import HFRollout
+
+BUDGET = "GPU_BUDGET_S"
+PUBLISHED = (
+    ("prime-rl", "update, 4B, 8 GPUs", 0.36),
+    ("prime-rl", "update, 0.6B", 0.11),
+)
+"""Model FLOPs utilisation that peers report for their trainers."""
+
+
+Line = dict[str, Any]
+"""A row of the table: title -> figure or text."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a random Qwen2."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int = 151_936
+    tied: bool = True
+
+    def config(self) -> Qwen2Config:
+        return Qwen2Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=32_768,
+            tie_word_embeddings=self.tied,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+
+
+SIZES = {
+    "tiny": Size(64, 128, 2, 4, 2, 512),
+    "0.5B": Size(896, 4864, 24, 14, 2),
+    "1.5B": Size(1536, 8960, 28, 12, 2),
+    "7B": Size(3584, 18_944, 28, 28, 4, 152_064, tied=False),
+}
+ON_POLICY = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "advantages")
+
+
+@dataclass
+class Clock:
+    """Time and memory on ``device``."""
+
+    device: torch.device
+    ends: float
+
+    def left(self) -> float:
+        """Return the seconds of the budget that are left."""
+        return self.ends - time.perf_counter()
+
+    def seconds(self, work: Callable[[], object], rounds: int = 3) -> float:
+        """Return the median seconds of a call, after one to warm up."""
+        found = []
+        for _ in range(rounds + 1):
+            self.wait()
+            began = time.perf_counter()
+            work()
+            self.wait()
+            found.append(time.perf_counter() - began)
+        return statistics.median(found[1:])
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def forget(self) -> None:
+        """Free what is unused, and count the peak of memory anew."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> float:
+        """Return the peak of allocated memory in GiB since ``forget``; NaN on a CPU."""
+        return torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else math.nan
+
+
+def build(size: Size, device: torch.device) -> PreTrainedModel:
+    torch.manual_seed(0)
+    with device:
+        return Qwen2ForCausalLM(size.config()).eval()
+
+
+def batch_of(prompts: int, n: int, prompt: int, response: int, vocabulary: int, *, uneven: bool) -> DataProto:
+    """Return ``prompts`` x ``n`` samples; uneven lengths are between a quarter and all of the columns."""
+    chance = torch.Generator().manual_seed(1)
+
+    def lengths(count: int, most: int) -> Tensor:
+        if not uneven:
+            return torch.full((count,), most)
+        return torch.randint(max(most // 4, 1), most + 1, (count,), generator=chance)
+
+    of_prompt = lengths(prompts, prompt).repeat_interleave(n)
+    of_response = lengths(prompts * n, response)
+    prompt_mask = torch.arange(prompt) >= prompt - of_prompt[:, None]
+    response_mask = torch.arange(response) < of_response[:, None]
+    mask = torch.cat([prompt_mask, response_mask], 1).long()
+    ids = torch.randint(2, vocabulary, (prompts, prompt), generator=chance).repeat_interleave(n, 0)
+    responses = torch.randint(2, vocabulary, (prompts * n, response), generator=chance)
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.cat([ids, responses], 1) * mask,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+            "responses": responses * response_mask,
+            "response_mask": response_mask.float(),
+            "advantages": torch.randn(prompts * n, response, generator=chance) * response_mask,
+        }
+    )
+
+
+def engine_of(
+    size: Size,
+    device: torch.device,
+    dtype: str,
+    *,
+    packed: bool,
+    checkpointing: bool = False,
+    trains: bool = True,
+) -> TorchEngine:
+    settings = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.01, eps=1e-8, grad_clip=1.0)
+    return TorchEngine(
+        PolicyModel(build(size, device), packed=packed),
+        device=device,
+        compute_dtype=dtype,
+        optimizer=settings if trains else None,
+        gradient_checkpointing=checkpointing,
+    )
+
+
+def policy_loss(tokens: float) -> Loss:
+    def loss(outputs: dict[str, Tensor], columns: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        entropy = outputs["entropy"].sum() * 1e-3
+        return -((columns["advantages"] * outputs["log_prob"]).sum() + entropy) / tokens, {}
+
+    return loss
+
+
+def gradients(engine: TorchEngine, batch: DataProto, micro: MicroBatching) -> dict[str, Tensor]:
+    engine.forward_backward(batch, policy_loss(float(batch.batch["response_mask"].sum())), micro)
+    named = engine.module.named_parameters()
+    return {name: weight.grad.double().cpu() for name, weight in named if weight.grad is not None}
+
+
+def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Return the largest difference relative to the largest number."""
+    largest = max(float(tensor.abs().max()) for tensor in wanted.values())
+    return max(float((found[name] - tensor).abs().max()) for name, tensor in wanted.items()) / largest
+
+
+def rightness(device: torch.device) -> list[tuple[str, float, float]]:
+    """Return (comparison, difference, bound): log-probs in nats, gradients relative to the largest."""
+    size = Size(128, 256, 3, 4, 2, 2048)
+    batch = batch_of(6, 4, 24, 40, size.vocabulary, uneven=True)
+    whole, split = MicroBatching(), MicroBatching(max_tokens=400)
+    cpu = engine_of(size, torch.device("cpu"), "float32", packed=False)
+    wanted = cpu.infer(batch, whole)["log_prob"]
+    wanted_gradients = gradients(cpu, batch, whole)
+
+    def compare(
+        name: str, dtype: str, packed: bool, micro: MicroBatching, bounds: tuple[float, float]
+    ) -> None:
+        engine = engine_of(size, device, dtype, packed=packed)
+        engine.module.load_state_dict(cpu.module.state_dict())
+        found = engine.infer(batch, micro)["log_prob"]
+        lines.append((f"{name}: log-probs", float((found - wanted).abs().max()), bounds[0]))
+        lines.append(
+            (f"{name}: gradients", apart(gradients(engine, batch, micro), wanted_gradients), bounds[1])
+        )
+
+    lines: list[tuple[str, float, float]] = []
+    exact, rounded = (1e-4, 1e-4), (0.1, 0.1)
+    compare("float32, padded, against the CPU", "float32", False, whole, exact)
+    compare("float32, packed, shared prompts, split", "float32", True, split, exact)
+    compare("bfloat16, packed, against float32 on the CPU", "bfloat16", True, split, rounded)
+    lines.append(("output layer in blocks against whole logits: gradients", _head(device), 1e-5))
+    lines.append(("hf rollout: log-probs against a forward pass", _rollout(size, device), 1e-4))
+    return lines
+
+
+def _head(device: torch.device) -> float:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 128, device=device), torch.randn(5000, 128, device=device) / 11
+    ids, upstream = torch.randint(5000, (300,), device=device), torch.randn(300, device=device)
+    found = []
+    for project in (OutputLayer, lambda head: lambda states: states @ head.t()):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        result = token_log_probs(leaves[0], project(leaves[1]), ids, temperature=0.7)
+        ((result.log_probs_N + 0.1 * result.entropy_N) * upstream).sum().backward()
+        found.append({str(place): leaf.grad.double() for place, leaf in enumerate(leaves)})
+    return apart(*found)
+
+
+def _rollout(size: Size, device: torch.device) -> float:
+    engine = engine_of(size, device, "float32", packed=True, trains=False)
+    rollout = HFRollout(engine.module.hugging_face_model, pad_token_id=0, eos_token_ids=[1])
+    batch = rollout.generate(_prompts(size, 8, 16, 4), SamplingParams(max_tokens=32, n=4)).to("cpu")
+    again = engine.infer(batch, MicroBatching())["log_prob"]
+    return float(((again - batch.batch["rollout_log_probs"]) * batch.batch["response_mask"]).abs().max())
+
+
+def _prompts(size: Size, count: int, width: int, n: int) -> DataProto:
+    ids = torch.randint(2, size.vocabulary, (count, width), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": mask.cumsum(1) - 1,
+            "seeds": torch.arange(count * n).view(count, n),
+        }
+    )
+
+
+def matrix_speed(clock: Clock, dtype: torch.dtype) -> float:
+    """Return the operations a second of a large matrix product."""
+    size = 8192 if clock.device.type == "cuda" else 512
+    left, right = (torch.randn(size, size, device=clock.device).to(dtype) for _ in range(2))
+    return 2 * size**3 / clock.seconds(lambda: left @ right, rounds=10)
+
+
+def operations(size: Size, parameters: int, batch: DataProto, n: int, *, trains: bool) -> float:
+    """Count the operations of a pass over the samples of ``batch``: each prompt once, logits of responses."""
+    mask, of_response = batch.batch["attention_mask"], batch.batch["response_mask"].sum(1).double()
+    of_prompt = mask.sum(1).double() - of_response
+    prompts = of_prompt[::n]
+    head = size.vocabulary * size.hidden
+    body = parameters - head * (1 if size.tied else 2)
+    attended = (prompts**2).sum() / 2 + (of_response * of_prompt + of_response**2 / 2).sum()
+    forward = 2 * body * (prompts.sum() + of_response.sum()) + 2 * head * of_response.sum()
+    return float(forward + 4 * size.layers * size.hidden * attended) * (3 if trains else 1)
+
+
+class Floor:
+    """A plain step of transformers: bfloat16 weights, sdpa, equal lengths, whole logits, fused AdamW."""
+
+    def __init__(self, size: Size, batch: DataProto, device: torch.device, rows: int) -> None:
+        self.model = build(size, device).to(torch.bfloat16).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
+        self.pieces = [
+            {name: batch.batch[name][start : start + rows].to(device) for name in ON_POLICY}
+            for start in range(0, len(batch), rows)
+        ]
+
+    def update(self) -> None:
+        for piece in self.pieces:
+            width = piece["responses"].shape[1]
+            logits = self.model(
+                input_ids=piece["input_ids"], use_cache=False, logits_to_keep=width + 1
+            ).logits
+            log_probs = (
+                logits[:, :-1].float().log_softmax(-1).gather(2, piece["responses"][..., None])[..., 0]
+            )
+            (-(piece["advantages"] * log_probs).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+TITLES = ("model", "phase", "lengths", "s", "tokens/s", "MFU", "GiB", "note")
+
+
+def row(line: Line) -> str:
+    def cell(name: str) -> str:
+        value = line.get(name, "")
+        if not isinstance(value, float):
+            return str(value)
+        return "" if math.isnan(value) else f"{value:,.0f}" if name == "tokens/s" else f"{value:.3f}"
+
+    return f"| {' | '.join(cell(name) for name in TITLES)} |"
+
+
+@dataclass
+class Table:
+    """Rows, which are printed as they come."""
+
+    lines: list[Line]
+
+    def add(self, line: Line) -> None:
+        self.lines.append(line)
+        print(row(line), flush=True)
+
+
+@dataclass
+class Case:
+    """One model and its samples."""
+
+    name: str
+    clock: Clock
+    matrix_speed: float
+    table: Table
+
+    def __post_init__(self) -> None:
+        on_gpu = self.clock.device.type == "cuda"
+        self.size = SIZES[self.name]
+        self.prompts, self.n, self.width = (8, 8, 512) if on_gpu else (2, 2, 16)
+        self.micro = MicroBatching(max_tokens=8192 if on_gpu else 128)
+        with torch.device("meta"):
+            model = Qwen2ForCausalLM(self.size.config())
+        self.parameters = model.num_parameters()
+        self.batches = {
+            kind: batch_of(
+                self.prompts, self.n, self.width, self.width, self.size.vocabulary, uneven=kind == "uneven"
+            )
+            for kind in ("full", "uneven")
+        }
+
+    def measure(
+        self,
+        phase: str,
+        work: Callable[[], object],
+        *,
+        batch: DataProto,
+        lengths: str = "full",
+        n: int | None = None,
+        count: float | None = None,
+        trains: bool = False,
+    ) -> None:
+        """Add a line; ``n`` samples share a prompt, ``count`` tokens are counted (default: all real ones)."""
+        line: Line = {"model": self.name, "phase": phase, "lengths": lengths}
+        if self.clock.left() < 0:
+            self.table.add(line | {"note": "not run: budget"})
+            return
+        self.clock.forget()
+        try:
+            took = self.clock.seconds(work)
+        except torch.cuda.OutOfMemoryError:
+            self.table.add(line | {"note": "out of memory"})
+            return
+        count = count or float(batch.batch["attention_mask"].sum())
+        flops = operations(self.size, self.parameters, batch, n or self.n, trains=trains)
+        share = flops / took / self.matrix_speed
+        figures = {"s": took, "tokens/s": count / took, "MFU": share, "GiB": self.clock.peak()}
+        self.table.add(line | figures)
+
+    def run(self) -> None:
+        """Measure all phases; each frees its model at its end."""
+        self.inference()
+        needed = 16 * self.parameters / 2**30
+        if self.clock.device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info()[1] / 2**30:
+            note = f"AdamW in float32 needs {needed:.0f} GiB"
+            self.table.add({"model": self.name, "phase": "update", "note": note})
+            return
+        for checkpointing in (False, True):
+            self.update(checkpointing)
+        self.floor()
+
+    def inference(self) -> None:
+        """Measure generation and log-probs."""
+        engine = engine_of(self.size, self.clock.device, "bfloat16", packed=True, trains=False)
+        model = engine.module.hugging_face_model
+        rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[1], autocast_dtype=engine.autocast_dtype)
+        new = self.width // 4
+        request = _prompts(self.size, self.prompts, new, self.n)
+        params = SamplingParams(max_tokens=new, n=self.n, ignore_eos=True)
+        self.measure(
+            "generation (hf)",
+            lambda: rollout.generate(request, params),
+            batch=batch_of(self.prompts, self.n, new, new, self.size.vocabulary, uneven=False),
+            count=self.prompts * self.n * new,
+        )
+        for kind, batch in self.batches.items():
+            work = partial(engine.infer, batch, self.micro)
+            self.measure("log-probs", work, batch=batch, lengths=kind)
+
+    def update(self, checkpointing: bool) -> None:
+        """Measure optimizer steps over all samples."""
+        engine = engine_of(self.size, self.clock.device, "bfloat16", packed=True, checkpointing=checkpointing)
+        for kind, batch in self.batches.items():
+            loss = policy_loss(float(batch.batch["response_mask"].sum()))
+
+            def step(batch: DataProto = batch, loss: Loss = loss) -> None:
+                engine.forward_backward(batch, loss, self.micro)
+                engine.optimizer_step(1e-6)
+
+            phase = "update, checkpointing" if checkpointing else "update"
+            self.measure(phase, step, batch=batch, lengths=kind, trains=True)
+
+    def floor(self) -> None:
+        """Measure a plain training step of transformers."""
+        batch, rows = self.batches["full"], max(self.micro.max_tokens // (2 * self.width), 1)
+        plain = Floor(self.size, batch, self.clock.device, rows)
+        self.measure("floor: transformers' update", plain.update, batch=batch, n=1, trains=True)
+
+
+def head_speed(clock: Clock) -> Line:
+    """Compare log-probs with both gradients at a vocabulary of 152k with their matrix products alone."""
+    on_gpu = clock.device.type == "cuda"
+    tokens, hidden, vocabulary = (8192, 1536, 151_936) if on_gpu else (64, 32, 1024)
+    states = torch.randn(tokens, hidden, device=clock.device, dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(vocabulary, hidden, device=clock.device) / hidden**0.5).to(torch.bfloat16)
+    weight.requires_grad_()
+    ids = torch.randint(vocabulary, (tokens,), device=clock.device)
+    upstream = torch.randn(vocabulary, tokens, device=clock.device, dtype=torch.bfloat16)
+
+    def ours() -> None:
+        token_log_probs(states, OutputLayer(weight), ids, temperature=1.0).log_probs_N.sum().backward()
+
+    @torch.no_grad()
+    def products() -> None:  # logits, once more in the backward pass, and both gradients
+        for _ in range(2):
+            states @ weight.t()
+        upstream.t() @ weight
+        upstream @ states
+
+    clock.forget()
+    ours_s = clock.seconds(ours)
+    memory = clock.peak()
+    figures = {"s": ours_s, "tokens/s": tokens / ours_s, "GiB": memory}
+    note = f"{ours_s / clock.seconds(products):.2f} times its matrix products"
+    return {"model": f"V={vocabulary}", "phase": "output layer", "lengths": "full", **figures, "note": note}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--budget", type=float, default=float(os.environ.get(BUDGET, "540")), help="seconds")
+    parser.add_argument("--models", nargs="+", choices=SIZES, help="default: all, or tiny without a GPU")
+    parser.add_argument("--out", type=Path, help="also write OUT.md and OUT.json")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    clock = Clock(device, time.perf_counter() + options.budget)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    heading = f"{datetime.date.today()}; {name}; torch {torch.__version__}; Python {sys.version.split()[0]}"
+    text = [
+        f"# strop on a GPU\n\n{heading}\n\n| comparison | difference | bound | |\n| --- | ---: | ---: | --- |"
+    ]
+    print(text[0], flush=True)
+    compared = rightness(device)
+    wrong = [line for line in compared if not line[1] <= line[2]]
+    text += [
+        f"| {what} | {found:.1e} | {bound:.0e} | {'ok' if found <= bound else 'WRONG'} |"
+        for what, found, bound in compared
+    ]
+    peak = matrix_speed(clock, torch.bfloat16)
+    titles = f"| {' | '.join(TITLES)} |\n|{' --- |' * 3}{' ---: |' * 4} --- |"
+    text.append(f"\nMatrix product, bfloat16: {peak / 1e12:,.2f} TFLOP/s\n\n{titles}")
+    print("\n".join(text[1:]), flush=True)
+    table = Table([])
+    models = options.models or (
+        [size for size in SIZES if size != "tiny"] if device.type == "cuda" else ["tiny"]
+    )
+    for model in models:
+        if clock.left() < 0:
+            table.add({"model": model, "phase": "all", "note": "not run: budget"})
+        else:
+            Case(model, clock, peak, table).run()
+    table.add(head_speed(clock))
+    text += [row(line) for line in table.lines]
+    text += ["\nPublished by peers for their own trainers and machines:\n"]
+    text += [f"- {who}: {what}: MFU {share}" for who, what, share in PUBLISHED]
+    if options.out:
+        options.out.with_suffix(".md").write_text("\n".join(text) + "\n")
+        figures = {"machine": heading, "matrix_product": peak, "rightness": compared, "speed": table.lines}
+        options.out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

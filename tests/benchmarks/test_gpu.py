@@ -1,0 +1,49 @@
+"""The benchmark of a GPU, on a CPU with its tiny model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import gpu
+
+
+def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--models", "tiny", "--out", str(tmp_path / "gpu")])
+    assert gpu.main() == 0
+    figures = json.loads((tmp_path / "gpu.json").read_text())
+    assert len(figures["rightness"]) == 8
+    phases = {line["phase"] for line in figures["speed"] if line.get("s", 0) > 0}
+    assert phases == {
+        *("generation (hf)", "log-probs", "update", "update, checkpointing"),
+        *("floor: transformers' update", "output layer"),
+    }
+    assert "WRONG" not in capsys.readouterr().out
+
+
+def test_a_difference_fails_and_the_budget_names_what_it_leaves_out(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--models", "tiny", "--budget", "0"])
+    monkeypatch.setattr(gpu, "rightness", lambda device: [("log-probs", 0.5, 1e-4)])
+    assert gpu.main() == 1
+    printed = capsys.readouterr().out
+    assert "| log-probs | 5.0e-01 | 1e-04 | WRONG |" in printed
+    assert "| tiny | all |  |  |  |  |  | not run: budget |" in printed
+
+
+def test_operations_are_those_that_torch_counts():
+    size, n = gpu.SIZES["tiny"], 2
+    batch = gpu.batch_of(3, n, 16, 16, size.vocabulary, uneven=False)
+    engine = gpu.engine_of(size, gpu.torch.device("cpu"), "float32", packed=True, trains=False)
+    parameters = engine.module.hugging_face_model.num_parameters()
+    with FlopCounterMode(display=False) as counter:
+        engine.infer(batch, gpu.MicroBatching())
+    # torch counts attention's masked half as well.
+    assert gpu.operations(size, parameters, batch, n, trains=False) == pytest.approx(
+        counter.get_total_flops(), rel=0.1
+    )
