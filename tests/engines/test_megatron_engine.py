@@ -31,11 +31,22 @@ FAMILIES = {
     "Llama": {"tie_word_embeddings": False},
     "Qwen3": {"tie_word_embeddings": True},
     "Mistral": {"tie_word_embeddings": False},
-}
+    "Qwen3Moe": {  # the second layer has no experts
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+        "mlp_only_layers": [1], "router_aux_loss_coef": 0.1,
+    },
+    "Qwen2Moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 32, "router_aux_loss_coef": 0.1, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 
 
-def layout(tensor: int = 1, pipeline: int = 1, virtual: int | None = None, **keys) -> dict:
+def layout(
+    tensor: int = 1, pipeline: int = 1, virtual: int | None = None, *, experts: int = 1, **keys
+) -> dict:
     return {
+        "expert_model_parallel_size": experts,
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
         "virtual_pipeline_model_parallel_size": virtual,
@@ -60,7 +71,21 @@ LAYOUTS = {  # ranks, layout, rows of a micro-batch
                                                 "recompute_num_layers": 1}),
         3,
     ),
+    "ep2": (2, layout(experts=2), 3),
+    "ep2, whole optimizer": (2, layout(experts=2, use_distributed_optimizer=False), 3),
+    "tp2 ep2": (2, layout(2, experts=2), 2),
+    "pp2 ep2": (4, layout(1, 2, experts=2), 3),
+    "tp2 dp2 ep2": (4, layout(2, experts=2), 1),
+    "tp2 dp2 ep4": (4, layout(2, experts=4), 3),
+    "tp2 ep2, recomputed": (
+        2,
+        layout(2, experts=2, override_transformer_config={"recompute_granularity": "full",
+                                                           "recompute_method": "uniform",
+                                                           "recompute_num_layers": 1}),
+        3,
+    ),
 }  # fmt: skip
+EXPERTS = [name for name in LAYOUTS if "ep" in name]
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +161,13 @@ SLOW = pytest.mark.slow
     ("name", "family", "kind"),
     [
         ("tp2 sp", "Qwen2", "policy"),
-        *(pytest.param(n, "Qwen2", "policy", marks=SLOW) for n in LAYOUTS if n != "tp2 sp"),
+        *(pytest.param(n, "Qwen2", "policy", marks=SLOW) for n in LAYOUTS if n not in ("tp2 sp", *EXPERTS)),
         *(pytest.param(n, "Llama", "value", marks=SLOW) for n in ("tp2 sp", "pp2", "dp2", "tp2 pp2 vpp2")),
         *(pytest.param(n, "Qwen3", "policy", marks=SLOW) for n in ("tp2 pp2", "tp2")),
         *(pytest.param(n, "Mistral", "policy", marks=SLOW) for n in ("tp2 pp2", "pp2 vpp2")),
+        *(pytest.param(n, "Qwen3Moe", "policy", marks=SLOW) for n in ("tp2 sp", "dp2", "pp2 vpp2", *EXPERTS)),
+        *(pytest.param(n, "Qwen2Moe", "policy", marks=SLOW) for n in ("tp2 pp2", "tp2 ep2", "tp2 dp2 ep2")),
+        *(pytest.param(n, "Qwen2Moe", "value", marks=SLOW) for n in ("ep2", "pp2 ep2")),
     ],
 )
 def test_updates_are_those_of_one_process_of_fsdp(folders, ranks, alone, name, family, kind):

@@ -167,7 +167,7 @@ class Routers:
         if self._recorded is not None:  # not in a recomputation
             self._recorded.append(output[self._index] if isinstance(output, tuple) else output)
 
-    def begin(self, sequences: float, device: torch.device) -> None:
+    def begin(self, sequences: float, device: torch.device) -> Balance:
         """Begin an update on so many sequences on all ranks."""
         self._balance = Balance(
             self._config.router_aux_loss_coef,
@@ -177,6 +177,7 @@ class Routers:
             sequences=sequences,
             device=device,
         )
+        return self._balance
 
     @contextmanager
     def watching(self, batch: Mapping[str, Tensor], packing: Packing | None) -> Generator[None]:
