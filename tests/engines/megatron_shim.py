@@ -28,7 +28,6 @@ class _Nothing:
         return self
 
 
-
 def _on_cpu(factory: Any) -> Any:
     @functools.wraps(factory)
     def made(*args: Any, **options: Any) -> Any:

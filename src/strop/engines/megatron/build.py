@@ -122,6 +122,12 @@ def transformer_config(
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
     }
+    losses = ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_z_loss_coeff")
+    if wrong := [key for key in losses if key in settings.transformer]:
+        raise ConfigError(
+            f"megatron.override_transformer_config.{wrong[0]}: the auxiliary loss is the model's own entry "
+            "router_aux_loss_coef; set model.override_config.router_aux_loss_coef"
+        )
     if experts := experts_of(config):
         entries |= {
             "num_moe_experts": experts,
