@@ -283,3 +283,10 @@ def sum_head_over_ranks() -> None:
         self.weight.sequence_parallel = True
 
     building.HiddenStates.__init__ = marked
+
+
+def drop_the_loss_of_experts() -> None:
+    """Compute the auxiliary loss of experts, and keep it from the gradient."""
+    from strop.engines.megatron import experts
+
+    experts.MoEAuxLossAutoScaler = SimpleNamespace(apply=lambda probs, loss: probs)

@@ -183,6 +183,7 @@ def test_updates_are_those_of_one_process_of_fsdp(folders, ranks, alone, name, f
         (jobs.unmark_norms, "tp2 sp", "policy"),
         (jobs.divide_by_micro_batches, "pp2", "policy"),
         (jobs.sum_head_over_ranks, "tp2 sp", "value"),
+        (jobs.drop_the_loss_of_experts, "tp2 ep2", "policy"),
     ],
 )
 def test_a_broken_engine_is_found(folders, alone, spoil, name, kind):
@@ -191,9 +192,10 @@ def test_a_broken_engine_is_found(folders, alone, spoil, name, kind):
     Clipping and AdamW hide a wrong scale from the parameters, so gradients are compared.
     """
     world, sizes, rows = LAYOUTS[name]
+    family = "Qwen3Moe" if name in EXPERTS else "Llama"
     with Ranks(world) as broken:
-        found = broken.run(world, jobs.train, folders("Llama"), kind, sizes, rows, spoil)
-    apart_by = differences(found[0], alone("Llama", kind), 0, sizes, world)
+        found = broken.run(world, jobs.train, folders(family), kind, sizes, rows, spoil)
+    apart_by = differences(found[0], alone(family, kind), 0, sizes, world)
     print(spoil.__name__, {name: f"{value:.1e}" for name, value in apart_by.items()})
     assert apart_by["figures"] < BOUNDS["figures"]
     assert apart_by["gradient"] > 100 * BOUNDS["gradient"]
@@ -206,15 +208,24 @@ def test_passes_of_another_model_are_refused_at_the_start(folders):
     assert mentions(caught.value, "ModelError", "differ from those of LlamaForCausalLM")
 
 
+SIZES = [(1, layout()), (2, layout(2)), (2, layout(1, 2)), (4, layout(2, 2))]
+SIZES_OF_EXPERTS = [(2, layout(2, experts=2)), (4, layout(1, 2, experts=2)), (4, layout(experts=4))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("world", "sizes"), [(1, layout()), (2, layout(2)), (2, layout(1, 2)), (4, layout(2, 2))]
+    ("family", "world", "sizes"),
+    [
+        (family, *sizes)
+        for family in FAMILIES
+        for sizes in (*SIZES, *(SIZES_OF_EXPERTS if "Moe" in family else ()))
+    ],
 )
 def test_weights_go_in_and_out_bit_for_bit(folders, ranks, family, world, sizes):
-    expected = load_file(folders(family) / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folders(family))
+    expected = dict(model.named_parameters())
     for found in ranks.run(world, jobs.initial, folders(family), "policy", sizes):
-        assert {name: w for name, w in found.items() if name in expected}.keys() == found.keys()
+        assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
@@ -272,6 +283,24 @@ def test_a_checkpoint_goes_on_in_another_layout_and_engine(folders, ranks, tmp_p
     assert stored_shapes(tmp_path / "fsdp") == stored_shapes(tmp_path / "four")
     found, _ = ranks.run(2, jobs.go_on, folder, layout(2), tmp_path / "fsdp", going_on, None)[0]
     assert apart(found, weights) < 5e-6
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_shared_experts_goes_on_in_another_layout_and_engine(folders, ranks, tmp_path):
+    folder, four = folders("Qwen2Moe"), layout(2, experts=2)
+    before, going_on = [0, 1], [2]
+    ranks.run(4, jobs.go_on, folder, four, None, before, tmp_path / "four")
+    uninterrupted = ranks.run(4, jobs.go_on, folder, four, None, before + going_on, None)[0]
+    weights, norms = ranks.run(4, jobs.go_on, folder, four, tmp_path / "four", going_on, None)[0]
+    assert all(torch.equal(weights[name], w) for name, w in uninterrupted[0].items())
+    assert norms == uninterrupted[1][-1:]
+    for world, sizes in ((1, layout()), (2, layout(2)), (4, layout(1, 2, experts=2)), (1, None)):
+        for found, norm in ranks.run(world, jobs.go_on, folder, sizes, tmp_path / "four", going_on, None):
+            print(sizes, f"{apart(found, weights):.1e} {abs(norm[0] / norms[0] - 1):.1e}")
+            assert apart(found, weights) < 1e-6
+            assert norm == pytest.approx(norms, rel=1e-6)
+    ranks.run(1, jobs.go_on, folder, None, None, before, tmp_path / "fsdp")
+    assert stored_shapes(tmp_path / "fsdp") == stored_shapes(tmp_path / "four")
 
 
 @pytest.mark.slow
