@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from strop.engines.megatron.attention import PackedAttention
-from strop.engines.megatron.experts import ExpertLayer, Experts, Router, has_experts
+from strop.engines.megatron.experts import MIXTURE, ExpertLayer, has_experts
 from strop.engines.megatron.settings import FAMILIES, ParallelSettings
 from strop.errors import ConfigError, ModelError
 from strop.models.routing import experts_of
@@ -233,21 +233,14 @@ def _layers(
 
 def _layer(config: PretrainedConfig, mcore: TransformerConfig, number: int, core: ModuleSpec) -> ModuleSpec:
     """Return the modules of layer ``number`` of the whole model."""
-    routed = has_experts(config, number)
-    spec = get_gpt_layer_local_spec(
-        num_experts=mcore.num_moe_experts if routed else None,
-        normalization="RMSNorm",
-        qk_layernorm=mcore.qk_layernorm,
-    )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=mcore.qk_layernorm)
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = core
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     if mcore.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    if routed:
-        spec.module = ExpertLayer
-        spec.submodules.mlp.submodules.experts = ModuleSpec(Experts)
-        spec.submodules.mlp.submodules.router = Router
+    if has_experts(config, number):
+        spec.module, spec.submodules.mlp = ExpertLayer, MIXTURE
     return spec
 
 

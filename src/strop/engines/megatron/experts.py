@@ -11,8 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -77,6 +82,18 @@ class Experts(nn.Module):
             output = functional.linear(functional.silu(gate) * up, down)
             outputs.append(output * weights[:, None].to(output.dtype))
         return torch.cat(outputs), None
+
+
+class SharedExpert(SharedExpertMLP):
+    """The expert that sees all tokens, cut by the ranks that share tensors."""
+
+    def __init__(self, **options: Any) -> None:
+        linear: Any = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        super().__init__(submodules=linear, **options)
+
+
+_PARTS: Any = {"experts": Experts, "shared_experts": SharedExpert, "router": Router}
+MIXTURE = ModuleSpec(MoELayer, submodules=MoESubmodules(**_PARTS))
 
 
 class ExpertLayer(TransformerLayer):
