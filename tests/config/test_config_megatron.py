@@ -58,10 +58,12 @@ def test_one_key_selects_the_back_end_of_all_roles_and_so_does_the_name_of_verl(
         ([f"{ACTOR}.megatron.pipeline_model_parallel_size=4"], ["6 layers", "4 stages"]),
         (
             ["critic.megatron.tensor_model_parallel_size=2"],
-            ["critic.megatron", f"{ACTOR}.megatron", "(2, 1, None)", "(1, 1, None)", "pool"],
+            ["critic.megatron", f"{ACTOR}.megatron", "(2, 1, None, 1)", "(1, 1, None, 1)", "pool"],
         ),
         ([f"{ACTOR}.megatron.context_parallel_size=2"], ["context_parallel_size=2", "ulysses"]),
-        ([f"{ACTOR}.megatron.expert_model_parallel_size=2"], ["expert_model_parallel_size=2"]),
+        ([f"{ACTOR}.megatron.expert_model_parallel_size=2"], ["=2", "no routed experts"]),
+        ([f"{ACTOR}.megatron.expert_model_parallel_size=3"], ["=3", "8 ranks of a pipeline stage"]),
+        ([f"{ACTOR}.megatron.expert_tensor_parallel_size=2"], ["expert_tensor_parallel_size=2", "null"]),
         ([f"{ACTOR}.megatron.param_offload=True"], ["param_offload=True", "False"]),
         ([f"{ACTOR}.megatron.use_dist_checkpointing=True"], ["use_dist_checkpointing=True"]),
         ([f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"], ["=2", "null"]),
@@ -80,6 +82,28 @@ def test_what_does_not_fit_is_an_error_by_name(installed, model, report, overrid
     assert report(*MEGATRON).errors == []
     errors = report(*MEGATRON, *overrides).errors
     assert any(mentions(line, *words) for line in errors), errors
+
+
+def test_experts_must_divide_and_the_forecast_counts_whose_they_are(valid, installed, report, tmp_path):
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 6}
+    content = {**shape, "vocab_size": 19, "num_experts": 6}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content))
+    tensors = {
+        "model.layers.0.mlp.experts.0.up_proj.weight": np.zeros((8, 100), np.float32),
+        "lm_head.weight": np.zeros((2, 100), np.float32),
+    }
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    sizes = [f"{ACTOR}.megatron.{key}_model_parallel_size=2" for key in ("tensor", "expert")]
+    assert report(*MEGATRON, *sizes).errors == []
+    errors = report(*MEGATRON, f"{ACTOR}.megatron.expert_model_parallel_size=4").errors
+    assert any(mentions(line, "=4", "6 routed experts") for line in errors)
+    errors = report(*MEGATRON, *sizes, f"{ACTOR}.megatron.sequence_parallel=False").errors
+    assert any(mentions(line, "sequence_parallel=False", "experts") for line in errors)
+    held = resident_weights(load_config([*valid, *MEGATRON, *sizes]))
+    # weights and gradients over 2 ranks, dense ones and experts alike; moments over all 8
+    assert held["actor: weights, gradients, AdamW"] == 1000 * 8 // 2 + 1000 * 8 // 8
+    held = resident_weights(load_config([*valid, *MEGATRON, sizes[0]]))
+    assert held["reference: weights"] == 200 * 4 // 2 + 800 * 4  # experts are not cut
 
 
 def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, report):

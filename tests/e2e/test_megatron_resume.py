@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from strop.checkpoint.export import export
+
 import forked
 from killing import ROWS, SETTINGS, copy_until, kill
 from runs import make_inputs, metrics, overrides, train
@@ -27,10 +29,10 @@ LAYOUTS = {
 
 
 def weights_of(run: Path) -> list[bytes]:
-    files = [
-        run / "global_step_4" / role / "huggingface" / "model.safetensors" for role in ("actor", "critic")
-    ]
-    return [file.read_bytes() for file in files]
+    """Exported weights of the last checkpoint: a background save has shards only."""
+    roles = ("actor", "critic")
+    folders = [export(run / "global_step_4", run / f"exported_{role}", role=role) for role in roles]
+    return [(folder / "model.safetensors").read_bytes() for folder in folders]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

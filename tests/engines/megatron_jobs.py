@@ -93,8 +93,9 @@ def gradients(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in engine.module.hugging_face_model.named_parameters():
             yield name, weight.grad.clone()
         return
-    from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
+
+    from strop.engines.megatron.convert import copies
 
     finalize_model_grads(engine._chunks)
 
@@ -104,7 +105,7 @@ def gradients(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if held is not None:  # the rest of the buffer is not reduced
             values.view(-1)[held[2]] = parameter.main_grad.view(-1)[held[2]]
         if engine._optimizer._is_sharded:
-            dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(values, group=copies(parameter))
         return values
 
     yield from engine._weights.whole(reduced)
@@ -282,3 +283,10 @@ def sum_head_over_ranks() -> None:
         self.weight.sequence_parallel = True
 
     building.HiddenStates.__init__ = marked
+
+
+def drop_the_loss_of_experts() -> None:
+    """Compute the auxiliary loss of experts, and keep it from the gradient."""
+    from strop.engines.megatron import experts
+
+    experts.MoEAuxLossAutoScaler = SimpleNamespace(apply=lambda probs, loss: probs)

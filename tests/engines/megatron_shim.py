@@ -24,6 +24,8 @@ class _Nothing:
     def synchronize(self) -> None: ...
     def wait_stream(self, *args: object) -> None: ...
     def wait_event(self, *args: object) -> None: ...
+    def record_event(self, *args: object) -> _Nothing:
+        return self
 
 
 def _on_cpu(factory: Any) -> Any:
@@ -34,6 +36,12 @@ def _on_cpu(factory: Any) -> Any:
         return factory(*args, **options)
 
     return made
+
+
+def _all_to_all(output: Any, input: Any, *sizes: Any, **options: Any) -> Any:
+    """Sizes come as tensors: megatron-core makes lists of those on a GPU alone."""
+    options = {k: each.tolist() if isinstance(each, torch.Tensor) else each for k, each in options.items()}
+    return _own_all_to_all(output, input, *sizes, **options)
 
 
 def _for_cpu(decorator: Any) -> Any:
@@ -48,6 +56,7 @@ def _type(self: torch.Tensor, *args: Any, **options: Any) -> Any:
 
 
 _own_type = torch.Tensor.type
+_own_all_to_all = torch.distributed.all_to_all_single
 _own_amp = {name: getattr(torch.amp, name) for name in ("custom_fwd", "custom_bwd")}
 
 
@@ -63,6 +72,7 @@ def _install() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.is_current_stream_capturing = lambda: False
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **options: torch.get_rng_state()
+    torch.distributed.all_to_all_single = _all_to_all
     tensor: Any = torch.Tensor
     tensor.type = _type
     tensor.cuda = lambda self, *args, **options: self

@@ -31,11 +31,22 @@ FAMILIES = {
     "Llama": {"tie_word_embeddings": False},
     "Qwen3": {"tie_word_embeddings": True},
     "Mistral": {"tie_word_embeddings": False},
-}
+    "Qwen3Moe": {  # the second layer has no experts
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+        "mlp_only_layers": [1], "router_aux_loss_coef": 0.1,
+    },
+    "Qwen2Moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 32, "router_aux_loss_coef": 0.1, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 
 
-def layout(tensor: int = 1, pipeline: int = 1, virtual: int | None = None, **keys) -> dict:
+def layout(
+    tensor: int = 1, pipeline: int = 1, virtual: int | None = None, *, experts: int = 1, **keys
+) -> dict:
     return {
+        "expert_model_parallel_size": experts,
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
         "virtual_pipeline_model_parallel_size": virtual,
@@ -60,7 +71,21 @@ LAYOUTS = {  # ranks, layout, rows of a micro-batch
                                                 "recompute_num_layers": 1}),
         3,
     ),
+    "ep2": (2, layout(experts=2), 3),
+    "ep2, whole optimizer": (2, layout(experts=2, use_distributed_optimizer=False), 3),
+    "tp2 ep2": (2, layout(2, experts=2), 2),
+    "pp2 ep2": (4, layout(1, 2, experts=2), 3),
+    "tp2 dp2 ep2": (4, layout(2, experts=2), 1),
+    "tp2 dp2 ep4": (4, layout(2, experts=4), 3),
+    "tp2 ep2, recomputed": (
+        2,
+        layout(2, experts=2, override_transformer_config={"recompute_granularity": "full",
+                                                           "recompute_method": "uniform",
+                                                           "recompute_num_layers": 1}),
+        3,
+    ),
 }  # fmt: skip
+EXPERTS = [name for name in LAYOUTS if "ep" in name]
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +161,13 @@ SLOW = pytest.mark.slow
     ("name", "family", "kind"),
     [
         ("tp2 sp", "Qwen2", "policy"),
-        *(pytest.param(n, "Qwen2", "policy", marks=SLOW) for n in LAYOUTS if n != "tp2 sp"),
+        *(pytest.param(n, "Qwen2", "policy", marks=SLOW) for n in LAYOUTS if n not in ("tp2 sp", *EXPERTS)),
         *(pytest.param(n, "Llama", "value", marks=SLOW) for n in ("tp2 sp", "pp2", "dp2", "tp2 pp2 vpp2")),
         *(pytest.param(n, "Qwen3", "policy", marks=SLOW) for n in ("tp2 pp2", "tp2")),
         *(pytest.param(n, "Mistral", "policy", marks=SLOW) for n in ("tp2 pp2", "pp2 vpp2")),
+        *(pytest.param(n, "Qwen3Moe", "policy", marks=SLOW) for n in ("tp2 sp", "dp2", "pp2 vpp2", *EXPERTS)),
+        *(pytest.param(n, "Qwen2Moe", "policy", marks=SLOW) for n in ("tp2 pp2", "tp2 ep2", "tp2 dp2 ep2")),
+        *(pytest.param(n, "Qwen2Moe", "value", marks=SLOW) for n in ("ep2", "pp2 ep2")),
     ],
 )
 def test_updates_are_those_of_one_process_of_fsdp(folders, ranks, alone, name, family, kind):
@@ -155,6 +183,7 @@ def test_updates_are_those_of_one_process_of_fsdp(folders, ranks, alone, name, f
         (jobs.unmark_norms, "tp2 sp", "policy"),
         (jobs.divide_by_micro_batches, "pp2", "policy"),
         (jobs.sum_head_over_ranks, "tp2 sp", "value"),
+        (jobs.drop_the_loss_of_experts, "tp2 ep2", "policy"),
     ],
 )
 def test_a_broken_engine_is_found(folders, alone, spoil, name, kind):
@@ -163,9 +192,10 @@ def test_a_broken_engine_is_found(folders, alone, spoil, name, kind):
     Clipping and AdamW hide a wrong scale from the parameters, so gradients are compared.
     """
     world, sizes, rows = LAYOUTS[name]
+    family = "Qwen3Moe" if name in EXPERTS else "Llama"
     with Ranks(world) as broken:
-        found = broken.run(world, jobs.train, folders("Llama"), kind, sizes, rows, spoil)
-    apart_by = differences(found[0], alone("Llama", kind), 0, sizes, world)
+        found = broken.run(world, jobs.train, folders(family), kind, sizes, rows, spoil)
+    apart_by = differences(found[0], alone(family, kind), 0, sizes, world)
     print(spoil.__name__, {name: f"{value:.1e}" for name, value in apart_by.items()})
     assert apart_by["figures"] < BOUNDS["figures"]
     assert apart_by["gradient"] > 100 * BOUNDS["gradient"]
@@ -178,15 +208,24 @@ def test_passes_of_another_model_are_refused_at_the_start(folders):
     assert mentions(caught.value, "ModelError", "differ from those of LlamaForCausalLM")
 
 
+SIZES = [(1, layout()), (2, layout(2)), (2, layout(1, 2)), (4, layout(2, 2))]
+SIZES_OF_EXPERTS = [(2, layout(2, experts=2)), (4, layout(1, 2, experts=2)), (4, layout(experts=4))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("world", "sizes"), [(1, layout()), (2, layout(2)), (2, layout(1, 2)), (4, layout(2, 2))]
+    ("family", "world", "sizes"),
+    [
+        (family, *sizes)
+        for family in FAMILIES
+        for sizes in (*SIZES, *(SIZES_OF_EXPERTS if "Moe" in family else ()))
+    ],
 )
 def test_weights_go_in_and_out_bit_for_bit(folders, ranks, family, world, sizes):
-    expected = load_file(folders(family) / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folders(family))
+    expected = dict(model.named_parameters())
     for found in ranks.run(world, jobs.initial, folders(family), "policy", sizes):
-        assert {name: w for name, w in found.items() if name in expected}.keys() == found.keys()
+        assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
@@ -247,6 +286,24 @@ def test_a_checkpoint_goes_on_in_another_layout_and_engine(folders, ranks, tmp_p
 
 
 @pytest.mark.slow
+def test_a_checkpoint_of_shared_experts_goes_on_in_another_layout_and_engine(folders, ranks, tmp_path):
+    folder, four = folders("Qwen2Moe"), layout(2, experts=2)
+    before, going_on = [0, 1], [2]
+    ranks.run(4, jobs.go_on, folder, four, None, before, tmp_path / "four")
+    uninterrupted = ranks.run(4, jobs.go_on, folder, four, None, before + going_on, None)[0]
+    weights, norms = ranks.run(4, jobs.go_on, folder, four, tmp_path / "four", going_on, None)[0]
+    assert all(torch.equal(weights[name], w) for name, w in uninterrupted[0].items())
+    assert norms == uninterrupted[1][-1:]
+    for world, sizes in ((1, layout()), (2, layout(2)), (4, layout(1, 2, experts=2)), (1, None)):
+        for found, norm in ranks.run(world, jobs.go_on, folder, sizes, tmp_path / "four", going_on, None):
+            print(sizes, f"{apart(found, weights):.1e} {abs(norm[0] / norms[0] - 1):.1e}")
+            assert apart(found, weights) < 1e-6
+            assert norm == pytest.approx(norms, rel=1e-6)
+    ranks.run(1, jobs.go_on, folder, None, None, before, tmp_path / "fsdp")
+    assert stored_shapes(tmp_path / "fsdp") == stored_shapes(tmp_path / "four")
+
+
+@pytest.mark.slow
 def test_a_background_save_is_of_its_moment_and_exports_without_ranks(folders, ranks, tmp_path):
     folder, sizes = folders("Llama"), layout(1, 2)
     ranks.run(2, jobs.go_on, folder, sizes, None, [0], tmp_path / "whole")
@@ -273,7 +330,7 @@ def test_an_exported_folder_loads_and_generates_the_same(folders, ranks, tmp_pat
 def test_what_it_cannot_hold_is_named(folders, ranks, tmp_path):
     families.model("Gemma2").save_pretrained(tmp_path)
     refusals = [
-        (1, tmp_path, layout(), {}, ["gemma2", "llama, mistral, qwen2, qwen3", "strategy=fsdp"]),
+        (1, tmp_path, layout(), {}, ["gemma2", "llama, mistral, qwen2, qwen2_moe", "strategy=fsdp"]),
         (1, folders("Qwen2"), layout(), {"keeps_reference_head": True}, ["full KL", "strategy=fsdp"]),
         (1, folders("Qwen2"), layout(), {"lora": LoraSettings(base="b", rank=4)}, ["LoRA", "strategy=fsdp"]),
     ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import sharded_jobs as jobs
@@ -16,6 +19,9 @@ from strop.models.heads import scorer_config
 import tiny_model
 from messages import mentions
 from ranks import Ranks
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+families = importlib.import_module("families")
 
 ROWS = MicroBatching(rows=8)
 
@@ -75,6 +81,20 @@ def test_updates_are_those_of_one_process(folder, ranks, alone, role, layout):
     for found, norms, metrics in ranks.run(world_size, jobs.train, folder, role, micro, {}, options):
         assert distance(found, expected) < 1e-5
         assert norms == pytest.approx(expected_norms, rel=1e-4)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_auxiliary_loss_of_experts_is_over_all_ranks(ranks, tmp_path):
+    families.model(
+        "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, router_aux_loss_coef=0.5
+    ).save_pretrained(tmp_path)
+    tiny_model.build_tokenizer().save_pretrained(tmp_path)
+    [(expected, _, expected_metrics)] = ranks.run(1, jobs.train, tmp_path, "actor", ROWS, {}, {})
+    assert expected_metrics["router_aux_loss"] > 2
+    options = {"rows": 16, "mode": "token-mean"}
+    for found, _, metrics in ranks.run(2, jobs.train, tmp_path, "actor", MicroBatching(rows=3), options, {}):
+        assert distance(found, expected) < 1e-5
         assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-5)
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import families
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen2Model
 
@@ -26,18 +27,42 @@ DEEPSEEK = {
 }  # fmt: skip
 
 
-def test_buffers_beside_converted_weights_are_an_error(tmp_path):
+def test_experts_are_fused_from_single_tensors_and_buffers_beside_them_are_read(tmp_path):
     """DeepSeek-V3's routing bias is such a buffer."""
     model = families.model("DeepseekV3", **DEEPSEEK)
     for name, buffer in model.named_buffers():
         if BIAS in name:
             buffer.normal_()
     model.save_pretrained(tmp_path)
+    deferred, source = defer_causal_lm(tmp_path)
+    assert source.readable
+    own = dict(model.named_parameters())
+    read = dict(source.stream())
+    assert read.keys() == own.keys()
+    assert all(torch.equal(read[name], weight) for name, weight in own.items())
+    buffers = dict(deferred.named_buffers())
+    assert all(torch.equal(buffers[name], each) for name, each in model.named_buffers() if BIAS in name)
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=naming(BIAS)):
         defer_causal_lm(tmp_path)
-    biases = [buffer for name, buffer in load_causal_lm(tmp_path).named_buffers() if BIAS in name]
-    assert biases
-    assert all(bias.abs().sum() > 0 for bias in biases)  # one process reads them
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("Mixtral", {"num_local_experts": 3}),
+        ("Qwen2Moe", {"num_experts": 3, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}),
+    ],
+)
+def test_weights_that_transformers_renames_or_fuses_are_read_singly(tmp_path, family, sizes):
+    model = families.model(family, **sizes)
+    model.save_pretrained(tmp_path)
+    _, source = defer_causal_lm(tmp_path)
+    assert source.readable
+    assert all(torch.equal(source.read(name), weight) for name, weight in model.named_parameters())
 
 
 def test_a_deferred_model_has_the_buffers_of_the_file(tmp_path, monkeypatch):

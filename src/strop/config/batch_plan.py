@@ -107,6 +107,12 @@ def ranks_with_same_rows(config: Config, name: str, ranks: int) -> int:
             f"{key}: tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline} does not "
             f"divide the {ranks} ranks ({nearest_in_words(size, divisors(ranks))})"
         )
+    experts = layout.expert_model_parallel_size
+    if ranks // pipeline % experts:
+        raise ConfigError(
+            f"{key}: expert_model_parallel_size={experts} does not divide the {ranks // pipeline} ranks of a "
+            f"pipeline stage ({nearest_in_words(experts, divisors(ranks // pipeline))})"
+        )
     return size
 
 

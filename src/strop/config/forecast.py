@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,10 @@ class ModelFacts:
     """Key-value heads x head size: a token's cache holds 2 x layers x kv_width numbers."""
     context: int | None
     """Context window in tokens."""
+    experts: int = 0
+    """Routed experts of a layer."""
+    expert_parameters: int = 0
+    """Those of ``parameters`` that are in routed experts."""
 
 
 def read_model_facts(path: str) -> ModelFacts | None:
@@ -75,15 +79,18 @@ def read_model_facts(path: str) -> ModelFacts | None:
     if not (folder / "config.json").is_file():
         return None
     try:
-        parameters = sum(count_parameters(file) for file in folder.glob("*.safetensors")) or None
-        return facts_of(json.loads((folder / "config.json").read_text()), parameters)
+        files = list(folder.glob("*.safetensors"))
+        parameters = sum(count_parameters(file) for file in files) or None
+        facts = facts_of(json.loads((folder / "config.json").read_text()), parameters)
+        experts = sum(count_parameters(file, ".experts.") for file in files) if facts.experts else 0
+        return replace(facts, expert_parameters=experts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None  # loading the model reports a broken folder
 
 
 SHAPE_KEYS = (
     *("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "max_position_embeddings"),
+    *("head_dim", "max_position_embeddings", "num_experts", "num_local_experts"),
 )
 """Keys of config.json that hold the sizes of a model."""
 
@@ -103,13 +110,15 @@ def facts_of(config: Mapping[str, Any], parameters: int | None) -> ModelFacts:
         kv_heads=kv_heads,
         kv_width=kv_heads * head_size,
         context=shape.get("max_position_embeddings"),
+        experts=shape.get("num_experts") or shape.get("num_local_experts") or 0,
     )
 
 
-def count_parameters(file: Path) -> int:
-    """Count the numbers in a safetensors file by the shapes in its header."""
+def count_parameters(file: Path, part: str = "") -> int:
+    """Count the numbers in a safetensors file, in tensors with ``part`` in the name, by its header."""
     with safe_open(file, framework="numpy") as tensors:
-        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+        names = [name for name in tensors.keys() if part in name]  # noqa: SIM118 - not a mapping
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
 
 
 _FLOAT32 = 4
@@ -178,20 +187,20 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
                 config, "actor", policy, actor.model, size
             )
         else:
-            resident["actor: weights"] = _times(policy, _FLOAT32, _shards(config, "actor", size))
+            resident["actor: weights"] = _weights(config, "actor", policy, _FLOAT32, size)
     if (
         uses_reference(config)
         and trains
         and not reference_is_the_actor(config)
         and _is_in(config, _reference_role(config), pool)
     ):
-        resident["reference: weights"] = _times(policy, _FLOAT32, _shards(config, "ref", -1))
+        resident["reference: weights"] = _weights(config, "ref", policy, _FLOAT32)
     if uses_critic(config) and trains and _is_in(config, "Critic", pool):
         facts, size = read_model_facts(critic.model.path), critic.model.fsdp_config.fsdp_size
         resident["critic: weights, gradients, AdamW"] = _updated(config, "critic", facts, critic.model, size)
     if config.reward_model.enable and _is_in(config, "RewardModel", pool):
         scorer = read_model_facts(config.reward_model.model.path)
-        resident["reward model: weights"] = _times(scorer, _FLOAT32, _shards(config, "reward_model", -1))
+        resident["reward model: weights"] = _weights(config, "reward_model", scorer, _FLOAT32)
     return resident
 
 
@@ -275,12 +284,25 @@ def _updated(
     config: Config, name: str, facts: ModelFacts | None, model: ModelConfig, fsdp_size: int
 ) -> int | None:
     """Return the bytes of weights, gradients and moments on one rank of the role of a pass."""
+    if strategy_of(config, name) != "megatron":
+        return _trained(facts, model, _shards(config, name, fsdp_size))
+    if not value_at(config, MICRO_BATCHES[name].megatron).use_distributed_optimizer:
+        return _weights(config, name, facts, _TRAINED)
+    moments = _times(facts, 2 * _FLOAT32, Placement.from_config(config).ranks_of_pass(name))
+    return _sum(_weights(config, name, facts, 2 * _FLOAT32), moments)
+
+
+def _weights(
+    config: Config, name: str, facts: ModelFacts | None, bytes_each: int, fsdp_size: int = -1
+) -> int | None:
+    """Return the bytes of one rank's part of a model that is held whole, of so many for each parameter."""
     shards = _shards(config, name, fsdp_size)
-    section = value_at(config, MICRO_BATCHES[name].megatron)
-    if strategy_of(config, name) != "megatron" or not section.use_distributed_optimizer:
-        return _trained(facts, model, shards)
-    ranks = Placement.from_config(config).ranks_of_pass(name)
-    return _sum(_times(facts, 2 * _FLOAT32, shards), _times(facts, 2 * _FLOAT32, ranks))
+    if strategy_of(config, name) != "megatron" or facts is None or facts.parameters is None:
+        return _times(facts, bytes_each, shards)
+    layout = value_at(config, MICRO_BATCHES[name].megatron)
+    holders = layout.expert_model_parallel_size * layout.pipeline_model_parallel_size
+    dense = facts.parameters - facts.expert_parameters
+    return bytes_each * dense // shards + bytes_each * facts.expert_parameters // holders
 
 
 def _shards(config: Config, name: str, fsdp_size: int) -> int:

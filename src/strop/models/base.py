@@ -22,6 +22,7 @@ from strop.models.heads import check_causal, decoder_of, model_errors
 from strop.models.lora import Adapters, LoraSettings
 from strop.models.packing import Packing, check_packable, check_packed_pass, packed_hidden_states
 from strop.models.prompts_once import PromptsOnce
+from strop.models.routing import Routers
 from strop.models.ulysses import SequenceGroup, check_shareable
 
 
@@ -55,6 +56,8 @@ class RoleModel(nn.Module):
         self.packing_key = packing_key or self.packing_key
         self.sequence_group: SequenceGroup | None = None
         self.adapters: Adapters | None = None
+        self.routers = Routers.of(hugging_face_model)
+        """Routers with an auxiliary loss; None if the model has none."""
         if packed:
             check_packable(hugging_face_model, self.packing_key)
         if not next(hugging_face_model.parameters()).is_meta:
@@ -147,9 +150,10 @@ class RoleModel(nn.Module):
 
         The result is undefined for tokens that another rank holds.
         """
-        if packing is None:
-            return hidden_states(self.hugging_face_model, batch)[chosen_BL]
-        return packed_hidden_states(self.hugging_face_model, batch, packing)[packing.places(chosen_BL)]
+        with nullcontext() if self.routers is None else self.routers.watching(batch, packing):
+            if packing is None:
+                return hidden_states(self.hugging_face_model, batch)[chosen_BL]
+            return packed_hidden_states(self.hugging_face_model, batch, packing)[packing.places(chosen_BL)]
 
     def scalar_head(self, hidden: Tensor) -> Tensor:
         """Return the scalar head's float32 figure [...] of hidden states [..., H]."""

@@ -47,6 +47,12 @@ class CheckpointLayout:
         converters = [step for step in saving if isinstance(step, WeightConverter)]
         renamings = [step for step in saving if isinstance(step, WeightRenaming)]
         self._model_config = model.config
+        self._loading = {p: s for s in loading if isinstance(s, WeightConverter) for p in s.source_patterns}
+        self._loaded_name = partial(
+            rename_source_key,
+            weight_renamings=[step for step in loading if isinstance(step, WeightRenaming)],
+            weight_converters=[step for step in loading if isinstance(step, WeightConverter)],
+        )
         self._converters = {pattern: step for step in converters for pattern in step.source_patterns}
         rename = partial(
             rename_source_key, weight_renamings=renamings, weight_converters=converters, reverse=True
@@ -88,6 +94,22 @@ class CheckpointLayout:
             del weight  # free it before the next one is gathered
             if waiting[group].keys() == self._groups[group]:
                 yield from self._converted(group, waiting.pop(group)).items()
+
+    def sources(self, name: str) -> list[str]:
+        """Return the names of a checkpoint's tensors that become the weight ``name``; [] if it is stored."""
+        group, pattern = self._places[name]
+        if pattern is None:
+            return []
+        empty = {other: torch.empty(self._shapes[other], device="meta") for other in self._groups[group]}
+        return [key for key in self._converted(group, empty) if self._loaded_name(key)[0] == name]
+
+    def fused(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight ``name`` from the ``sources`` of it, as transformers fuses them when it loads."""
+        ordered = sorted(tensors, key=dot_natural_key)
+        converter: Any = deepcopy(self._loading[str(self._loaded_name(ordered[0])[1])])
+        for key in ordered:
+            converter.add_tensor(name, key, self._loaded_name(key)[1], tensors[key])
+        return converter.convert(name, config=self._model_config)[name]
 
     def _converted(self, group: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert the weights of a group, as transformers' ``revert_weight_conversion`` does."""

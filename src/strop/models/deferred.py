@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from strop.errors import ModelError, StropError
+from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.loader import (
     fresh_head,
     load_causal_lm,
@@ -70,7 +71,8 @@ class WeightSource:
         """
         self._load = load
         self._fresh = fresh
-        self._files = _find(model, Path(path), fresh)
+        self._layout = CheckpointLayout(model)
+        self._files = _find(model, Path(path), fresh, self._layout)
         buffers = dict(persistent_buffers(model))
         if buffers and self._files is None:
             raise ModelError(
@@ -83,7 +85,8 @@ class WeightSource:
     def readable(self) -> bool:
         """True if safetensors files hold every tensor as the model has it.
 
-        Otherwise (GGUF, .bin, quantized or converted weights) ``stream`` reads the whole model first.
+        Tensors that transformers fuses, such as those of experts, count as had. Otherwise (GGUF, .bin,
+        quantized weights, other conversions) ``stream`` reads the whole model first.
         """
         return self._files is not None
 
@@ -100,12 +103,9 @@ class WeightSource:
         place = (self._files or {})[name]
         if place is None:
             return self._fresh[name]()
-        file, key = place
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                return tensors.get_tensor(key).float()
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"cannot read {key} from {file}: {error}") from error
+        if isinstance(place, tuple):
+            return _read(*place)
+        return self._layout.fused(name, {key: _read(file, key) for key, file in place.items()})
 
 
 def defer_causal_lm(path: str | Path, **options: Any) -> tuple[PreTrainedModel, WeightSource]:
@@ -185,11 +185,22 @@ def _aliases(name: str, base_prefix: str) -> tuple[str, str, str]:
     return name, f"{base_prefix}.{name}", name.removeprefix(f"{base_prefix}.")
 
 
-_Places = dict[str, tuple[Path, str] | None]
+_Places = dict[str, tuple[Path, str] | dict[str, Path] | None]
+"""File and key of every parameter; key -> file of one that is fused from several; None: make it fresh."""
 
 
-def _find(model: PreTrainedModel, path: Path, fresh: Mapping[str, Any]) -> _Places | None:
-    """Return file and key of every parameter (None: make it fresh); None if the files cannot be streamed."""
+def _read(file: Path, key: str) -> Tensor:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.get_tensor(key).float()
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot read {key} from {file}: {error}") from error
+
+
+def _find(
+    model: PreTrainedModel, path: Path, fresh: Mapping[str, Any], layout: CheckpointLayout
+) -> _Places | None:
+    """Return the places of all parameters; None if the files cannot be streamed."""
     config: PretrainedConfig = model.config
     if getattr(config, "quantization_config", None) is not None:
         return None
@@ -202,13 +213,15 @@ def _find(model: PreTrainedModel, path: Path, fresh: Mapping[str, Any]) -> _Plac
         keys = [
             key
             for alias in by_identity[id(weight)]
-            for key in _aliases(alias, model.base_model_prefix)
+            for key in (*_aliases(alias, model.base_model_prefix), layout.renamed(alias))
             if key in stored
         ]
         if keys and _fits(stored[keys[0]], keys[0], weight):
             places[name] = (stored[keys[0]], keys[0])
         elif not keys and name in fresh:
             places[name] = None
+        elif not keys and (sources := layout.sources(name)) and stored.keys() >= set(sources):
+            places[name] = {key: stored[key] for key in sources}
         else:
             return None
     return places

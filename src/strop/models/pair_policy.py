@@ -17,10 +17,14 @@ from strop.models.scorer import as_sequences
 class PairPolicy(PolicyModel):
     """A causal LM that returns the log-prob of whole answers; a packed pass computes their prompt once."""
 
+    def sequences(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return both sequences of each row; see ``as_sequences``."""
+        return as_sequences(batch)
+
     def forward(self, batch: Mapping[str, Tensor], **options: Any) -> dict[str, Tensor]:
         """Return ``chosen_log_prob`` and ``rejected_log_prob``, [B] float32 each, 0 for an empty answer."""
         options = {"with_entropy": False, **options}
-        log_prob_BT = super().forward(as_sequences(batch), **options)["log_prob"]
+        log_prob_BT = super().forward(self.sequences(batch), **options)["log_prob"]
         chosen_B, rejected_B = log_prob_BT.sum(dim=1).chunk(2)
         return {"chosen_log_prob": chosen_B, "rejected_log_prob": rejected_B}
 

@@ -142,7 +142,7 @@ def strategies(config: Config) -> Iterator[Finding]:
 
 
 def megatron_layouts(config: Config) -> Iterator[Finding]:
-    """Require heads and layers that divide, and one layout for all models in a pool."""
+    """Require heads, layers and experts that divide, and one layout for all models in a pool."""
     placed, of_pool = Placement.from_config(config), dict[str, tuple[str, tuple[int | None, ...]]]()
     passes = ["actor", *(name for name in forward_passes(config) if name in ("ref", "reward_model"))]
     for name in [*passes, *(["critic"] if uses_critic(config) else [])]:
@@ -151,11 +151,12 @@ def megatron_layouts(config: Config) -> Iterator[Finding]:
         key = MICRO_BATCHES[name].megatron
         layout = value_at(config, key)
         tensor, pipeline = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-        sizes = (tensor, pipeline, layout.virtual_pipeline_model_parallel_size)
+        experts = layout.expert_model_parallel_size
+        sizes = (tensor, pipeline, layout.virtual_pipeline_model_parallel_size, experts)
         other, others = of_pool.setdefault(placed.pool_of_pass(name), (key, sizes))
         if others != sizes:
             yield error(
-                f"{key} and {other} have the tensor, pipeline and virtual pipeline sizes {sizes} and "
+                f"{key} and {other} have the tensor, pipeline, virtual pipeline and expert sizes {sizes} and "
                 f"{others}, and their models are in one pool; make them equal, or use different pools"
             )
         models = {"critic": "critic.model", "reward_model": "reward_model.model"}
@@ -168,6 +169,20 @@ def megatron_layouts(config: Config) -> Iterator[Finding]:
             yield error(
                 f"{key}.tensor_model_parallel_size={tensor} does not divide the {facts.heads} attention "
                 f"heads and {facts.kv_heads} key-value heads of {path}"
+            )
+        if experts > 1 and not facts.experts:
+            yield error(
+                f"{key}.expert_model_parallel_size={experts}: {path} has no routed experts; set it to 1"
+            )
+        elif facts.experts % experts:
+            yield error(
+                f"{key}.expert_model_parallel_size={experts} does not divide the {facts.experts} routed "
+                f"experts of a layer of {path}"
+            )
+        if facts.experts and tensor > 1 and not layout.sequence_parallel:
+            yield error(
+                f"{key}.sequence_parallel=False with tensor_model_parallel_size={tensor}: every rank would "
+                f"send its copy of a token to the experts of {path}; set it to True"
             )
         if facts.layers % stages and not uneven:
             yield error(

@@ -63,15 +63,16 @@ class MegatronConfig(Section):
         ),
     ]
     """Ranks that share each sequence."""
-    expert_model_parallel_size: Annotated[
-        PositiveInt, _unsupported("1: families with experts are not supported; set it to 1, or strategy=fsdp")
-    ]
-    """Ranks that share the experts of a layer."""
+    expert_model_parallel_size: PositiveInt
+    """Ranks that share the routed experts of a layer; they are not more ranks, but take their own rows."""
     expert_tensor_parallel_size: Annotated[
         PositiveInt | None,
-        _unsupported("1 or null: families with experts are not supported; set it to null, or strategy=fsdp"),
+        _unsupported(
+            "1 or null: ranks hold whole experts; set it to null, and share them by "
+            "expert_model_parallel_size"
+        ),
     ]
-    """Ranks that share each expert; null: tensor_model_parallel_size."""
+    """Ranks that share each expert; null: 1."""
     sequence_parallel: bool
     """Divide the tokens between layers over the ranks of tensor_model_parallel_size; without effect for 1."""
     use_distributed_optimizer: bool

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 
 from strop.models.attention import row_attention
 from strop.models.packing import Packing
+from strop.models.routing import SequenceTokens
 
 
 class Row:
@@ -44,6 +45,7 @@ class Row:
         cos_1ND, sin_1ND = rotary(torch.zeros(1, device=ids_1N.device), packing.pack(batch["position_ids"]))
         self.cos_N1D, self.sin_N1D = cos_1ND[0, :, None], sin_1ND[0, :, None]
         self.options = packing.options(implementation)
+        self.tokens = SequenceTokens.of(batch, packing)
 
 
 class PackedAttention(nn.Module):

@@ -16,12 +16,15 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from strop.engines.megatron.attention import PackedAttention
+from strop.engines.megatron.experts import MIXTURE, ExpertLayer, has_experts
 from strop.engines.megatron.settings import FAMILIES, ParallelSettings
 from strop.errors import ConfigError, ModelError
+from strop.models.routing import experts_of
 
 
 def require_supported(config: PretrainedConfig, settings: ParallelSettings, path: object) -> None:
@@ -41,15 +44,27 @@ def require_supported(config: PretrainedConfig, settings: ParallelSettings, path
             f"model {path}: strategy=megatron does not support {', '.join(wrong)}; set strategy=fsdp"
         )
     tensor, stages = settings.tensor, settings.pipeline * (settings.virtual or 1)
-    for what, number in (
-        ("attention heads", config.num_attention_heads),
-        ("key-value heads", config.num_key_value_heads),
-        ("intermediate_size", config.intermediate_size),
+    experts = experts_of(config)
+    for key, size, what, number in (
+        ("tensor", tensor, "attention heads", config.num_attention_heads),
+        ("tensor", tensor, "key-value heads", config.num_key_value_heads),
+        ("tensor", tensor, "intermediate_size", config.intermediate_size),
+        ("tensor", tensor, "shared_expert_intermediate_size", _shared_expert(config) or 0),
+        ("expert", settings.expert, "routed experts of a layer", experts),
     ):
-        if number % tensor:
+        if number % size:
             raise ConfigError(
-                f"tensor_model_parallel_size={tensor} does not divide the {number} {what} of {path}"
+                f"{key}_model_parallel_size={size} does not divide the {number} {what} of {path}"
             )
+    if settings.expert > 1 and not experts:
+        raise ConfigError(
+            f"expert_model_parallel_size={settings.expert}: {path} has no experts to share; set it to 1"
+        )
+    if experts and tensor > 1 and not settings.sequence_parallel:
+        raise ConfigError(
+            f"sequence_parallel=False with tensor_model_parallel_size={tensor}: each rank would send its "
+            f"copy of every token to the experts of {path}; set it to True"
+        )
     uneven = any(key.startswith("num_layers_in_") for key in settings.transformer)
     if config.num_hidden_layers % stages and not uneven:
         raise ConfigError(
@@ -76,11 +91,11 @@ def transformer_config(
         "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
-        "qk_layernorm": config.model_type == "qwen3",
+        "qk_layernorm": config.model_type in ("qwen3", "qwen3_moe"),
         "gated_linear_unit": True,
         "activation_func": nn.functional.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": config.model_type == "qwen2",
+        "add_qkv_bias": config.model_type == "qwen2" or getattr(config, "qkv_bias", False),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": settings.tensor,
@@ -107,12 +122,35 @@ def transformer_config(
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
     }
+    losses = ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_z_loss_coeff")
+    if wrong := [key for key in losses if key in settings.transformer]:
+        raise ConfigError(
+            f"megatron.override_transformer_config.{wrong[0]}: the auxiliary loss is the model's own entry "
+            "router_aux_loss_coef; set model.override_config.router_aux_loss_coef"
+        )
+    if experts := experts_of(config):
+        entries |= {
+            "num_moe_experts": experts,
+            "moe_ffn_hidden_size": config.moe_intermediate_size,
+            "moe_router_topk": config.num_experts_per_tok,
+            "moe_router_pre_softmax": not config.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",  # Router adds the loss
+            "moe_shared_expert_intermediate_size": _shared_expert(config),
+            "moe_shared_expert_gate": True,
+            "expert_model_parallel_size": settings.expert,
+            "expert_tensor_parallel_size": 1,
+        }
     if recompute:
         entries |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     try:
         return TransformerConfig(**{**entries, **settings.transformer})
     except (TypeError, ValueError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"megatron.override_transformer_config: {error}") from error
+
+
+def _shared_expert(config: PretrainedConfig) -> int | None:
+    """Return the intermediate size of the expert that sees all tokens; None without one."""
+    return getattr(config, "shared_expert_intermediate_size", None)
 
 
 def build_chunks(
@@ -134,14 +172,13 @@ def build_chunks(
     """
     tensor = mcore.tensor_model_parallel_size
     tied = config.tie_word_embeddings and not scalar_head
-    windows = layer_windows(config)
     chunks = []
     for stage in range(mcore.virtual_pipeline_model_parallel_size or 1):
         place = {"ignore_virtual": False, "vp_stage": stage}
         last = parallel_state.is_pipeline_last_stage(**place)
         chunk = GPTModel(
             mcore,
-            _layers(mcore, stage, windows, implementation),
+            _layers(config, mcore, stage, implementation),
             vocab_size=-(-config.vocab_size // tensor) * tensor,
             max_sequence_length=config.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**place),
@@ -150,6 +187,9 @@ def build_chunks(
             position_embedding_type="none",  # PackedAttention rotates
             vp_stage=stage if mcore.virtual_pipeline_model_parallel_size else None,
         )
+        for layer in chunk.decoder.layers:
+            if isinstance(layer, ExpertLayer):
+                layer.mlp.router.number = sum(has_experts(config, n) for n in range(layer.layer_number - 1))
         if chunk.pre_process and padding is not None:
             chunk.embedding.word_embeddings.register_forward_hook(partial(_without_gradient, word=padding))
         if last:
@@ -179,19 +219,29 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
 
 
 def _layers(
-    mcore: TransformerConfig, stage: int, windows: list[int | None], implementation: str
+    config: PretrainedConfig, mcore: TransformerConfig, stage: int, implementation: str
 ) -> TransformerBlockSubmodules:
+    core = ModuleSpec(
+        PackedAttention, params={"windows": layer_windows(config), "implementation": implementation}
+    )
+    virtual = stage if mcore.virtual_pipeline_model_parallel_size else None
+    first = get_transformer_layer_offset(mcore, vp_stage=virtual)
+    count = get_num_layers_to_build(mcore, vp_stage=virtual)
+    specs = [_layer(config, mcore, first + number, core) for number in range(count)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def _layer(config: PretrainedConfig, mcore: TransformerConfig, number: int, core: ModuleSpec) -> ModuleSpec:
+    """Return the modules of layer ``number`` of the whole model."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=mcore.qk_layernorm)
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(
-        PackedAttention, params={"windows": windows, "implementation": implementation}
-    )
+    attention.core_attention = core
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     if mcore.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    virtual = mcore.virtual_pipeline_model_parallel_size
-    count = get_num_layers_to_build(mcore, vp_stage=stage if virtual else None)
-    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)
+    if has_experts(config, number):
+        spec.module, spec.submodules.mlp = ExpertLayer, MIXTURE
+    return spec
 
 
 class Norm(nn.RMSNorm):

@@ -30,6 +30,8 @@ class Rule(NamedTuple):
     name: str
     part: Part = "all"
     dim: int | None = None
+    by_expert: bool = False
+    """The ranks that share experts divide it, not those that share tensors."""
 
 
 _LAYER = {
@@ -47,6 +49,13 @@ _LAYER = {
     "mlp.gate_proj.weight": Rule("mlp.linear_fc1.weight", "gate", 0),
     "mlp.up_proj.weight": Rule("mlp.linear_fc1.weight", "up", 0),
     "mlp.down_proj.weight": Rule("mlp.linear_fc2.weight", dim=1),
+    "mlp.gate.weight": Rule("mlp.router.weight"),
+    "mlp.experts.gate_up_proj": Rule("mlp.experts.gate_up_proj", dim=0, by_expert=True),
+    "mlp.experts.down_proj": Rule("mlp.experts.down_proj", dim=0, by_expert=True),
+    "mlp.shared_expert.gate_proj.weight": Rule("mlp.shared_experts.linear_fc1.weight", "gate", 0),
+    "mlp.shared_expert.up_proj.weight": Rule("mlp.shared_experts.linear_fc1.weight", "up", 0),
+    "mlp.shared_expert.down_proj.weight": Rule("mlp.shared_experts.linear_fc2.weight", dim=1),
+    "mlp.shared_expert_gate.weight": Rule("mlp.shared_experts.gate_weight"),
 }
 _OUTSIDE = {
     "model.embed_tokens.weight": Rule("embedding.word_embeddings.weight", "words", 0),
@@ -65,10 +74,24 @@ class Place:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     dim: int | None
-    """Dimension that the tensor-parallel ranks divide; None: all hold the whole."""
+    """Dimension that the ranks of ``group`` divide; None: all hold the whole."""
     parameter: nn.Parameter
     cut: Callable[[Tensor], Tensor]
     """View of a tensor shaped like ``parameter``: the entries of this rank's chunk."""
+    by_expert: bool = False
+    """The ranks that share experts divide it, not those that share tensors."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Ranks with the chunks of the tensor."""
+        if self.by_expert:
+            return parallel_state.get_expert_model_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def copies(self) -> dist.ProcessGroup:
+        """Ranks with the same chunk, over which the distributed optimizer divides its state."""
+        return copies(self.parameter)
 
     def chunk(self, values: Tensor) -> Tensor:
         """Return this rank's chunk of the tensor from ``values``, shaped like the parameter."""
@@ -88,13 +111,12 @@ class Place:
     @property
     def width(self) -> int:
         """Length of a chunk along ``dim``; the last ones may be shorter."""
-        return -(-self.shape[self.dim or 0] // parallel_state.get_tensor_model_parallel_world_size())
+        return -(-self.shape[self.dim or 0] // self.group.size())
 
     @property
     def start(self) -> int:
         """First entry of this rank's chunk along ``dim``."""
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        return min(rank * self.width, self.shape[self.dim or 0])
+        return min(self.group.rank() * self.width, self.shape[self.dim or 0])
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
@@ -105,8 +127,8 @@ class Place:
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     def gathered(self, chunk: Tensor) -> Tensor:
-        """Return the whole tensor from every rank's chunk. Collective over the tensor-parallel ranks."""
-        group = parallel_state.get_tensor_model_parallel_group()
+        """Return the whole tensor from every rank's chunk. Collective over ``group``."""
+        group = self.group
         if self.dim is None or group.size() == 1:
             return chunk
         rows = chunk.movedim(self.dim, 0)
@@ -115,6 +137,13 @@ class Place:
         parts = padded.new_empty(group.size() * self.width, *rows.shape[1:])
         dist.all_gather_into_tensor(parts, padded, group=group)
         return parts[: self.shape[self.dim]].movedim(0, self.dim).contiguous()
+
+
+def copies(parameter: nn.Parameter) -> dist.ProcessGroup:
+    """Return the data-parallel ranks of a parameter; experts have others than the rest of a model."""
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_data_parallel_group()
+    return parallel_state.get_expert_data_parallel_group()
 
 
 def places(model: PreTrainedModel, chunks: Sequence[nn.Module], mcore: TransformerConfig) -> list[Place]:
@@ -130,7 +159,7 @@ def places(model: PreTrainedModel, chunks: Sequence[nn.Module], mcore: Transform
         for rule in _rules(name, tied=tied):
             if rule.name in here:
                 cut = _cut(rule.part, mcore, weight.shape)
-                place = Place(name, tuple(weight.shape), rule.dim, here[rule.name], cut)
+                place = Place(name, tuple(weight.shape), rule.dim, here[rule.name], cut, rule.by_expert)
                 # megatron-core marks it in the initialization that is skipped; the norm needs the mark
                 here[rule.name].tensor_model_parallel = rule.dim is not None
                 found.append(place)

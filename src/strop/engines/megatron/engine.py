@@ -8,9 +8,7 @@ Hugging Face model, in the format of the engine ``fsdp``, so either engine reads
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,15 @@ from strop.engines import ranks
 from strop.engines.base import EngineSpec, Loss, ModelSpec, Outputs, StepResult
 from strop.engines.megatron.attention import Row
 from strop.engines.megatron.build import build_chunks, require_supported, transformer_config
+from strop.engines.megatron.checkpoint import Checkpoints
 from strop.engines.megatron.convert import places
-from strop.engines.megatron.optimizer import MOMENTS, Optimizer
+from strop.engines.megatron.experts import ExpertLayer
+from strop.engines.megatron.optimizer import Optimizer
 from strop.engines.megatron.parallel import data_parallel_sum, from_last_stage, open_groups
 from strop.engines.megatron.roles import StagedPolicy, VocabularyShard, staged
 from strop.engines.megatron.settings import ParallelSettings
-from strop.engines.megatron.weights import Weights, as_chunk, local, weights_on_demand
+from strop.engines.megatron.weights import Weights, weights_on_demand
 from strop.engines.micro_batches import MicroBatching, columns_of, restore
-from strop.engines.torch import state
 from strop.engines.torch.export import set_entries, write_folder
 from strop.errors import ConfigError, ModelError
 from strop.models.comparison import TOLERANCE, chosen_figures, few_rows
@@ -39,9 +38,8 @@ from strop.models.deferred import defer_causal_lm, defer_scorer
 from strop.models.heads import decoder_of
 from strop.models.loader import dtype_named
 from strop.models.packing import Packing
+from strop.models.routing import Balance, learning_rows
 from strop.protocol import DataProto
-
-_MODEL, _OPTIMIZER = "model.hugging_face_model.", "optimizer.hugging_face_model."
 
 Columns = dict[str, Tensor]
 
@@ -69,8 +67,6 @@ class MegatronEngine:
         self.device = spec.device
         dtype = dtype_named(model.compute_dtype, spec.device)
         self.autocast_dtype = None if dtype == torch.float32 else dtype
-        self._saving: tuple[Future, Path] | None = None
-        self._beginning_save = threading.Lock()
         options: dict[str, Any] = {"path": model.path, **model.options}
         if model.kind == "policy":
             hugging_face_model, source = defer_causal_lm(**options)
@@ -101,6 +97,8 @@ class MegatronEngine:
             for parameter in chunk.parameters():
                 parameter.data.zero_()  # rows that pad the vocabulary stay 0
                 parameter.requires_grad_(spec.optimizer is not None)
+        layers = [layer for chunk in self._chunks for layer in chunk.decoder.layers]
+        self._routers = [layer.mlp.router for layer in layers if isinstance(layer, ExpertLayer)]
         self._weights = Weights(hugging_face_model, places(hugging_face_model, self._chunks, self._mcore))
         self._rotary = decoder_of(hugging_face_model).get_submodule("rotary_emb").to(spec.device)
         self._read_head()
@@ -108,6 +106,7 @@ class MegatronEngine:
         if spec.optimizer is not None:
             self._optimizer = Optimizer(self._chunks, self._mcore, spec.optimizer, settings)
             self._chunks = list(self._optimizer.chunks)
+        self._checkpoints = Checkpoints(self._weights, self._optimizer)
         self._weights.load(source)
         if self._optimizer is not None:
             self._optimizer.reload_parameters()
@@ -299,9 +298,24 @@ class MegatronEngine:
             }
 
         batches = [columns_of(batch, rows, self.device) for rows in self._split(batch, micro)]
+        routers, balance = self.module.routers, None
+        if routers is not None:
+            sequences = float(learning_rows(self.module.sequences(batch.batch)).sum())
+            balance = routers.begin(data_parallel_sum({"n": sequences}, self.device)["n"], self.device)
+        self._balance(balance)
         found = self._pass(batches, metrics_of, backward=True)
         totals = {name: sum(float(metrics[name].double()) for metrics in found) for name in found[0]}
-        return data_parallel_sum(totals, self.device)
+        totals = data_parallel_sum(totals, self.device)
+        if routers is not None and balance is not None:
+            self._balance(None)
+            totals |= routers.end()
+            totals["loss"] += balance.coefficient * totals["router_aux_loss"]
+        return totals
+
+    def _balance(self, balance: Balance | None) -> None:
+        """Let routers add the auxiliary loss of an update, or none."""
+        for router in self._routers:
+            router.balance = balance
 
     def agree(self, value: Any) -> Any:
         """See ``Engine.agree``; the last pipeline stage has the outputs."""
@@ -329,73 +343,19 @@ class MegatronEngine:
 
     def save(self, folder: Path, *, background: bool = False) -> None:
         """See ``Engine.save``."""
-        self._wait_for_save()
-        with self._beginning_save:
-            self._saving = None
-            saving = state.write(self._collect(), folder, background=background)
-            self._saving = None if saving is None else (saving, folder)
-
-    def _collect(self) -> dict[str, Tensor]:
-        """Return this rank's share of the state; each data-parallel rank writes a part of the tensors."""
-        copy = parallel_state.get_data_parallel_rank()
-        copies = parallel_state.get_data_parallel_world_size()
-        found: dict[str, Tensor] = {}
-        gathered: tuple[nn.Parameter | None, dict[str, Tensor]] = (None, {})
-        for number, place in enumerate(self._weights.sent):
-            if self._optimizer is not None and gathered[0] is not place.parameter:
-                gathered = place.parameter, self._optimizer.moments(place.parameter)
-            if number % copies != copy:
-                continue
-            found[_MODEL + place.name] = as_chunk(place, place.chunk(place.parameter.detach()))
-            if self._optimizer is not None:
-                for kind, values in gathered[1].items():
-                    found[f"{_OPTIMIZER}{place.name}.{kind}"] = as_chunk(place, place.chunk(values).cpu())
-                found[f"{_OPTIMIZER}{place.name}.step"] = torch.tensor(self._optimizer.steps)
-        return found
+        self._checkpoints.save(folder, background=background)
 
     def save_is_done(self) -> bool:
         """See ``Engine.save_is_done``."""
-        saving = self._saving
-        return saving is None or saving[0].done()
+        return self._checkpoints.is_done()
 
     def finish_save(self) -> None:
         """See ``Engine.finish_save``."""
-        with self._beginning_save:
-            saving = self._saving
-        if saving is not None:
-            state.finish(*saving)
+        self._checkpoints.finish()
 
-    def _wait_for_save(self) -> None:
-        if self._saving is not None:
-            wait([self._saving[0]])
-
-    @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """See ``Engine.load``; this rank reads the parts that it holds, a few tensors at a time."""
-        self._wait_for_save()
-        kinds = MOMENTS if self._optimizer is not None else ()
-        wanted = {_MODEL + place.name: place.shape for place in self._weights.places}
-        wanted |= {f"{_OPTIMIZER}{p.name}.{kind}": p.shape for p in self._weights.places for kind in kinds}
-        state.require_fit(wanted, folder)
-        for parameter, group in self._weights.by_parameter():
-            chunks = {
-                key: as_chunk(place, torch.empty(place.chunk_shape))
-                for place in group
-                for key in (_MODEL + place.name, *(f"{_OPTIMIZER}{place.name}.{kind}" for kind in kinds))
-            }
-            state.read(chunks, folder)
-            moments = {kind: torch.zeros(parameter.shape) for kind in kinds}
-            for place in group:
-                place.write(local(chunks[_MODEL + place.name]).to(self.device), parameter.detach())
-                for kind, values in moments.items():
-                    place.write(local(chunks[f"{_OPTIMIZER}{place.name}.{kind}"]), values)
-            if self._optimizer is not None:
-                self._optimizer.set_moments(parameter, moments)
-        if self._optimizer is not None:
-            step = torch.zeros(())
-            state.read({f"{_OPTIMIZER}{self._weights.places[0].name}.step": step}, folder)
-            self._optimizer.steps = float(step)
-            self._optimizer.reload_parameters()
+        """See ``Engine.load``."""
+        self._checkpoints.load(folder)
 
     def export(
         self,

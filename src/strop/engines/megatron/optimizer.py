@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -20,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from strop.engines.base import OptimizerSettings, StepResult
+from strop.engines.megatron.convert import copies
 from strop.engines.megatron.settings import ParallelSettings
 from strop.errors import ConfigError
 
@@ -98,7 +98,7 @@ class Optimizer:
         self._optimizer.zero_grad()
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the moments of this rank's parameter, whole. Collective over the data-parallel ranks."""
+        """Return the moments of this rank's parameter, whole. Collective over its ``copies``."""
         held = self._held(parameter)
         found = {}
         for name in MOMENTS:
@@ -107,7 +107,7 @@ class Optimizer:
                 part, main, span = held
                 values.view(-1)[span] = part.optimizer.state[main][name].view(-1)
             if self._is_sharded:
-                dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+                dist.all_reduce(values, group=copies(parameter))
             found[name] = values
         return found
 

@@ -36,10 +36,10 @@ def open_groups(settings: ParallelSettings, device: torch.device) -> None:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     settings.data_parallel_place(0, dist.get_world_size())
-    sizes = (settings.tensor, settings.pipeline, settings.virtual or 0)
+    sizes = (settings.tensor, settings.pipeline, settings.virtual or 0, settings.expert)
     if _opened is not None and _opened[0] is dist.group.WORLD:
         if _opened[1] != sizes:
-            names = "tensor, pipeline and virtual pipeline"
+            names = "tensor, pipeline, virtual pipeline and expert"
             raise ConfigError(
                 f"two models in one process have the {names} sizes {_opened[1]} and {sizes}; megatron-core "
                 "has one layout in a process: give all roles of a pool the same sizes"
@@ -51,6 +51,8 @@ def open_groups(settings: ParallelSettings, device: torch.device) -> None:
         tensor_model_parallel_size=settings.tensor,
         pipeline_model_parallel_size=settings.pipeline,
         virtual_pipeline_model_parallel_size=settings.virtual,
+        expert_model_parallel_size=settings.expert,
+        expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=_MINUTES,
     )

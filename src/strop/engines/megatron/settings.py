@@ -12,7 +12,7 @@ from typing import Any
 
 from strop.errors import ConfigError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types, entries of config.json, that the engine has layers for."""
 
 
@@ -26,6 +26,8 @@ class ParallelSettings:
     """Stages of layers."""
     virtual: int | None = None
     """Model chunks of each stage (interleaved schedule); None: one."""
+    expert: int = 1
+    """Ranks that share the experts of every layer, each with whole ones."""
     sequence_parallel: bool = True
     """Ranks that share layers also share the tokens between them; without effect for ``tensor`` = 1."""
     distributed_optimizer: bool = True
@@ -45,6 +47,7 @@ class ParallelSettings:
             tensor=section.tensor_model_parallel_size,
             pipeline=section.pipeline_model_parallel_size,
             virtual=section.virtual_pipeline_model_parallel_size,
+            expert=section.expert_model_parallel_size,
             sequence_parallel=section.sequence_parallel,
             distributed_optimizer=section.use_distributed_optimizer,
             transformer=chosen,
@@ -59,11 +62,16 @@ class ParallelSettings:
     def data_parallel_place(self, rank: int, world_size: int) -> tuple[int, int]:
         """Return the data-parallel rank of ``rank``, and the number of copies of the model.
 
-        Raises ``ConfigError`` if a copy does not divide the ranks.
+        Raises ``ConfigError`` if a copy, or the ranks that share experts, do not divide the ranks.
         """
         if world_size % self.model_size:
             raise ConfigError(
                 f"tensor_model_parallel_size={self.tensor} x pipeline_model_parallel_size={self.pipeline} "
+                f"does not divide the {world_size} ranks"
+            )
+        if world_size % (self.expert * self.pipeline):
+            raise ConfigError(
+                f"expert_model_parallel_size={self.expert} x pipeline_model_parallel_size={self.pipeline} "
                 f"does not divide the {world_size} ranks"
             )
         copies = world_size // self.model_size

@@ -74,7 +74,7 @@ class Weights:
 
 def as_chunk(place: Place, chunk: Tensor) -> Tensor:
     """Return this rank's chunk as a part of the whole tensor, for ``torch.distributed.checkpoint``."""
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = place.group
     if place.dim is None or group.size() == 1:
         return chunk
     mesh = DeviceMesh.from_group(group, chunk.device.type)

@@ -44,6 +44,7 @@ from strop.models.loader import dtype_named, load_causal_lm, load_scorer
 from strop.models.lora import Adapters
 from strop.models.pair_policy import PairPolicy
 from strop.models.policy import PolicyModel
+from strop.models.routing import learning_rows
 from strop.models.scorer import PairScorer, SequenceScorer, ValueModel
 from strop.protocol import DataProto
 
@@ -248,17 +249,23 @@ class TorchEngine:
         self.module.train()
         batch = DataProto(batch.batch)
         totals: dict[str, Tensor] = {}
+        group, routers = self.module.sequence_group, self.module.routers
+        counts = group is None or group.rank == 0  # ranks that share sequences have equal figures: count once
+        if routers is not None:
+            sequences = float(learning_rows(self.module.sequences(batch.batch)).sum()) * counts
+            routers.begin(ranks.total({"n": sequences}, self.device)["n"], self.device)
         for rows in self._split(batch, micro):
             columns = columns_of(batch, rows, self.device)
             with self._autocast():
                 outputs = self.module(columns, **options)
             value, metrics = loss(outputs, columns)
+            if routers is not None:
+                value = value + routers.take_loss()
             value.backward()
             for name, metric in {"loss": value, **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + metric.detach().double()
-        group = self.module.sequence_group
-        counts = group is None or group.rank == 0  # ranks that share sequences have equal figures: count once
-        return ranks.total({name: float(figure) * counts for name, figure in totals.items()}, self.device)
+        found = ranks.total({name: float(figure) * counts for name, figure in totals.items()}, self.device)
+        return found if routers is None else found | routers.end()
 
     def agree(self, value: Any) -> Any:
         """See ``Engine.agree``; every rank has the outputs of its rows."""
