@@ -9,9 +9,11 @@ import sharded_jobs as jobs
 import torch
 
 from strop.config.load import load_config
+from strop.engines import ranks
 from strop.engines.base import EngineSpec, ModelSpec, weights_hash
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.engine import TorchEngine
+from strop.errors import CheckpointError
 from strop.models.loader import load_tokenizer
 from strop.models.lora import LoraSettings
 
@@ -81,3 +83,14 @@ def resume(folder: Path, out: Path, kind: str) -> str:
     engine.load(out / "state")
     update(engine, kind, steps=1, first=9)
     return weights_hash(engine.named_weights())
+
+
+def export_to_a_file(folder: Path, out: Path, *, lora: bool, merged: bool) -> list[str]:
+    """Each rank's error of an export into a file's folder; the ranks are then still in step."""
+    out.touch()
+    engine, error = build(folder, lora=lora), ""
+    try:
+        engine.export(out / "model", load_tokenizer(folder), merged=merged)
+    except CheckpointError as found:
+        error = str(found)
+    return ranks.gathered(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from functools import partial
 
 import lora_jobs as lora
 import pytest
@@ -169,6 +170,18 @@ def test_a_state_of_adapters_on_other_modules_is_refused(folder, trained, tmp_pa
     q.save(tmp_path / "q")
     with pytest.raises(CheckpointError, match="other modules"):
         k.load(tmp_path / "q")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lora_on", "merged"), [(False, False), (True, False), (True, True)])
+def test_an_export_that_rank_zero_cannot_write_keeps_no_other_rank_waiting(
+    folder, ranks, tmp_path, lora_on, merged
+):
+    out = tmp_path / "file"
+    first, second = ranks.run(2, partial(lora.export_to_a_file, lora=lora_on, merged=merged), folder, out)
+    assert first == second
+    assert str(out) in first[0]
+    assert not first[1]
 
 
 @pytest.mark.slow

@@ -90,6 +90,11 @@ def test_a_checkpoint_of_either_kind_is_a_model_that_transformers_loads(saved, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["actor", "critic"]
 
 
+def test_there_is_nothing_to_merge_in_a_model(saved, tmp_path):
+    with pytest.raises(CheckpointError, match="no LoRA adapter"):
+        export(saved[0] / "global_step_1", tmp_path / "out", merge=True)
+
+
 @pytest.mark.parametrize(("step", "dtype"), [(1, torch.bfloat16), (2, torch.bfloat16), (2, torch.float32)])
 def test_the_command_converts_weights(saved, tmp_path, capsys, step, dtype):
     folder, then = saved

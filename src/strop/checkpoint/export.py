@@ -6,7 +6,6 @@ the weights are assembled from them.
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import tempfile
@@ -21,12 +20,12 @@ from strop.checkpoint.folder import verify
 from strop.checkpoint.remote import download, read_manifest
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED_CONFIG, expand, is_adapter, is_url
 from strop.data.hub import local_model
-from strop.engines.torch.export import export_from_shards, write_weights
+from strop.engines.torch.export import export_from_shards, write_model
 from strop.errors import CheckpointError, ConfigError
 from strop.manifest import IF_ON_PURPOSE, MANIFEST, covering, describe, require_unchanged, write
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.deferred import defer_causal_lm, defer_scorer
-from strop.models.loader import load_tokenizer, persistent_buffers
+from strop.models.loader import load_tokenizer
 from strop.models.lora import Adapters, LoraSettings, base_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -94,9 +93,6 @@ def merge_adapter(adapter: Path, out: Path) -> None:
         model, source = defer_causal_lm(path)
     layout = CheckpointLayout(model)
     adapters = Adapters(model, LoraSettings(base=base, folder=adapter))
-    sizes = {name: 4 * shape.numel() for name, shape in layout.shapes().items()}
-    buffers = dict(persistent_buffers(model))
-    sizes |= {name: buffer.nbytes for name, buffer in buffers.items()}
     own = (MERGED_CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     shutil.copytree(adapter, out, ignore=shutil.ignore_patterns(*own, MANIFEST))
     if (adapter / MERGED_CONFIG).is_file():
@@ -106,7 +102,7 @@ def merge_adapter(adapter: Path, out: Path) -> None:
         model.config.save_pretrained(out)
     if not (out / "tokenizer_config.json").is_file():
         load_tokenizer(path).save_pretrained(out)
-    write_weights(out, itertools.chain(layout.convert(adapters.merged_from(source)), buffers.items()), sizes)
+    write_model(out, model, layout.convert(adapters.merged_from(source)), layout.float32_sizes())
 
 
 def _local_role(checkpoint: str | Path, role: str, scratch: Path) -> Path:

@@ -41,7 +41,6 @@ from strop.models.base import RoleModel
 from strop.models.comparison import require_eager_figures
 from strop.models.deferred import Weights, WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import dtype_named, load_causal_lm, load_scorer
-from strop.models.lora import Adapters
 from strop.models.pair_policy import PairPolicy
 from strop.models.policy import PolicyModel
 from strop.models.routing import learning_rows
@@ -355,17 +354,14 @@ class TorchEngine:
             write_folder(folder, model, tokenizer, self.named_weights() if weights else None)
         elif merged:
             tensors = self.named_weights(as_saved=True) if weights else None
-            sizes = {name: 4 * shape.numel() for name, shape in self.module.layout.shapes().items()}
-            write_folder(folder, model, tokenizer, tensors, sizes)
+            write_folder(folder, model, tokenizer, tensors, self.module.layout.float32_sizes())
         else:
+            # Gathered first: rank zero may fail to write, and the others would wait for it.
+            with self.on_device():
+                parameters = model.named_parameters()
+                trained = {name: whole(weight) for name, weight in parameters if adapters.is_trained(name)}
             write_folder(folder, model, tokenizer, None)
-            self._write_adapters(folder, adapters)
-
-    def _write_adapters(self, folder: Path, adapters: Adapters) -> None:
-        with self.on_device():
-            parameters = self.module.hugging_face_model.named_parameters()
-            trained = {name: whole(weight) for name, weight in parameters if adapters.is_trained(name)}
-        if ranks.is_first():
-            with writing(folder):
-                (folder / "config.json").rename(folder / MERGED_CONFIG)
-                adapters.save(folder, trained)
+            if ranks.is_first():
+                with writing(folder):
+                    (folder / "config.json").rename(folder / MERGED_CONFIG)
+                    adapters.save(folder, trained)

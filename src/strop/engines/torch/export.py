@@ -83,28 +83,40 @@ def write_folder(
 ) -> None:
     """Write configuration, tokenizer and ``weights`` of a sharded or adapted model, on rank zero. Collective.
 
-    ``sizes`` are the bytes of ``weights`` by name, in their order; by default those of the model's
-    parameters. The other ranks take part in the gathers, also if rank zero's disk fails.
+    For ``sizes`` see ``write_model``. The other ranks take part in the gathers, also if rank zero's disk
+    fails.
     """
-    if ranks.is_first():
-        with writing(folder):
-            model.config.architectures = [type(model).__name__]  # as save_pretrained does
-            model.config.save_pretrained(folder)
-            if model.can_generate() and model.generation_config is not None:
-                model.generation_config.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-    if weights is None:
-        return
-    buffers = dict(persistent_buffers(model))
-    tensors = itertools.chain(weights, buffers.items())
+    incoming = iter(weights or ())
     try:
         if ranks.is_first():
-            if sizes is None:
-                sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-            buffer_sizes = {name: buffer.nbytes for name, buffer in buffers.items()}
-            write_weights(folder, tensors, {**sizes, **buffer_sizes})
+            with writing(folder):
+                model.config.architectures = [type(model).__name__]  # as save_pretrained does
+                model.config.save_pretrained(folder)
+                if model.can_generate() and model.generation_config is not None:
+                    model.generation_config.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+            if weights is not None:
+                write_model(folder, model, incoming, sizes)
     finally:
-        collections.deque(tensors, maxlen=0)
+        collections.deque(incoming, maxlen=0)
+
+
+def write_model(
+    folder: Path,
+    model: PreTrainedModel,
+    weights: Iterable[tuple[str, Tensor]],
+    sizes: Mapping[str, int] | None = None,
+) -> None:
+    """Write ``weights`` and the persistent buffers of ``model``; see ``write_weights``.
+
+    ``sizes`` are the bytes of ``weights`` by name, in their order; by default those of the model's
+    parameters.
+    """
+    buffers = dict(persistent_buffers(model))
+    if sizes is None:
+        sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    buffer_sizes = {name: buffer.nbytes for name, buffer in buffers.items()}
+    write_weights(folder, itertools.chain(weights, buffers.items()), {**sizes, **buffer_sizes})
 
 
 def set_entries(config: PretrainedConfig, entries: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import signal
 
 import pytest
 from safetensors.torch import load_file
@@ -15,11 +16,11 @@ from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.engines.base import weights_hash
-from strop.errors import CheckpointError
 
+import forked
 import runs
 import supervised_runs
-from messages import naming
+from killing import SETTINGS, kill
 
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="needs peft: pip install 'strop[peft]'"
@@ -43,29 +44,70 @@ def ppo(inputs, run, *extra):
     return runs.train(runs.overrides(inputs, run, *LORA, critic, "trainer.save_freq=1", *extra))
 
 
+@pytest.fixture(scope="module")
+def undisturbed(inputs):
+    run = inputs / "undisturbed"
+    return run, ppo(inputs, run)
+
+
 @needs_peft
-def test_the_reference_is_the_actor_and_a_resume_is_exact(inputs, tmp_path):
-    whole = ppo(inputs, tmp_path / "whole")
-    assert list(whole.groups) == ["actor", "critic"]
-    assert whole.ref is whole.actor
-    ppo(inputs, tmp_path / "cut", "trainer.total_training_steps=1")
-    assert runs.hashes(ppo(inputs, tmp_path / "cut")) == runs.hashes(whole)
-    apart = ppo(inputs, tmp_path / "apart", "trainer.placement={RefPolicy: global_pool}")
-    assert list(apart.groups) == ["actor", "ref", "critic"]
-    assert runs.hashes(apart) == runs.hashes(whole)
-    assert [line["actor/kl_loss"] for line in runs.metrics(tmp_path / "apart")[-2:]] == [
-        line["actor/kl_loss"] for line in runs.metrics(tmp_path / "whole")[-2:]
-    ]
-    checkpoint = tmp_path / "whole" / "global_step_2"
+def test_the_reference_is_the_actor_and_a_checkpoint_holds_adapters_to_merge(undisturbed, tmp_path):
+    run, trainer = undisturbed
+    assert list(trainer.groups) == ["actor", "critic"]
+    assert trainer.ref is trainer.actor
+    assert runs.metrics(run)[-1]["actor/kl_loss"] > 0
+    checkpoint = run / "global_step_2"
     assert main(["export", str(checkpoint), "--merge", "--out", str(tmp_path / "merged")]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert weights_hash(merged.named_parameters()) == whole.actor.weights_hash()
+    assert weights_hash(merged.named_parameters()) == trainer.actor.weights_hash()
     for role in ("actor", "critic"):
         adapter = export(checkpoint, tmp_path / role, role=role)
         assert not list(adapter.glob("model*.safetensors"))
 
 
 @needs_peft
+@pytest.mark.slow
+def test_a_reference_of_its_own_has_the_same_figures(inputs, undisturbed, tmp_path):
+    run, expected = undisturbed
+    apart = ppo(inputs, tmp_path, "trainer.placement={RefPolicy: global_pool}")
+    assert list(apart.groups) == ["actor", "ref", "critic"]
+    assert runs.hashes(apart) == runs.hashes(expected)
+    assert runs.metrics(tmp_path) == runs.metrics(run)
+
+
+@needs_peft
+@pytest.mark.slow
+@pytest.mark.parametrize(("point", "iteration"), [("update", 3), ("save critic", 2), ("rename", 3)])
+def test_a_killed_run_continues_to_the_same_numbers(inputs, tmp_path, point, iteration):
+    lora = (*LORA, f"critic.model.path={inputs / 'model'}", *SETTINGS)
+    expected = runs.hashes(runs.train(runs.overrides(inputs, tmp_path / "whole", *lora)))
+    options = runs.overrides(inputs, tmp_path / "killed", *lora)
+    kill(point, iteration, options)
+    latest = (tmp_path / "killed" / "latest_checkpointed_iteration.txt").read_text()
+    assert latest == f"{iteration - 1}\n"
+    assert runs.hashes(runs.train(options)) == expected
+    assert runs.metrics(tmp_path / "killed") == runs.metrics(tmp_path / "whole")
+
+
+@needs_peft
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "train-rm", "dpo"])
+def test_a_killed_supervised_run_continues_to_the_same_numbers(answers, tmp_path, kind):
+    lora = ("model.lora_rank=4", "trainer.save_freq=1")
+    supervised_runs.train(kind, supervised_runs.overrides(answers, tmp_path / "whole", *lora))
+    options = supervised_runs.overrides(answers, tmp_path / "killed", *lora)
+    done = forked.run(supervised_runs.train, kind, options, env={"STROP_CRASH_AT": "log:3"})
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    supervised_runs.train(kind, options)
+    whole, killed = (
+        load_file(tmp_path / run / "final_model" / "adapter_model.safetensors") for run in ("whole", "killed")
+    )
+    assert whole.keys() == killed.keys()
+    assert all(killed[name].equal(weight) for name, weight in whole.items())
+
+
+@needs_peft
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "train-rm", "dpo"])
 def test_supervised_runs_export_an_adapter_or_the_merged_model(answers, tmp_path, kind):
     options = ["model.lora_rank=4", "trainer.total_training_steps=2"]
@@ -83,6 +125,7 @@ def test_supervised_runs_export_an_adapter_or_the_merged_model(answers, tmp_path
 
 
 @needs_peft
+@pytest.mark.slow
 def test_the_reference_of_dpo_is_the_base_of_an_adapter_that_is_trained_further(answers, tmp_path):
     options = ["model.lora_rank=4", "trainer.total_training_steps=2"]
     supervised_runs.train("dpo", supervised_runs.overrides(answers, tmp_path / "first", *options))
@@ -119,12 +162,3 @@ def test_wrong_adapters_are_found_before_a_model_is_loaded(inputs, tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "the/base"}')
     errors = problems(inputs, f"{ACTOR}.path={tmp_path / 'adapter'}")[0]
     assert any(f"{ACTOR}.path=the/base" in line and "lora_adapter_path" in line for line in errors)
-
-
-def test_there_is_nothing_to_merge_in_a_model(inputs, tmp_path):
-    options = runs.overrides(
-        inputs, tmp_path / "run", "trainer.save_freq=1", "trainer.total_training_steps=1"
-    )
-    runs.train([*options, "algorithm.adv_estimator=grpo"])
-    with pytest.raises(CheckpointError, match=naming("no LoRA adapter")):
-        export(tmp_path / "run" / "global_step_1", tmp_path / "out", merge=True)
