@@ -51,23 +51,26 @@ ENDS = {"Ctrl-C": 130, "SIGTERM": 143, "SIGKILL": -9}
 
 
 @pytest.mark.parametrize(
-    ("how", "background", "during"),
+    ("how", "background", "during", "ranks"),
     [
-        pytest.param("Ctrl-C", False, ("update_actor", 3), marks=pytest.mark.slow),
-        ("SIGTERM", True, ("update_actor", 3)),
-        ("SIGKILL", False, ("update_actor", 3)),
-        pytest.param("SIGTERM", False, ("save_checkpoint", 3), marks=pytest.mark.slow),
-        pytest.param("Ctrl-C", True, ("save_checkpoint", 3), marks=pytest.mark.slow),
+        pytest.param("Ctrl-C", False, ("update_actor", 3), 1, marks=pytest.mark.slow),
+        ("SIGTERM", True, ("update_actor", 3), 1),
+        ("SIGKILL", False, ("update_actor", 3), 1),
+        pytest.param("SIGTERM", False, ("save_checkpoint", 3), 1, marks=pytest.mark.slow),
+        pytest.param("Ctrl-C", True, ("save_checkpoint", 3), 1, marks=pytest.mark.slow),
+        pytest.param("SIGTERM", False, ("save_checkpoint", 3), 2, marks=pytest.mark.slow),
+        pytest.param("Ctrl-C", True, ("save_checkpoint", 3), 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, background, during):
+def test_a_run_that_is_ended_from_outside_leaves_nothing(inputs, tmp_path, how, background, during, ranks):
     """``background``: the save of iteration 1 is in flight, and a call of the same worker hangs.
 
     Actor and critic share a process, and calls of both count: the third save is the actor's of iteration 2.
     """
     abandoned = abandoned_shared_memory()
+    extra = (f"trainer.async_save={background}", f"trainer.n_gpus_per_node={ranks}")
     run = RayRun(
-        overrides(inputs, tmp_path / "run", *SETTINGS, f"trainer.async_save={background}"),
+        overrides(inputs, tmp_path / "run", *SETTINGS, *extra),
         sabotage=_sabotage(tmp_path, *during, "sleep"),
     )
     run.wait_until_struck()
