@@ -23,16 +23,6 @@ HERE = Path(__file__).parent
 MARK = "STROP_TEST_RUN"
 
 
-def abandoned_shared_memory() -> set[str]:
-    """The names in /dev/shm that no living process has open or mapped; other tests run beside this one."""
-    held = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            held.update(re.findall(r"/dev/shm/(\S+)", (process / "maps").read_text()))
-            held.update(Path(os.readlink(entry)).name for entry in (process / "fd").iterdir())
-    return set(os.listdir("/dev/shm")) - held
-
-
 class RayRun:
     """One run: its console with the time of each line, and every process that descends from it."""
 
@@ -79,7 +69,7 @@ class RayRun:
         finally:
             self._reader.join(5)
 
-    def wait_until_struck(self, seconds: float = 120) -> float:
+    def wait_until_struck(self, seconds: float = 300) -> float:
         """Wait for the sabotage and return its time."""
         assert self.marker is not None
         deadline = time.time() + seconds
@@ -105,6 +95,18 @@ class RayRun:
                 sockets = psutil.Process(pid).net_connections(kind="inet")
                 found |= {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
         return {address.removeprefix("::ffff:") for address in found}
+
+    def shared_memory(self) -> set[int]:
+        """The inodes of the files in /dev/shm that the run's processes have mapped, removed ones included.
+
+        Not the names: a semaphore is mapped before it gets its own.
+        """
+        found = set()
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text()
+                found.update(map(int, re.findall(r" (\d+) +/dev/shm/", maps)))
+        return found
 
     def token(self) -> Path:
         """The file with the token of the run's cluster."""

@@ -111,7 +111,7 @@ _NUMBER = re.compile(r"-?(?:[0-9]+|\\frac\{[0-9]+\}\{[0-9]+\})")
 def _places(answer: str) -> list[str]:
     """Split a normal form into expressions and what is between them; brackets of tuples are between."""
     places = []
-    for piece in _STRUCTURE.split(normalize_answer(answer)):
+    for piece in map(str.strip, _STRUCTURE.split(normalize_answer(answer))):
         unclosed = piece.count("(") - piece.count(")")
         places += [piece[:unclosed], piece[unclosed:]] if unclosed else [piece]
     return places
