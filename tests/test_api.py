@@ -25,7 +25,7 @@ from strop.config.trees import PPO
 from strop.data.sources import Rows
 from strop.data.sources import fingerprint as rows_fingerprint
 from strop.errors import ConfigError, DataError
-from strop.rewards.custom import fingerprint
+from strop.rewards.identity import fingerprint
 from strop.tracking.base import RunInfo
 from strop.tracking.console import NotebookTable
 from strop.tracking.jsonl import JsonlTracker

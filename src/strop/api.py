@@ -231,7 +231,7 @@ class _Given:
     def reward(self, reward: Reward) -> None:
         from strop.cli.evaluate import path_and_name
         from strop.errors import ConfigError
-        from strop.rewards.custom import fingerprint
+        from strop.rewards.identity import fingerprint
 
         if reward is None:
             return
