@@ -63,12 +63,12 @@ class Run(ABC):
         trainer, settings = self.trainer, self.settings
         checkpoint = self.checkpoints.find(settings.resume_mode)
         goes_on = checkpoint is not None and checkpoint.resolve().parent == self.folder.path.resolve()
-        if not goes_on:  # keep the files of different runs apart
+        if checkpoint is not None:
+            self.resume(checkpoint, goes_on=goes_on)
+        if not goes_on:  # keep the files of different runs apart; a run that is refused changes none
             self.folder.archive_previous_run()
             if not settings.val_only:
                 self.checkpoints.archive_remote()
-        if checkpoint is not None:
-            self.resume(checkpoint, goes_on=goes_on)
         if goes_on and not settings.val_only:
             self.checkpoints.go_on_from(trainer.global_step)
             self.folder.archive_later_model(trainer.global_step)
