@@ -119,11 +119,8 @@ class PageServer(ThreadingHTTPServer):
 
         It is the address of the interface that packets to other networks leave by; without one, the name.
         """
-        everywhere = {
-            "0.0.0.0": "192.0.2.1",
-            "::": "2001:db8::1",
-        }  # reserved for documentation: no host has it
-        far = everywhere.get(str(self.server_address[0]))
+        elsewhere = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # any address outside would do
+        far = elsewhere.get(str(self.server_address[0]))
         if far is None:
             return None
         with socket.socket(self.address_family, socket.SOCK_DGRAM) as probe:
