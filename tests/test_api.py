@@ -25,7 +25,7 @@ from strop.config.trees import PPO
 from strop.data.sources import Rows
 from strop.data.sources import fingerprint as rows_fingerprint
 from strop.errors import ConfigError, DataError
-from strop.rewards.custom import fingerprint
+from strop.rewards.identity import fingerprint
 from strop.tracking.base import RunInfo
 from strop.tracking.console import NotebookTable
 from strop.tracking.jsonl import JsonlTracker
@@ -169,6 +169,29 @@ def test_overrides_are_sections_or_whole_keys_over_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("more", "estimator", "n"),
+    [
+        ({}, "grpo", 8),
+        ({"algorithm": "ppo"}, "gae", 1),
+        ({"algorithm": {"gamma": 0.9}}, "grpo", 8),
+        ({"algorithm": {"gamma": 0.9}, "config": "own.yaml"}, "rloo", 8),
+        ({"algorithm": "ppo", "config": "own.yaml"}, "gae", 1),
+        ({"algorithm.adv_estimator": "gae"}, "gae", 1),
+    ],
+)
+def test_the_estimator_is_grpo_unless_somebody_names_another(monkeypatch, tmp_path, more, estimator, n):
+    found = []
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("algorithm: {adv_estimator: rloo}\n")
+    monkeypatch.setattr("strop.cli.train.train", lambda config, **_: found.append(config))
+    strop.train("m", ROWS, len, **more)
+    (config,) = found
+    assert (config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n) == (estimator, n)
+    assert config.trainer.test_freq == -1
+    assert config.algorithm.gamma == (0.9 if isinstance(more.get("algorithm"), dict) else 1.0)
+
+
+@pytest.mark.parametrize(
     ("arguments", "more", "parts"),
     [
         ((object(), ROWS, len), {}, ("model:", "object", "path")),
@@ -176,6 +199,8 @@ def test_overrides_are_sections_or_whole_keys_over_the_file(tmp_path):
         (("m", {"a": ["x"]}, len), {}, ("data.a", "unknown")),
         (("m", (row for row in ROWS), len), {}, ("rows:train", "generator")),
         (("m", ROWS, len), {"trainer": {"total_stepz": 3}}, ("trainer.total_stepz", "unknown")),
+        (("m", ROWS, len), {"learning_rate": 1e-5}, ("learning_rate", "actor_rollout_ref.actor.optim.lr")),
+        (("m", ROWS, len), {"trainer": {"test_freq": 3}}, ("trainer.test_freq=3", '"val_files": ...')),
         (("m", ROWS, len), {"trainer": {"seed": object()}}, ("trainer", "object")),
         (
             ("/nowhere/model", ROWS, lambda response: 0.0),

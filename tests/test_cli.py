@@ -4,11 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import strop
 from strop.cli.completion import _Keys
+from strop.cli.evaluate import default_folder
 from strop.cli.main import _COMMANDS, main
 
 from messages import mentions
@@ -133,11 +135,36 @@ strop.cli.main.main(['train', *{overrides(inputs, inputs / "unused")!r}])
         ("model.path", "actor_rollout_ref.model"),
         ("kl_coef", "algorithm.kl_ctrl.kl_coef"),
         ("critic.lr", "critic.optim.lr"),
+        ("learning_rate", "actor_rollout_ref.actor.optim.lr"),
+        ("num_generations", "actor_rollout_ref.rollout.n"),
     ],
 )
 def test_an_unknown_key_is_first_looked_for_in_the_actor(typed, meant, capsys):
     assert main(["check", "--config-only", f"{typed}=1"]) == 2
     assert f"did you mean {meant}" in capsys.readouterr().err
+
+
+def test_check_names_the_command_whose_keys_are_given(capsys):
+    assert main(["check", "model.path=m", "data.train_files=t.parquet"]) == 2
+    assert mentions(capsys.readouterr().err, "strop sft, train-rm, dpo", "--command sft")
+    assert main(["check", "model.path=m", "critic.optim.lr=1"]) == 2  # no command has both
+    assert "--command" not in capsys.readouterr().err
+
+
+def test_models_of_one_name_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run in ("runs/a", "runs/b"):
+        (tmp_path / run / "final_model").mkdir(parents=True)
+    named = [
+        "runs/a/final_model",
+        "runs/b/final_model",
+        "Qwen/Qwen2.5-0.5B",
+        "Qwen/Qwen2.5-0.6B",
+        "hdfs://n/x",
+    ]
+    folders = [str(default_folder(model)) for model in named]
+    assert folders == [f"evaluations/{model.replace('://', '/')}" for model in named]
+    assert default_folder(str(tmp_path / "runs/../runs/a/final_model/")) == Path(folders[0])
 
 
 def test_keys_and_words_are_completed():

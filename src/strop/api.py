@@ -35,7 +35,7 @@ def train(
     model: Any,
     data: Any,
     reward: Reward = None,
-    algorithm: Any = "grpo",
+    algorithm: Any = None,
     *,
     config: str | Path | Mapping[str, Any] | None = None,
     **overrides: Any,
@@ -54,13 +54,14 @@ def train(
             scorer of each row's ``data_source``. Functions run in a process of their own, as a copy made by
             cloudpickle; lambdas, closures and functions of a notebook work.
         algorithm: ``grpo``, ``ppo``, ``rloo``, ``reinforce++``, ``remax``, a value of
-            ``algorithm.adv_estimator``, or a dict of keys below ``algorithm``.
+            ``algorithm.adv_estimator``, or a dict of keys below ``algorithm``. If nobody names the
+            estimator, also not ``config``: grpo.
         config: a YAML file laid over the defaults, or a dict of keys.
         overrides: further keys (docs/config.md), over ``config``: a section as a dict,
             ``trainer=dict(total_training_steps=100)``, or the whole name, ``**{"trainer.save_freq": 10}``.
 
-    Keys that nobody sets are those of the command line, but for ``data.train_batch_size`` (32, or all rows if
-    there are fewer), ``ppo_mini_batch_size`` (the same: one update for each batch),
+    Keys that nobody sets are those of the command line, but for the estimator, ``data.train_batch_size``
+    (32, or all rows if there are fewer), ``ppo_mini_batch_size`` (the same: one update for each batch),
     ``actor_rollout_ref.rollout.n`` (8 for algorithms that compare the answers to a prompt), and no validation
     without ``val_files``.
 
@@ -72,10 +73,10 @@ def train(
     with _session("train"):
         given = _Given(config, overrides)
         n_rows = given.data(data)
-        estimator = given.algorithm(algorithm)
+        given.algorithm(algorithm)
         given.model("actor_rollout_ref.model", model)
         given.reward(reward)
-        return _train("train", given, _own_defaults(estimator, n_rows))
+        return _train("train", given, _own_defaults(given, n_rows))
 
 
 def sft(
@@ -218,20 +219,16 @@ class _Given:
         self.rows.append(rows)
         return str(rows), count
 
-    def algorithm(self, algorithm: Any) -> str:
-        """Set the keys of ``algorithm``; return the estimator."""
-        key = "algorithm.adv_estimator"
+    def algorithm(self, algorithm: Any) -> None:
         if isinstance(algorithm, Mapping):
             self.set("algorithm", algorithm)
-            return str(algorithm.get("adv_estimator", "gae"))
-        estimator = _ESTIMATORS.get(algorithm, algorithm)
-        self.set(key, estimator)
-        return str(estimator)
+        elif algorithm is not None:
+            self.set("algorithm.adv_estimator", _ESTIMATORS.get(algorithm, algorithm))
 
     def reward(self, reward: Reward) -> None:
         from strop.cli.evaluate import path_and_name
         from strop.errors import ConfigError
-        from strop.rewards.custom import fingerprint
+        from strop.rewards.identity import fingerprint
 
         if reward is None:
             return
@@ -304,16 +301,36 @@ def _is_section(data: Any) -> bool:
     return isinstance(data, Mapping) and type(data).__module__.partition(".")[0] != "datasets"
 
 
-def _own_defaults(estimator: str, n_rows: int | None) -> dict[str, Any]:
-    """Return the keys of ``train`` that differ from those of the command line if nobody sets them."""
+def _own_defaults(given: _Given, n_rows: int | None) -> dict[str, Any]:
+    """Return the keys of ``train`` that differ from those of the command line if nobody sets them.
+
+    Raises ``ConfigError`` for a validation that somebody turns on, without rows for it.
+    """
     from strop.config.names import estimators
+    from strop.config.trees import PPO
+    from strop.errors import ConfigError
 
     own: dict[str, Any] = {
+        "algorithm.adv_estimator": "grpo",
         "data.train_batch_size": min(_BATCH, n_rows or _BATCH),
         "actor_rollout_ref.actor.ppo_mini_batch_size": "${data.train_batch_size}",
     }
-    if "uid" in estimators().get(estimator, ()):
+    config = given.load(PPO, own)
+    if "uid" in estimators().get(config.algorithm.adv_estimator, ()):
         own["actor_rollout_ref.rollout.n"] = 8
+    if not config.data.val_files and not config.trainer.val_only:
+        values = {"test_freq": config.trainer.test_freq, "val_before_train": config.trainer.val_before_train}
+        on = [
+            f"trainer.{name}={value}"
+            for name, value in values.items()
+            if f"trainer.{name}" in (config.written or ()) and value not in (-1, False)
+        ]
+        if on:
+            raise ConfigError(
+                f"{' and '.join(on)}: there are no rows to validate on; pass them, "
+                'data={"train_files": ..., "val_files": ...}, or leave this out'
+            )
+        own |= {"trainer.test_freq": -1, "trainer.val_before_train": False}
     return own
 
 
@@ -334,8 +351,7 @@ def _train(command: str, given: _Given, defaults: Mapping[str, Any]) -> Run:
     if command == "train" and not config.data.val_files and not config.trainer.val_only:
         # The trainer always reads validation rows; these are never used.
         unused = {"data.val_files": config.data.train_files, "data.val_max_samples": 1}
-        off = {"trainer.test_freq": -1, "trainer.val_before_train": False}
-        config = given.load(TREES[command], {**defaults, **off}, below=unused)
+        config = given.load(TREES[command], defaults, below=unused)
     with _generators_kept():
         train(config, rows=given.rows, functions=given.functions)
     return Run(config.trainer.default_local_dir)

@@ -19,6 +19,8 @@ from strop.errors import CheckpointError
 from strop.files import atomic_write_text
 
 MANIFEST = "manifest.json"
+TRAINER_STATE = "trainer_state.json"
+"""File of an exported model with its iteration, as transformers' trainer writes it: {"global_step": 100}."""
 _SIZE, _DIGEST = "size", "xxh3_128"
 _LEFT = f".{_DIGEST}"
 IF_ON_PURPOSE = f"; if the model was changed on purpose, delete its {MANIFEST}"

@@ -62,20 +62,25 @@ class Run:
     def model_path(self) -> Path:
         """The folder of the trained model, which transformers, ``strop.evaluate`` and vLLM can load.
 
-        Raises ``CheckpointError`` if the run has not saved one yet.
+        It is that of the latest iteration that was saved. Raises ``CheckpointError`` if there is none yet, or
+        if it is in shards.
         """
+        from strop.checkpoint.folder import newest_model
         from strop.errors import CheckpointError
 
-        final = self.folder / "final_model"
-        if (final / "config.json").is_file():
-            return final
-        steps = sorted(self.folder.glob("global_step_*/*/huggingface"), key=_step_of)
-        actors = [folder for folder in steps if folder.parent.name != "critic"]
-        if not actors:
+        newest = newest_model(self.folder)
+        if newest is None:
             raise CheckpointError(
                 f"{self.folder} has no trained model: a run saves it at its end, or with trainer.save_freq"
             )
-        return actors[-1]
+        exported = [role / "huggingface" for role in newest.iterdir() if role.name != "critic"]
+        model = next(filter(Path.is_dir, exported), newest)
+        if not any(model.glob("*.safetensors")):
+            raise CheckpointError(
+                f"{newest} was saved in the background, as shards (trainer.async_save): make a model of it "
+                f"by strop export {newest} --out FOLDER"
+            )
+        return model
 
     def model(self) -> tuple[Any, Any]:
         """Return the trained model, on the CPU, and its tokenizer, as transformers loads them."""
@@ -116,11 +121,6 @@ class Evaluation:
 
     def __repr__(self) -> str:
         return f"Evaluation({str(self.folder)!r}, scores={self.scores})"
-
-
-def _step_of(folder: Path) -> int:
-    word = folder.parents[1].name.rpartition("_")[2]
-    return int(word) if word.isdecimal() else -1
 
 
 def _samples(file: Path) -> Any:

@@ -7,10 +7,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from strop.config.batch_plan import BatchPlan
 from strop.config.checks.check import check
-from strop.config.forecast import forecast, read_model_facts, samples_at_once, supervised_forecast
+from strop.config.checks.supervised import sequences_of_a_row
+from strop.config.forecast import ModelFacts, forecast, read_model_facts, samples_at_once, supervised_forecast
 from strop.config.load import load_config, load_tree
 from strop.config.machine import _group_limits, machine_memory
-from strop.config.trees import REWARD_MODELLING, SFT
+from strop.config.trees import DPO, REWARD_MODELLING, SFT
 
 from messages import mentions
 
@@ -91,13 +92,23 @@ def test_samples_generated_at_once_fit_the_memory_beside_the_models(model, insta
     assert samples_at_once(chosen, facts) == 7
 
 
-@pytest.mark.parametrize(("tree", "sequences"), [(SFT, 1), (REWARD_MODELLING, 2)])
-def test_supervised_runs_are_compared_too(model, installed, tree, sequences):
+def test_the_defaults_for_pairs_fit_16_gb_at_half_a_billion_parameters(monkeypatch):
+    qwen = ModelFacts(494_032_768, 24, 896, 151_936, 14, 2, 128, 32_768)
+    monkeypatch.setattr("strop.config.forecast.read_model_facts", lambda path: qwen)
+    for tree in (REWARD_MODELLING, DPO):
+        config = load_tree(tree, ["model.path=m", "data.train_files=a", "trainer.device=cpu"])
+        assert supervised_forecast(config, 2).peak < 15e9
+
+
+@pytest.mark.parametrize(
+    ("tree", "sequences", "has_logits"), [(SFT, 8, True), (REWARD_MODELLING, 4, False), (DPO, 4, True)]
+)
+def test_supervised_runs_are_compared_too(model, installed, tree, sequences, has_logits):
     config = load_tree(tree, [f"model.path={model}", "data.train_files=a", "trainer.device=cpu"])
     parameters = read_model_facts(str(model)).parameters
-    need = supervised_forecast(config, sequences)
-    tokens = 8 * sequences * 1024
-    logits = min(tokens * 50, 1 << 25) * 4 * 3 if sequences == 1 else 0
+    need = supervised_forecast(config, sequences_of_a_row(config))
+    tokens = sequences * 1024
+    logits = min(tokens * 50, 1 << 25) * 4 * 3 if has_logits else 0
     assert need.peak == 16 * parameters + tokens * 2 * 16 * 68 + logits
     for size, n_warnings, n_errors in [(need.peak, 0, 0), (need.peak - 1, 1, 0), (need.peak // 2 - 1, 0, 1)]:
         installed(size)

@@ -216,6 +216,22 @@ def test_a_weighted_sum_that_is_not_finite_is_an_error_of_its_sample(make: Make,
     assert mentions(output.errors[1], "the weighted sum of the parts is inf")
 
 
+def test_the_error_that_ends_a_run_is_shown_once_with_the_name_of_the_function(
+    make: Make, batch_of: Batch, caplog: pytest.LogCaptureFixture
+):
+    def politeness(solution_str, **rest):
+        raise ValueError("no verdict")
+
+    def too_few(completions, **rest):
+        return [1.0]
+
+    with pytest.raises(RewardError, match=naming("in politeness", "no verdict")):
+        make(politeness)(batch_of(["a", "b", "c"], ["3"] * 3))
+    with pytest.raises(RewardError, match=naming("too_few returned 1 scores for 3")):
+        make(too_few)(batch_of(["a", "b", "c"], ["3"] * 3))
+    assert caplog.text == ""
+
+
 def test_failed_samples_are_counted_logged_and_given_the_error_score(
     make: Make,
     batch_of: Batch,
@@ -306,5 +322,5 @@ def test_examined_samples_show_parts_and_errors(make: Make, batch_of: Batch):
 def test_options_of_built_in_scorers_exclude_a_custom_function(make: Make):
     with pytest.raises(ConfigError, match=naming("scorer_kwargs")):
         make(lambda **sample: 1.0, scorer_kwargs={"openai/gsm8k": {}})
-    with pytest.raises(ConfigError, match=naming("compute_score")):
+    with pytest.raises(ConfigError, match=naming("<lambda>")):
         make(lambda text, /: 1.0)

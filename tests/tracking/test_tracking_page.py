@@ -7,6 +7,8 @@ import gzip
 import http.client
 import json
 import re
+import socket
+import struct
 import threading
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from strop.tracking.page.server import PageServer
 from strop.tracking.samples import write_samples
 
 from browser import CHROMIUM, DRIVER, Browser
+from messages import mentions
 
 HOSTILE = (
     "<script>window.hacked = 1</script>",
@@ -60,7 +63,7 @@ class Texts(Letters):
 
 def write_run(folder: Path, *, steps: int = 3) -> Path:
     """Write a run: per step 8 prompts, each a hostile text, with two samples, each of two tokens."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     lines = [
         {"step": step, "critic/score/mean": step / 10, "<img src=x onerror=hacked=1>": 1.0, "bad": None}
         for step in range(1, steps + 1)
@@ -120,6 +123,45 @@ def get(server: PageServer, path: str, **headers: str) -> tuple[int, bytes, dict
     found = answer.status, answer.read(), dict(answer.getheaders())
     connection.close()
     return found
+
+
+def test_a_browser_that_leaves_in_the_midst_of_a_request_is_no_error(server, monkeypatch, capsys):
+    handled, handle = threading.Event(), server.handle_error
+
+    def record(*arguments):
+        handle(*arguments)
+        handled.set()
+
+    monkeypatch.setattr(server, "handle_error", record)
+    with socket.create_connection(server.server_address[:2]) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: 127")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closes by a reset
+    assert handled.wait(60)
+    assert capsys.readouterr().err == ""
+    assert get(server, "/api/runs")[0] == 200
+
+
+def test_a_run_is_served_before_its_first_step(tmp_path, capsys):
+    assert main(["view", "--web", str(tmp_path)]) == 2  # no run at all
+    assert mentions(capsys.readouterr().err, str(tmp_path), "trainer.default_local_dir")
+    (tmp_path / ".lock").touch()
+    with pytest.raises(DataError):
+        RunFiles(tmp_path)  # there is nothing to report
+    run = RunFiles(tmp_path, may_be_new=True)
+    assert (run.summary()["last"], run.metrics()["steps"], run.validation()) == (-1, [], [])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
+    assert (run.summary()["last"], run.metrics()["steps"]) == (1, [1])
+    assert run.summary()["panels"]
+
+
+def test_a_page_for_all_addresses_names_one_that_others_reach(run_dir):
+    with PageServer([RunFiles(run_dir)], host="0.0.0.0", port=0) as server:
+        port = server.server_address[1]
+        assert server.url == f"http://127.0.0.1:{port}/"
+        assert server.url_outside not in (None, server.url, f"http://0.0.0.0:{port}/")
+        assert server.knows(server.url_outside.removeprefix("http://").rstrip("/"))
+    with PageServer([RunFiles(run_dir)], host="127.0.0.1", port=0) as server:
+        assert server.url_outside is None
 
 
 def test_samples_are_found_by_text_row_and_prompt(run_dir):
@@ -267,12 +309,17 @@ def test_a_browser_shows_hostile_texts_as_text(server, browser, run_dir, tmp_pat
 
 
 def test_a_browser_follows_a_run_that_writes(browser, tmp_path):
-    folder = write_run(tmp_path / "run")
-    with PageServer([RunFiles(folder)], host="127.0.0.1", port=0) as server:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    with PageServer([RunFiles(folder, may_be_new=True)], host="127.0.0.1", port=0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
             browser.open(server.url)
+            browser.until("document.getElementById('state').innerText === 'no step yet'")
+            assert "Nothing is logged yet" in browser.text()
+            write_run(folder)
             browser.until("document.getElementById('state').innerText.startsWith('step 3')")
             with open(folder / "metrics.jsonl", "a") as file:
                 file.write('{"step": 4, "critic/score/mean": 0.9}\n')

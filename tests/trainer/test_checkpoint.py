@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import resource
 import shutil
@@ -17,12 +19,14 @@ from saving_groups import STATE, Group
 
 from strop.checkpoint import folder as checkpoint_folder
 from strop.checkpoint import store as checkpoint
-from strop.checkpoint.folder import verify
+from strop.checkpoint.folder import newest_model, verify
+from strop.checkpoint.hub import model_of
 from strop.checkpoint.store import Checkpoints
 from strop.engines.torch.engine import TorchEngine
 from strop.engines.torch.state import materialize, save
 from strop.errors import CheckpointError, TrainingError, WorkerError
 from strop.models.policy import PolicyModel
+from strop.results import Run as Results
 from strop.trainer.loop import Run
 
 import forked
@@ -98,6 +102,40 @@ def test_a_death_between_the_two_renames_loses_nothing(tmp_path):
     checkpoints.save(3, {"actor": Group(1)}, STATE)
     (tmp_path / "global_step_3").rename(tmp_path / "global_step_3.old")
     assert load(checkpoints) == 1
+
+
+def test_the_newest_model_of_a_run_is_that_of_the_latest_iteration_whatever_the_clock_says(tmp_path):
+    def final(iteration):
+        return write_model(tmp_path / "final_model", iteration)
+
+    def write_model(folder, iteration):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.safetensors").touch()
+        (folder / "config.json").touch()
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": iteration}))
+        return folder
+
+    checkpoints, run = Checkpoints(tmp_path), Results(tmp_path)
+    assert newest_model(tmp_path) is None
+    with pytest.raises(CheckpointError, match=naming("no trained model")):
+        run.model_path  # noqa: B018
+    found = final(5)
+    assert newest_model(tmp_path) == found == run.model_path
+    for step in (4, 6, 10):
+        exported = write_model(checkpoints.save(step, {"actor": Group(1)}, STATE) / "actor/huggingface", step)
+    os.utime(found, (2e9, 2e9))
+    assert run.model_path == exported
+    with model_of(tmp_path, role="actor") as uploaded:
+        assert uploaded == (exported, 10)
+    final(10)
+    assert newest_model(tmp_path) == found
+    checkpoints.go_on_from(6)
+    assert newest_model(tmp_path) == found
+    (found / "trainer_state.json").unlink()
+    assert run.model_path == tmp_path / "global_step_6" / "actor" / "huggingface"
+    (run.model_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=naming("strop export", "global_step_6")):
+        run.model_path  # noqa: B018
 
 
 def test_remains_of_a_death_are_removed_by_the_next_save(tmp_path):

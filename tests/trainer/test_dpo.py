@@ -126,9 +126,26 @@ def test_a_resume_with_another_model_is_an_error(inputs, trained, tmp_path):
         train("dpo", more)
     checkpoint = tmp_path / "run" / "global_step_2"
     elsewhere = [f"trainer.resume_mode={checkpoint}", f"trainer.default_local_dir={tmp_path / 'new'}"]
+    train("dpo", overrides(inputs, tmp_path / "new", "trainer.total_training_steps=1"))
+    kept = names(tmp_path / "new")
     with pytest.raises(CheckpointError, match=naming("reference of the checkpoint")):
         train("dpo", [*more, *elsewhere])
+    assert names(tmp_path / "new") == kept  # a run that is refused moves nothing
     assert train("dpo", [*more, "trainer.resume_mode=disable"]).global_step == 6
+
+
+def names(folder) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_without_a_checkpoint_another_model_is_a_new_run_with_its_own_reference(inputs, tmp_path, passes):
+    options = overrides(inputs, tmp_path / "run", "data.val_files=[]", "trainer.total_training_steps=3")
+    train("dpo", options)
+    tiny_model.save(tmp_path / "other", hidden=32, seed=7)
+    train("dpo", [*options, f"model.path={tmp_path / 'other'}"])
+    assert sum(passes) == 24 + 24
+    before, now = (load_file(tmp_path / "run" / place / CACHE) for place in ("previous_1", ""))
+    assert not torch.equal(before["ref_chosen_log_prob"], now["ref_chosen_log_prob"])
 
 
 @pytest.mark.parametrize("loss", ["ipo", "hinge", "simpo", "orpo"])

@@ -147,10 +147,32 @@ def test_the_link_is_in_the_tracker_and_the_run_in_the_card(inputs, tmp_path, hu
 
 def test_a_card_shows_no_secret_and_no_default(inputs, tmp_path):
     values = yaml.safe_load(to_yaml(load_tree(SFT, overrides(inputs, tmp_path))))
-    values["model"]["override_config"] = {"api_key": "hf_secret", "initializer_range": 0.5}
+    values["model"]["override_config"] = {
+        "api_key": "hf_secret",
+        "initializer_range": 0.5,
+        "judges": [
+            {"url": "https://ada:hf_secret@judge.net/score", "headers": {"Authorization": "hf_secret"}},
+            "s3://bucket/rows.jsonl?X-Amz-Signature=hf_secret&part=1 and Bearer hf_secret",
+            "api_token=hf_secret or hf_0123456789abcdef, for data@v1 of http://plain.net/rows",
+        ],
+    }
+    values["data"]["train_files"] = ["https://hf_secret@data.net/rows.parquet", "plain.parquet"]
+    values["model"]["path"] = "https://ada:hf_secret@models.net/m"
+    (tmp_path / "trackers.json").write_text(
+        '{"mlflow": "http://ada:hf_secret@mlflow.net:5000/#/runs?page=1&token=hf_secret"}'
+    )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     card = model_card(inputs / "model", "ada/first", "v1", run_folder=tmp_path, step=None)
     assert "hf_secret" not in card
+    assert "hf_0123456789abcdef" not in card
+    for shown in (
+        "@judge.net/score",
+        "@data.net/rows.parquet",
+        "plain.parquet",
+        "@mlflow.net:5000/#/runs?page=1&",
+    ):
+        assert shown in card
+    assert "data@v1 of http://plain.net/rows" in card
     assert "model.override_config.initializer_range: 0.5" in card
     assert "grad_clip" not in card
     assert "data.train_batch_size: 8" in card

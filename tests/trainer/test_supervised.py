@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+import strop
 from strop.config.load import load_tree
 from strop.config.trees import SFT
 from strop.data.answers import AnsweredDataset, response_batch
@@ -206,6 +207,19 @@ def test_validation_alone_takes_a_model_or_a_checkpoint_and_no_training_files(in
     resumed = train("sft", overrides(inputs, tmp_path / "run", *only))
     assert resumed.global_step == 4
     assert resumed.group.weights_hash() == sft.trainer.group.weights_hash()
+
+
+def test_a_final_model_is_the_newest_until_the_run_goes_on_from_before_it(inputs, tmp_path):
+    def model_after(*settings):
+        train("sft", overrides(inputs, tmp_path, "data.val_files=[]", *settings))
+        return strop.Run(tmp_path).model_path.relative_to(tmp_path)
+
+    saved = Path("global_step_2", "actor", "huggingface")
+    assert model_after("trainer.total_training_steps=2", "trainer.save_freq=1") == saved
+    assert model_after("trainer.total_training_steps=4") == Path("final_model")
+    later = model_after("trainer.total_training_steps=3", "trainer.save_freq=1")
+    assert later == Path("global_step_3", "actor", "huggingface")
+    assert (tmp_path / "previous_1" / "final_model" / "model.safetensors").is_file()
 
 
 def test_validation_alone_requires_validation_files(inputs, tmp_path):

@@ -175,7 +175,7 @@ def load_from_hub(cache: Path, name: str, out: Path) -> dict[str, Any]:
     deferred.load_causal_lm = read_whole
     built = worker(name, Role.ActorRollout, f"data.cache_dir={out / 'strop'}")
     weights = built.weights_hash()
-    built.export(out / "exported")
+    built.export(out / "exported", 1)
     rollout = built.rollout._rollout if built.world_size > 1 else built.rollout
     return {"ends": rollout.eos_token_ids, "weights": weights}
 

@@ -6,6 +6,7 @@ A checkpoint is written to ``global_step_N.tmp``; its manifest lists every file 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,13 +16,15 @@ from pathlib import Path
 from strop import manifest
 from strop.errors import CheckpointError
 from strop.files import atomic_write_text, crash_point
-from strop.manifest import MANIFEST, Entry, Manifest
+from strop.manifest import MANIFEST, TRAINER_STATE, Entry, Manifest
 
 TRAINER = "trainer.pt"
 """The driver's state; every other file of a checkpoint is in the folder of a worker group."""
 _KNOWN = re.compile(rf"{re.escape(TRAINER)}|[A-Za-z_]\w*/.+")
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
+FINAL_MODEL = "final_model"
+"""The trained model of a run that ends without a checkpoint."""
 
 
 def seal(building: Path, known: Mapping[str, Entry] | None = None) -> None:
@@ -139,6 +142,28 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if stale.exists() and not final.exists():  # died between two renames
         stale.rename(final)
     return final
+
+
+def newest_model(folder: Path) -> Path | None:
+    """Return the ``final_model`` or latest checkpoint of a run folder, whichever is of the later iteration.
+
+    None if it has neither. A ``final_model`` that does not say its iteration counts only without checkpoints.
+    """
+    saved, final = latest_step(folder), folder / FINAL_MODEL
+    if final.is_dir() and (saved is None or (iteration_of(final) or -1) >= saved):
+        return final
+    return latest_checkpoint(folder)
+
+
+def iteration_of(source: Path) -> int | None:
+    """Return the iteration of a checkpoint, by its name, or of a ``final_model``; None if it is not known."""
+    number = source.name.removeprefix(PREFIX)
+    if number != source.name and number.isdecimal():
+        return int(number)
+    try:
+        return int(json.loads((source / TRAINER_STATE).read_text())["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -20,16 +20,15 @@ from typing import Any, Self
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
 from strop.checkpoint.export import export
-from strop.checkpoint.folder import PREFIX, latest_checkpoint
+from strop.checkpoint.folder import iteration_of, latest_checkpoint, newest_model
 from strop.checkpoint.model_card import model_card
-from strop.config.paths import expand, is_url
+from strop.config.paths import expand, is_adapter, is_url
 from strop.config.schema import RootConfig
 from strop.errors import CheckpointError, ConfigError, UploadError
 from strop.files import atomic_write_text
 from strop.tracking.curves import CURVES_FILE
 
 HUB_FILE = "hub.json"
-FINAL_MODEL = "final_model"
 
 
 @dataclass(frozen=True)
@@ -156,20 +155,16 @@ def model_of(
 ) -> Generator[tuple[Path, int | None]]:
     """Yield the Hugging Face folder to upload and its iteration, of a checkpoint or of a run folder.
 
-    A run folder stands for the newer one of its latest checkpoint and its ``final_model``. Weights
-    that are only in shards, in a URL or in another dtype are exported to a temporary folder.
+    A run folder stands for its newest model (``newest_model``). Weights that are only in shards, in a URL or
+    in another dtype are exported to a temporary folder.
     """
     if not is_url(source):
         source = Path(expand(source)).absolute()
-        saved, final = latest_checkpoint(source), source / FINAL_MODEL
-        if final.is_dir() and (saved is None or final.stat().st_mtime > saved.stat().st_mtime):
-            source = final
-        else:
-            source = saved or source
-        if (source / "config.json").is_file():
+        source = newest_model(source) or source
+        if (source / "config.json").is_file() or is_adapter(source):
             if dtype is not None:
                 raise ConfigError(f"--dtype {dtype}: {source} is an exported model, whose dtype stays")
-            yield source, None
+            yield source, iteration_of(source)
             return
     step = step_of(source)
     exported = None if is_url(source) else Path(source) / role / "huggingface"
@@ -184,9 +179,8 @@ def model_of(
 
 
 def step_of(checkpoint: str | Path) -> int | None:
-    """Return the iteration in the name of a ``global_step_N`` folder; None for another name."""
-    number = str(checkpoint).rstrip("/").rpartition("/")[2].removeprefix(PREFIX)
-    return int(number) if number.isdecimal() else None
+    """Return the iteration in the name of a ``global_step_N`` folder or URL; None for another name."""
+    return iteration_of(Path(str(checkpoint).rstrip("/").rpartition("/")[2]))
 
 
 def run_folder_of(source: str | Path) -> Path | None:

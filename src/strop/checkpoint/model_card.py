@@ -23,7 +23,18 @@ from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.text import format_number, names_in_order
 from strop.tracking.trackers import TRACKERS_FILE
 
-_SECRET = re.compile(r"(^|_)(token|key|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_HIDDEN = "(not published)"
+_SECRET_NAMES = r"token|key|secret|password|passwd|pwd|credentials?|authorization|cookie"
+_SECRET = re.compile(rf"(^|[_-])({_SECRET_NAMES})$", re.IGNORECASE)
+_IN_TEXT = (
+    (re.compile(r"(\w://)[^/@\s]+@"), rf"\1{_HIDDEN}@"),  # https://user:password@host
+    (re.compile(rf"\b((?:\w*[_-])?(?:{_SECRET_NAMES})=)\S+", re.IGNORECASE), rf"\1{_HIDDEN}"),
+    (re.compile(r"\b(Bearer|Basic) +\S+"), rf"\1 {_HIDDEN}"),
+    (re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox\w-|AKIA|ASIA)[\w-]{10,}"), _HIDDEN),
+)
+"""What looks like a credential inside a text."""
+_QUERY = re.compile(r"(\w://[^\s?]*\?)\S+")
+"""In a configuration; signatures have many names. The address of a tracker needs its query."""
 _COLUMN_KEY = re.compile(r"data\.\w+_key")
 _COMMANDS = {
     "train": "reinforcement learning",
@@ -43,6 +54,7 @@ def model_card(model: Path, repo_id: str, revision: str, *, run_folder: Path | N
     if run_folder is not None:
         with contextlib.suppress(OSError, yaml.YAMLError):
             config = yaml.safe_load((run_folder / "config.yaml").read_text(encoding="utf-8")) or {}
+    config = _without_credentials(config)
     command = _command(config)
     architecture = _architecture(model)
     scores = architecture.endswith("ForSequenceClassification")
@@ -62,6 +74,26 @@ def model_card(model: Path, repo_id: str, revision: str, *, run_folder: Path | N
     if command is not None:
         lines += _settings(config, TREES[command])
     return "\n".join(lines)
+
+
+def _without_credentials(value: Any, path: str = "") -> Any:
+    """Return values of a configuration without credentials, under their names or inside of texts."""
+    if isinstance(value, Mapping):
+        inner = f"{path}." if path else ""
+        return {name: _without_credentials(item, f"{inner}{name}") for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_credentials(item, path) for item in value]
+    if not isinstance(value, str):
+        return value
+    if _SECRET.search(path.rpartition(".")[2]) and not _COLUMN_KEY.fullmatch(path):
+        return _HIDDEN
+    return _published(_QUERY.sub(rf"\1{_HIDDEN}", value))
+
+
+def _published(text: str) -> str:
+    for pattern, shown in _IN_TEXT:
+        text = pattern.sub(shown, text)
+    return text
 
 
 def _command(config: Mapping[str, Any]) -> str | None:
@@ -136,7 +168,8 @@ def _addresses(run_folder: Path) -> list[str]:
         found = json.loads((run_folder / TRACKERS_FILE).read_text())
     except (OSError, ValueError):
         return []
-    return ["## Run", "", *(f"- {name}: {address}" for name, address in found.items()), ""] if found else []
+    lines = [f"- {name}: {_published(str(address))}" for name, address in found.items()]
+    return ["## Run", "", *lines, ""] if found else []
 
 
 def _steps(run_folder: Path | None) -> list[dict[str, Any]]:
@@ -167,7 +200,7 @@ def _metrics(run_folder: Path, last: int | None) -> list[str]:
 
 
 def _settings(config: Mapping[str, Any], tree: Tree) -> list[str]:
-    """Return the keys that differ from the defaults, without what looks like a secret."""
+    """Return the keys that differ from the defaults."""
     differing = dict(_differing(config, tree))
     if not differing:
         return []
@@ -184,7 +217,6 @@ def _differing(config: Mapping[str, Any], tree: Tree) -> Iterator[tuple[str, Any
             default = now.get(followed, default)
         if value == default:
             continue
-        is_secret = _SECRET.search(path.rpartition(".")[2]) and not _COLUMN_KEY.fullmatch(path)
         if isinstance(value, float) and not math.isfinite(value):
             value = str(value)
-        yield path, "(not published)" if is_secret and value is not None else value
+        yield path, value

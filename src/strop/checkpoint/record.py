@@ -1,6 +1,7 @@
 """Record of the run that saved a checkpoint, and its comparison with the run that continues it.
 
-Part of ``trainer.pt``: ``{"kind": the configuration's class, "config": its values, "files": {key: digest}}``.
+Part of ``trainer.pt``: ``{"kind": the configuration's class, "config": its values, "files": {key: digests},
+"modules": {key: {module that the reward imports: digest}}}``.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ import yaml
 
 from strop.checkpoint.folder import TRAINER, verify
 from strop.checkpoint.store import reading_state_of
-from strop.config.identity import Change, changes, decides_what_is_trained, files_of
+from strop.config.identity import (
+    Change,
+    changes,
+    decides_what_is_trained,
+    files_of,
+    is_the_same,
+    value_in,
+)
 from strop.config.placement import settled
 from strop.config.roles import uses_critic
 from strop.config.schema import Config, RootConfig
 from strop.config.trees import TREES
 from strop.errors import ConfigError
 from strop.manifest import require_unchanged
+from strop.rewards.identity import modules_of
 
 logger = logging.getLogger("strop")
 
@@ -39,7 +48,11 @@ def record_of(config: RootConfig) -> dict[str, Any]:
     """Return what identifies a run: its kind, its configuration, and digests of the files that it names."""
     tree = settled(config).model_dump(mode="json")
     files = {key: [digest(Path(path)) for path in paths] for key, paths in files_of(tree)}
-    return {"kind": type(config).__name__, "config": tree, "files": files}
+    modules = {
+        key: {name: digest(file) for name, file in found.items()}
+        for key, found in (modules_of(config).items() if isinstance(config, Config) else ())
+    }
+    return {"kind": type(config).__name__, "config": tree, "files": files, "modules": modules}
 
 
 def digest(path: Path) -> str:
@@ -98,6 +111,7 @@ def require_same_run(checkpoint: Path, config: RootConfig) -> None:
         for change in found
         if _is_used(change.key, config)
         and decides_what_is_trained(change.key, validates_only=config.trainer.val_only)
+        and not is_the_same(change.key, change.before, change.now)
         and not _same_files(change.key, before, now)
     ]
     if others and goes_on:
@@ -135,12 +149,29 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type[Roo
     keys = {change.key for change in found}
     tree = next(tree for tree in TREES.values() if issubclass(schema, tree.schema))
     found = [change for change in found if tree.followed_by(change.key) not in keys]
-    for key, paths in files_of(now["config"]):
-        earlier = before["files"].get(key)
+    named = {key: ", ".join(paths) for key, paths in files_of(now["config"])}
+    named |= {
+        key: value_in(now["config"], key) for key in _modules(before) | _modules(now) if key not in named
+    }
+    for key, value in named.items():
+        earlier, modules = before["files"].get(key), _changed_modules(key, before, now)
         follows = tree.followed_by(key) in now["files"]
-        if key not in keys and earlier is not None and earlier != now["files"][key] and not follows:
-            found.append(Change(key, ", ".join(paths), ", ".join(paths)))
+        is_changed = earlier is not None and earlier != now["files"].get(key) and not follows
+        if key not in keys and (is_changed or modules):
+            found.append(Change(key, value, value, modules))
     return found
+
+
+def _modules(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    return record.get("modules", {})
+
+
+def _changed_modules(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the modules of ``key`` that are other ones; none if ``before`` is of a version without them."""
+    if "modules" not in before:
+        return ()
+    old, new = (_modules(record).get(key, {}) for record in (before, now))
+    return tuple(sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)))
 
 
 def _is_used(key: str, config: RootConfig) -> bool:
@@ -156,4 +187,5 @@ _OWN = ("trainer.resume_mode", "trainer.default_local_dir", "trainer.experiment_
 
 
 def _same_files(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    return now["files"].get(key, 0) == before["files"].get(key, 1)
+    is_equal = now["files"].get(key, 0) == before["files"].get(key, 1)
+    return is_equal and not _changed_modules(key, before, now)

@@ -25,6 +25,7 @@ from strop.config.checks.check import CheckResult, check
 from strop.config.checks.keys import changed_from_verl
 from strop.config.forecast import Forecast, SampleFiles, forecast, read_model_facts, sample_files
 from strop.config.identity import in_words
+from strop.config.keys import all_keys
 from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import Placement, runs_on_ray
@@ -33,7 +34,7 @@ from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import TREES
 from strop.config.verl import versions
-from strop.errors import Attempts, DataError, RewardError
+from strop.errors import Attempts, ConfigError, DataError, RewardError
 from strop.terminal import literal
 
 if TYPE_CHECKING:
@@ -74,7 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check and show a configuration; return 2 if there are errors, else 0."""
-    config, console = load_arguments(TREES[arguments.command], arguments), Console(soft_wrap=True)
+    try:
+        config, console = load_arguments(TREES[arguments.command], arguments), Console(soft_wrap=True)
+    except ConfigError as error:
+        hint = _of_another_command(arguments)
+        if not hint:
+            raise
+        raise ConfigError(*error.problems, hint) from None
     result = check(config, train_rows=_train_rows(config))
     console.print(render(result, config, only_differences=arguments.diff))
     if arguments.verl:
@@ -94,6 +101,15 @@ def run(arguments: argparse.Namespace) -> int:
     subject = "data sets and reward managers" if isinstance(config, Config) else "data sets"
     console.print(Group(*_findings(subject, new, errors)))
     return 2 if errors else 0
+
+
+def _of_another_command(arguments: argparse.Namespace) -> str:
+    """Return which ``--command`` has all keys of the overrides, if the one that is checked has not."""
+    given = {override.partition("=")[0].lstrip("+~") for override in arguments.overrides}
+    fitting = [name for name, tree in TREES.items() if given <= all_keys(tree.schema).keys()]
+    if not given or not fitting or arguments.command in fitting:
+        return ""
+    return f"these keys are those of strop {', '.join(fitting)}: check it with --command {fitting[0]}"
 
 
 def check_inputs(config: RootConfig) -> tuple[list[str], list[str], str]:

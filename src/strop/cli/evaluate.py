@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -253,8 +254,16 @@ def settings(
 
 
 def default_folder(model: str) -> Path:
-    """Return the folder of an evaluation whose user named none."""
-    return Path("evaluations", Path(model.rstrip("/")).stem)
+    """Return the folder of an evaluation whose user named none: another one for each model.
+
+    It is ``evaluations`` with the model's path below it: as given, or from the current folder.
+    """
+    path = Path(expand(model))
+    if is_url(model) or not path.exists():  # a hub name
+        return Path("evaluations", *expand(model).replace("://", "/").strip("/").split("/"))
+    place = Path(os.path.abspath(path))
+    own = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place.relative_to("/")
+    return Path("evaluations", own)
 
 
 def path_and_name(text: str) -> tuple[str, str]:

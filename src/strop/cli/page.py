@@ -35,9 +35,11 @@ def serve_page(folders: Sequence[str], *, host: str, port: int | None) -> int:
     from strop.tracking.page.files import RunFiles
     from strop.tracking.page.server import open_server
 
-    runs = [RunFiles(Path(expand(folder))) for folder in folders]
+    runs = [RunFiles(Path(expand(folder)), may_be_new=True) for folder in folders]
     with open_server(runs, host=host, port=port) as server:
         print(f"{server.url}  (Ctrl-C ends)", flush=True)
+        if outside := server.url_outside:
+            print(f"{outside}  from other machines", flush=True)
         if host not in (_LOOPBACK, "::1", "localhost"):
             print("Everyone who reaches this address can read the runs: it has no password.", flush=True)
         server.serve_forever()

@@ -130,7 +130,7 @@ def _names_to_show(steps: Steps, wanted: Sequence[str] | None) -> list[str]:
     """Return the metrics to show; DataError when a pattern in ``wanted`` matches nothing."""
     names = names_in_order(steps)
     if wanted is None:
-        return [headline.metric for headline in HEADLINES if headline.metric in names]
+        return [headline.metric for headline in HEADLINES if headline.metric in names] or names
     found: dict[str, None] = {}
     for pattern in wanted:
         matching = fnmatch.filter(names, pattern)

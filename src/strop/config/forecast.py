@@ -43,7 +43,7 @@ from strop.config.schema import Config
 from strop.config.schema.critic import CriticModelConfig
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.policy import ActorModelConfig
-from strop.config.schema.supervised import SupervisedConfig, TrainedModelConfig
+from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig, TrainedModelConfig
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def supervised_forecast(config: SupervisedConfig, sequences_of_a_row: int) -> Fo
     tokens = _tokens_at_once(ForwardPlan(rows, size), length)
     size_of_group = config.model.fsdp_config.fsdp_size
     shards = min(size_of_group, ranks) if size_of_group > 0 else ranks
-    logits = _logits(model, tokens) if sequences_of_a_row == 1 else 0
+    logits = 0 if isinstance(config, RewardModellingConfig) else _logits(model, tokens)
     return Forecast(
         {"model: weights, gradients, AdamW": _trained(model, config.model, shards)},
         {"update: activations, logits": _sum(_activations(model, tokens, config.model), logits)},

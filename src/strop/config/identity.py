@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from strop.config.keys import all_keys
+from strop.config.names import REWARD_MANAGERS
 from strop.config.paths import expand, is_url
 from strop.config.schema import RootConfig
 
 _MAY_CHANGE = re.compile(
     r"data\.(val_\w+|train_batch_size|max_\w+|truncation|filter_\w+|shuffle|num_workers|cache_dir|return_\w+)"
     r"|reward_model\.(\w*micro_batch_size\w*|use_dynamic_bsz|\w*token_len\w*|ulysses_\w+|num_workers"
-    r"|timeout_s|error_score|max_error_rate|memory_limit_mb|\w*num_examine|max_length)"
+    r"|timeout_s|error_score|max_error_rate|max_concurrency|memory_limit_mb|\w*num_examine|max_length)"
     r"|reward_model\.megatron\..*"
     r"|reward_model\.model\.(external_lib|trust_remote_code|fsdp_config.*)"
 )
@@ -48,15 +49,18 @@ _UNKNOWN = object()
 
 
 class Change(NamedTuple):
-    """A key with two values."""
+    """A key with two values, or one whose files were changed."""
 
     key: str
     before: Any
     now: Any
+    modules: tuple[str, ...] = ()
+    """Changed modules that the reward imports."""
 
     def __str__(self) -> str:
         before, now = (in_words(value) for value in (self.before, self.now))
-        return f"{self.key}: {before} -> {now}" if before != now else f"{self.key}: {now}, changed"
+        where = f" in {', '.join(self.modules)}" if self.modules else ""
+        return f"{self.key}: {before} -> {now}" if before != now else f"{self.key}: {now}, changed{where}"
 
 
 def in_words(value: Any) -> str:
@@ -77,12 +81,13 @@ def values_of(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type[RootConfig]) -> Iterator[Change]:
     """Yield the keys of ``schema`` with other values; keys that ``before`` does not know are left out."""
     for key, facts in all_keys(schema).items():
-        old, new = _at(before, key), _at(now, key)
+        old, new = value_in(before, key), value_in(now, key)
         if not facts.is_section and old is not _UNKNOWN and old != new:
             yield Change(key, old, new)
 
 
-def _at(tree: Mapping[str, Any], key: str) -> Any:
+def value_in(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key in a nested mapping, or a value that equals no other."""
     value: Any = tree
     for word in key.split("."):
         value = value.get(word, _UNKNOWN) if isinstance(value, Mapping) else _UNKNOWN
@@ -94,6 +99,11 @@ def decides_what_is_trained(key: str, *, validates_only: bool = False) -> bool:
     if key in _MODELS or key in _ADAPTERS:
         return True
     return not validates_only and key.startswith(_SECTIONS) and not _MAY_CHANGE.fullmatch(key)
+
+
+def is_the_same(key: str, before: Any, now: Any) -> bool:
+    """Return True for two names of one reward manager: ``prime`` is ``naive`` with more processes."""
+    return key == "reward_model.reward_manager" and {before, now} <= set(REWARD_MANAGERS)
 
 
 def files_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
@@ -119,6 +129,10 @@ def default_name(command: str, tree: Mapping[str, Any]) -> str:
         if not (values.get(f"{section}lora_rank") or values.get(f"{section}lora_adapter_path")):
             trained = {key: value for key, value in trained.items() if key not in keys}
     trained |= {key: values.get(key) for key in ("algorithm.adv_estimator", "trainer.seed")}
+    if (manager := "reward_model.reward_manager") in trained and is_the_same(
+        manager, trained[manager], "naive"
+    ):
+        trained[manager] = "naive"
     for key in FILES:
         value = trained.get(key)
         if isinstance(value, str | list):

@@ -91,8 +91,11 @@ def nearest(path: str, schema: type[RootConfig] = Config) -> str | None:
 
 def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
     """Return the message about a key that does not exist."""
-    guess, keys = nearest(path, schema), all_keys(schema)
-    guesses = [guess] if guess else _elsewhere(path, list(keys))
+    keys = all_keys(schema)
+    guesses = _by_other_name(path, list(keys))
+    if not guesses:
+        guess = nearest(path, schema)
+        guesses = [guess] if guess else _elsewhere(path, list(keys))
     if guesses:
         return f"{path}: unknown key; did you mean {' or '.join(guesses)}?"
     sections = {key.path for key in keys.values() if key.is_section}
@@ -104,25 +107,44 @@ def unknown_key(path: str, schema: type[RootConfig] = Config) -> str:
 
 
 _MOST_GUESSES = 3
+_OTHER_NAMES = {
+    "batch_size": "data.train_batch_size",
+    "epochs": "trainer.total_epochs",
+    "eval_steps": "trainer.test_freq",
+    "learning_rate": "optim.lr",
+    "max_completion_length": "data.max_response_length",
+    "max_new_tokens": "data.max_response_length",
+    "max_steps": "trainer.total_training_steps",
+    "num_generations": "rollout.n",
+    "num_train_epochs": "trainer.total_epochs",
+    "output_dir": "trainer.default_local_dir",
+    "save_steps": "trainer.save_freq",
+}
+"""Names of transformers and TRL -> the end of the key here."""
+
+
+def _by_other_name(path: str, keys: list[str]) -> list[str]:
+    end = _OTHER_NAMES.get(_last_word(path), "")
+    matching = [key for key in keys if end and f".{key}".endswith(f".{end}")]
+    return sorted(matching, key=_not_of_the_actor)
+
+
+def _not_of_the_actor(key: str) -> tuple[bool, bool]:
+    """Sort keys of the actor first: it is what most people want to set."""
+    return not key.startswith("actor_rollout_ref.actor."), not key.startswith("actor_rollout_ref.")
 
 
 def _elsewhere(path: str, keys: list[str]) -> list[str]:
-    """Return the keys that end with the last word of ``path`` and have its others on their way.
-
-    Keys of the actor come first: it is what most people want to set.
-    """
+    """Return the keys that end with the last word of ``path`` and have its others on their way."""
 
     def found(last: str) -> list[str]:
         others = path.split(".")[:-1]
         return [key for key in keys if _last_word(key) == last and _in_order(others, key.split("."))]
 
-    def rank(key: str) -> tuple[bool, bool]:
-        return not key.startswith("actor_rollout_ref.actor."), not key.startswith("actor_rollout_ref.")
-
     word, last_words = _last_word(path), list(dict.fromkeys(map(_last_word, keys)))
     close = difflib.get_close_matches(word, last_words, _MOST_GUESSES, _CLOSE_ENOUGH_ELSEWHERE)
     matching = found(word) or [key for last in close for key in found(last)]
-    return sorted(matching, key=rank)[:_MOST_GUESSES]
+    return sorted(matching, key=_not_of_the_actor)[:_MOST_GUESSES]
 
 
 def _in_order(words: list[str], among: list[str]) -> bool:

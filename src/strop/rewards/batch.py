@@ -106,39 +106,28 @@ class ScoreCheck:
         def name(row: int) -> str:
             return name_sample(row, sources[row], extras[row])
 
-        log_first(errors, name)
         self._budget.require(errors, name)
+        log_first(errors, name)
         return output
 
 
 def log_first(errors: Sequence[str], name: Callable[[int], str]) -> None:
-    """Log the first error of a batch."""
+    """Log the first error of a batch within the budget; otherwise it is part of what is raised."""
     for row, error in enumerate(errors):
         if error:
-            _log_error(name(row), error)
+            logger.warning("could not score %s:\n%s", name(row), printable(error))
             return
 
 
 def with_errors(
-    outcomes: Sequence[Outcome | None],
-    samples: Sequence[Sample],
-    lost_B: Tensor,
-    found: str,
-    values_B: Tensor,
+    outcomes: Sequence[Outcome | None], lost_B: Tensor, found: str, values_B: Tensor
 ) -> list[Outcome | None]:
-    """Return the outcomes with an error for the rows in ``lost_B`` that have none, and log the first."""
+    """Return the outcomes with an error for the rows in ``lost_B`` that have none."""
     changed = list(outcomes)
-    errors = [""] * len(changed)
     for row in lost_B.nonzero().flatten().tolist():
         if not ((outcome := changed[row]) and outcome.error):
-            errors[row] = f"{found} {values_B[row].item()}"
-            changed[row] = Outcome("raised", error=errors[row])
-    log_first(errors, functools.partial(name_row, samples))
+            changed[row] = Outcome("raised", error=f"{found} {values_B[row].item()}")
     return changed
-
-
-def _log_error(name: str, error: str) -> None:
-    logger.warning("could not score %s:\n%s", name, printable(error))
 
 
 class ScoringJob:
@@ -240,11 +229,10 @@ class ScoringJob:
             for number, outcome in enumerate(outcomes):
                 self._outcomes[self._rows[number]] = outcome
                 self._n_done = number + 1
-                if outcome.error and not any(errors):
-                    _log_error(name(number), outcome.error)
                 errors.append(outcome.error)
                 if self._budget.count(bool(outcome.error)):
                     raise self._budget.exceeded(errors, len(self.samples), name)
+        log_first(errors, name)
         self._budget.end(bool(outcome.error) for outcome in self._outcomes if outcome is not None)
 
 

@@ -7,14 +7,11 @@ list of these. Modules beside the file can be imported, also in scoring processe
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import importlib.util
 import inspect
 import site
 import sys
 import sysconfig
-import textwrap
 import traceback
 import zlib
 from collections.abc import Callable, Mapping
@@ -77,52 +74,6 @@ def passed(name: str, functions: Mapping[str, Callable[..., Any]] | None, key: s
     return (functions or {})[name]
 
 
-def fingerprint(function: Callable[..., Any]) -> str:
-    """Return a digest of a function's source, its defaults and the plain values that it closes over.
-
-    Not of the functions that it calls. A function without a source file is identified by its code.
-    """
-    function = inspect.unwrap(function)
-    words: list[Any] = []
-    while isinstance(function, functools.partial):
-        words += [*map(_plain_text, function.args), *map(_plain_text, function.keywords.items())]
-        function = function.func
-    own = function if hasattr(function, "__code__") else type(function)
-    try:
-        words.append(textwrap.dedent(inspect.getsource(own)))
-    except (OSError, TypeError):
-        code = getattr(function, "__code__", None)
-        words += (
-            [own.__qualname__] if code is None else [code.co_code, code.co_names, _plain_text(code.co_consts)]
-        )
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
-    held = [
-        *(getattr(function, "__defaults__", None) or ()),
-        *cells,
-        *getattr(function, "__dict__", {}).items(),
-    ]
-    words += map(_plain_text, held)
-    return hashlib.sha256(repr(words).encode(errors="replace")).hexdigest()[:8]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # of a name that is assigned later
-        return False
-
-
-def _plain_text(value: Any) -> str:
-    """Return a text for a value of built-in types; of others the type, because a text may hold an address."""
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_plain_text, value))}]"
-    return (
-        repr(value)
-        if isinstance(value, str | int | float | bool | bytes | None)
-        else type(value).__qualname__
-    )
-
-
 def _load_module(path: str) -> ModuleType:
     if not Path(path).is_file():
         raise ConfigError(f"{KEY}.path={path!r}: no such file")
@@ -170,18 +121,23 @@ def _add_siblings(folder: Path) -> None:
         if of_other and _home(Path(str(origin))) != folder and _has_module(folder, name):
             for known in [known for known in sys.modules if known == name or known.startswith(f"{name}.")]:
                 del sys.modules[known]
-    place = str(folder)
-    if place not in sys.path or folder in _folders:
-        while place in sys.path:
-            sys.path.remove(place)
-        installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
-        first = next((i for i, known in enumerate(sys.path) if known in installed), len(sys.path))
-        while first and Path(sys.path[first - 1]) in _folders:
-            first -= 1
-        sys.path.insert(first, place)
+    sys.path[:] = search_path(folder)
     if folder not in _folders:
         _folders.append(folder)
     importlib.invalidate_caches()
+
+
+def search_path(folder: Path) -> list[str]:
+    """Return ``sys.path`` as it is for a reward file in ``folder``."""
+    place = str(folder)
+    if place in sys.path and folder not in _folders:
+        return list(sys.path)
+    paths = [path for path in sys.path if path != place]
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
+    first = next((i for i, known in enumerate(paths) if known in installed), len(paths))
+    while first and Path(paths[first - 1]) in _folders:
+        first -= 1
+    return [*paths[:first], place, *paths[first:]]
 
 
 def _home(origin: Path) -> Path:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.algorithms.registry import name_of
 from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE, read_parts
 from strop.errors import ConfigError
 from strop.protocol import DataProto
 from strop.rewards.arguments import Function
 from strop.rewards.base import BatchReward, PendingReward, Reward
-from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, name_row, with_errors
+from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, log_first, name_row, with_errors
 from strop.rewards.custom import CustomReward
 from strop.rewards.parts import Composition, UnusedParts, part_scorers
 from strop.rewards.reward_output import (
@@ -110,7 +111,8 @@ class RewardManager(Reward):
                 "scorer_kwargs sets options of built-in scorers, but a custom reward function is set"
             )
         else:
-            where = compute_score.where if isinstance(compute_score, CustomReward) else "compute_score"
+            is_custom = isinstance(compute_score, CustomReward)
+            where = compute_score.where if is_custom else f"the reward function {name_of(compute_score)}"
             own = Function(compute_score, where)
         self.composition = Composition(
             parts=read_parts(parts),
@@ -192,6 +194,7 @@ class RewardManager(Reward):
         model_scores: Tensor | None,
     ) -> RewardOutput:
         """Return the rewards of a batch; ``has_rule`` is True for the samples with a rule."""
+        logged = ["" if outcome is None else outcome.error for outcome in outcomes]
         validating = batch.meta_info.get("mode") == "validate"
         sources = [sample.data_source for sample in samples]
         weigh = functools.partial(self._weigh, has_rule=has_rule, sources=sources, validating=validating)
@@ -201,17 +204,19 @@ class RewardManager(Reward):
             rules_B = torch.tensor(has_rule)
             used_B = ~rules_B if validating else torch.ones_like(rules_B)  # in validation rules alone count
             lost_B = used_B & ~model_B.isfinite()
-            outcomes = with_errors(outcomes, samples, lost_B, "the reward model returned", model_B)
+            outcomes = with_errors(outcomes, lost_B, "the reward model returned", model_B)
             model_B = model_B.masked_fill(~used_B | lost_B, math.nan)
         parts, added = weigh(outcomes, model_B)
         scores_B = sum(added.values(), torch.zeros(len(samples)))
         lost_B = ~scores_B.isfinite()
         if lost_B.any():
-            outcomes = with_errors(outcomes, samples, lost_B, "the weighted sum of the parts is", scores_B)
+            outcomes = with_errors(outcomes, lost_B, "the weighted sum of the parts is", scores_B)
             parts, added = weigh(outcomes, None if model_B is None else model_B.masked_fill(lost_B, math.nan))
             scores_B = sum(added.values(), torch.zeros(len(samples)))
         errors = ["" if outcome is None else outcome.error for outcome in outcomes]
-        self._final_budget.require(errors, functools.partial(name_row, samples))
+        name = functools.partial(name_row, samples)
+        self._final_budget.require(errors, name)
+        log_first(["" if known else error for known, error in zip(logged, errors, strict=True)], name)
         if self.composition.non_stop_penalty and not validating:
             penalty_B = parts[NON_STOP_PENALTY] = self.composition.penalty(batch, scores_B)
             added[NON_STOP_PENALTY] = penalty_B.nan_to_num()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from strop.checkpoint.folder import latest_checkpoint
+from strop.checkpoint.folder import newest_model
 from strop.checkpoint.hub import Publication, command_to_repeat, model_of, upload
 from strop.checkpoint.record import RECORD, record_of
 from strop.checkpoint.store import Checkpoints, reading_state_of
@@ -63,14 +63,15 @@ class Run(ABC):
         trainer, settings = self.trainer, self.settings
         checkpoint = self.checkpoints.find(settings.resume_mode)
         goes_on = checkpoint is not None and checkpoint.resolve().parent == self.folder.path.resolve()
-        if not goes_on:  # keep the files of different runs apart
+        if checkpoint is not None:
+            self.resume(checkpoint, goes_on=goes_on)
+        if not goes_on:  # keep the files of different runs apart; a run that is refused changes none
             self.folder.archive_previous_run()
             if not settings.val_only:
                 self.checkpoints.archive_remote()
-        if checkpoint is not None:
-            self.resume(checkpoint, goes_on=goes_on)
         if goes_on and not settings.val_only:
             self.checkpoints.go_on_from(trainer.global_step)
+            self.folder.archive_later_model(trainer.global_step)
         if not (goes_on and settings.val_only):  # validating a run must not change its record
             self.folder.write_config(trainer.config)
             self.write(lambda path: record_start(path, step=trainer.global_step), self.folder.path)
@@ -137,7 +138,7 @@ class Run(ABC):
             if trainer.global_step == trainer.total_steps:
                 break
         if settings.save_freq <= 0:
-            trainer.groups[self.trained[0]].export(self.folder.final_model)
+            trainer.groups[self.trained[0]].export(self.folder.final_model, trainer.global_step)
 
     def save(self) -> None:
         """Save a checkpoint."""
@@ -217,8 +218,8 @@ class Run(ABC):
         if to.commit is not None and to.step == step:
             logger.info("published: %s (before this resume)", to.url)
             return
-        role, saved = self.trained[0], latest_checkpoint(self.folder.path)
-        source = self.folder.final_model if self.settings.save_freq <= 0 or saved is None else saved
+        role, source = self.trained[0], newest_model(self.folder.path)
+        assert source is not None, "a run that ends has saved its model"
         logger.info("uploading the model to %s", to.url)
         try:
             with model_of(source, role=role) as (model, _):

@@ -7,15 +7,15 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from strop.checkpoint.folder import LATEST
-from strop.checkpoint.hub import FINAL_MODEL, HUB_FILE
+from strop.checkpoint.folder import FINAL_MODEL, LATEST, iteration_of
+from strop.checkpoint.hub import HUB_FILE
 from strop.config.load import to_yaml
 from strop.config.paths import expand
 from strop.config.placement import settled
@@ -111,15 +111,24 @@ class RunFolder:
         """Move an earlier run's files to ``previous_1``, ``previous_2``, ..., so that nothing is lost."""
         left = [self.path / name for name in (*_RUN_FILES, LATEST)] + list(self.path.glob("global_step_*"))
         left = [path for path in left if path.exists()]
-        if not left:
-            return
+        if left:
+            logger.info("the files of an earlier run in %s are now in %s", self.path, self._archive(left))
+
+    def archive_later_model(self, step: int) -> None:
+        """Move a ``final_model`` of a later iteration than ``step`` aside: its metrics are dropped, too."""
+        later = iteration_of(self.final_model)
+        if later is not None and later > step:
+            place = self._archive([self.final_model])
+            logger.info("%s of iteration %d is now in %s", self.final_model, later, place)
+
+    def _archive(self, paths: Iterable[Path]) -> Path:
         number = 1
         while (archive := self.path / f"previous_{number}").exists():
             number += 1
         archive.mkdir()
-        for path in left:
+        for path in paths:
             path.rename(archive / path.name)
-        logger.info("the files of an earlier run in %s are now in %s", self.path, archive)
+        return archive
 
 
 @contextmanager

@@ -6,6 +6,7 @@ parallelism the configuration names.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -39,7 +40,16 @@ from strop.engines.base import (
 )
 from strop.engines.micro_batches import MicroBatching
 from strop.errors import CheckpointError, ConfigError, ModelError
-from strop.manifest import IF_ON_PURPOSE, Manifest, covering, describe, leave_digest, require_unchanged, write
+from strop.manifest import (
+    IF_ON_PURPOSE,
+    TRAINER_STATE,
+    Manifest,
+    covering,
+    describe,
+    leave_digest,
+    require_unchanged,
+    write,
+)
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.models.lora import LoraSettings
 from strop.protocol import DataProto
@@ -269,13 +279,17 @@ class Worker(Generic[Root]):
             raise CheckpointError(problems[0])
 
     @register(Dispatch.ONE_TO_ALL)
-    def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder, replacing an earlier one once the new one is complete."""
+    def export(self, folder: Path, iteration: int) -> None:
+        """Write the model as a Hugging Face folder, replacing an earlier one once the new one is complete.
+
+        ``iteration`` is that of its weights, which the folder then says (``trainer_state.json``).
+        """
         building = folder.with_name(f"{folder.name}.tmp")
         if self.rank == 0:
             shutil.rmtree(building, ignore_errors=True)
         self.engine.export(building, self.tokenizer, merged=self.merges_export)
         if self.rank == 0:
+            (building / TRAINER_STATE).write_text(json.dumps({"global_step": iteration}) + "\n")
             write(building, describe(building))
             shutil.rmtree(folder, ignore_errors=True)
             building.rename(folder)

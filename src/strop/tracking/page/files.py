@@ -41,6 +41,8 @@ _TEXTS = ("uid", "data_source", "ground_truth", "prompt", "response", "response_
 _PER_TOKEN = ("response_ids", "response_mask", "rollout_versions", *TOKEN_COLUMNS)
 _QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 _CONFIG_BYTES = 1 << 20
+_OF_A_NEW_RUN = (".lock", "config.yaml")
+"""Files that a run writes before it has trained a step."""
 _FOLLOWED = 1000
 """Samples of one prompt over the steps, at most."""
 
@@ -48,9 +50,10 @@ _FOLLOWED = 1000
 class RunFiles:
     """The files of one run; methods may be called from several threads."""
 
-    def __init__(self, folder: Path) -> None:
-        """``DataError`` if ``folder`` has no metrics."""
+    def __init__(self, folder: Path, *, may_be_new: bool = False) -> None:
+        """``DataError`` if ``folder`` has no metrics; a run that ``may_be_new`` has to have begun only."""
         self.folder = folder.resolve()
+        self._may_be_new = may_be_new and any((folder / name).is_file() for name in _OF_A_NEW_RUN)
         self._columns = functools.lru_cache(maxsize=256)(self._read_columns)
         self._metrics = functools.lru_cache(maxsize=1)(self._read_metrics)
         self.steps_logged()
@@ -76,7 +79,7 @@ class RunFiles:
         with contextlib.suppress(OSError):
             found = path.stat()
             return self._metrics(found.st_mtime_ns, found.st_size)
-        return read_metrics(path)  # raises
+        return [] if self._may_be_new else read_metrics(path)  # raises
 
     def _read_metrics(self, changed: int, size: int) -> list[dict[str, Any]]:
         return read_metrics(self._inside(METRICS_FILE))

@@ -12,6 +12,7 @@ import gzip
 import ipaddress
 import json
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -109,9 +110,33 @@ class PageServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """The page's address for a browser on this machine."""
-        host, port = self.server_address[:2]
-        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
-        return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
+        host = str(self.server_address[0])
+        return self._url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))
+
+    @property
+    def url_outside(self) -> str | None:
+        """The page's address for other machines, if it is another one: the server listens at all addresses.
+
+        It is the address of the interface that packets to other networks leave by; without one, the name.
+        """
+        elsewhere = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # any address outside would do
+        far = elsewhere.get(str(self.server_address[0]))
+        if far is None:
+            return None
+        with socket.socket(self.address_family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((far, 9))  # sends nothing
+                return self._url(str(probe.getsockname()[0]))
+            except OSError:
+                return self._url(socket.gethostname())
+
+    def _url(self, host: str) -> str:
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a browser that left in the midst of a request; print the traceback of other errors."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     def knows(self, host: str) -> bool:
         """Return True if a ``Host`` header names this machine: by an address, or by a name that it has."""

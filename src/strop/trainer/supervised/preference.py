@@ -53,10 +53,7 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         return {**super().denominators(batch), "n_tokens": n_tokens}
 
     def prepare(self, folder: Path) -> None:
-        """Compute the reference's log-probs with the model as it was loaded, or read those in ``folder``.
-
-        Raises ``CheckpointError`` if those in ``folder`` are of another model.
-        """
+        """Compute the reference's log-probs with the model as it was loaded, or read those in ``folder``."""
         if not needs_reference(self._loss):
             return
         settings = json.dumps(self.config.model.override_config, sort_keys=True, default=str)
@@ -72,8 +69,7 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         identity = {"model": self._reference_model or "", "rows": rows_hash(dataset)}
         found, mode = None, self.config.trainer.resume_mode
         if mode == "auto":  # otherwise these are of a run that is not continued
-            path = folder / f"{name}.safetensors"
-            found = load(path, **identity, named=f"model.path={self.config.model.path}")
+            found = load(folder / f"{name}.safetensors", **identity)
         needed = range(len(dataset)) if loader is self.val_loader else self._rows_of_the_run()
         started = time.perf_counter()
         reference, computed = complete(

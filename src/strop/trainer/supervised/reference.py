@@ -21,7 +21,6 @@ from torch import Tensor
 
 from strop.algorithms.preference import REFERENCE_INPUTS
 from strop.data.answers import AnsweredDataset
-from strop.errors import CheckpointError
 from strop.files import atomic_path
 
 logger = logging.getLogger(__name__)
@@ -46,11 +45,8 @@ class Reference(NamedTuple):
             save_file(self.columns, temporary, metadata={"model": self.model, "rows": self.rows})
 
 
-def load(path: Path, *, model: str, rows: str, named: str) -> Reference | None:
-    """Return what ``save`` wrote for these rows; None if there is no such file, or one of other rows.
-
-    Raises ``CheckpointError`` if another model than ``model`` computed it; ``named`` is that one's name.
-    """
+def load(path: Path, *, model: str, rows: str) -> Reference | None:
+    """Return what ``save`` wrote; None if there is no such file, or one of another model or other rows."""
     if not path.exists():
         return None
     try:
@@ -60,14 +56,9 @@ def load(path: Path, *, model: str, rows: str, named: str) -> Reference | None:
     except (OSError, SafetensorError) as error:
         logger.warning("warning: %s cannot be read (%s): its log-probs are computed again", path, error)
         return None
-    if found.get("model") != model:
-        raise CheckpointError(
-            f"{path} has the log-probs of another reference model (hash {str(found.get('model'))[:12]}) than "
-            f"{named} (hash {model[:12]}). Give the model that this run began with; for a new run, set "
-            "trainer.resume_mode=disable, or trainer.default_local_dir to another folder"
-        )
-    if found.get("rows") != rows:
-        logger.info("%s is of other pairs: the reference's log-probs are computed again", path)
+    if (found.get("model"), found.get("rows")) != (model, rows):
+        what = "other pairs" if found.get("model") == model else "another model"
+        logger.info("%s is of %s: the reference's log-probs are computed again", path, what)
         return None
     return Reference(model, rows, columns)
 

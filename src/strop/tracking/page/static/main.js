@@ -53,9 +53,10 @@ function tell(text) {
 }
 
 function describe() {
+  const step = Math.max(...state.runs.map((run) => run.summary.last));
+  if (step < 0) return tell("no step yet");
   const newest = Math.max(...state.runs.map((run) => run.summary.written ?? 0));
   const age = Math.max(Math.round(Date.now() / 1000 - newest), 0);
-  const step = Math.max(...state.runs.map((run) => run.summary.last));
   const when = age < 90 ? `${age} s` : age < 5400 ? `${Math.round(age / 60)} min` : age < 172800 ? `${Math.round(age / 3600)} h` : `${Math.round(age / 86400)} days`;
   tell(source.live ? `step ${step}, written ${when} ago` : `step ${step}`);
 }

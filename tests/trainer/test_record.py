@@ -1,0 +1,99 @@
+"""Which changes a checkpoint is continued with."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.checkpoint.record import RECORD, record_of, require_same_run
+from strop.checkpoint.store import Checkpoints
+from strop.config.load import load_config
+from strop.errors import ConfigError
+
+from messages import mentions, naming
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+    """The configuration of a run whose reward is in four files, and that has a checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "reward.py").write_text("import my_weights\ndef compute_score(response): return 0.0\n")
+    for name in ("my_weights", "my_part", "my_manager"):
+        (tmp_path / f"{name}.py").write_text("NUMBER = 1\n")
+    given = [
+        "actor_rollout_ref.model.path=/nowhere/model",
+        "data.train_files=train.parquet",
+        "data.val_files=val.parquet",
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "+reward_model.parts.brief.scorer=my_part:brief",
+        "trainer.device=cpu",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+    return given
+
+
+def checkpoint(options):
+    config = load_config(options)
+    checkpoints = Checkpoints.of(config)
+    checkpoints.save(1, {}, {RECORD: record_of(config), "global_step": 1})
+    return checkpoints.find("auto")
+
+
+@pytest.mark.parametrize(
+    ("module", "key"),
+    [
+        ("my_weights", "custom_reward_function.path"),
+        ("my_part", "reward_model.parts"),
+        ("my_manager", "reward_model.reward_manager"),
+    ],
+)
+def test_a_changed_module_of_the_reward_is_another_reward(options, tmp_path, caplog, module, key):
+    options = [*options, "reward_model.reward_manager=my_manager:Mine"]
+    saved = checkpoint(options)
+    require_same_run(saved, load_config(options))
+    (tmp_path / f"{module}.py").write_text("NUMBER = 2\n")
+    with pytest.raises(ConfigError, match=naming("trains something else", key, f"changed in {module}")):
+        require_same_run(saved, load_config(options))
+    require_same_run(saved, load_config([*options, "trainer.val_only=True"]))
+    caplog.set_level("INFO", logger="strop")
+    require_same_run(saved, load_config([*options, f"trainer.resume_mode={saved}"]))
+    assert mentions(caplog.text, "changed since", key, module)
+
+
+def test_a_moved_reward_has_to_find_the_same_modules(options, tmp_path):
+    saved = checkpoint(options)
+    moved = [*options, f"custom_reward_function.path={tmp_path / 'moved' / 'reward.py'}"]
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "reward.py").rename(tmp_path / "moved" / "reward.py")
+    require_same_run(saved, load_config(moved))
+    (tmp_path / "my_weights.py").unlink()
+    (tmp_path / "moved" / "my_weights.py").write_text("NUMBER = 2\n")
+    with pytest.raises(ConfigError, match=naming("custom_reward_function.path")):
+        require_same_run(saved, load_config(moved))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "reward_model.max_concurrency=4",
+        "reward_model.reward_manager=prime",
+        "reward_model.num_workers=3",
+        "reward_model.timeout_s=3",
+    ],
+)
+def test_a_run_goes_on_with_another_parallelism_of_its_reward_in_the_same_folder(options, change):
+    saved = checkpoint(options)
+    require_same_run(saved, load_config([*options, change]))
+    nameless = [option for option in options if "default_local_dir" not in option]
+    folders = {load_config([*nameless, *more]).trainer.default_local_dir for more in ([], [change])}
+    assert len(folders) == 1
+
+
+def test_a_record_without_modules_is_continued(options, tmp_path):
+    config = load_config(options)
+    record = record_of(config)
+    del record["modules"]
+    checkpoints = Checkpoints.of(config)
+    checkpoints.save(1, {}, {RECORD: record, "global_step": 1})
+    (tmp_path / "my_weights.py").write_text("NUMBER = 2\n")
+    require_same_run(checkpoints.find("auto"), config)
