@@ -153,15 +153,16 @@ class RayPPOTrainer:
         self.ppo = PPO(config, groups, self.reward_fn, self.weights, total_iterations=self.total_steps)
         if (ahead or config.algorithm.filter_groups.enable) and not config.trainer.val_only:
             self.pipeline = Pipeline(self.ppo, self.train_loader, total_iterations=self.total_steps)
-        self.validator = Validator(
-            config,
-            self.tokenizer,
-            self.val_loader,
-            self.val_reward_fn,
-            reward_model=self.reward_model if self.validates_by_model else None,
-            generate=self.ppo.generate,
-            warn_of_hidden_tokens=self._warn_of_hidden_tokens,
-        )
+        if self.val_loader is not None:
+            self.validator = Validator(
+                config,
+                self.tokenizer,
+                self.val_loader,
+                self.val_reward_fn,
+                reward_model=self.reward_model if self.validates_by_model else None,
+                generate=self.ppo.generate,
+                warn_of_hidden_tokens=self._warn_of_hidden_tokens,
+            )
 
     @property
     def devices(self) -> int:
@@ -172,7 +173,7 @@ class RayPPOTrainer:
     @property
     def validates_by_model(self) -> bool:
         """True if validation has data sources that the reward model alone can score; rules go first."""
-        if not self.config.reward_model.enable:
+        if not self.config.reward_model.enable or self.val_loader is None:
             return False
         try:
             self.val_reward_fn.require_scored(self.val_loader.dataset.data_sources())
@@ -364,7 +365,12 @@ class ReinforcementRun(Run):
         }
 
     def validate(self) -> dict[str, float]:
-        """Validate, write samples and report; return scores by data source and the best mean."""
+        """Validate, write samples and report; return scores by data source and the best mean.
+
+        Without ``data.val_files`` there is nothing to do, and no metric.
+        """
+        if self.trainer.val_loader is None:
+            return {}
         step, settings = self.trainer.global_step, self.settings
         with self.trainer.timer.phase("testing"):
             if self.trainer.pipeline is not None:
@@ -409,10 +415,11 @@ def build_loaders(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     train_sampler: Any | None = None,
     rows: Sequence[Rows] = (),
-) -> tuple[PromptLoader | Any, PromptLoader]:
+) -> tuple[PromptLoader | Any, PromptLoader | Any]:
     """Return the endless loader of training prompts and the loader of validation prompts.
 
-    The first is None with ``trainer.val_only``, and the training files are not read.
+    The first is None with ``trainer.val_only``, and the training files are not read. The second is None
+    without ``data.val_files``.
     """
     data = config.data
     if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
@@ -434,7 +441,7 @@ def build_loaders(
         )
     if not config.trainer.val_only and train_dataset is None:
         train_dataset = attempt(lambda: create_rl_dataset(sources(data.train_files, rows), data, tokenizer))
-    if val_dataset is None:
+    if val_dataset is None and data.val_files:
         val_dataset = attempt(lambda: create_rl_dataset(sources(data.val_files, rows), data, tokenizer))
     attempt.raise_errors()
     log_prompts(train_dataset, val_dataset)
@@ -447,6 +454,8 @@ def build_loaders(
         else:
             batches = SampledBatches(train_sampler, data.train_batch_size)
         train = PromptLoader(train_dataset, batches, pad)
+    if val_dataset is None:
+        return train, None
     if data.val_max_samples is not None:
         val_dataset = first_of_each_source(val_dataset, data.val_max_samples)
     return train, PromptLoader(val_dataset, one_pass(len(val_dataset), data.val_batch_size), pad)

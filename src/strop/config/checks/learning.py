@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from strop.config.checks.finding import Finding, error, warning
+from strop.config.forecast import read_model_facts
 from strop.config.keys import divisors, nearest_in_words
 from strop.config.names import (
     OPTIONAL_PACKAGES,
@@ -27,6 +28,8 @@ from strop.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
+_SMALL_MODEL = 3e8
+"""Parameters below which 1e-6, the default learning rate, changes next to nothing in a hundred iterations."""
 _WIDEST_SEQUENCE_CLIP = 0.05
 """The ratio of a whole sequence stays nearer to 1 than this; PPO's ranges are from 0.1 on."""
 
@@ -46,6 +49,21 @@ def groups(config: Config) -> Iterator[Finding]:
         yield warning(
             f"{given}: a group of one has no mean to compare with; the score itself is the advantage "
             "(usual: n >= 4)"
+        )
+
+
+def learning_rate(config: Config) -> Iterator[Finding]:
+    """Warn of the default learning rate with a model that it is too low for."""
+    model, key = config.actor_rollout_ref.model, f"{_ACTOR}.optim.lr"
+    if config.written is None or key in config.written or model.has_adapters or config.trainer.val_only:
+        return
+    facts = read_model_facts(model.path)
+    if facts is not None and facts.parameters is not None and facts.parameters < _SMALL_MODEL:
+        usual = 1e-5 * (1e8 / facts.parameters) ** 0.5
+        yield warning(
+            f"{key} is not set: {config.actor_rollout_ref.actor.optim.lr:g} suits models of billions of "
+            f"parameters, and the reward of one with {facts.parameters / 1e6:.3g} million hardly moves; try "
+            f"{key}={usual:.0e}"
         )
 
 
