@@ -16,7 +16,7 @@ from strop.config.batch_plan import MICRO_BATCHES
 from strop.config.identity import Change, default_name
 from strop.config.keys import all_keys, value_at
 from strop.config.paths import expand
-from strop.config.placement import Root, installed_rollout
+from strop.config.placement import Root, automatic_rollout
 from strop.config.schema import Config
 from strop.config.schema.supervised import PreferenceConfig, RewardModellingConfig, SftConfig
 
@@ -72,7 +72,9 @@ def choose_rollout(tree: DictConfig) -> bool:
         return False
     if _select(tree, ROLLOUT_NAME) not in (None, "auto"):
         return False
-    OmegaConf.update(tree, ROLLOUT_NAME, _recorded_rollout(_select(tree, _RUN_FOLDER)) or installed_rollout())
+    found = (_select(tree, key) for key in ("trainer.device", "actor_rollout_ref.model.path"))
+    name = _recorded_rollout(_select(tree, _RUN_FOLDER)) or automatic_rollout(*map(str, found))[0]
+    OmegaConf.update(tree, ROLLOUT_NAME, name)
     return True
 
 
