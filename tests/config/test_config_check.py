@@ -145,13 +145,13 @@ def test_trackers_need_their_package_and_a_name_that_they_take(report, monkeypat
 # --------------------------------------------------------------------------------------------------- learning
 
 
-def test_the_default_learning_rate_is_named_for_small_models(report, tmp_path):
+def test_a_learning_rate_that_is_low_for_the_size_of_the_model_is_named(report, tmp_path):
     shape = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 10}
     (tmp_path / "model/config.json").write_text(json.dumps(shape))
     save_file({"weight": np.zeros(10_000, dtype=np.int8)}, tmp_path / "model/model.safetensors")
     (line,) = doubts(report())
-    assert mentions(line, f"{ACTOR}.optim.lr is not set", "0.01 million", f"{ACTOR}.optim.lr=1e-03")
-    for quiet in (f"{ACTOR}.optim.lr=1e-6", "trainer.val_only=True"):
+    assert mentions(line, f"{ACTOR}.optim.lr=1e-06 is low", "0.01 million", f"{ACTOR}.optim.lr=3e-03")
+    for quiet in (f"{ACTOR}.optim.lr=1e-3", f"{ACTOR}.optim.lr=0", "trainer.val_only=True"):
         assert doubts(report(quiet)) == []
 
 

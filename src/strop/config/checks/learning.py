@@ -28,8 +28,8 @@ from strop.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
-_SMALL_MODEL = 3e8
-"""Parameters below which 1e-6, the default learning rate, changes next to nothing in a hundred iterations."""
+_USUAL_SIZE, _USUAL_RATE = 1e8, 1e-5
+"""Parameters and a learning rate that suits them; it falls with size: 5e-4 at 1.4e5, 1e-6 at 5e9."""
 _WIDEST_SEQUENCE_CLIP = 0.05
 """The ratio of a whole sequence stays nearer to 1 than this; PPO's ranges are from 0.1 on."""
 
@@ -53,17 +53,16 @@ def groups(config: Config) -> Iterator[Finding]:
 
 
 def learning_rate(config: Config) -> Iterator[Finding]:
-    """Warn of the default learning rate with a model that it is too low for."""
-    model, key = config.actor_rollout_ref.model, f"{_ACTOR}.optim.lr"
-    if config.written is None or key in config.written or model.has_adapters or config.trainer.val_only:
-        return
+    """Warn of a rate of full training at which a model of this size changes next to nothing."""
+    model, rate = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.optim.lr
     facts = read_model_facts(model.path)
-    if facts is not None and facts.parameters is not None and facts.parameters < _SMALL_MODEL:
-        usual = 1e-5 * (1e8 / facts.parameters) ** 0.5
+    if facts is None or facts.parameters is None or model.has_adapters or config.trainer.val_only:
+        return
+    usual = _USUAL_RATE * (_USUAL_SIZE / facts.parameters) ** 0.6
+    if 0 < rate < usual / 8:
         yield warning(
-            f"{key} is not set: {config.actor_rollout_ref.actor.optim.lr:g} suits models of billions of "
-            f"parameters, and the reward of one with {facts.parameters / 1e6:.3g} million hardly moves; try "
-            f"{key}={usual:.0e}"
+            f"{_ACTOR}.optim.lr={rate:g} is low for a model of {facts.parameters / 1e6:.3g} million "
+            f"parameters, whose reward then hardly moves; try {_ACTOR}.optim.lr={usual:.0e}"
         )
 
 
