@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ from strop.cli.completion import _Keys
 from strop.cli.evaluate import default_folder
 from strop.cli.main import _COMMANDS, main
 
-from messages import mentions
+from messages import Message, mentions
 from runs import make_inputs, overrides, train
 
 NO_TORCH = """
@@ -69,6 +70,48 @@ def test_check_reports_all_errors_of_a_stage_at_once(inputs, tmp_path, capsys):
     printed = check(*files, "reward_model.reward_kwargs.kind=1", "trainer.total_training_steps=1")
     assert mentions(printed, "train_batch_size: 8", "'kind'")
     assert printed.count("empty.parquet:") == 1  # the same file twice
+
+
+def test_errors_of_the_configuration_and_the_data_come_together_and_without_torch(inputs, tmp_path):
+    (tmp_path / "sums.csv").write_text("question;answer\n1+1=;2\n")
+    own = [f"data.{key}={tmp_path}/sums.csv" for key in ("train_files", "val_files")]
+    arguments = ["train", *overrides(inputs, tmp_path / "run", *own, "algorithm.adv_estimator=grop")]
+    run = subprocess.run(
+        [sys.executable, "-c", NO_TORCH.format(arguments=arguments)], capture_output=True, text=True
+    )
+    assert "status 2 imported []" in run.stdout, run.stdout + run.stderr
+    lines = run.stderr.splitlines()[1:]
+    assert lines == [
+        Message("ConfigError", "did you mean grpo?"),
+        Message("ConfigError", "data.train_batch_size=8", "1 training rows"),
+        Message("DataError", "sums.csv", "set data.prompt_key=question data.answer_key=answer"),
+    ]
+
+
+def test_own_data_needs_no_batch_sizes_and_no_validation_files(inputs, tmp_path, caplog):
+    rows = "".join(f"{a}+1=;{a + 1}\n" for a in range(10))
+    (tmp_path / "sums.csv").write_text("question;answer\n" + rows)
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(response, answer):\n    return answer in response\n"
+    )
+    with caplog.at_level("INFO", "strop"):
+        status = main([
+            "train", f"actor_rollout_ref.model.path={inputs}/model", f"data.train_files={tmp_path}/sums.csv",
+            "data.prompt_key=question", "data.answer_key=answer", f"data.cache_dir={inputs}/cache",
+            f"custom_reward_function.path={tmp_path}/reward.py", "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=8",
+            "data.max_response_length=4", "trainer.device=cpu", "trainer.total_training_steps=2",
+            f"trainer.default_local_dir={tmp_path}/run", "trainer.log_rollouts=False",
+        ])  # fmt: skip
+    assert status == 0
+    assert (
+        "data.train_batch_size=10: the default of 1024 is more than the 10 training rows" in caplog.messages
+    )
+    assert "no validation: data.val_files is not set" in caplog.messages
+    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [(step["step"], step["episode"]) for step in steps] == [(1, 10), (2, 20)]
+    assert not any(name.startswith("val/test_score") for step in steps for name in step)
+    assert not (tmp_path / "run/validation").exists()
 
 
 def test_check_builds_what_a_run_builds(inputs, capsys):

@@ -330,7 +330,6 @@ def _own_defaults(given: _Given, n_rows: int | None) -> dict[str, Any]:
                 f"{' and '.join(on)}: there are no rows to validate on; pass them, "
                 'data={"train_files": ..., "val_files": ...}, or leave this out'
             )
-        own |= {"trainer.test_freq": -1, "trainer.val_before_train": False}
     return own
 
 
@@ -348,10 +347,6 @@ def _train(command: str, given: _Given, defaults: Mapping[str, Any]) -> Run:
     from strop.config.trees import TREES
 
     config = given.load(TREES[command], defaults)
-    if command == "train" and not config.data.val_files and not config.trainer.val_only:
-        # The trainer always reads validation rows; these are never used.
-        unused = {"data.val_files": config.data.train_files, "data.val_max_samples": 1}
-        config = given.load(TREES[command], defaults, below=unused)
     with _generators_kept():
         train(config, rows=given.rows, functions=given.functions)
     return Run(config.trainer.default_local_dir)

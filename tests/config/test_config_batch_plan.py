@@ -213,3 +213,12 @@ def test_a_valid_plan_accounts_for_every_sample(mini_batches, mini, n, micro, ra
     assert actor.mini_batches * actor.samples_per_mini_batch == mini_batches * mini * ranks * n
     assert actor.samples_per_rank * ranks == actor.samples_per_mini_batch
     assert (actor.micro_batches - 1) * micro < actor.samples_per_rank <= actor.micro_batches * micro
+
+
+def test_the_default_mini_batch_is_at_most_the_batch():
+    sizes = ("data.train_batch_size=40", "actor_rollout_ref.rollout.name=hf")
+    config = load_config(sizes)
+    assert (config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size) == (40, 40)
+    assert load_config(["data.train_batch_size=500"]).actor_rollout_ref.actor.ppo_mini_batch_size == 256
+    given = load_config([*sizes, "actor_rollout_ref.actor.ppo_mini_batch_size=41"])
+    assert given.actor_rollout_ref.actor.ppo_mini_batch_size == 41

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from strop.algorithms.advantages import ESTIMATORS
 from strop.algorithms.policy_loss import POLICY_LOSSES
@@ -38,7 +41,7 @@ def test_a_good_configuration_has_no_errors_and_a_plan(report):
 def test_all_errors_come_together(report):
     result = report(
         "algorithm.adv_estimator=grop", "data.val_files=/no/such.parquet", "data.train_batch_size=7",
-        "critic.strategy=megatron", "trainer.logger=[consol]",
+        f"{ACTOR}.ppo_mini_batch_size=256", "critic.strategy=megatron", "trainer.logger=[consol]",
     )  # fmt: skip
     assert len(result.errors) == 5
     assert result.plan is None
@@ -60,10 +63,10 @@ def ahead(steps: int) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "missing"),
     [
-        ([], ["data.train_files", "data.val_files", "actor_rollout_ref.model.path"]),
+        ([], ["data.train_files", "actor_rollout_ref.model.path"]),
         (["trainer.val_only=True"], ["data.val_files", "actor_rollout_ref.model.path"]),
         (
-            ["actor_rollout_ref.model.path=x/y", "data.val_files=v", "reward_model.enable=True"],
+            ["actor_rollout_ref.model.path=x/y", "reward_model.enable=True"],
             ["data.train_files", "reward_model.model.path"],
         ),
     ],
@@ -140,6 +143,16 @@ def test_trackers_need_their_package_and_a_name_that_they_take(report, monkeypat
 
 
 # --------------------------------------------------------------------------------------------------- learning
+
+
+def test_a_learning_rate_that_is_low_for_the_size_of_the_model_is_named(report, tmp_path):
+    shape = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 10}
+    (tmp_path / "model/config.json").write_text(json.dumps(shape))
+    save_file({"weight": np.zeros(10_000, dtype=np.int8)}, tmp_path / "model/model.safetensors")
+    (line,) = doubts(report())
+    assert mentions(line, f"{ACTOR}.optim.lr=1e-06 is low", "0.01 million", f"{ACTOR}.optim.lr=3e-03")
+    for quiet in (f"{ACTOR}.optim.lr=1e-3", f"{ACTOR}.optim.lr=0", "trainer.val_only=True"):
+        assert doubts(report(quiet)) == []
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,14 @@ def test_ranks_that_share_sequences_are_shown(overrides):
 
 def test_errors_and_warnings_come_last_and_without_a_plan_too(overrides):
     text = shown(
-        load_config([*overrides, "data.train_batch_size=7", "critic.ulysses_sequence_parallel_size=2"])
+        load_config(
+            [
+                *overrides,
+                "data.train_batch_size=7",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+                "critic.ulysses_sequence_parallel_size=2",
+            ]
+        )
     )
     assert "Batch sizes" not in text
     assert "no errors" not in text

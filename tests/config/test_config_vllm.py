@@ -151,6 +151,26 @@ def test_hf_refuses_what_only_vllm_samples(key, value):
     assert Message("only vLLM") not in refused(f"{ROLLOUT}.name=hf")
 
 
+@pytest.mark.parametrize(
+    ("gpus", "size", "device", "engine"),
+    [
+        (0, 1000, "auto", "hf"),
+        (0, 300 * 2**20, "auto", "vllm"),
+        (1, 1000, "auto", "vllm"),
+        (1, 1000, "cpu", "hf"),
+    ],
+)
+def test_small_models_on_a_cpu_are_sampled_without_vllm(monkeypatch, tmp_path, gpus, size, device, engine):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *module: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(size)  # takes no space
+    options = [f"actor_rollout_ref.model.path={tmp_path}", f"trainer.device={device}"]
+    config = load_config(options)
+    assert config.actor_rollout_ref.rollout.name == engine
+    assert mentions(rollout_in_words(config), engine, "auto")
+
+
 def test_without_vllm_the_error_names_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None)
     assert Message(f"{ROLLOUT}.name=vllm", "vLLM") in refused(*VLLM)

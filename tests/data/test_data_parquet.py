@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.data.prompt_table import read_prompt_table
-from strop.data.sources import count_rows, read_records
+from strop.data.sources import read_records
 from strop.errors import DataError
 
 from messages import naming
@@ -21,7 +21,6 @@ def test_files_are_joined_in_the_order_given(write):
     assert table.locate(0) == (str(second), 0)
     assert table.locate(1) == (str(first), 0)
     assert table.locate(2) == (str(first), 1)
-    assert count_rows([str(second), str(first)]) == 3
 
 
 def test_nested_values_become_plain_python(write):
@@ -45,9 +44,8 @@ def test_files_with_different_extra_columns_are_joined_with_nulls(write):
 def test_files_that_cannot_be_read_are_named(write, tmp_path):
     (tmp_path / "json.parquet").write_text('{"prompt": "json, in truth"}')
     for path in (tmp_path / "absent.parquet", tmp_path / "json.parquet"):
-        for read in (read_prompt_table, count_rows):
-            with pytest.raises(DataError, match=naming(path.name)):
-                read([str(path)])
+        with pytest.raises(DataError, match=naming(path.name)):
+            read_prompt_table([str(path)])
     with pytest.raises(DataError, match=naming(tmp_path, "folder")):
         read_prompt_table(tmp_path)
     with pytest.raises(DataError, match=naming("none.parquet")):
@@ -113,7 +111,6 @@ def test_a_damaged_file_is_a_data_error_wherever_the_damage_is(write):
         try:
             table = read_prompt_table(path)
             table.values("prompt", 0, 3)
-            count_rows([str(path)])
         except DataError as error:
             errors.append(str(error))
     assert len(errors) > 500

@@ -14,6 +14,7 @@ import pytest
 
 from strop.config.paths import HubSplit, hub_split
 from strop.data.control_tokens import PromptError, control_tokens
+from strop.data.prompt_table import require_columns
 from strop.data.prompts import PromptFormat, encode_prompts
 from strop.data.rl_dataset import RLHFDataset
 from strop.data.sources import Rows, read_table
@@ -144,14 +145,59 @@ def test_an_unreadable_file_is_named_with_the_place(name, content, parts, tmp_pa
 
 def test_a_missing_column_is_named_with_the_nearest_one(sources, tokenizer):
     for keys, parts in (
-        ({"prompt_key": "questoin"}, ("questoin", "'level'", "did you mean data.prompt_key=question?")),
+        (
+            {"prompt_key": "questoin"},
+            ("questoin", "'level'", "set data.prompt_key=question data.answer_key=answer"),
+        ),
         (
             {"prompt_key": "question", "answer_key": "answr"},
-            ("answr", "data.answer_key=answer?"),
+            ("answr", "set data.answer_key=answer"),
         ),
     ):
         with pytest.raises(DataError, match=naming(*parts)):
             RLHFDataset(sources[1], tokenizer, max_prompt_length=9, **keys)
+
+
+@pytest.mark.parametrize(
+    ("columns", "keys", "advice"),
+    [
+        (("Problem", "label"), {"prompt": "prompt"}, "set data.prompt_key=Problem data.answer_key=label"),
+        (("problem", "reward_model"), {"prompt": "prompt"}, "set data.prompt_key=problem"),
+        (("x y", "answer"), {"prompt": "prompt"}, "set data.prompt_key to one of them"),
+        (
+            ("instruction", "output"),
+            {"prompt": "prompt", "response": "response"},
+            "set data.prompt_key=instruction data.response_key=output",
+        ),
+        (
+            ("prompt", "better"),
+            {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+            "set data.chosen_key and data.rejected_key to one of them",
+        ),
+    ],
+)
+def test_keys_are_suggested_for_the_columns_that_there_are(columns, keys, advice):
+    table = pa.table({column: pa.array([], pa.string()) for column in columns})
+    with pytest.raises(DataError) as caught:
+        require_columns("t.csv", table, keys)
+    assert str(caught.value).endswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        ('\ufeffquestion;answer\r\n"2;3";5\r\n', [{"question": "2;3", "answer": 5}]),
+        ('"question"\t"answer"\n2,3\t5\n', [{"question": "2,3", "answer": 5}]),
+        ("question;it,answer\n2;3,5\n", [{"question;it": "2;3", "answer": 5}]),
+        ("question\n2;3\n", [{"question": "2;3"}]),
+    ],
+)
+def test_csv_files_may_have_the_semicolons_or_tabs_of_spreadsheets(tmp_path, content, rows):
+    (tmp_path / "t.csv").write_bytes(content.encode())
+    with gzip.open(tmp_path / "t.csv.gz", "wb") as handle:
+        handle.write(content.encode())
+    assert read_table(tmp_path / "t.csv").to_pylist() == rows
+    assert read_table(tmp_path / "t.csv.gz").to_pylist() == rows
 
 
 def test_nested_columns_are_reached_with_a_dot(tokenizer):

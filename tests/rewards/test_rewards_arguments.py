@@ -20,6 +20,7 @@ from strop.protocol import DataProto
 from strop.rewards.arguments import Function
 from strop.rewards.custom import load_custom_reward
 from strop.rewards.manager import RewardManager
+from strop.rewards.scorer import Scorer, run
 from strop.rewards.worker.feed import Cancelled, Feed
 from strop.rewards.worker.process import RewardProcess
 from strop.rewards.worker.records import Sample
@@ -346,3 +347,22 @@ def test_modules_beside_the_file_are_found_also_in_its_process(tmp_path: Path, r
         assert function(response="") == number
         with RewardProcess(function) as process:
             assert process.evaluate(Sample("d", "")).score == number
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda response, answer: float(answer in response),
+        lambda completions, answer: [
+            float(right in text) for text, right in zip(completions, answer, strict=True)
+        ],
+    ],
+)
+def test_an_error_of_types_names_the_columns_that_are_numbers(function: Any):
+    sample = Sample("d", "5", named={"answer": 5, "completions": "5"})
+    scorer = Scorer(Function(function, "the function"))
+    with pytest.raises(TypeError) as caught:
+        run(scorer.score_all([sample]) if scorer.is_batch else scorer.score(sample))
+    assert caught.value.__notes__ == [
+        "answer=5 is of type int, as in the data; data.answer_key=answer makes the column text"
+    ]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import time
+from dataclasses import replace
 from logging.handlers import MemoryHandler
 from typing import TYPE_CHECKING
 
@@ -27,14 +27,13 @@ from strop.config.forecast import Forecast, SampleFiles, forecast, read_model_fa
 from strop.config.identity import in_words
 from strop.config.keys import all_keys
 from strop.config.load import to_yaml
-from strop.config.paths import expand
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import Schedule, is_off_policy, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import TREES
 from strop.config.verl import versions
-from strop.errors import Attempts, ConfigError, DataError, RewardError
+from strop.errors import Attempts, ConfigError, RewardError, problems_of
 from strop.terminal import literal
 
 if TYPE_CHECKING:
@@ -76,14 +75,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check and show a configuration; return 2 if there are errors, else 0."""
     try:
-        config, console = load_arguments(TREES[arguments.command], arguments), Console(soft_wrap=True)
+        config, data, batch_in_words = load_arguments(TREES[arguments.command], arguments)
     except ConfigError as error:
         hint = _of_another_command(arguments)
         if not hint:
             raise
         raise ConfigError(*error.problems, hint) from None
-    result = check(config, train_rows=_train_rows(config))
+    console = Console(soft_wrap=True)
+    result = check(config, train_rows=data.train_rows)
+    if result.errors:  # else all is built, which finds these and more
+        of_data = [line for error in data.errors for line in problems_of(error)]
+        result = replace(result, errors=[*result.errors, *of_data])
     console.print(render(result, config, only_differences=arguments.diff))
+    if batch_in_words:
+        console.print(literal(batch_in_words))
     if arguments.verl:
         version = arguments.verl.partition("==")[2] or versions()[-1]
         lines = list(changed_from_verl(config, version)) or ["no key that is not written"]
@@ -172,19 +177,6 @@ def _score_one_row(trainer: RayPPOTrainer) -> str:
     parts = "".join(f", {name} {value:g}" for name, value in outcome.parts.items())
     seconds = time.monotonic() - started
     return f"{where} takes {taken}\nscore of {of_row}: {score}{parts} ({seconds:.2f} s)"
-
-
-def _train_rows(config: RootConfig) -> int | None:
-    """Return the number of training prompts; None without local files that can be read."""
-    files = [expand(file) for file in config.data.train_files]
-    if not files or not all(os.path.exists(file) for file in files):
-        return None
-    from strop.data.sources import count_rows  # pyarrow
-
-    try:
-        return count_rows(files)
-    except DataError:
-        return None  # reported when the data sets are built
 
 
 def render(result: CheckResult, config: RootConfig, *, only_differences: bool = False) -> Group:

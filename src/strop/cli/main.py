@@ -38,10 +38,12 @@ _COMMANDS = {
         _CONFIG,
         "strop.cli.train:run_train",
         """\
+strop train actor_rollout_ref.model.path=MODEL data.train_files=sums.csv data.prompt_key=question \\
+    data.answer_key=answer custom_reward_function.path=my_reward.py data.train_batch_size=32 \\
+    algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-5
 strop train actor_rollout_ref.model.path=MODEL data.train_files=data/gsm8k/train.parquet \\
     data.val_files=data/gsm8k/test.parquet algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8
 strop train --config-path my.yaml trainer.default_local_dir=runs/first
-strop train ... custom_reward_function.path=my_reward.py
 The same command again resumes from the last checkpoint. Keys: docs/config.md""",
     ),
     "sft": _Command(
@@ -49,7 +51,7 @@ The same command again resumes from the last checkpoint. Keys: docs/config.md"""
         _CONFIG,
         "strop.cli.train:run_sft",
         """\
-strop sft model.path=MODEL data.train_files=answers.parquet data.response_key=response
+strop sft model.path=MODEL data.train_files=answers.csv data.prompt_key=question data.response_key=answer
 strop sft model.path=MODEL data.train_files=answers.parquet update.optim.lr=1e-5 trainer.total_epochs=2
 Keys: docs/supervised_config.md""",
     ),
@@ -86,7 +88,7 @@ strop check --config-only ...         do not read data sets and rewards""",
         """\
 strop eval MODEL --data data/gsm8k/test.parquet
 strop eval MODEL --data data/gsm8k/test.parquet --n 8 --temperature 0.7 --limit 100
-strop eval MODEL --data prompts.parquet --custom-reward my_reward.py""",
+strop eval MODEL --data sums.csv --custom-reward reward.py data.prompt_key=question data.answer_key=answer""",
     ),
     "prepare": _Command(
         "turn a data set into parquet files",
@@ -95,6 +97,7 @@ strop eval MODEL --data prompts.parquet --custom-reward my_reward.py""",
         """\
 strop prepare gsm8k --source path/to/gsm8k --out data/gsm8k
 strop prepare full_hh_rlhf --split-kind rm --source path/to/hh --out data/hh/rm
+strop prepare table --source sums.csv --prompt question --answer answer --out data/sums
 strop prepare arithmetic --max-operand 49 --held-out 0.1 --out data/arithmetic""",
     ),
     "score": _Command(

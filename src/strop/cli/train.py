@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from strop.cli.options import in_options
 from strop.config.checks.check import check
@@ -19,10 +19,11 @@ from strop.config.placement import rollout_in_words
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import DPO, PPO, REWARD_MODELLING, SFT, Root, Tree
-from strop.errors import WorkerError
+from strop.errors import Attempts, WorkerError
 from strop.terminal import PrintableFormatter
 
 if TYPE_CHECKING:
+    from strop.data.outline import Outline
     from strop.data.sources import Rows
     from strop.trainer.run_folder import RunFolder
 
@@ -38,51 +39,92 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-path", "-cp", help="the folder of that file, or the file itself")
 
 
-def config_from(arguments: argparse.Namespace) -> Config:
-    """Return the configuration of a ``strop train`` command line; ``ConfigError`` has all load errors."""
-    return load_arguments(PPO, arguments)
+_BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
+_SMALL_BATCH = 32
+"""Rows per iteration where nobody sets them and there are fewer than the default, as in ``strop.train``."""
 
 
-def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> Root:
-    """Return the configuration of a command line; ``ConfigError`` has all load errors."""
-    return load_tree(
-        tree, arguments.overrides, config_name=arguments.config_name, config_path=arguments.config_path
+class Loaded(NamedTuple, Generic[Root]):
+    """A configuration, what is known of its data files, and a line about its batch size, or ""."""
+
+    config: Root
+    data: Outline
+    batch_in_words: str
+
+
+def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> Loaded[Root]:
+    """Return the configuration of a command line; ``ConfigError`` has all load errors.
+
+    A default batch size above the number of training rows becomes one that they fill.
+    """
+    from strop.data.outline import outline  # pyarrow
+
+    def load(**defaults: Any) -> Root:
+        return load_tree(
+            tree,
+            arguments.overrides,
+            config_name=arguments.config_name,
+            config_path=arguments.config_path,
+            defaults=defaults,
+        )
+
+    config = load()
+    data, written = outline(config), config.written or set()
+    rows, size = data.train_rows, config.data.train_batch_size
+    if rows is None or rows >= size or _BATCH in written:
+        return Loaded(config, data, "")
+    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size if isinstance(config, Config) else 0
+    smaller = min(rows, max(_SMALL_BATCH, mini_batch if _MINI_BATCH in written else 0))
+    return Loaded(
+        load(**{_BATCH: smaller}),
+        data,
+        f"{_BATCH}={smaller}: the default of {size} is more than the {rows} training rows",
     )
 
 
-def require_valid(config: RootConfig) -> None:
-    """Raise all errors of the configuration as one ``ConfigError``; the trainer logs the warnings."""
-    check(config).raise_errors()
+def require_valid(config: RootConfig, rows: Sequence[Rows] = (), data: Outline | None = None) -> None:
+    """Raise all errors of the configuration, and of the data that is here; the trainer logs the warnings.
+
+    ``data``: what is known of it already.
+    """
+    from strop.data.outline import outline
+
+    data, attempt = data or outline(config, rows), Attempts()
+    attempt(check(config, train_rows=data.train_rows).raise_errors)
+    attempt.errors += data.errors
+    attempt.raise_errors()
 
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Run ``strop train``; see ``run``."""
-    return run(config_from(arguments))
+    return run(*load_arguments(PPO, arguments))
 
 
 def run_sft(arguments: argparse.Namespace) -> int:
     """Run ``strop sft``; see ``run``."""
-    return run(load_arguments(SFT, arguments))
+    return run(*load_arguments(SFT, arguments))
 
 
 def run_train_rm(arguments: argparse.Namespace) -> int:
     """Run ``strop train-rm``; see ``run``."""
-    return run(load_arguments(REWARD_MODELLING, arguments))
+    return run(*load_arguments(REWARD_MODELLING, arguments))
 
 
 def run_dpo(arguments: argparse.Namespace) -> int:
     """Run ``strop dpo``; see ``run``."""
-    return run(load_arguments(DPO, arguments))
+    return run(*load_arguments(DPO, arguments))
 
 
 NOT_UPLOADED = 3
 """Exit status of a run whose model is whole, but could not be uploaded."""
 
 
-def run(config: RootConfig) -> int:
+def run(config: RootConfig, data: Outline | None = None, batch_in_words: str = "") -> int:
     """Train the kind of run that the configuration describes; return 0 or ``NOT_UPLOADED``."""
     log_to_console()
-    return 0 if train(config) else NOT_UPLOADED
+    if batch_in_words:
+        logger.info("%s", batch_in_words)
+    return 0 if train(config, data=data) else NOT_UPLOADED
 
 
 def train(
@@ -90,12 +132,15 @@ def train(
     *,
     rows: Sequence[Rows] = (),
     functions: Mapping[str, Callable[..., Any]] | None = None,
+    data: Outline | None = None,
 ) -> bool:
-    """Check the configuration and train; see ``train_once`` and ``with_restarts``."""
-    require_valid(config)
+    """Check the configuration and train; see ``require_valid``, ``train_once`` and ``with_restarts``."""
+    require_valid(config, rows, data)
     logger.info("run folder: %s", config.trainer.default_local_dir)
     if isinstance(config, Config):
         logger.info("%s", rollout_in_words(config))
+        if not config.data.val_files:
+            logger.info("no validation: data.val_files is not set")
     return with_restarts(config, partial(train_once, rows=rows, functions=functions))
 
 

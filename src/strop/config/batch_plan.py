@@ -13,7 +13,7 @@ from typing import Self
 from strop.config.keys import divisors, longest_row, nearest_in_words, value_at
 from strop.config.placement import Placement
 from strop.config.roles import reference_is_the_actor, uses_critic, uses_reference
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 from strop.errors import Attempts, ConfigError
 
 
@@ -251,8 +251,7 @@ class BatchPlan:
         # Rows that fill no batch are left out.
         per_epoch = None if train_rows is None else train_rows // data.train_batch_size
         if per_epoch == 0:
-            too_few = f"is more than the {train_rows} training prompts (at most {train_rows})"
-            attempt.errors.append(ConfigError(f"data.train_batch_size={data.train_batch_size} {too_few}"))
+            attempt.errors.append(ConfigError(too_few_rows(config, train_rows or 0)))
         if attempt.errors or actor is None:
             raise ConfigError(*attempt.lines)
         trainer = config.trainer
@@ -273,6 +272,12 @@ class BatchPlan:
             iterations=iterations,
             actor_iterations=None if iterations is None else max(iterations - warm_up, 0),
         )
+
+
+def too_few_rows(config: RootConfig, rows: int) -> str:
+    """Return the error for a batch that the training rows do not fill."""
+    size = config.data.train_batch_size
+    return f"data.train_batch_size={size} is more than the {rows} training rows (at most {rows})"
 
 
 def forward_passes(config: Config) -> list[str]:

@@ -16,13 +16,14 @@ from strop.config.batch_plan import MICRO_BATCHES
 from strop.config.identity import Change, default_name
 from strop.config.keys import all_keys, value_at
 from strop.config.paths import expand
-from strop.config.placement import Root, installed_rollout
+from strop.config.placement import Root, automatic_rollout
 from strop.config.schema import Config
 from strop.config.schema.supervised import PreferenceConfig, RewardModellingConfig, SftConfig
 
 OLD_LIBS = "actor_rollout_ref.model.external_libs"
 NEW_LIB = "actor_rollout_ref.model.external_lib"
 ROLLOUT_NAME = "actor_rollout_ref.rollout.name"
+_MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 _EXPERIMENT, _RUN_FOLDER = "trainer.experiment_name", "trainer.default_local_dir"
 
 
@@ -71,8 +72,22 @@ def choose_rollout(tree: DictConfig) -> bool:
         return False
     if _select(tree, ROLLOUT_NAME) not in (None, "auto"):
         return False
-    OmegaConf.update(tree, ROLLOUT_NAME, _recorded_rollout(_select(tree, _RUN_FOLDER)) or installed_rollout())
+    found = (_select(tree, key) for key in ("trainer.device", "actor_rollout_ref.model.path"))
+    name = _recorded_rollout(_select(tree, _RUN_FOLDER)) or automatic_rollout(*map(str, found))[0]
+    OmegaConf.update(tree, ROLLOUT_NAME, name)
     return True
+
+
+def fit_mini_batch(tree: DictConfig, written: Collection[str]) -> None:
+    """Lower the default mini-batch to the prompts of an iteration, in place: it is never more than these."""
+    prompts, default = _select(tree, "data.train_batch_size"), _select(tree, _MINI_BATCH)
+    if (
+        _MINI_BATCH not in written
+        and isinstance(prompts, int)
+        and isinstance(default, int)
+        and 0 < prompts < default
+    ):
+        OmegaConf.update(tree, _MINI_BATCH, prompts)
 
 
 def _recorded_rollout(folder: Any) -> str | None:
@@ -147,6 +162,7 @@ class Tree(Generic[Root]):
         name_experiment(tree, self.name.removesuffix("_trainer"))
         if self.schema is Config:
             settle_deprecated(tree, written)
+            fit_mini_batch(tree, written)
             if choose_rollout(tree):
                 written.discard(ROLLOUT_NAME)
 

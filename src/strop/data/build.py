@@ -24,10 +24,11 @@ def build_loaders(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     train_sampler: Any | None = None,
     rows: Sequence[Rows] = (),
-) -> tuple[PromptLoader | Any, PromptLoader]:
+) -> tuple[PromptLoader | Any, PromptLoader | Any]:
     """Return the endless loader of training prompts and the loader of validation prompts.
 
-    The first is None with ``trainer.val_only``, and the training files are not read.
+    The first is None with ``trainer.val_only``, and the training files are not read. The second is None
+    without ``data.val_files``.
     """
     data = config.data
     if config.reward_model.enable and config.reward_model.model.input_tokenizer is not None:
@@ -41,7 +42,7 @@ def build_loaders(
         _require_usable(train_sampler, config)
     if not config.trainer.val_only and train_dataset is None:
         train_dataset = attempt(lambda: create_rl_dataset(sources(data.train_files, rows), data, tokenizer))
-    if val_dataset is None:
+    if val_dataset is None and data.val_files:
         val_dataset = attempt(lambda: create_rl_dataset(sources(data.val_files, rows), data, tokenizer))
     attempt.raise_errors()
     log_prompts(train_dataset, val_dataset)
@@ -54,6 +55,8 @@ def build_loaders(
         else:
             batches = SampledBatches(train_sampler, data.train_batch_size)
         train = PromptLoader(train_dataset, batches, pad)
+    if val_dataset is None:
+        return train, None
     if data.val_max_samples is not None:
         val_dataset = first_of_each_source(val_dataset, data.val_max_samples)
     return train, PromptLoader(val_dataset, one_pass(len(val_dataset), data.val_batch_size), pad)

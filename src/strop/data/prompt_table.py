@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -112,8 +113,9 @@ def read_prompt_table(
         require_readable(name, table)
         if not len(table):
             raise DataError(f"{name}: the file has no rows")
-        for what, key in keys.items():
-            table = _with_column(name, table, key, f"data.{what}_key", is_text=key in answers)
+        require_columns(name, table, keys)
+        for key in keys.values():
+            table = _with_column(table, key, is_text=key in answers)
         for column, value in (defaults or {}).items():
             if column not in table.column_names:
                 table = table.append_column(column, pa.repeat(pa.scalar(value), len(table)))
@@ -128,11 +130,9 @@ def read_prompt_table(
     return PromptTable(whole, tuple(names), tuple(starts))
 
 
-def _with_column(name: str, table: pa.Table, key: str, option: str, *, is_text: bool) -> pa.Table:
+def _with_column(table: pa.Table, key: str, *, is_text: bool) -> pa.Table:
     """Return ``table`` with a column ``key``; a dotted name is that of a field in a nested column."""
-    column = _nested(table, key)
-    if column is None:
-        raise no_column(name, key, option, column_names(table.schema))
+    column: Any = _nested(table, key)
     if is_text and (pa.types.is_primitive(column.type) or pa.types.is_decimal(column.type)):
         if pa.types.is_floating(column.type):
             is_missing = column.is_null(nan_is_null=True)
@@ -171,11 +171,48 @@ def column_names(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
     return names
 
 
-def no_column(name: str, key: str, option: str, found: Sequence[str]) -> DataError:
-    """Return the error for a column that ``name`` lacks, with the columns there are and the nearest one."""
-    nearest = difflib.get_close_matches(key, found, 1)
-    guess = f"; did you mean {option}={nearest[0]}?" if nearest else f"; set {option} to one of them"
-    return DataError(f"{name}: there is no column {key!r} ({option}); found {list(found)}{guess}")
+_USUAL_NAMES = {
+    "prompt": "prompt question problem instruction query input text messages conversations prompts",
+    "answer": "answer solution ground_truth label target expected gold output response",
+    "response": "response completion answer output solution target",
+    "chosen": "chosen preferred accepted winner better",
+    "rejected": "rejected dispreferred loser worse",
+}
+"""What a column for a key ``data.*_key`` is usually called, the likeliest first."""
+_PLAIN_NAME = re.compile(r"[\w.]+")
+
+
+def require_columns(name: str, table: pa.Table, keys: Mapping[str, str]) -> None:
+    """Raise :class:`DataError` for the columns that ``name`` lacks, with keys for those that it has.
+
+    ``keys`` maps the beginning of a key ``data.*_key`` to its column. Rows of ``table`` are not read.
+    """
+    missing = [what for what, key in keys.items() if _nested(table, key) is None]
+    if not missing:
+        return
+    found = column_names(table.schema)
+    if "prompt" in keys and len(keys) == 1 and not {"reward_model", "ground_truth"} & set(found):
+        missing.append("answer")  # nothing else names the ground truths
+    free = [column for column in found if column not in keys.values() and _PLAIN_NAME.fullmatch(column)]
+    guesses = {}
+    for what in missing:
+        if guess := _nearest(what, keys.get(what, ""), free):
+            free.remove(guess)
+            guesses[what] = guess
+    lacking = [what for what in missing if what in keys]
+    advice = " ".join(f"data.{what}_key={guess}" for what, guess in guesses.items())
+    if not set(lacking) <= guesses.keys():
+        advice = " and ".join(f"data.{what}_key" for what in lacking) + " to one of them"
+    names = " and ".join(f"{keys[what]!r} (data.{what}_key)" for what in lacking)
+    raise DataError(f"{name}: there is no column {names}; found {found}; set {advice}")
+
+
+def _nearest(what: str, key: str, found: Sequence[str]) -> str | None:
+    """Return the column that may have been meant: one of a similar name, or of a usual one."""
+    if near := difflib.get_close_matches(key, found, 1):
+        return near[0]
+    by_name = {column.lower(): column for column in reversed(found)}
+    return next((by_name[name] for name in _USUAL_NAMES[what].split() if name in by_name), None)
 
 
 def _require_names(fields: Iterable[pa.Field]) -> None:

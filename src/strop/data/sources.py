@@ -7,6 +7,8 @@ torch.
 
 from __future__ import annotations
 
+import csv
+import gzip
 import importlib
 import io
 import json
@@ -133,14 +135,11 @@ def value_at(row: Mapping[str, Any], column: str) -> Any:
     return value
 
 
-def count_rows(files: Sequence[str]) -> int:
-    """Return the total number of rows of local files; parquet files are not read beyond their footers."""
-    total = 0
-    for name in files:
-        with reading(name):
-            is_parquet = not Path(name).is_dir() and _format(Path(name), name) == "parquet"
-            total += pq.read_metadata(name).num_rows if is_parquet else len(read_table(name))
-    return total
+def is_parquet(name: str) -> bool:
+    """Return True for a local file of this format, whose footer has its columns and number of rows."""
+    path = Path(expand(name))
+    with reading(name):
+        return path.is_file() and _format(path, name) == "parquet"
 
 
 def find(name: str, cache_dir: str | Path | None = None) -> Path | HubSplit:
@@ -270,12 +269,13 @@ def _saved_table(folder: Path) -> pa.Table:
 
 def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
     """Return a CSV file with types inferred by pyarrow, but dates as text; an empty field is null."""
+    delimiter = _delimiter(path)
 
     def read(text_columns: Iterable[str]) -> pa.Table:
         return pyarrow.csv.read_csv(
             path,
             read_options=pyarrow.csv.ReadOptions(use_threads=False),  # else errors have no row number
-            parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+            parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             convert_options=pyarrow.csv.ConvertOptions(
                 column_types=dict.fromkeys(text_columns, pa.string()),
                 null_values=[""],  # "NA" and "null" are texts, too
@@ -293,6 +293,15 @@ def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
         if table.column_names.count(field.name) > 1:
             raise DataError(f"{name}: two columns have the name {field.name!r}")
     return table
+
+
+def _delimiter(path: Path) -> str:
+    """Return what separates the names in the header: a comma, else the semicolon or tab of spreadsheets."""
+    open_text = gzip.open if path.name.endswith(".gz") else open
+    with open_text(path, "rt", errors="replace") as lines:
+        header = lines.readline(100_000)  # below the csv module's limit of a field
+    columns = {mark: len(next(csv.reader([header], delimiter=mark), [])) for mark in ",;\t"}
+    return "," if columns[","] > 1 else max(columns, key=columns.__getitem__)
 
 
 def fingerprint(rows: Rows) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from strop.config.reward_parts import KEY, RULE
-from strop.rewards.arguments import Function
+from strop.rewards.arguments import SAMPLE_NAMES, Function
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, outcome_of
 
 Found = TypeVar("Found")
@@ -43,7 +43,7 @@ class Scorer:
         """Score one sample; exceptions of the functions propagate."""
         found = {}
         for name, function in self._functions(sample).items():
-            found[name] = outcome_of(await _result(function, function.of_sample(sample)))
+            found[name] = outcome_of(await _called(function, function.of_sample(sample)))
         return _combined(found)
 
     async def score_all(self, samples: Sequence[Sample], *, limit: int = 1) -> list[Outcome]:
@@ -78,15 +78,10 @@ class Scorer:
         return {name: self.own if name == RULE else self.parts[name] for name in sample.parts}
 
 
-async def _result(function: Function, arguments: Mapping[str, Any]) -> Any:
-    result = function.function(**arguments)
-    return await result if inspect.isawaitable(result) else result
-
-
 async def _column(function: Function, samples: Sequence[Sample], limit: int) -> list[Outcome | None]:
     """Return a function's outcome for each sample; None where a function for a batch returned None."""
     if function.is_batch:
-        values = list(await _result(function, function.of_batch(samples)))
+        values = list(await _called(function, function.of_batch(samples)))
         if len(values) != len(samples):
             raise ValueError(
                 f"{function.where} returned {len(values)} scores for {len(samples)} samples: expected a list "
@@ -108,9 +103,26 @@ async def _column(function: Function, samples: Sequence[Sample], limit: int) -> 
 
 async def _outcome(function: Function, sample: Sample) -> Outcome:
     try:
-        return outcome_of(await _result(function, function.of_sample(sample)))
+        return outcome_of(await _called(function, function.of_sample(sample)))
     except Exception:  # noqa: BLE001 - a user's function may raise anything
         return Outcome("raised", error=traceback.format_exc())
+
+
+async def _called(function: Function, arguments: Mapping[str, Any]) -> Any:
+    """Return what a function returns; at an error of types, note which columns are numbers and not text."""
+    try:
+        result = function.function(**arguments)
+        return await result if inspect.isawaitable(result) else result
+    except (TypeError, AttributeError) as error:
+        for name in function.ordered:
+            value = arguments.get(name)
+            first = value[0] if function.is_batch and isinstance(value, list) and value else value
+            if name not in SAMPLE_NAMES and type(first) in (int, float):
+                error.add_note(
+                    f"{name}={first!r} is of type {type(first).__name__}, as in the data; "
+                    f"data.answer_key={name} makes the column text"
+                )
+        raise
 
 
 def _combined_or_error(found: Mapping[str, Outcome | None]) -> Outcome:

@@ -320,9 +320,15 @@ def _require_scorers(trainer: RayPPOTrainer) -> None:
         DataError: a row without the column or the value that its scorer needs.
     """
     has_reward_model = trainer.config.reward_model.enable
-    used = [(trainer.val_reward_fn, trainer.val_loader.dataset, trainer.validates_by_model)]
-    if not trainer.config.trainer.val_only:
-        used.insert(0, (trainer.reward_fn, trainer.train_loader.dataset, has_reward_model))
+    of_loaders = (
+        (trainer.reward_fn, trainer.train_loader, has_reward_model),
+        (trainer.val_reward_fn, trainer.val_loader, trainer.validates_by_model),
+    )
+    used = [
+        (reward_fn, loader.dataset, by_model)
+        for reward_fn, loader, by_model in of_loaders
+        if loader is not None
+    ]
     of_the_run = set().union(*(dataset.data_sources() for _, dataset, _ in used))
 
     def require_scored(reward_fn: Reward, dataset: RowDataset, by_model: bool) -> None:

@@ -117,7 +117,7 @@ class Run(ABC):
         """Train for the remaining iterations, or only validate."""
         trainer, settings = self.trainer, self.settings
         first = trainer.global_step == 0
-        if settings.val_only or (settings.val_before_train and first):
+        if settings.val_only or (settings.val_before_train and first and trainer.val_loader is not None):
             metrics = self.validate()
             self.tracking.log(trainer.global_step, {**metrics, **trainer.timer.take()})
             self._log_lengths_figure()

@@ -143,15 +143,16 @@ class RayPPOTrainer:
         self.ppo = PPO(config, groups, self.reward_fn, self.weights, total_iterations=self.total_steps)
         if (ahead or config.algorithm.filter_groups.enable) and not config.trainer.val_only:
             self.pipeline = Pipeline(self.ppo, self.train_loader, total_iterations=self.total_steps)
-        self.validator = Validator(
-            config,
-            self.tokenizer,
-            self.val_loader,
-            self.val_reward_fn,
-            reward_model=self.reward_model if self.validates_by_model else None,
-            generate=self.ppo.generate,
-            warn_of_hidden_tokens=self._warn_of_hidden_tokens,
-        )
+        if self.val_loader is not None:
+            self.validator = Validator(
+                config,
+                self.tokenizer,
+                self.val_loader,
+                self.val_reward_fn,
+                reward_model=self.reward_model if self.validates_by_model else None,
+                generate=self.ppo.generate,
+                warn_of_hidden_tokens=self._warn_of_hidden_tokens,
+            )
 
     @property
     def devices(self) -> int:
@@ -162,7 +163,7 @@ class RayPPOTrainer:
     @property
     def validates_by_model(self) -> bool:
         """True if validation has data sources that the reward model alone can score; rules go first."""
-        if not self.config.reward_model.enable:
+        if not self.config.reward_model.enable or self.val_loader is None:
             return False
         try:
             self.val_reward_fn.require_scored(self.val_loader.dataset.data_sources())
@@ -354,7 +355,12 @@ class ReinforcementRun(Run):
         }
 
     def validate(self) -> dict[str, float]:
-        """Validate, write samples and report; return scores by data source and the best mean."""
+        """Validate, write samples and report; return scores by data source and the best mean.
+
+        Without ``data.val_files`` there is nothing to do, and no metric.
+        """
+        if self.trainer.val_loader is None:
+            return {}
         step, settings = self.trainer.global_step, self.settings
         with self.trainer.timer.phase("testing"):
             if self.trainer.pipeline is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from strop.config.batch_plan import MICRO_BATCHES, BatchPlan
+from strop.config.batch_plan import MICRO_BATCHES, BatchPlan, too_few_rows
 from strop.config.checks import inputs, learning, lora, memory, processes, publishing, supervised
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.keys import check_keys
@@ -53,6 +53,12 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
     errors = [text for level, text in findings if level == "error"]
     warnings = [text for level, text in findings if level == "warning"]
     if not isinstance(config, Config) or config.trainer.val_only:
+        if (
+            not config.trainer.val_only
+            and train_rows is not None
+            and train_rows < config.data.train_batch_size
+        ):
+            errors.append(too_few_rows(config, train_rows))
         return CheckResult(errors + attempt.lines, warnings, None)
     try:
         plan = BatchPlan.from_config(config, train_rows=train_rows)
@@ -114,6 +120,7 @@ RULES: tuple[Rule, ...] = (
     learning.pluggable_names,
     learning.reward_parts,
     learning.groups,
+    learning.learning_rate,
     learning.mini_batches,
     learning.filtered_groups,
     learning.sampling,

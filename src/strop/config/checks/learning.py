@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from strop.config.checks.finding import Finding, error, warning
+from strop.config.forecast import read_model_facts
 from strop.config.keys import divisors, nearest_in_words
 from strop.config.names import (
     OPTIONAL_PACKAGES,
@@ -27,6 +28,8 @@ from strop.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
+_USUAL_SIZE, _USUAL_RATE = 1e8, 1e-5
+"""Parameters and a learning rate that suits them; it falls with size: 5e-4 at 1.4e5, 1e-6 at 5e9."""
 _WIDEST_SEQUENCE_CLIP = 0.05
 """The ratio of a whole sequence stays nearer to 1 than this; PPO's ranges are from 0.1 on."""
 
@@ -46,6 +49,20 @@ def groups(config: Config) -> Iterator[Finding]:
         yield warning(
             f"{given}: a group of one has no mean to compare with; the score itself is the advantage "
             "(usual: n >= 4)"
+        )
+
+
+def learning_rate(config: Config) -> Iterator[Finding]:
+    """Warn of a rate of full training at which a model of this size changes next to nothing."""
+    model, rate = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.optim.lr
+    facts = read_model_facts(model.path)
+    if facts is None or facts.parameters is None or model.has_adapters or config.trainer.val_only:
+        return
+    usual = _USUAL_RATE * (_USUAL_SIZE / facts.parameters) ** 0.6
+    if 0 < rate < usual / 8:
+        yield warning(
+            f"{_ACTOR}.optim.lr={rate:g} is low for a model of {facts.parameters / 1e6:.3g} million "
+            f"parameters, whose reward then hardly moves; try {_ACTOR}.optim.lr={usual:.0e}"
         )
 
 

