@@ -147,10 +147,13 @@ def test_fingerprints_are_the_same_in_every_interpreter(modules):
     assert done.stdout.strip() == str(found), done.stderr
 
 
-def test_the_modules_of_files_and_import_paths_are_the_users_own(modules):
+def test_the_modules_of_files_and_import_paths_are_the_users_own(modules, monkeypatch):
     folder = modules / "elsewhere"
     folder.mkdir()
-    (folder / "beside.py").write_text("import numpy\nfrom strop.errors import ConfigError\n")
+    (modules / "target" / "installed-1.0.dist-info").mkdir(parents=True)
+    (modules / "target" / "installed.py").touch()
+    monkeypatch.syspath_prepend(str(modules / "target"))
+    (folder / "beside.py").write_text("import numpy, installed\nfrom strop.errors import ConfigError\n")
     (folder / "reward.py").write_text(
         "import beside, missing\ndef compute_score(response):\n    import my_helper\n"
     )

@@ -127,8 +127,15 @@ def _is_installed(module: str, file: str) -> bool:
     top = module.partition(".")[0]
     if top == "strop" or top in sys.stdlib_module_names:
         return True
-    place = Path(file).resolve()
-    return any(place.is_relative_to(folder) for folder in _installed_folders())
+    return any(
+        folder in _installed_folders() or _is_target(folder) for folder in Path(file).resolve().parents
+    )
+
+
+@functools.cache
+def _is_target(folder: Path) -> bool:
+    """Return True for a folder on PYTHONPATH that pip installed packages into (``--target``)."""
+    return any(folder.glob("*.dist-info"))
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
