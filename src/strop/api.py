@@ -7,16 +7,12 @@ called.
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import random
-import signal
-import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from strop.results import Evaluation, Run
+from strop.session import generators_kept, session
 
 if TYPE_CHECKING:
     from strop.config.placement import Root
@@ -70,7 +66,7 @@ def train(
         KeyboardInterrupt: after the run was ended and its workers are gone. ``strop.Run(folder)`` reads what
             it wrote, and the same call goes on from its last checkpoint.
     """
-    with _session("train"):
+    with session("train"):
         given = _Given(config, overrides)
         n_rows = given.data(data)
         given.algorithm(algorithm)
@@ -139,7 +135,7 @@ def evaluate(
         config: as for ``train``.
         overrides: as for ``train``.
     """
-    with _session("evaluation"):
+    with session("evaluation"):
         from strop.cli import evaluate as command
         from strop.cli.train import require_valid
         from strop.config.trees import PPO
@@ -162,7 +158,7 @@ def evaluate(
         require_valid(loaded)
         folder = Path(loaded.trainer.default_local_dir)
         command.require_new(folder)
-        with _generators_kept():
+        with generators_kept():
             command.evaluate(loaded, folder, rows=given.rows, functions=given.functions)
         return Evaluation(folder)
 
@@ -334,7 +330,7 @@ def _own_defaults(given: _Given, n_rows: int | None) -> dict[str, Any]:
 
 
 def _supervised(command: str, model: Any, data: Any, config: Any, overrides: Mapping[str, Any]) -> Run:
-    with _session(command):
+    with session(command):
         given = _Given(config, overrides)
         n_rows = given.data(data)
         given.model("model", model)
@@ -347,7 +343,7 @@ def _train(command: str, given: _Given, defaults: Mapping[str, Any]) -> Run:
     from strop.config.trees import TREES
 
     config = given.load(TREES[command], defaults)
-    with _generators_kept():
+    with generators_kept():
         train(config, rows=given.rows, functions=given.functions)
     return Run(config.trainer.default_local_dir)
 
@@ -359,84 +355,3 @@ def _free(folder: Path) -> Path:
         number += 1
         free = folder.with_name(f"{folder.name}-{number}")
     return free
-
-
-@contextlib.contextmanager
-def _session(command: str) -> Generator[None]:
-    """Show strop's messages; restore handlers of signals and logs, and end what the body left running.
-
-    An interrupt is raised after the body, as what it is, also if a library replaced it by another error.
-    """
-    from strop import __version__
-    from strop.cli.run import signals_interrupt
-    from strop.tracking.console import in_notebook
-
-    stream = sys.stdout if in_notebook() else sys.stderr  # a notebook shows errors on red
-    with _logging_to(stream), _private_cluster_ended():
-        logging.getLogger("strop").info("strop %s: %s is starting", __version__, command)
-        received: list[int] = []
-        try:
-            with signals_interrupt(received):
-                yield
-        except BaseException as error:
-            if signal.SIGTERM in received:
-                raise SystemExit(143) from error
-            if received and not isinstance(error, KeyboardInterrupt):
-                _interrupted(error)
-            raise
-
-
-def _interrupted(error: BaseException) -> NoReturn:
-    interrupt = KeyboardInterrupt()
-    for note in getattr(error, "__notes__", []):
-        interrupt.add_note(note)
-    raise interrupt from error
-
-
-@contextlib.contextmanager
-def _logging_to(stream: Any) -> Generator[None]:
-    from strop.terminal import PrintableFormatter
-
-    logger = logging.getLogger("strop")
-    before = logger.level
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(PrintableFormatter("%(message)s"))
-    shows = not logger.hasHandlers()  # else the program has set up its own
-    if shows:
-        logger.addHandler(handler)
-    if before == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-
-
-@contextlib.contextmanager
-def _generators_kept() -> Generator[None]:
-    """Restore the global random generators, which a run seeds for users' code."""
-    import numpy as np
-    import torch
-
-    states = random.getstate(), np.random.get_state()
-    on_gpu = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    try:
-        with torch.random.fork_rng(devices=on_gpu):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
-@contextlib.contextmanager
-def _private_cluster_ended() -> Generator[None]:
-    """End the Ray cluster that the body starts; one to which the program is connected stays."""
-    ray = sys.modules.get("ray")
-    was_connected = ray is not None and ray.is_initialized()
-    try:
-        yield
-    finally:
-        cluster = sys.modules.get("strop.controller.ray.cluster")
-        if cluster is not None and not was_connected:
-            cluster.disconnect()
