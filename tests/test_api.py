@@ -178,7 +178,7 @@ def test_overrides_are_sections_or_whole_keys_over_the_file(tmp_path):
         (("m", ROWS, len), {"trainer": {"total_stepz": 3}}, ("trainer.total_stepz", "unknown")),
         (("m", ROWS, len), {"trainer": {"seed": object()}}, ("trainer", "object")),
         (
-            ("/nowhere/model", ROWS, lambda response: 0.0),
+            ("/nowhere/model", {"train_files": ROWS, "prompt_key": "question"}, lambda response: 0.0),
             {},
             ("actor_rollout_ref.model.path", "no such folder"),
         ),
