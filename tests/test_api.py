@@ -203,7 +203,7 @@ def test_the_estimator_is_grpo_unless_somebody_names_another(monkeypatch, tmp_pa
         (("m", ROWS, len), {"trainer": {"test_freq": 3}}, ("trainer.test_freq=3", '"val_files": ...')),
         (("m", ROWS, len), {"trainer": {"seed": object()}}, ("trainer", "object")),
         (
-            ("/nowhere/model", ROWS, lambda response: 0.0),
+            ("/nowhere/model", {"train_files": ROWS, "prompt_key": "question"}, lambda response: 0.0),
             {},
             ("actor_rollout_ref.model.path", "no such folder"),
         ),
