@@ -99,9 +99,9 @@ def test_a_killed_supervised_run_continues_to_the_same_numbers(answers, tmp_path
     done = forked.run(supervised_runs.train, kind, options, env={"STROP_CRASH_AT": "log:3"})
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     supervised_runs.train(kind, options)
-    whole, killed = (
-        load_file(tmp_path / run / "final_model" / "adapter_model.safetensors") for run in ("whole", "killed")
-    )
+    role = "reward_model" if kind == "train-rm" else "actor"
+    adapter = f"global_step_4/{role}/huggingface/adapter_model.safetensors"
+    whole, killed = (load_file(tmp_path / run / adapter) for run in ("whole", "killed"))
     assert whole.keys() == killed.keys()
     assert all(killed[name].equal(weight) for name, weight in whole.items())
 
