@@ -87,6 +87,7 @@ def test_a_function_trains_to_the_weights_of_the_command(model, tmp_path):
             *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
             *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=2"),
             *("trainer.test_freq=-1", "trainer.val_before_train=False", "algorithm.adv_estimator=grpo"),
+            "algorithm.kl_ctrl.kl_coef=0",
             *("trainer.total_training_steps=1", "trainer.device=cpu"),
             *(f"custom_reward_function.path={tmp_path / 'reward.py'}", "custom_reward_function.name=digits"),
             f"trainer.default_local_dir={tmp_path / 'command'}",

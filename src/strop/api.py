@@ -24,7 +24,6 @@ __all__ = ["Evaluation", "Run", "dpo", "evaluate", "sft", "train", "train_rm"]
 Reward = Callable[..., Any] | Sequence[Callable[..., Any]] | str | Path | None
 
 _ESTIMATORS = {"ppo": "gae", "reinforce++": "reinforce_plus_plus"}
-_BATCH = 32
 
 
 def train(
@@ -58,8 +57,8 @@ def train(
 
     Keys that nobody sets are those of the command line, but for the estimator, ``data.train_batch_size``
     (32, or all rows if there are fewer), ``ppo_mini_batch_size`` (the same: one update for each batch),
-    ``actor_rollout_ref.rollout.n`` (8 for algorithms that compare the answers to a prompt), and no validation
-    without ``val_files``.
+    ``actor_rollout_ref.rollout.n`` (8 for algorithms that compare the answers to a prompt), and
+    ``algorithm.kl_ctrl.kl_coef`` (0 for grpo: no penalty and no reference model).
 
     Raises:
         StropError: wrong keys, data or rewards, before a model is loaded.
@@ -68,11 +67,11 @@ def train(
     """
     with session("train"):
         given = _Given(config, overrides)
-        n_rows = given.data(data)
+        given.data(data)
         given.algorithm(algorithm)
         given.model("actor_rollout_ref.model", model)
         given.reward(reward)
-        return _train("train", given, _own_defaults(given, n_rows))
+        return _train("train", given, _own_defaults(given))
 
 
 def sft(
@@ -190,30 +189,26 @@ class _Given:
                 "name of a model; save it first: model.save_pretrained(folder), and the tokenizer, too"
             )
 
-    def data(self, data: Any, main: str = "train_files") -> int | None:
-        """Set the keys of ``data``; return the number of rows where they are in memory."""
+    def data(self, data: Any, main: str = "train_files") -> None:
         section = dict(data) if _is_section(data) else {main: data}
-        n_rows = None
         for name in {"train_files", "val_files"} & section.keys():
-            section[name], count = self._source(section[name], name)
-            n_rows = count if name == main else n_rows
+            section[name] = self._source(section[name], name)
         for key, value in section.items():
             self.set(f"data.{key}", value)
-        return n_rows
 
-    def _source(self, value: Any, key: str) -> tuple[Any, int | None]:
-        """Return the name of a file, or one that stands for rows in memory, and the number of these."""
+    def _source(self, value: Any, key: str) -> Any:
+        """Return the name of a file, or one that stands for rows in memory."""
         if isinstance(value, str | Path):
-            return value, None
+            return value
         if isinstance(value, list | tuple) and all(isinstance(item, str | Path) for item in value):
-            return list(value), None
+            return list(value)
         from strop.data.sources import Rows, fingerprint
 
         split = key.rpartition(".")[2].removesuffix("_files")
-        digest, count = fingerprint(Rows(split, value))
+        digest, _ = fingerprint(Rows(split, value))
         rows = Rows(f"{split}-{digest}", value)  # a run is continued with the same rows only
         self.rows.append(rows)
-        return str(rows), count
+        return str(rows)
 
     def algorithm(self, algorithm: Any) -> None:
         if isinstance(algorithm, Mapping):
@@ -274,7 +269,7 @@ class _Given:
         found = {}
         for key, value in (keys or {}).items():
             if key in ("data.train_files", "data.val_files"):
-                value, _ = self._source(value, key)
+                value = self._source(value, key)
             elif key == "data" and _is_section(value):
                 value = {
                     name: self._with_sources({f"data.{name}": item})[f"data.{name}"]
@@ -297,23 +292,26 @@ def _is_section(data: Any) -> bool:
     return isinstance(data, Mapping) and type(data).__module__.partition(".")[0] != "datasets"
 
 
-def _own_defaults(given: _Given, n_rows: int | None) -> dict[str, Any]:
+def _own_defaults(given: _Given) -> dict[str, Any]:
     """Return the keys of ``train`` that differ from those of the command line if nobody sets them.
 
     Raises ``ConfigError`` for a validation that somebody turns on, without rows for it.
     """
+    from strop.cli.train import SMALL_BATCH
     from strop.config.names import estimators
     from strop.config.trees import PPO
     from strop.errors import ConfigError
 
     own: dict[str, Any] = {
         "algorithm.adv_estimator": "grpo",
-        "data.train_batch_size": min(_BATCH, n_rows or _BATCH),
+        "data.train_batch_size": SMALL_BATCH,
         "actor_rollout_ref.actor.ppo_mini_batch_size": "${data.train_batch_size}",
     }
     config = given.load(PPO, own)
     if "uid" in estimators().get(config.algorithm.adv_estimator, ()):
         own["actor_rollout_ref.rollout.n"] = 8
+    if config.algorithm.adv_estimator == "grpo":
+        own["algorithm.kl_ctrl.kl_coef"] = 0.0  # no penalty, so no reference model
     if not config.data.val_files and not config.trainer.val_only:
         values = {"test_freq": config.trainer.test_freq, "val_before_train": config.trainer.val_before_train}
         on = [
@@ -332,19 +330,18 @@ def _own_defaults(given: _Given, n_rows: int | None) -> dict[str, Any]:
 def _supervised(command: str, model: Any, data: Any, config: Any, overrides: Mapping[str, Any]) -> Run:
     with session(command):
         given = _Given(config, overrides)
-        n_rows = given.data(data)
+        given.data(data)
         given.model("model", model)
-        defaults = {} if n_rows is None else {"data.train_batch_size": min(_BATCH, n_rows)}
-        return _train(command, given, defaults)
+        return _train(command, given, {})
 
 
 def _train(command: str, given: _Given, defaults: Mapping[str, Any]) -> Run:
-    from strop.cli.train import train
+    from strop.cli.train import fitted, train
     from strop.config.trees import TREES
 
-    config = given.load(TREES[command], defaults)
+    config, data, _ = fitted(lambda more: given.load(TREES[command], {**defaults, **more}), given.rows)
     with generators_kept():
-        train(config, rows=given.rows, functions=given.functions)
+        train(config, rows=given.rows, functions=given.functions, data=data)
     return Run(config.trainer.default_local_dir)
 
 

@@ -40,8 +40,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
-_SMALL_BATCH = 32
-"""Rows per iteration where nobody sets them and there are fewer than the default, as in ``strop.train``."""
+SMALL_BATCH = 32
+"""Rows per iteration where nobody sets them: of ``strop.train``, and of files with fewer than the default."""
 
 
 class Loaded(NamedTuple, Generic[Root]):
@@ -53,13 +53,9 @@ class Loaded(NamedTuple, Generic[Root]):
 
 
 def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> Loaded[Root]:
-    """Return the configuration of a command line; ``ConfigError`` has all load errors.
+    """Return the configuration of a command line, see ``fitted``; ``ConfigError`` has all load errors."""
 
-    A default batch size above the number of training rows becomes one that they fill.
-    """
-    from strop.data.outline import outline  # pyarrow
-
-    def load(**defaults: Any) -> Root:
+    def load(defaults: Mapping[str, Any]) -> Root:
         return load_tree(
             tree,
             arguments.overrides,
@@ -68,17 +64,27 @@ def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> Loaded[Ro
             defaults=defaults,
         )
 
-    config = load()
-    data, written = outline(config), config.written or set()
-    rows, size = data.train_rows, config.data.train_batch_size
-    if rows is None or rows >= size or _BATCH in written:
+    return fitted(load)
+
+
+def fitted(load: Callable[[Mapping[str, Any]], Root], rows: Sequence[Rows] = ()) -> Loaded[Root]:
+    """Load a configuration; a default batch size above the number of training rows becomes one they fill.
+
+    ``load`` takes values of keys that nobody sets. ``rows``: data in memory.
+    """
+    from strop.data.outline import outline  # pyarrow
+
+    config = load({})
+    data, written = outline(config, rows), config.written or set()
+    n_rows, size = data.train_rows, config.data.train_batch_size
+    if n_rows is None or n_rows >= size or _BATCH in written:
         return Loaded(config, data, "")
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size if isinstance(config, Config) else 0
-    smaller = min(rows, max(_SMALL_BATCH, mini_batch if _MINI_BATCH in written else 0))
+    smaller = min(n_rows, max(SMALL_BATCH, mini_batch if _MINI_BATCH in written else 0))
     return Loaded(
-        load(**{_BATCH: smaller}),
+        load({_BATCH: smaller}),
         data,
-        f"{_BATCH}={smaller}: the default of {size} is more than the {rows} training rows",
+        f"{_BATCH}={smaller}: the default of {size} is more than the {n_rows} training rows",
     )
 
 
