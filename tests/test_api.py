@@ -192,6 +192,21 @@ def test_the_estimator_is_grpo_unless_somebody_names_another(monkeypatch, tmp_pa
     assert config.algorithm.gamma == (0.9 if isinstance(more.get("algorithm"), dict) else 1.0)
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_few_rows_are_one_batch_unless_somebody_sets_its_size(monkeypatch, tmp_path, in_memory):
+    found = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("strop.cli.train.train", lambda config, **_: found.append(config))
+    file = Path("rows.jsonl")
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    rows = ROWS if in_memory else file
+    strop.train("m", rows, len)
+    strop.sft("m", rows)
+    strop.train("m", {"train_files": rows, "train_batch_size": 64}, len)
+    assert [config.data.train_batch_size for config in found] == [len(ROWS), len(ROWS), 64]
+    assert found[0].actor_rollout_ref.actor.ppo_mini_batch_size == len(ROWS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "more", "parts"),
     [

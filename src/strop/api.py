@@ -339,7 +339,7 @@ def _train(command: str, given: _Given, defaults: Mapping[str, Any]) -> Run:
     from strop.cli.train import fitted, train
     from strop.config.trees import TREES
 
-    config, data, _ = fitted(lambda more: given.load(TREES[command], {**defaults, **more}), given.rows)
+    config, data, _ = fitted(lambda own: given.load(TREES[command], own), given.rows, defaults)
     with generators_kept():
         train(config, rows=given.rows, functions=given.functions, data=data)
     return Run(config.trainer.default_local_dir)

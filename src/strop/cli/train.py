@@ -67,22 +67,25 @@ def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> Loaded[Ro
     return fitted(load)
 
 
-def fitted(load: Callable[[Mapping[str, Any]], Root], rows: Sequence[Rows] = ()) -> Loaded[Root]:
+def fitted(
+    load: Callable[[Mapping[str, Any]], Root], rows: Sequence[Rows] = (), own: Mapping[str, Any] | None = None
+) -> Loaded[Root]:
     """Load a configuration; a default batch size above the number of training rows becomes one they fill.
 
-    ``load`` takes values of keys that nobody sets. ``rows``: data in memory.
+    ``load`` takes values of keys that nobody sets, and is called with ``own``. ``rows``: data in memory.
     """
     from strop.data.outline import outline  # pyarrow
 
-    config = load({})
-    data, written = outline(config, rows), config.written or set()
+    own = own or {}
+    config = load(own)
+    data, written = outline(config, rows), (config.written or set()) - own.keys()
     n_rows, size = data.train_rows, config.data.train_batch_size
     if n_rows is None or n_rows >= size or _BATCH in written:
         return Loaded(config, data, "")
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size if isinstance(config, Config) else 0
     smaller = min(n_rows, max(SMALL_BATCH, mini_batch if _MINI_BATCH in written else 0))
     return Loaded(
-        load({_BATCH: smaller}),
+        load({**own, _BATCH: smaller}),
         data,
         f"{_BATCH}={smaller}: the default of {size} is more than the {n_rows} training rows",
     )
