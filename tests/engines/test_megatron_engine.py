@@ -304,8 +304,9 @@ def test_a_checkpoint_of_shared_experts_goes_on_in_another_layout_and_engine(fol
 
 
 @pytest.mark.slow
-def test_a_background_save_is_of_its_moment_and_exports_without_ranks(folders, ranks, tmp_path):
-    folder, sizes = folders("Llama"), layout(1, 2)
+@pytest.mark.parametrize("sizes", [layout(1, 2), layout(2)], ids=["pp2", "tp2"])
+def test_a_background_save_is_of_its_moment_and_exports_without_ranks(folders, ranks, tmp_path, sizes):
+    folder = folders("Llama")
     ranks.run(2, jobs.go_on, folder, sizes, None, [0], tmp_path / "whole")
     ranks.run(2, jobs.save_in_background, folder, sizes, [0], [1], tmp_path / "behind")
     export_from_shards(tmp_path / "behind", folder, tmp_path / "exported")

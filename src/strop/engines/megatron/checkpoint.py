@@ -29,7 +29,10 @@ class Checkpoints:
         self._wait()
         with self._beginning:
             self._saving = None
-            saving = state.write(self._collect(), folder, background=background)
+            # Copied here: torch's stager fails on parts of tensors that are not parameters.
+            saving = state.write(
+                self._collect(copy=background), folder, background=background, copied=background
+            )
             self._saving = None if saving is None else (saving, folder)
 
     def is_done(self) -> bool:
@@ -48,8 +51,11 @@ class Checkpoints:
         if self._saving is not None:
             wait([self._saving[0]])
 
-    def _collect(self) -> dict[str, Tensor]:
-        """Return this rank's share of the state; each rank with the same chunks writes a part of them."""
+    def _collect(self, *, copy: bool) -> dict[str, Tensor]:
+        """Return this rank's share of the state; each rank with the same chunks writes a part of them.
+
+        With ``copy``, in CPU memory that training does not write to.
+        """
         found: dict[str, Tensor] = {}
         gathered: tuple[nn.Parameter | None, dict[str, Tensor]] = (None, {})
         for number, place in enumerate(self._weights.sent):
@@ -57,10 +63,13 @@ class Checkpoints:
                 gathered = place.parameter, self._optimizer.moments(place.parameter)
             if number % place.copies.size() != place.copies.rank():
                 continue
-            found[_MODEL + place.name] = as_chunk(place, place.chunk(place.parameter.detach()))
+            weight = place.chunk(place.parameter.detach())
+            found[_MODEL + place.name] = as_chunk(place, weight.to("cpu", copy=True) if copy else weight)
             if self._optimizer is not None:
                 for kind, values in gathered[1].items():
-                    found[f"{_OPTIMIZER}{place.name}.{kind}"] = as_chunk(place, place.chunk(values).cpu())
+                    found[f"{_OPTIMIZER}{place.name}.{kind}"] = as_chunk(
+                        place, place.chunk(values).to("cpu", copy=copy)
+                    )
                 found[f"{_OPTIMIZER}{place.name}.step"] = torch.tensor(self._optimizer.steps)
         return found
 

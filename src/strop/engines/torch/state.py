@@ -62,11 +62,21 @@ def save(
     return write(_collect(module, optimizer), folder, background=background)
 
 
-def write(collected: dict[str, Tensor], folder: Path, *, background: bool = False) -> Future | None:
+class _Copied(DefaultStager):
+    """Stager of tensors that nothing else writes to."""
+
+    def stage(self, state_dict: Any, **_: Any) -> Any:
+        """Return them as they are."""
+        return state_dict
+
+
+def write(
+    collected: dict[str, Tensor], folder: Path, *, background: bool = False, copied: bool = False
+) -> Future | None:
     """Write tensors, whole ones or this rank's parts, into ``folder``. Collective.
 
-    With ``background`` they are copied to CPU memory and written by a thread; pass the returned future to
-    ``finish``. Raises ``CheckpointError`` if writing fails.
+    With ``background`` they are copied to CPU memory, unless they are ``copied``, and written by a thread;
+    pass the returned future to ``finish``. Raises ``CheckpointError`` if writing fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     options = _process_group(folder)
@@ -75,7 +85,7 @@ def write(collected: dict[str, Tensor], folder: Path, *, background: bool = Fals
             dcp.save(collected, storage_writer=DigestingWriter(folder), **options)
             return None
         # The stager that torch takes if it is not given a writer; a file system's writer stages more slowly.
-        stager = DefaultStager(StagingOptions(False, False, False, False))
+        stager = (_Copied if copied else DefaultStager)(StagingOptions(False, False, False, False))
         saving: Any = dcp.async_save(
             collected, storage_writer=DigestingWriter(folder), async_stager=stager, **options
         )
