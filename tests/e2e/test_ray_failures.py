@@ -59,7 +59,7 @@ def test_a_killed_worker_is_named_and_the_run_ends_as_if_nothing_had_been(
     assert run.wait() == 0, run.console[-3000:]
     phase = "save_checkpoint" if method == "state.save" else method
     assert f"rank 1 on {os.uname().nodename}" in run.console
-    assert run.delay_of(f"died in {phase}") < 10
+    assert run.delay_of(f"died in {phase}") < 30
     assert f"about to kill in {method}" in run.console.split("its last output")[1]
     assert (trained_weights(tmp_path / "run", STEPS), metrics(tmp_path / "run")) == undisturbed
     assert run.seconds_until_gone() < 30
@@ -72,7 +72,7 @@ def test_without_restarts_a_killed_worker_ends_the_run_and_all_its_processes(inp
     assert run.wait_until_struck()
     assert run.wait(30) == 2
     assert run.seconds_until_gone() < 30
-    assert run.delay_of("died in update_actor") < 10
+    assert run.delay_of("died in update_actor") < 30
 
 
 @pytest.mark.parametrize("method", ["update_actor", "state.save"])

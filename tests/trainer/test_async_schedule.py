@@ -33,7 +33,7 @@ class Toy:
         """Load nothing."""
 
     @register(Dispatch.ONE_TO_ALL)
-    def export(self, folder: Any) -> None:
+    def export(self, folder: Any, iteration: int) -> None:
         """Write nothing."""
 
     @register(Dispatch.ONE_TO_ALL)
