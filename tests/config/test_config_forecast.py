@@ -89,6 +89,11 @@ def forecast_of(folder, *overrides):
     return forecast(config, BatchPlan.from_config(config))
 
 
+def test_a_model_without_layers_is_left_to_loading(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 0}))
+    assert forecast_of(tmp_path).peak is None
+
+
 def test_the_parts_of_a_run_in_float32(model):
     folder, parameters = model
     memory = forecast_of(folder)

@@ -43,6 +43,7 @@ def test_a_config_cannot_be_changed():
         ("critic.optim.betas=[0.9]", "[0.9]", "list of two floats in [0, 1)"),
         ("actor_rollout_ref.rollout.stop_token_ids=[-1]", "[-1]", "list of int >= 0"),
         ("actor_rollout_ref.actor.rollout_is=x", "'x'", "one of token, sequence or null"),
+        ("data.train_files=2147483648", "2147483648", "string or list of strings"),
         ("trainer=5", "5", "a section (a mapping of keys)"),
         ("algorithm.kl_penalty=k4", "'k4'", "one of kl, k1, abs, mse, k2, low_var_kl, k3, full"),
     ],

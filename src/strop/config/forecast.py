@@ -340,7 +340,7 @@ def samples_at_once(config: Config, facts: ModelFacts) -> int:
     free = own // 2 if held is None else own - held - (copy or 0)
     tokens, logits = longest_row(config.data)[0], 2 * _FLOAT32 * facts.vocabulary
     cache = tokens * _cache_bytes(facts, number)
-    sample = cache * (facts.layers + 1) // facts.layers + logits  # grows by a layer
+    sample = cache * (facts.layers + 1) // max(facts.layers, 1) + logits  # grows by a layer
     return max(1, max(int(free * _SHARE_OF_CACHES), own // 32) // sample)
 
 

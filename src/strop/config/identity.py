@@ -142,7 +142,7 @@ def default_name(command: str, tree: Mapping[str, Any]) -> str:
         command = str(estimator)
     model = next((values[key] for key in _MODELS if isinstance(values.get(key), str)), "")
     files = values.get("data.train_files") or values.get("data.val_files") or []
-    first = files if isinstance(files, str) else next(iter(files), "")
+    first = next(iter(files), "") if isinstance(files, list) else files
     place = Path(str(first))
     words = [command, Path(model).name, place.parent.name or place.stem, digest]
     return "-".join(
