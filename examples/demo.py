@@ -55,7 +55,7 @@ def asynchronous(steps: int) -> list[str]:
         "actor_rollout_ref.hybrid_engine=False",
         "actor_rollout_ref.actor.rollout_is=token",  # samples are of an earlier policy
         # 1e-3 diverges with some seeds when samples are more than one iteration old (docs/asynchronous.md).
-        *(["actor_rollout_ref.actor.optim.lr=5e-4"] if steps > 1 else []),
+        *(["actor_rollout_ref.actor.optim.lr=3e-4"] if steps > 1 else []),
     ]
 
 
