@@ -1,4 +1,4 @@
-"""What surrounds a run that a program or a notebook starts: messages, interrupts, generators, processes."""
+"""Surroundings of a run that a program or a notebook starts: messages, interrupts, generators, processes."""
 
 from __future__ import annotations
 

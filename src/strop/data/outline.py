@@ -21,7 +21,7 @@ from strop.errors import Attempts, StropError
 
 @dataclass(frozen=True)
 class Outline:
-    """What is known of the data files of a run."""
+    """Known facts about the data files of a run."""
 
     train_rows: int | None
     """Rows of the training files; None if one of them is not on this machine, or cannot be read."""

@@ -1,4 +1,4 @@
-"""What identifies a reward between two runs: the user's modules that it imports, or a function's code.
+"""Identity of a reward between two runs: the user's modules that it imports, or a function's code.
 
 Installed packages, the standard library and strop itself count by their names alone.
 """
