@@ -153,10 +153,12 @@ def test_a_flipped_bit_of_a_checkpoint_is_named(inputs, undisturbed, tmp_path, f
 def test_a_fresh_start_moves_the_earlier_run_aside(inputs, undisturbed, tmp_path):
     shutil.copytree(undisturbed[0], tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    (tmp_path / "run" / "global_step_5.tmp").mkdir()  # of a run killed while saving
     fresh = ("trainer.resume_mode=disable", "trainer.total_training_steps=1")
     train(overrides(inputs, tmp_path / "run", *fresh))
     assert (tmp_path / "run" / "previous_1" / "metrics.jsonl").read_bytes() == before
     assert (tmp_path / "run" / "previous_1" / "global_step_4" / "manifest.json").is_file()
+    assert not list(tmp_path.rglob("global_step_5.tmp"))
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1]
 
 

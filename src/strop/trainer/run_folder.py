@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from strop.checkpoint.folder import FINAL_MODEL, LATEST, iteration_of
+from strop.checkpoint.folder import FINAL_MODEL, LATEST, iteration_of, remove_unfinished
 from strop.checkpoint.hub import HUB_FILE
 from strop.config.load import to_yaml
 from strop.config.paths import expand
@@ -108,7 +108,11 @@ class RunFolder:
             return None
 
     def archive_previous_run(self) -> None:
-        """Move an earlier run's files to ``previous_1``, ``previous_2``, ..., so that nothing is lost."""
+        """Move an earlier run's files to ``previous_1``, ``previous_2``, ..., so that nothing is lost.
+
+        Half-written checkpoints, which nobody can load, are deleted.
+        """
+        remove_unfinished(self.path)
         left = [self.path / name for name in (*_RUN_FILES, LATEST)] + list(self.path.glob("global_step_*"))
         left = [path for path in left if path.exists()]
         if left:
