@@ -14,7 +14,8 @@ from rewards_support import WIDTH
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
 from strop.rewards.manager import RewardManager
-from strop.rewards.reward_output import at_last_token
+from strop.rewards.reward_output import at_last_token, describe_sample
+from strop.rewards.worker.records import Sample
 
 from messages import mentions, naming
 
@@ -303,6 +304,14 @@ def test_an_examined_sample_shows_the_special_tokens_that_its_text_lacks(make: M
     make(num_examine=2, printer=shown.append)(batch)
     assert "[response] 3\n[response with special tokens] 3<pad>" in shown[0]
     assert "special tokens" not in shown[1]
+
+
+def test_a_long_sample_with_special_tokens_is_shown_without_its_middle():
+    sample = Sample(data_source="s", solution_str="3", ground_truth="3")
+    text = describe_sample(sample, prompt="", score=1, parts={}, error="", whole="3" + "<pad>" * 512)
+    assert "3<pad><pad>" in text
+    assert "(2161 characters)" in text
+    assert len(text) < 700
 
 
 def test_examined_samples_show_parts_and_errors(make: Make, batch_of: Batch):

@@ -101,7 +101,7 @@ def test_samples_are_sorted_and_metrics_chosen_by_options(run_dir, capsys):
         text = view(capsys, run_dir, "--samples", 1, "--sort", order)
         assert "1-1" in text
         assert "1-0" not in text
-    text = view(capsys, run_dir, "--metrics", "timing_s/*", "actor/lr", "--samples", 0)
+    text = view(capsys, "--metrics", "timing_s/*,actor/lr", run_dir, "--samples", 0)
     assert re.search(r"timing_s/gen +1\.500 +3 +6", text)
     assert "critic/score/mean" not in text
 

@@ -14,7 +14,6 @@ _LOOPBACK = "127.0.0.1"
 
 def add_web_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``strop view`` for the page."""
-    parser.add_argument("more_runs", metavar="RUN_DIR", nargs="*", help="with --web: further runs to compare")
     parser.add_argument(
         "--web", action="store_true", help="serve a page with curves, samples and per-token numbers"
     )
@@ -22,12 +21,6 @@ def add_web_arguments(parser: argparse.ArgumentParser) -> None:
         "--host", default=_LOOPBACK, help=f"with --web: the address to listen at ({_LOOPBACK}: this machine)"
     )
     parser.add_argument("--port", type=int, help="with --web: the port (8390, or a free one)")
-
-
-def require_one_run(more_runs: Sequence[str]) -> None:
-    """Raise ``ConfigError`` for further runs, which the terminal does not show."""
-    if more_runs:
-        raise ConfigError(f"{len(more_runs) + 1} runs were given; several are compared with --web")
 
 
 def serve_page(folders: Sequence[str], *, host: str, port: int | None) -> int:

@@ -15,9 +15,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from strop.cli.page import add_web_arguments, require_one_run, serve_page
+from strop.cli.page import add_web_arguments, serve_page
 from strop.config.paths import expand
-from strop.errors import DataError
+from strop.errors import ConfigError, DataError
 from strop.terminal import literal, printable
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.text import (
@@ -39,7 +39,12 @@ _SAMPLE_COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run folder (trainer.default_local_dir)")
+    parser.add_argument(
+        "run_dirs",
+        metavar="RUN_DIR",
+        nargs="+",
+        help="the run folder (trainer.default_local_dir); with --web also several, to compare",
+    )
     add_web_arguments(parser)
     parser.add_argument("--step", type=int, help="the step whose samples are shown (default: the last one)")
     parser.add_argument(
@@ -60,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--metrics",
-        nargs="+",
-        metavar="NAME",
+        type=lambda names: names.split(","),
+        metavar="NAME,...",
         help="show these metrics instead of the main ones; * matches anything",
     )
 
@@ -69,9 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the run; DataError when the folder is not a run folder or has no such step."""
     if args.web:
-        return serve_page([args.run_dir, *args.more_runs], host=args.host, port=args.port)
-    require_one_run(args.more_runs)
-    run_dir = Path(expand(args.run_dir))
+        return serve_page(args.run_dirs, host=args.host, port=args.port)
+    if len(args.run_dirs) > 1:
+        raise ConfigError(f"{len(args.run_dirs)} runs were given; several are compared with --web")
+    run_dir = Path(expand(args.run_dirs[0]))
     steps = read_metrics(run_dir / METRICS_FILE)
     if not steps:
         raise DataError(f"{run_dir / METRICS_FILE}: no step has been logged yet")

@@ -22,6 +22,9 @@ from strop.terminal import printable
 
 logger = logging.getLogger(__name__)
 
+_SHOWN_OF_SPECIAL = 200
+"""Characters at each end of a response with special tokens."""
+
 
 @dataclass(frozen=True)
 class RewardOutput:
@@ -196,8 +199,12 @@ def describe_sample(
 ) -> str:
     """Format source, prompt, response, ground truth and score, one per line, for a terminal.
 
-    ``whole``: the response with special tokens, if its scored text lacks some.
+    ``whole``: the response with special tokens, if its scored text lacks some. The middle of a
+    long one is left out: a model that never ends may write hundreds of them.
     """
+    if len(whole) > 2 * _SHOWN_OF_SPECIAL:
+        left_out = len(whole) - 2 * _SHOWN_OF_SPECIAL
+        whole = f"{whole[:_SHOWN_OF_SPECIAL]} ... ({left_out} characters) ... {whole[-_SHOWN_OF_SPECIAL:]}"
     named = "".join(f", {name} {value:g}" for name, value in parts.items())
     lines = [
         _field("data source", sample.data_source),
