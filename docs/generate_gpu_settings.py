@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 from strop.config.batch_plan import BatchPlan
-from strop.config.forecast import Forecast, forecast
 from strop.config.load import load_config
+from strop.config.memory.forecast import Forecast, forecast
 
 PAGE = Path(__file__).with_name("gpu_settings.md")
 BEGIN, END = "<!-- begin: docs/generate_gpu_settings.py -->", "<!-- end -->"

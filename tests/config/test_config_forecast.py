@@ -8,8 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from strop.columns import TOKEN_COLUMNS
 from strop.config.batch_plan import BatchPlan
-from strop.config.forecast import forecast, read_model_facts, sample_files
 from strop.config.load import load_config
+from strop.config.memory.facts import read_model_facts
+from strop.config.memory.forecast import forecast, sample_files
 from strop.protocol import DataProto
 from strop.tracking.samples import write_samples
 

@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from strop.config.checks import processes
-from strop.config.forecast import resident_weights
 from strop.config.identity import decides_what_is_trained
 from strop.config.load import load_config
+from strop.config.memory.forecast import resident_weights
 
 from messages import mentions
 

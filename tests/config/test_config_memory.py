@@ -8,9 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strop.config.batch_plan import BatchPlan
 from strop.config.checks.check import check
 from strop.config.checks.supervised import sequences_of_a_row
-from strop.config.forecast import ModelFacts, forecast, read_model_facts, samples_at_once, supervised_forecast
 from strop.config.load import load_config, load_tree
 from strop.config.machine import _group_limits, machine_memory
+from strop.config.memory.facts import ModelFacts, read_model_facts
+from strop.config.memory.forecast import forecast, samples_at_once, supervised_forecast
 from strop.config.trees import DPO, REWARD_MODELLING, SFT
 
 from messages import mentions
@@ -94,7 +95,7 @@ def test_samples_generated_at_once_fit_the_memory_beside_the_models(model, insta
 
 def test_the_defaults_for_pairs_fit_16_gb_at_half_a_billion_parameters(monkeypatch):
     qwen = ModelFacts(494_032_768, 24, 896, 151_936, 14, 2, 128, 32_768)
-    monkeypatch.setattr("strop.config.forecast.read_model_facts", lambda path: qwen)
+    monkeypatch.setattr("strop.config.memory.forecast.read_model_facts", lambda path: qwen)
     for tree in (REWARD_MODELLING, DPO):
         config = load_tree(tree, ["model.path=m", "data.train_files=a", "trainer.device=cpu"])
         assert supervised_forecast(config, 2).peak < 15e9
@@ -144,6 +145,6 @@ def test_facts_of_a_model_in_the_hubs_cache(model, tmp_path, monkeypatch):
     for file in model.iterdir():
         (snapshot / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr(
-        "strop.config.forecast.try_to_load_from_cache", lambda name, file: str(snapshot / file)
+        "strop.config.memory.facts.try_to_load_from_cache", lambda name, file: str(snapshot / file)
     )
     assert read_model_facts("owner/name") == read_model_facts(str(model))

@@ -23,10 +23,11 @@ from strop.cli.train import add_config_arguments, load_arguments
 from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
 from strop.config.checks.check import CheckResult, check
 from strop.config.checks.keys import changed_from_verl
-from strop.config.forecast import Forecast, SampleFiles, forecast, read_model_facts, sample_files
 from strop.config.identity import in_words
 from strop.config.keys import all_keys
 from strop.config.load import to_yaml
+from strop.config.memory.facts import read_model_facts
+from strop.config.memory.forecast import Forecast, SampleFiles, forecast, sample_files
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import Schedule, is_off_policy, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config, RootConfig

@@ -37,7 +37,7 @@ class RolloutKind:
     """Keys of ``actor_rollout_ref.rollout`` that this back-end honours and not all others do."""
     extra_sampling: bool = False
     """True if it honours the keys of ``VLLMSamplingConfig``."""
-    forecast: str = "strop.config.forecast:sample_caches"
+    forecast: str = "strop.config.memory.forecast:sample_caches"
     """"module:function" of the memory forecast: (config, batch plan, model facts) -> ``Forecast``."""
     package: str | None = None
     """Package that must be installed."""
@@ -76,7 +76,7 @@ ROLLOUTS: dict[str, RolloutKind] = {
             }
         ),
         extra_sampling=True,
-        forecast="strop.config.forecast:replica_with_cache",
+        forecast="strop.config.memory.forecast:replica_with_cache",
         package="vllm",
     ),
 }

@@ -11,9 +11,9 @@ from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
 from strop.config.batch_plan import longest_scored_row
 from strop.config.checks.finding import Finding, error, warning
-from strop.config.forecast import read_model_facts
 from strop.config.keys import all_keys, longest_row, value_at
 from strop.config.machine import machine_memory
+from strop.config.memory.facts import read_model_facts
 from strop.config.names import missing_module
 from strop.config.paths import (
     expand,

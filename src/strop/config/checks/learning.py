@@ -8,8 +8,8 @@ import re
 from collections.abc import Collection, Iterator
 
 from strop.config.checks.finding import Finding, error, warning
-from strop.config.forecast import read_model_facts
 from strop.config.keys import divisors, nearest_in_words
+from strop.config.memory.facts import read_model_facts
 from strop.config.names import (
     OPTIONAL_PACKAGES,
     REWARD_MANAGERS,

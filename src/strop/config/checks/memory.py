@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from strop.config.batch_plan import BatchPlan
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.supervised import sequences_of_a_row
-from strop.config.forecast import Forecast, forecast, supervised_forecast
 from strop.config.machine import Memory, memory_for
+from strop.config.memory.forecast import Forecast, forecast, supervised_forecast
 from strop.config.placement import Placement
 from strop.config.schema import Config
 from strop.config.schema.supervised import SupervisedConfig

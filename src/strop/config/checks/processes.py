@@ -9,8 +9,8 @@ from typing import get_args
 from strop.config.backends import ENGINES
 from strop.config.batch_plan import MICRO_BATCHES, forward_passes, sequence_parallel_size, strategy_of
 from strop.config.checks.finding import Finding, error, warning
-from strop.config.forecast import read_model_facts
 from strop.config.keys import divisors, nearest_in_words, value_at
+from strop.config.memory.facts import read_model_facts
 from strop.config.placement import (
     Placement,
     honours,

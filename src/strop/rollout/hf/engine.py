@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from strop.config.forecast import SHAPE_KEYS, ModelFacts, facts_of, samples_at_once
+from strop.config.memory.facts import SHAPE_KEYS, ModelFacts, facts_of
+from strop.config.memory.forecast import samples_at_once
 from strop.errors import ModelError
 from strop.models.heads import model_errors
 from strop.models.loader import end_token_ids, hidden_token_ids

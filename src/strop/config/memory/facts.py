@@ -1,0 +1,90 @@
+"""Sizes of a model, from its config.json and the headers of its weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+
+from strop.config.paths import expand, is_url, may_be_a_hub_name
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of a decoder-only transformer."""
+
+    parameters: int | None
+    """Counted in the headers of the weights; None without safetensors files."""
+    layers: int
+    hidden: int
+    vocabulary: int
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    kv_width: int
+    """Key-value heads x head size: a token's cache holds 2 x layers x kv_width numbers."""
+    context: int | None
+    """Context window in tokens."""
+    experts: int = 0
+    """Routed experts of a layer."""
+    expert_parameters: int = 0
+    """Those of ``parameters`` that are in routed experts."""
+
+
+def read_model_facts(path: str) -> ModelFacts | None:
+    """Return facts about the model in the folder `path`; None if it is not local or lacks them."""
+    if not path or is_url(path):
+        return None
+    folder = Path(expand(path))
+    if not (folder / "config.json").is_file() and may_be_a_hub_name(path):
+        cached = try_to_load_from_cache(path, "config.json")
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        files = list(folder.glob("*.safetensors"))
+        parameters = sum(count_parameters(file) for file in files) or None
+        facts = facts_of(json.loads((folder / "config.json").read_text()), parameters)
+        experts = sum(count_parameters(file, ".experts.") for file in files) if facts.experts else 0
+        return replace(facts, expert_parameters=experts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+        return None  # loading the model reports a broken folder
+
+
+SHAPE_KEYS = (
+    *("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "max_position_embeddings", "num_experts", "num_local_experts"),
+)
+"""Keys of config.json that hold the sizes of a model."""
+
+
+def facts_of(config: Mapping[str, Any], parameters: int | None) -> ModelFacts:
+    """Return facts from the content of a config.json; ``KeyError`` and others if it lacks them."""
+    shape = config.get("text_config", config)
+    heads = shape["num_attention_heads"]
+    kv_heads = shape.get("num_key_value_heads") or heads
+    head_size = shape.get("head_dim") or shape["hidden_size"] // heads
+    return ModelFacts(
+        parameters=parameters,
+        layers=shape["num_hidden_layers"],
+        hidden=shape["hidden_size"],
+        vocabulary=shape["vocab_size"],
+        heads=heads,
+        kv_heads=kv_heads,
+        kv_width=kv_heads * head_size,
+        context=shape.get("max_position_embeddings"),
+        experts=shape.get("num_experts") or shape.get("num_local_experts") or 0,
+    )
+
+
+def count_parameters(file: Path, part: str = "") -> int:
+    """Count the numbers in a safetensors file, in tensors with ``part`` in the name, by its header."""
+    with safe_open(file, framework="numpy") as tensors:
+        names = [name for name in tensors.keys() if part in name]  # noqa: SIM118 - not a mapping
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
