@@ -171,6 +171,18 @@ def test_vllm_has_separate_weights_and_a_separate_cache(model):
     assert not any(name.startswith("vLLM") for name in asleep.resident)
 
 
+def test_a_small_batch_bounds_the_cache_of_vllm(model):
+    options = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.n=2", "trainer.device=cpu")
+    batch = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    sequence = 256 * 2 * 2 * 8 * 4  # two blocks of 128 tokens
+    assert forecast_of(model[0], *options, *batch).resident["vLLM: KV cache, at most"] == 8 * sequence
+    ranks = forecast_of(model[0], *options, *batch, "trainer.n_gpus_per_node=2")
+    assert ranks.resident["vLLM: KV cache, at most"] == 4 * sequence
+    validates = ("trainer.val_only=True", "data.val_batch_size=3")
+    memory = forecast_of(model[0], *options, *batch, *validates)
+    assert memory.resident["vLLM: KV cache, at most"] == 3 * sequence
+
+
 @pytest.mark.parametrize(
     ("overrides", "files"),
     [

@@ -12,7 +12,7 @@ from typing import TypeVar
 from strop.config.backends import ROLLOUTS
 from strop.config.keys import all_keys
 from strop.config.paths import expand
-from strop.config.roles import policy_roles, reference_is_the_actor
+from strop.config.roles import Schedule, policy_roles, reference_is_the_actor
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.policy import VLLMSampling
 from strop.errors import ConfigError
@@ -180,6 +180,19 @@ def tensor_parallel_size(config: Config) -> int:
             f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide the {ranks} ranks of the rollout"
         )
     return size
+
+
+def sequences_of_engine(config: Config, engines: int) -> int:
+    """Return the most samples that one of ``engines`` generates at once when training.
+
+    These are its part of the batches in flight, or ``max_num_seqs`` if that is less; in a run that only
+    validates its part of ``data.val_batch_size`` prompts.
+    """
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    samples = data.train_batch_size * rollout.n * (1 + Schedule.of(config).beside)
+    if config.trainer.val_only:
+        samples = data.val_batch_size * rollout.val_kwargs.n
+    return min(rollout.max_num_seqs, -(-samples // max(engines, 1)))
 
 
 def extra_sampling(config: Config) -> dict[str, object]:

@@ -23,7 +23,13 @@ from strop.config.batch_plan import (
 from strop.config.keys import longest_row, value_at
 from strop.config.machine import memory_for
 from strop.config.memory.facts import ModelFacts, read_model_facts
-from strop.config.placement import Placement, pools_of, rollout_dtype, tensor_parallel_size
+from strop.config.placement import (
+    Placement,
+    pools_of,
+    rollout_dtype,
+    sequences_of_engine,
+    tensor_parallel_size,
+)
 from strop.config.roles import (
     has_kl_in_reward,
     reference_is_the_actor,
@@ -266,7 +272,7 @@ def _cache_bytes(facts: ModelFacts, number: int) -> int:
 
 
 def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
-    """Return the memory of vLLM: one rank's part of a copy of the weights, and a cache of ``max_num_seqs``.
+    """Return the memory of vLLM: one rank's part of a copy of the weights, and a cache of its sequences.
 
     On a GPU vLLM takes ``gpu_memory_utilization`` of the memory for both, whether it needs that or not.
     """
@@ -276,7 +282,8 @@ def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None
         size = 2 if rollout_dtype(config) in ("bfloat16", "float16") else 4  # auto, on an unknown device
         length = config.data.max_prompt_length + config.data.max_response_length
         ranks, blocks = tensor_parallel_size(config), -(-length // _CACHE_BLOCK) + 1
-        tokens = config.actor_rollout_ref.rollout.max_num_seqs * blocks * _CACHE_BLOCK
+        engines = Placement.from_config(config).ranks(_rollout_role(config)) // ranks
+        tokens = sequences_of_engine(config, engines) * blocks * _CACHE_BLOCK
         weights = _times(facts, size, ranks)
         cache = tokens * _cache_bytes(facts, size) // ranks
         memory = memory_for(config)  # vLLM takes no more, whatever is asked for

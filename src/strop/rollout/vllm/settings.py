@@ -43,7 +43,12 @@ from vllm.model_executor.models.transformers import base as transformers_backend
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from strop.config.placement import extra_sampling, rollout_dtype, tensor_parallel_size
+from strop.config.placement import (
+    extra_sampling,
+    rollout_dtype,
+    sequences_of_engine,
+    tensor_parallel_size,
+)
 from strop.errors import ModelError
 from strop.models.loader import dtype_named
 from strop.rollout.base import RolloutSpec
@@ -81,14 +86,14 @@ def engine_arguments(spec: RolloutSpec, model: PreTrainedConfig) -> dict[str, An
     if spec.device.type == "cuda":
         arguments["enable_sleep_mode"] = rollout.free_cache_engine
     else:
-        arguments["kv_cache_memory_bytes"] = _cache_bytes(arguments, model, dtype, spec.world_size)
+        arguments["kv_cache_memory_bytes"] = _cache_bytes(spec, arguments, model, dtype)
     return arguments
 
 
 def _cache_bytes(
-    arguments: Mapping[str, Any], model: PreTrainedConfig, dtype: torch.dtype, world_size: int
+    spec: RolloutSpec, arguments: Mapping[str, Any], model: PreTrainedConfig, dtype: torch.dtype
 ) -> int:
-    """Return the size of a CPU's KV cache: ``max_num_seqs`` whole sequences, at most the memory share.
+    """Return the size of a CPU's KV cache: all sequences in flight, whole, at most the memory share.
 
     vLLM's default is the whole share on every rank, however small the model. The size must not depend on the
     memory that is free at the moment: a resumed run has to form the same batches.
@@ -97,9 +102,11 @@ def _cache_bytes(
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     token_bytes = 2 * text.num_hidden_layers * heads * head_width(model) * dtype.itemsize
     blocks = math.ceil(arguments["max_model_len"] / _BLOCK) + 1
-    wanted = arguments["max_num_seqs"] * blocks * _BLOCK * token_bytes // arguments["tensor_parallel_size"]
+    ranks = arguments["tensor_parallel_size"]
+    sequences = sequences_of_engine(spec.config, spec.world_size // ranks)
+    wanted = sequences * blocks * _BLOCK * token_bytes // ranks
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(wanted, int(total * arguments["gpu_memory_utilization"] / world_size))
+    return min(wanted, int(total * arguments["gpu_memory_utilization"] / spec.world_size))
 
 
 def head_width(model: PreTrainedConfig) -> int:
