@@ -88,7 +88,7 @@ class _OutputLayerFunction(torch.autograd.Function):
         with torch.autocast(hidden_NH.device.type, enabled=False):
             hidden_NH = hidden_NH.to(dtype)
             layer = OutputLayer(weight_VH, bias_V, scale, soft_cap)
-            sums = _measure(_Blocks(hidden_NH, layer, temperature, ctx.kept), ids_N)
+            sums = _Blocks(hidden_NH, layer, temperature, ctx.kept).measure(ids_N)
             known = _known(sums if group is None else _over_ranks(sums, group))
         ctx.save_for_backward(
             hidden_NH, weight_VH, bias_V, ids_N, known.highest_N, known.log_sum_N, known.entropy_N
@@ -109,13 +109,46 @@ class _OutputLayerFunction(torch.autograd.Function):
             hidden, weight, bias = _differentiate(
                 _Blocks(hidden_NH, layer, temperature, ctx.kept),
                 _Upstream(ids_N, *known, log_prob_gradient_N, entropy_gradient_N),
-                logits_are_kept=ctx.kept is not None,
                 wanted=ctx.needs_input_grad,
             )
         ctx.kept = None
         if hidden is not None and group is not None:
             dist.all_reduce(hidden, group=group)
         return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, *(None,) * 6
+
+
+class _Known(NamedTuple):
+    """Per token, float32."""
+
+    log_prob_N: Tensor
+    highest_N: Tensor
+    """The highest logit; separate from log_sum_N, whose digits it would absorb."""
+    log_sum_N: Tensor
+    """log sum_V exp(logit - highest)"""
+    entropy_N: Tensor
+
+
+class _Sums(NamedTuple):
+    """Per token, float32, of the words of one rank or of all."""
+
+    picked_N: Tensor
+    """The id's logit; 0 if it is another rank's word."""
+    highest_N: Tensor
+    sum_N: Tensor
+    """sum_V exp(logit - highest)"""
+    weighted_N: Tensor
+    """sum_V (logit - highest) exp(logit - highest)"""
+
+
+class _Upstream(NamedTuple):
+    """Inputs of the logits' gradient, per token."""
+
+    ids_N: Tensor
+    highest_N: Tensor
+    log_sum_N: Tensor
+    entropy_N: Tensor
+    log_prob_gradient_N: Tensor
+    entropy_gradient_N: Tensor | None
 
 
 class _Blocks:
@@ -126,7 +159,8 @@ class _Blocks:
     ) -> None:
         """Allocate buffers. ``hidden_NH`` has the dtype of the products; ``kept`` holds all logits [N x V].
 
-        Without ``kept``, computing a block's logits overwrites the previous block's.
+        Without ``kept``, computing a block's logits overwrites the previous block's. ``gradient`` expects
+        logits in ``kept``, as a previous ``measure`` left them.
         """
         self.hidden_NH, self.layer, self.temperature = hidden_NH, layer, temperature
         n_tokens, vocabulary = len(hidden_NH), len(layer.weight_VH)
@@ -168,7 +202,47 @@ class _Blocks:
             logits_Nv /= self.temperature
         return logits_Nv
 
-    def through_layer(self, gradient_Nv: Tensor, logits_Nv: Tensor) -> Tensor:
+    def measure(self, ids_N: Tensor) -> _Sums:
+        """Make one pass over the vocabulary, summing exp(logit - highest) with the highest logit so far."""
+        highest_N = torch.full(ids_N.shape, _LOWEST, device=ids_N.device)
+        picked_N, sum_N, weighted_N = (torch.zeros_like(highest_N) for _ in range(3))
+        for words in self.words:
+            logits_Nv = self.logits(words)
+            inside_N, places_N1 = _places(ids_N, words)
+            picked_N = torch.where(inside_N, logits_Nv.gather(1, places_N1)[:, 0], picked_N)
+            before_N, highest_N = highest_N, torch.maximum(highest_N, logits_Nv.amax(dim=1))
+            below_Nv = torch.sub(logits_Nv, highest_N[:, None], out=self.room(1, words))
+            exp_Nv = torch.exp(below_Nv, out=self.room(2, words))
+            if self.layer.bias_V is not None:  # -inf in a bias forbids words
+                below_Nv.clamp_(min=VANISHES)
+            # a new highest logit rescales the sums so far
+            down_N = (before_N - highest_N).clamp_(min=VANISHES)
+            weighted_N = (weighted_N + down_N * sum_N) * down_N.exp() + below_Nv.mul_(exp_Nv).sum(dim=1)
+            sum_N = sum_N * down_N.exp() + exp_Nv.sum(dim=1)
+        return _Sums(picked_N, highest_N, sum_N, weighted_N)
+
+    def gradient(self, words: slice, upstream: _Upstream) -> Tensor:
+        """Return the float32 gradient of hidden weight^T + bias [N, v], valid for one block."""
+        logits_Nv = self.logits(words) if self._kept is None else self.logits_room(words)
+        return self._through_layer(self._logit_gradient(words, logits_Nv, upstream), logits_Nv)
+
+    def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: _Upstream) -> Tensor:
+        """Return g (1[id] - p) - e p (log p + H) [N, v], with g, e the gradients of log-prob and entropy H."""
+        ids_N, highest_N, log_sum_N, entropy_N, g_N, e_N = upstream
+        log_p_Nv = torch.sub(logits_Nv, highest_N[:, None], out=self.room(1, words))
+        log_p_Nv -= log_sum_N[:, None]
+        p_Nv = torch.exp(log_p_Nv, out=self.room(2, words))
+        if e_N is None:
+            gradient_Nv = p_Nv.mul_(-g_N[:, None])
+        else:
+            if self.layer.bias_V is not None:
+                log_p_Nv.clamp_(min=VANISHES)
+            constant_N = g_N + e_N * entropy_N
+            gradient_Nv = log_p_Nv.mul_(-e_N[:, None]).sub_(constant_N[:, None]).mul_(p_Nv)
+        inside_N, places_N1 = _places(ids_N, words)
+        return gradient_Nv.scatter_add_(1, places_N1, torch.where(inside_N, g_N, 0.0)[:, None])
+
+    def _through_layer(self, gradient_Nv: Tensor, logits_Nv: Tensor) -> Tensor:
         """Backpropagate from these logits to hidden weight^T + bias, in place."""
         layer = self.layer
         if layer.soft_cap is not None:  # d c tanh(x/c) = 1 - tanh(x/c)^2
@@ -182,49 +256,6 @@ class _Blocks:
 def _matrix(memory: Tensor, first_word: int, words: slice, n_tokens: int) -> Tensor:
     width = words.stop - words.start
     return memory[n_tokens * first_word : n_tokens * (first_word + width)].view(n_tokens, width)
-
-
-class _Known(NamedTuple):
-    """Per token, float32."""
-
-    log_prob_N: Tensor
-    highest_N: Tensor
-    """The highest logit; separate from log_sum_N, whose digits it would absorb."""
-    log_sum_N: Tensor
-    """log sum_V exp(logit - highest)"""
-    entropy_N: Tensor
-
-
-class _Sums(NamedTuple):
-    """Per token, float32, of the words of one rank or of all."""
-
-    picked_N: Tensor
-    """The id's logit; 0 if it is another rank's word."""
-    highest_N: Tensor
-    sum_N: Tensor
-    """sum_V exp(logit - highest)"""
-    weighted_N: Tensor
-    """sum_V (logit - highest) exp(logit - highest)"""
-
-
-def _measure(blocks: _Blocks, ids_N: Tensor) -> _Sums:
-    """Make one pass over the vocabulary, summing exp(logit - highest) with the highest logit so far."""
-    highest_N = torch.full(ids_N.shape, _LOWEST, device=ids_N.device)
-    picked_N, sum_N, weighted_N = (torch.zeros_like(highest_N) for _ in range(3))
-    for words in blocks.words:
-        logits_Nv = blocks.logits(words)
-        inside_N, places_N1 = _places(ids_N, words)
-        picked_N = torch.where(inside_N, logits_Nv.gather(1, places_N1)[:, 0], picked_N)
-        before_N, highest_N = highest_N, torch.maximum(highest_N, logits_Nv.amax(dim=1))
-        below_Nv = torch.sub(logits_Nv, highest_N[:, None], out=blocks.room(1, words))
-        exp_Nv = torch.exp(below_Nv, out=blocks.room(2, words))
-        if blocks.layer.bias_V is not None:  # -inf in a bias forbids words
-            below_Nv.clamp_(min=VANISHES)
-        # a new highest logit rescales the sums so far
-        down_N = (before_N - highest_N).clamp_(min=VANISHES)
-        weighted_N = (weighted_N + down_N * sum_N) * down_N.exp() + below_Nv.mul_(exp_Nv).sum(dim=1)
-        sum_N = sum_N * down_N.exp() + exp_Nv.sum(dim=1)
-    return _Sums(picked_N, highest_N, sum_N, weighted_N)
 
 
 def _over_ranks(sums: _Sums, group: dist.ProcessGroup) -> _Sums:
@@ -245,19 +276,8 @@ def _known(sums: _Sums) -> _Known:
     return _Known(log_prob_N, highest_N, log_sum_N, log_sum_N - weighted_N / sum_N)
 
 
-class _Upstream(NamedTuple):
-    """Inputs of the logits' gradient, per token."""
-
-    ids_N: Tensor
-    highest_N: Tensor
-    log_sum_N: Tensor
-    entropy_N: Tensor
-    log_prob_gradient_N: Tensor
-    entropy_gradient_N: Tensor | None
-
-
 def _differentiate(
-    blocks: _Blocks, upstream: _Upstream, *, logits_are_kept: bool, wanted: tuple[bool, ...]
+    blocks: _Blocks, upstream: _Upstream, *, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of hidden states (float32), weight and bias; None where not ``wanted``."""
     hidden_NH, layer = blocks.hidden_NH, blocks.layer
@@ -265,9 +285,7 @@ def _differentiate(
     weight_gradient_VH = torch.empty_like(layer.weight_VH) if wanted[1] else None
     bias_gradient_V = torch.empty_like(layer.bias_V) if wanted[2] and layer.bias_V is not None else None
     for words in blocks.words:
-        logits_Nv = blocks.logits_room(words) if logits_are_kept else blocks.logits(words)
-        gradient_Nv = _logit_gradient(blocks, words, logits_Nv, upstream)
-        gradient_Nv = blocks.through_layer(gradient_Nv, logits_Nv)
+        gradient_Nv = blocks.gradient(words, upstream)
         if bias_gradient_V is not None:
             bias_gradient_V[words] = gradient_Nv.sum(dim=0)
         if hidden_gradient_NH is not None:
@@ -275,23 +293,6 @@ def _differentiate(
         if weight_gradient_VH is not None:
             _product(gradient_Nv.to(hidden_NH.dtype).t(), hidden_NH, weight_gradient_VH[words])
     return hidden_gradient_NH, weight_gradient_VH, bias_gradient_V
-
-
-def _logit_gradient(blocks: _Blocks, words: slice, logits_Nv: Tensor, upstream: _Upstream) -> Tensor:
-    """Return g (1[id] - p) - e p (log p + H) [N, v], with gradients g of the log-prob, e of the entropy H."""
-    ids_N, highest_N, log_sum_N, entropy_N, g_N, e_N = upstream
-    log_p_Nv = torch.sub(logits_Nv, highest_N[:, None], out=blocks.room(1, words))
-    log_p_Nv -= log_sum_N[:, None]
-    p_Nv = torch.exp(log_p_Nv, out=blocks.room(2, words))
-    if e_N is None:
-        gradient_Nv = p_Nv.mul_(-g_N[:, None])
-    else:
-        if blocks.layer.bias_V is not None:
-            log_p_Nv.clamp_(min=VANISHES)
-        constant_N = g_N + e_N * entropy_N
-        gradient_Nv = log_p_Nv.mul_(-e_N[:, None]).sub_(constant_N[:, None]).mul_(p_Nv)
-    inside_N, places_N1 = _places(ids_N, words)
-    return gradient_Nv.scatter_add_(1, places_N1, torch.where(inside_N, g_N, 0.0)[:, None])
 
 
 def _places(ids_N: Tensor, words: slice) -> tuple[Tensor, Tensor]:
