@@ -262,5 +262,51 @@ def test_a_cpu_computes_in_blocks(monkeypatch):
     assert not output_layer._has_kernel.__wrapped__(torch.device("cpu"), torch.bfloat16)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize(
+    ("capability", "shared_kib", "instruction"),
+    [(80, 163, "mma.sync"), (89, 99, "mma.sync"), (90, 227, "wgmma")],
+)
+def test_the_kernels_compile_for_gpus(monkeypatch, capability, shared_kib, instruction, capped):
+    """As ``_kernels`` launches them with bfloat16; needs no GPU."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from strop.algorithms import output_kernel
+
+    tile = output_kernel.tile_of(torch.bfloat16, shared_kib << 10)
+    for kernel in (output_kernel._sum_words, output_kernel._differentiate_words):
+        constants = output_kernel._constants(1536, capped, capped, tile, interpreted=False)
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        constants |= {"WORDS": output_kernel.WORDS, "HAS_ENTROPY": True, "HAS_SUMS": capped}
+        constants |= {} if capped else {"bias_ptr": None, "column_sums_ptr": None}
+        kinds = {"hidden_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16", "ids_ptr": "*i64"}
+        signature = {
+            name: "constexpr"
+            if name in constants
+            else kinds.get(
+                name,
+                "*fp32" if name.endswith("_ptr") else "i32" if name.startswith(("n_", "hidden")) else "fp32",
+            )
+            for name in kernel.arg_names
+        }
+        places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
+        source = triton.compiler.ASTSource(
+            fn=kernel,
+            signature=signature,
+            constexprs={places[name]: value for name, value in constants.items() if name in places},
+            attrs={
+                places[name]: [["tt.divisibility", 16]]
+                for name in signature
+                if signature[name].startswith("*")
+            },
+        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert compiled.metadata.shared <= shared_kib << 10
+        assert instruction in compiled.asm["ptx"]
+
+
 if __name__ == "__main__":
     main(sys.argv[1])

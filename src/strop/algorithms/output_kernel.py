@@ -13,7 +13,7 @@ Tiles and splits do not depend on N, so a token's results do not depend on the o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -65,20 +65,20 @@ def partial_sums(
 ) -> Tensor:
     """Return float32 [4, S, N]: of each split the id's logit or 0, highest logit, sum and weighted sum.
 
-    ``hidden_NH`` and ``weight_VH`` have one dtype. ``lowest`` is the highest logit of no words, ``vanishes``
-    the lower bound of a logit below the highest.
+    ``hidden_NH``, contiguous, and ``weight_VH`` have one dtype. ``lowest`` is the highest logit of no words,
+    ``vanishes`` the lower bound of a logit below the highest.
     """
-    n_tokens, n_words = len(hidden_NH), len(weight_VH)
+    (n_tokens, hidden), n_words = hidden_NH.shape, len(weight_VH)
     n_splits = max(triton.cdiv(n_words, WORDS), 1)  # a rank may have no words
     sums_4SN = torch.empty(4, n_splits, n_tokens, device=hidden_NH.device)
     tile = _tile(hidden_NH)
     if sums_4SN.numel():
         with torch.cuda.device_of(hidden_NH):
             _sum_words[(triton.cdiv(n_tokens, tile.tokens), n_splits)](
-                *(hidden_NH.contiguous(), weight_VH.contiguous(), bias_V, ids_N.contiguous(), sums_4SN),
-                *(n_tokens, n_words, n_splits, factors.inner, factors.outer, lowest, vanishes),
+                *(hidden_NH, weight_VH.contiguous(), bias_V, ids_N, sums_4SN),
+                *(n_tokens, n_words, n_splits, hidden, factors.inner, factors.outer, lowest, vanishes),
                 WORDS=WORDS,
-                **_constants(hidden_NH, bias_V, factors, tile),
+                **_constants(hidden, bias_V is not None, factors.is_capped, tile, not hidden_NH.is_cuda),
             )
     return sums_4SN
 
@@ -103,43 +103,47 @@ def logit_gradient(
     ``out_Nv`` is contiguous, of the dtype of ``hidden_NH`` and ``weight_vH``. The float32 sums are those of
     the numbers before they are rounded to it; None unless ``with_column_sums``.
     """
-    n_tokens, n_words = out_Nv.shape
+    (n_tokens, n_words), hidden = out_Nv.shape, hidden_NH.shape[1]
     tile = _tile(hidden_NH)
     blocks = triton.cdiv(n_tokens, tile.tokens)
     columns_Bv = torch.empty(blocks, n_words, device=out_Nv.device) if with_column_sums else None
-    given = [*known, log_prob_gradient_N]
     if out_Nv.numel():
         with torch.cuda.device_of(hidden_NH):
             _differentiate_words[(blocks, triton.cdiv(n_words, tile.words))](
-                *(hidden_NH.contiguous(), weight_vH.contiguous(), bias_v, ids_N.contiguous()),
-                *(tensor.contiguous() for tensor in given),
+                *(hidden_NH, weight_vH.contiguous(), bias_v, ids_N, *known, log_prob_gradient_N.contiguous()),
                 entropy_gradient_N.contiguous() if entropy_gradient_N is not None else None,
-                *(out_Nv, columns_Bv, n_tokens, n_words, factors.inner, factors.outer, vanishes),
+                *(out_Nv, columns_Bv, n_tokens, n_words, hidden, factors.inner, factors.outer, vanishes),
                 HAS_ENTROPY=entropy_gradient_N is not None,
                 HAS_SUMS=with_column_sums,
-                **_constants(hidden_NH, bias_v, factors, tile),
+                **_constants(hidden, bias_v is not None, factors.is_capped, tile, not hidden_NH.is_cuda),
             )
     return columns_Bv.sum(0) if columns_Bv is not None else None
 
 
 def _tile(hidden_NH: Tensor) -> _Tile:
-    """Choose by dtype and GPU only, never by timing, whose choices would change results."""
     if not hidden_NH.is_cuda:
         return _INTERPRETED
-    if hidden_NH.dtype == torch.float32:
-        return _Tile(64, 64, 32, 4, 3)
     device = torch.cuda.get_device_properties(hidden_NH.device)
     shared_memory = getattr(device, "shared_memory_per_block_optin", device.shared_memory_per_block)
+    return tile_of(hidden_NH.dtype, shared_memory)
+
+
+def tile_of(dtype: torch.dtype, shared_memory: int) -> _Tile:
+    """Choose by dtype and bytes of shared memory, never by timing, whose choices would change results."""
+    if dtype == torch.float32:
+        return _Tile(64, 64, 32, 4, 3)
     # three steps of the operands: 144 KiB (A100, H100, B200), or 48 KiB
     return _Tile(128, 256, 64, 8, 3) if shared_memory >= 160 << 10 else _Tile(128, 128, 32, 8, 3)
 
 
-def _constants(hidden_NH: Tensor, bias_V: Tensor | None, factors: Factors, tile: _Tile) -> dict[str, int]:
+def _constants(
+    hidden: int, has_bias: bool, is_capped: bool, tile: _Tile, interpreted: bool
+) -> dict[str, Any]:
     return {
-        "H": hidden_NH.shape[1],
-        "HAS_BIAS": bias_V is not None,
-        "IS_CAPPED": factors.is_capped,
-        "INTERPRETED": not hidden_NH.is_cuda,
+        "IS_WHOLE": hidden % tile.hidden == 0,
+        "HAS_BIAS": has_bias,
+        "IS_CAPPED": is_capped,
+        "INTERPRETED": interpreted,
         "TOKENS": tile.tokens,
         "TILE": tile.words,
         "STEP": tile.hidden,
@@ -175,12 +179,13 @@ def _logits(
     weight_ptr,
     bias_ptr,
     tokens,
-    words,
+    start,
     n_tokens,
     n_words,
+    hidden_size,
     inner,
     outer,
-    H: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_CAPPED: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -188,21 +193,21 @@ def _logits(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Compute float32 logits [TOKENS, TILE], see ``Factors``; -inf past the last word."""
+    """Compute float32 logits [TOKENS, TILE] from word ``start`` on (``Factors``); any past the last word."""
     # rows past the last are the first ones again, whose results are not stored: reads need no mask
     token_rows = (tokens % n_tokens).to(tl.int64)
-    word_rows = (words % n_words).to(tl.int64)
+    word_rows = ((start + tl.arange(0, TILE)) % n_words).to(tl.int64)
     places = tl.arange(0, STEP)
-    hidden_ptrs = hidden_ptr + token_rows[:, None] * H + places[None, :]
-    weight_ptrs = weight_ptr + word_rows[None, :] * H + places[:, None]
+    hidden_ptrs = hidden_ptr + token_rows[:, None] * hidden_size + places[None, :]
+    weight_ptrs = weight_ptr + word_rows[None, :] * hidden_size + places[:, None]
     products = tl.zeros([TOKENS, TILE], dtype=tl.float32)
-    for start in range(0, H, STEP):
-        if H % STEP == 0:
+    for done in range(0, hidden_size, STEP):
+        if IS_WHOLE:
             hidden = tl.load(hidden_ptrs)
             weight = tl.load(weight_ptrs)
         else:
-            hidden = tl.load(hidden_ptrs, mask=places[None, :] < H - start, other=0.0)
-            weight = tl.load(weight_ptrs, mask=places[:, None] < H - start, other=0.0)
+            hidden = tl.load(hidden_ptrs, mask=places[None, :] < hidden_size - done, other=0.0)
+            weight = tl.load(weight_ptrs, mask=places[:, None] < hidden_size - done, other=0.0)
         if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16 as integers
             hidden = hidden.to(tl.float32)
             weight = weight.to(tl.float32)
@@ -215,7 +220,7 @@ def _logits(
     logits *= inner
     if IS_CAPPED:
         logits = _tanh(logits) * outer
-    return tl.where((words < n_words)[None, :], logits, float("-inf"))
+    return logits
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_words", "n_splits"])
@@ -228,12 +233,13 @@ def _sum_words(
     n_tokens,
     n_words,
     n_splits,
+    hidden_size,
     inner,
     outer,
     lowest,
     vanishes,
     WORDS: tl.constexpr,
-    H: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_CAPPED: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -244,24 +250,26 @@ def _sum_words(
     """Sum over the tiles of one split, as ``strop.algorithms.output_layer`` does over blocks."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(1)
+    columns = tl.arange(0, TILE)
     ids = tl.load(ids_ptr + tokens % n_tokens).to(tl.int32)
+    ids = tl.where(ids < n_words, ids, -1)  # another rank's word, which may be the number of an empty column
     highest = tl.zeros([TOKENS], dtype=tl.float32) + lowest
     picked = tl.zeros([TOKENS], dtype=tl.float32)
     total = tl.zeros([TOKENS], dtype=tl.float32)
     weighted = tl.zeros([TOKENS], dtype=tl.float32)
     for start in range(split * WORDS, tl.minimum(split * WORDS + WORDS, n_words), TILE):
-        words = start + tl.arange(0, TILE)
         logits = _logits(
             hidden_ptr,
             weight_ptr,
             bias_ptr,
             tokens,
-            words,
+            start,
             n_tokens,
             n_words,
+            hidden_size,
             inner,
             outer,
-            H,
+            IS_WHOLE,
             HAS_BIAS,
             IS_CAPPED,
             INTERPRETED,
@@ -269,9 +277,9 @@ def _sum_words(
             TILE,
             STEP,
         )
-        # an id of another rank may be the number of a column past the last word
-        is_id = (words[None, :] == ids[:, None]) & (words < n_words)[None, :]
-        picked += tl.sum(tl.where(is_id, logits, 0.0), 1)
+        # columns are compared with what is relative to the tile, for which no register is needed per column
+        picked += tl.sum(tl.where(columns[None, :] == (ids - start)[:, None], logits, 0.0), 1)
+        logits = tl.where((columns < n_words - start)[None, :], logits, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(logits, 1))
         below = logits - new_highest[:, None]
         exp = tl.exp(below)
@@ -303,12 +311,13 @@ def _differentiate_words(
     column_sums_ptr,
     n_tokens,
     n_words,
+    hidden_size,
     inner,
     outer,
     vanishes,
     HAS_ENTROPY: tl.constexpr,
     HAS_SUMS: tl.constexpr,
-    H: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_CAPPED: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -319,18 +328,19 @@ def _differentiate_words(
     """Write a tile of the gradient of hidden weight^T + bias, and its sums over the tile's tokens."""
     block = tl.program_id(0)
     tokens = block * TOKENS + tl.arange(0, TOKENS)
-    words = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    start = tl.program_id(1) * TILE
     logits = _logits(
         hidden_ptr,
         weight_ptr,
         bias_ptr,
         tokens,
-        words,
+        start,
         n_tokens,
         n_words,
+        hidden_size,
         inner,
         outer,
-        H,
+        IS_WHOLE,
         HAS_BIAS,
         IS_CAPPED,
         INTERPRETED,
@@ -339,25 +349,33 @@ def _differentiate_words(
         STEP,
     )
     rows = tokens % n_tokens
-    ids = tl.load(ids_ptr + rows).to(tl.int32)
-    g = tl.load(log_prob_gradient_ptr + rows)
-    # subtracted one after the other: the highest logit would absorb digits of log_sum
-    log_p = logits - tl.load(highest_ptr + rows)[:, None] - tl.load(log_sum_ptr + rows)[:, None]
-    p = tl.exp(log_p)
+    is_token = (tokens < n_tokens)[:, None]
+    ids = (tl.load(ids_ptr + rows).to(tl.int32) - start)[:, None]
+    highest = tl.load(highest_ptr + rows)[:, None]
+    log_sum = tl.load(log_sum_ptr + rows)[:, None]
+    g = tl.load(log_prob_gradient_ptr + rows)[:, None]
     if HAS_ENTROPY:
-        e = tl.load(entropy_gradient_ptr + rows)
-        constant = g + e * tl.load(entropy_ptr + rows)
-        gradient = -(e[:, None] * tl.maximum(log_p, vanishes) + constant[:, None]) * p
-    else:
-        gradient = -g[:, None] * p
-    gradient += tl.where(words[None, :] == ids[:, None], g[:, None], 0.0)
-    if IS_CAPPED:  # d tanh(x) = 1 - tanh(x)^2
-        capped = logits / outer
-        gradient *= 1 - capped * capped
-    gradient *= inner * outer
-    is_stored = (tokens < n_tokens)[:, None] & (words < n_words)[None, :]
-    if HAS_SUMS:
-        column_sums = tl.sum(tl.where(is_stored, gradient, 0.0), 0)
-        tl.store(column_sums_ptr + block.to(tl.int64) * n_words + words, column_sums, mask=words < n_words)
-    out_ptrs = out_ptr + tokens.to(tl.int64)[:, None] * n_words + words[None, :]
-    tl.store(out_ptrs, _rounded(gradient, out_ptr.dtype.element_ty, INTERPRETED), mask=is_stored)
+        e = tl.load(entropy_gradient_ptr + rows)[:, None]
+        constant = g + e * tl.load(entropy_ptr + rows)[:, None]
+    out_ptrs = out_ptr + (tokens.to(tl.int64) * n_words + start)[:, None]
+    # one half of the tile after the other: both at once do not fit into registers
+    halves = tl.split(tl.permute(tl.reshape(logits, (TOKENS, 2, TILE // 2)), (0, 2, 1)))
+    for half in tl.static_range(2):
+        columns = half * (TILE // 2) + tl.arange(0, TILE // 2)
+        is_word = columns < n_words - start
+        # subtracted one after the other: the highest logit would absorb digits of log_sum
+        log_p = halves[half] - highest - log_sum
+        if HAS_ENTROPY:
+            gradient = -(e * tl.maximum(log_p, vanishes) + constant) * tl.exp(log_p)
+        else:
+            gradient = -g * tl.exp(log_p)
+        gradient += tl.where(columns[None, :] == ids, g, 0.0)
+        if IS_CAPPED:  # d tanh(x) = 1 - tanh(x)^2
+            capped = halves[half] / outer
+            gradient *= 1 - capped * capped
+        gradient *= inner * outer
+        if HAS_SUMS:
+            sums = tl.sum(tl.where(is_token, gradient, 0.0), 0)
+            tl.store(column_sums_ptr + block.to(tl.int64) * n_words + start + columns, sums, mask=is_word)
+        rounded = _rounded(gradient, out_ptr.dtype.element_ty, INTERPRETED)
+        tl.store(out_ptrs + columns[None, :], rounded, mask=is_token & is_word[None, :])

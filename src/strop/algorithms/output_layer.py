@@ -10,8 +10,9 @@ with N x V, and on a CPU a block stays in the cache between operations.
 The vocabulary may be spread over the ranks of a group (``OutputLayer.group``): three numbers per token are
 exchanged in the forward pass, and the hidden states' gradient is summed in the backward pass.
 
-Liger's and Apple's fused losses (Cut Cross-Entropy) do the same for cross entropies only. Neither computes
-entropies with a gradient, so GPUs use this module too.
+On a GPU with matrix units, Triton kernels compute the blocks in 16 bits (``strop.algorithms.output_kernel``).
+Liger's and Apple's fused losses (Cut Cross-Entropy) are for cross entropies only: neither computes entropies
+with a gradient.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ class _Tiles:
         from strop.algorithms import output_kernel
 
         self._kernel = output_kernel
-        self.hidden_NH, self.layer = hidden_NH, layer
+        self.hidden_NH, self.layer = hidden_NH.contiguous(), layer
         self.words = self._chunks(len(hidden_NH))
         self._converted: tuple[slice, Tensor] | None = None
         self._room = hidden_NH.new_empty(0)
@@ -302,12 +303,15 @@ class _Tiles:
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if the kernels are used: on a GPU in 16 bits, and wherever Triton's interpreter is on.
 
-    In float32 a GPU multiplies without matrix units, and torch's products are then faster than Triton's.
+    Without matrix units, in float32 and on older GPUs, torch's products are faster than Triton's.
     Compares the kernels with blocks first: Triton needs a C compiler, and not every GPU compiles everything.
     """
-    is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    on_gpu = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if not (on_gpu or is_interpreted) or find_spec("triton") is None:
+    if device.type == "cuda":
+        is_possible = dtype in (torch.bfloat16, torch.float16)
+        is_possible = is_possible and torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        is_possible = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if not is_possible or find_spec("triton") is None:
         return False
     try:
         difference = _difference_of_kernel(device, dtype)
@@ -325,18 +329,21 @@ def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _difference_of_kernel(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the largest difference in log-probs, entropies and gradients of a small case; may be NaN."""
+    """Return the largest difference in log-probs, entropies and gradients of a small case; may be NaN.
+
+    Sizes are multiples of those that kernels are specialized by, so most models use the same compiled ones.
+    """
     generator = torch.Generator().manual_seed(0)
-    hidden_NH, weight_VH = (torch.randn(size, 64, generator=generator) for size in (24, 100))
-    bias_V, ids_N = torch.randn(100, generator=generator).to(device), torch.arange(24, device=device)
+    hidden_NH, weight_VH = (torch.randn(size, 64, generator=generator) for size in (24, 112))
     hidden_NH, weight_VH = hidden_NH.to(device, dtype), (weight_VH / 8).to(device, dtype)
+    ids_N = torch.arange(24, device=device)
     found: list[list[Tensor]] = []
     for kind in (_Blocks, _Tiles):
-        blocks = kind(hidden_NH, OutputLayer(weight_VH, bias_V), 1.0, None)
+        blocks = kind(hidden_NH, OutputLayer(weight_VH), 1.0, None)
         known = blocks.measure(ids_N).known()
         ones_N = torch.ones_like(known.log_prob_N)
         upstream = Upstream(ids_N, *known[1:], ones_N, ones_N)
-        gradients = _differentiate(blocks, upstream, wanted=(True, True, True))
+        gradients = _differentiate(blocks, upstream, wanted=(True, True, False))
         found.append([known.log_prob_N, known.entropy_N, *(part for part in gradients if part is not None)])
     return max(float((ours - theirs).abs().max()) for ours, theirs in zip(*found, strict=True))
 
