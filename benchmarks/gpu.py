@@ -3,10 +3,11 @@
     python benchmarks/gpu.py [--budget 540] [--models 0.5B 1.5B 7B] [--out benchmarks/results/gpu_DATE]
 
 First rightness: log-probs and gradients on the GPU against the CPU's, packed rows and shared prompts against
-padded rows, the output layer in blocks against whole logits, bfloat16 against float32, and the log-probs of
+padded rows, the output layer against whole logits and float64, bfloat16 against float32, and the log-probs of
 the hf rollout against a forward pass. Then speed: generation, log-probs and update of random models with
 Qwen2.5's sizes, beside a plain training step of transformers on the same tokens (the floor), and the output
-layer alone. Needs no network and no data. Cases that the budget (seconds) or the memory leaves out are named.
+layer alone, with Triton's kernels and with torch's operations. Needs no network and no data. Cases that the
+budget (seconds) or the memory leaves out are named.
 
 MFU counts 6 operations a parameter and trained token (2 without gradient) and the attention's, each prompt
 once for all of its samples, relative to the GPU's own speed in a matrix product of 8192 x 8192, measured in
@@ -17,6 +18,7 @@ runs on the CPU with a tiny model, as a test of this program.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import json
@@ -25,7 +27,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from strop.algorithms import output_layer
 from strop.algorithms.logprobs import token_log_probs
 from strop.algorithms.output_layer import OutputLayer
 from strop.engines.base import Loss, OptimizerSettings
@@ -231,6 +234,11 @@ def rightness(device: torch.device) -> list[tuple[str, float, float]]:
     compare("float32, packed, shared prompts, split", "float32", True, split, exact)
     compare("bfloat16, packed, against float32 on the CPU", "bfloat16", True, split, rounded)
     lines.append(("output layer in blocks against whole logits: gradients", _head(device), 1e-5))
+    for name in ("kernel", "blocks") if _has_kernel(device) else ("blocks",):
+        with head_by(name):
+            found = _head_in_bfloat16(device)
+        lines.append((f"output layer, bfloat16, {name}, against float64: log-probs", found[0], 1e-3))
+        lines.append((f"output layer, bfloat16, {name}, against float64: gradients", found[1], 1e-2))
     lines.append(("hf rollout: log-probs against a forward pass", _rollout(size, device), 1e-4))
     return lines
 
@@ -246,6 +254,43 @@ def _head(device: torch.device) -> float:
         ((result.log_probs_N + 0.1 * result.entropy_N) * upstream).sum().backward()
         found.append({str(place): leaf.grad.double() for place, leaf in enumerate(leaves)})
     return apart(*found)
+
+
+def _head_in_bfloat16(device: torch.device) -> tuple[float, float]:
+    """Return the mean difference of log-probs and that of gradients from float64 with rounded logits."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 128).bfloat16(), (torch.randn(5000, 128) / 11).bfloat16()
+    ids, upstream = torch.randint(5000, (300,)), torch.randn(300)
+    leaves = [tensor.detach().to(device).requires_grad_() for tensor in (hidden, weight)]
+    result = token_log_probs(leaves[0], OutputLayer(leaves[1]), ids.to(device), temperature=0.7)
+    ((result.log_probs_N + 0.1 * result.entropy_N) * upstream.to(device)).sum().backward()
+    exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    products = exact[0] @ exact[1].t()
+    products = products + (products.bfloat16().double() - products).detach()
+    log_p = (products / 0.7).log_softmax(-1)
+    log_probs = log_p.gather(1, ids[:, None])[:, 0]
+    ((log_probs - 0.1 * (log_p.exp() * log_p).sum(-1)) * upstream).sum().backward()
+    found, wanted = (
+        {str(place): tensor.grad.double().cpu() for place, tensor in enumerate(tensors)}
+        for tensors in (leaves, exact)
+    )
+    return float((result.log_probs_N.cpu() - log_probs).detach().abs().mean()), apart(found, wanted)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return output_layer._has_kernel(device, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def head_by(name: str) -> Generator[None]:
+    """Compute the output layer by the ``kernel``, where there is one, or in ``blocks``."""
+    kept = output_layer._has_kernel
+    if name == "blocks":
+        output_layer._has_kernel = lambda device, dtype: False
+    try:
+        yield
+    finally:
+        output_layer._has_kernel = kept
 
 
 def _rollout(size: Size, device: torch.device) -> float:
@@ -440,8 +485,8 @@ class Case:
         self.measure("floor: transformers' update", plain.update, batch=batch, n=1, trains=True)
 
 
-def head_speed(clock: Clock) -> Line:
-    """Compare log-probs with both gradients at a vocabulary of 152k with their matrix products alone."""
+def head_speed(clock: Clock) -> list[Line]:
+    """Compare the output layer at a vocabulary of 152k with its matrix products alone."""
     on_gpu = clock.device.type == "cuda"
     tokens, hidden, vocabulary = (8192, 1536, 151_936) if on_gpu else (64, 32, 1024)
     states = torch.randn(tokens, hidden, device=clock.device, dtype=torch.bfloat16, requires_grad=True)
@@ -450,22 +495,43 @@ def head_speed(clock: Clock) -> Line:
     ids = torch.randint(vocabulary, (tokens,), device=clock.device)
     upstream = torch.randn(vocabulary, tokens, device=clock.device, dtype=torch.bfloat16)
 
-    def ours() -> None:
-        token_log_probs(states, OutputLayer(weight), ids, temperature=1.0).log_probs_N.sum().backward()
+    @torch.no_grad()
+    def log_probs() -> None:
+        token_log_probs(states, OutputLayer(weight), ids, temperature=1.0)
+
+    def update() -> None:
+        result = token_log_probs(states, OutputLayer(weight), ids, temperature=1.0)
+        (result.log_probs_N + 1e-3 * result.entropy_N).sum().backward()
+        states.grad = weight.grad = None
+
+    @torch.no_grad()
+    def one_product() -> None:
+        states @ weight.t()
 
     @torch.no_grad()
     def products() -> None:  # logits, once more in the backward pass, and both gradients
         for _ in range(2):
-            states @ weight.t()
+            one_product()
         upstream.t() @ weight
         upstream @ states
 
-    clock.forget()
-    ours_s = clock.seconds(ours)
-    memory = clock.peak()
-    figures = {"s": ours_s, "tokens/s": tokens / ours_s, "GiB": memory}
-    note = f"{ours_s / clock.seconds(products):.2f} times its matrix products"
-    return {"model": f"V={vocabulary}", "phase": "output layer", "lengths": "full", **figures, "note": note}
+    lines: list[Line] = []
+    works = (
+        ("log-probs", log_probs, clock.seconds(one_product)),
+        ("update", update, clock.seconds(products)),
+    )
+    for phase, work, products_s in works:
+        for name in ("kernel", "blocks"):
+            line: Line = {"model": f"V={vocabulary}", "phase": f"output layer, {phase}, {name}"}
+            if name == "kernel" and not _has_kernel(clock.device):
+                lines.append(line | {"note": "not run: no kernel for this device"})
+                continue
+            clock.forget()
+            with head_by(name):
+                took = clock.seconds(work)
+            figures = {"lengths": "full", "s": took, "tokens/s": tokens / took, "GiB": clock.peak()}
+            lines.append(line | figures | {"note": f"{took / products_s:.2f} times its matrix products"})
+    return lines
 
 
 def main() -> int:
@@ -503,7 +569,8 @@ def main() -> int:
             table.add({"model": model, "phase": "all", "note": "not run: budget"})
         else:
             Case(model, clock, peak, table).run()
-    table.add(head_speed(clock))
+    for line in head_speed(clock):
+        table.add(line)
     text += [row(line) for line in table.lines]
     text += ["\nPublished by peers for their own trainers and machines:\n"]
     text += [f"- {who}: {what}: MFU {share}" for who, what, share in PUBLISHED]

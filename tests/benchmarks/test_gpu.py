@@ -18,11 +18,16 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.argv", ["gpu.py", "--models", "tiny", "--out", str(tmp_path / "gpu")])
     assert gpu.main() == 0
     figures = json.loads((tmp_path / "gpu.json").read_text())
-    assert len(figures["rightness"]) == 8
+    assert len(figures["rightness"]) == 10
     phases = {line["phase"] for line in figures["speed"] if line.get("s", 0) > 0}
     assert phases == {
         *("generation (hf)", "log-probs", "update", "update, checkpointing"),
-        *("floor: transformers' update", "output layer"),
+        *("floor: transformers' update", "output layer, log-probs, blocks", "output layer, update, blocks"),
+    }
+    left_out = {line["phase"]: line["note"] for line in figures["speed"] if "s" not in line}
+    assert left_out == {
+        f"output layer, {phase}, kernel": "not run: no kernel for this device"
+        for phase in ("log-probs", "update")
     }
     assert "WRONG" not in capsys.readouterr().out
 
@@ -34,6 +39,16 @@ def test_a_difference_fails_and_the_budget_names_what_it_leaves_out(monkeypatch,
     printed = capsys.readouterr().out
     assert "| log-probs | 5.0e-01 | 1e-04 | WRONG |" in printed
     assert "| tiny | all |  |  |  |  |  | not run: budget |" in printed
+
+
+def test_the_output_layers_kernel_can_be_switched_off(monkeypatch):
+    monkeypatch.setattr(gpu.output_layer, "_has_kernel", lambda device, dtype: True)
+    cpu = gpu.torch.device("cpu")
+    with gpu.head_by("blocks"):
+        assert not gpu._has_kernel(cpu)
+    with gpu.head_by("kernel"):
+        assert gpu._has_kernel(cpu)
+    assert gpu._has_kernel(cpu)
 
 
 def test_operations_are_those_that_torch_counts():

@@ -3,6 +3,8 @@
 ``logprobs``       log-probs, entropies and full KL of tokens, never holding [tokens, vocabulary] at once
 ``kl``             KL estimates per token, the penalty in the reward, fixed and adaptive coefficients
 ``output_layer``   the same for a head that is a matrix, in blocks of the vocabulary
+``output_kernel``  its Triton kernels
+``output_sums``    its sums over blocks, splits and ranks
 ``advantages``     gae, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo, remax
 ``policy_loss``    ppo, gspo, cispo, and the clipped value loss
 ``aggregation``    masked sums and means, and the loss of a mini-batch with global denominators

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from strop.algorithms.output_layer import VANISHES, OutputLayer, log_probs_and_entropy
+from strop.algorithms.output_layer import OutputLayer, log_probs_and_entropy
+from strop.algorithms.output_sums import VANISHES
 
 Project = Callable[[Tensor], Tensor]
 

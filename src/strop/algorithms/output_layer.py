@@ -10,15 +10,19 @@ with N x V, and on a CPU a block stays in the cache between operations.
 The vocabulary may be spread over the ranks of a group (``OutputLayer.group``): three numbers per token are
 exchanged in the forward pass, and the hidden states' gradient is summed in the backward pass.
 
-Liger's and Apple's fused losses (Cut Cross-Entropy) do the same for cross entropies only. Neither computes
-entropies with a gradient, so GPUs use this module too.
+On a GPU with matrix units, Triton kernels compute the blocks in 16 bits (``strop.algorithms.output_kernel``).
+Liger's and Apple's fused losses (Cut Cross-Entropy) are for cross entropies only: neither computes entropies
+with a gradient.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +30,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from strop.algorithms.output_sums import LOWEST, VANISHES, Sums, Upstream
+
+logger = logging.getLogger(__name__)
+
 _BLOCK_ON_CPU, _BLOCK = 1 << 20, 1 << 25
 """Logits per block: few enough for a CPU's cache, enough to keep a GPU busy."""
 _NARROWEST = 64
 _KEPT = 1 << 24
 """Largest number of logits saved for the backward pass: 64 MiB are cheaper than recomputing them."""
-_LOWEST = torch.finfo(torch.float32).min
-VANISHES = -1000.0
-"""Stands for the -inf of a forbidden word: its exp is 0 too, and 0 times it is 0 instead of NaN."""
+_CHUNK, _WIDEST_CHUNK = 1 << 27, 1 << 14
+"""Numbers in a buffer of the kernels, 256 MiB in 16 bits; words in it, few enough for a float32 sum."""
+_LONG = 1 << 11
+"""Words that are summed apart on a CPU: addmm_ adds one by one, with 10 times the error for 150,000 words."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +92,15 @@ class _OutputLayerFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.hidden_dtype = options, hidden_NH.dtype
         n_logits = len(ids_N) * len(weight_VH)
-        keeps = any(ctx.needs_input_grad) and n_logits <= _KEPT
-        ctx.kept = torch.empty(n_logits, device=hidden_NH.device) if keeps else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
+            ctx.has_kernel = _has_kernel(hidden_NH.device, dtype)
+            keeps = any(ctx.needs_input_grad) and n_logits <= _KEPT and not ctx.has_kernel
+            ctx.kept = torch.empty(n_logits, device=hidden_NH.device) if keeps else None
             hidden_NH = hidden_NH.to(dtype)
             layer = OutputLayer(weight_VH, bias_V, scale, soft_cap)
-            sums = _measure(_Blocks(hidden_NH, layer, temperature, ctx.kept), ids_N)
-            known = _known(sums if group is None else _over_ranks(sums, group))
+            blocks = _Tiles if ctx.has_kernel else _Blocks
+            sums = blocks(hidden_NH, layer, temperature, ctx.kept).measure(ids_N)
+            known = (sums if group is None else sums.over_ranks(group)).known()
         ctx.save_for_backward(
             hidden_NH, weight_VH, bias_V, ids_N, known.highest_N, known.log_sum_N, known.entropy_N
         )
@@ -106,10 +117,10 @@ class _OutputLayerFunction(torch.autograd.Function):
             log_prob_gradient_N = torch.zeros(ids_N.shape, device=ids_N.device)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             layer = OutputLayer(weight_VH, bias_V, scale, soft_cap)
+            blocks = _Tiles if ctx.has_kernel else _Blocks
             hidden, weight, bias = _differentiate(
-                _Blocks(hidden_NH, layer, temperature, ctx.kept),
-                _Upstream(ids_N, *known, log_prob_gradient_N, entropy_gradient_N),
-                logits_are_kept=ctx.kept is not None,
+                blocks(hidden_NH, layer, temperature, ctx.kept),
+                Upstream(ids_N, *known, log_prob_gradient_N, entropy_gradient_N),
                 wanted=ctx.needs_input_grad,
             )
         ctx.kept = None
@@ -126,7 +137,8 @@ class _Blocks:
     ) -> None:
         """Allocate buffers. ``hidden_NH`` has the dtype of the products; ``kept`` holds all logits [N x V].
 
-        Without ``kept``, computing a block's logits overwrites the previous block's.
+        Without ``kept``, computing a block's logits overwrites the previous block's. ``gradient`` expects
+        logits in ``kept``, as a previous ``measure`` left them.
         """
         self.hidden_NH, self.layer, self.temperature = hidden_NH, layer, temperature
         n_tokens, vocabulary = len(hidden_NH), len(layer.weight_VH)
@@ -168,7 +180,48 @@ class _Blocks:
             logits_Nv /= self.temperature
         return logits_Nv
 
-    def through_layer(self, gradient_Nv: Tensor, logits_Nv: Tensor) -> Tensor:
+    def measure(self, ids_N: Tensor) -> Sums:
+        """Make one pass over the vocabulary, summing exp(logit - highest) with the highest logit so far."""
+        highest_N = torch.full(ids_N.shape, LOWEST, device=ids_N.device)
+        picked_N, sum_N, weighted_N = (torch.zeros_like(highest_N) for _ in range(3))
+        for words in self.words:
+            logits_Nv = self.logits(words)
+            inside_N, places_N1 = _places(ids_N, words)
+            sums = Sums(picked_N, highest_N, sum_N, weighted_N)
+            highest_N = torch.maximum(highest_N, logits_Nv.amax(dim=1))
+            below_Nv = torch.sub(logits_Nv, highest_N[:, None], out=self.room(1, words))
+            exp_Nv = torch.exp(below_Nv, out=self.room(2, words))
+            if self.layer.bias_V is not None:  # -inf in a bias forbids words
+                below_Nv.clamp_(min=VANISHES)
+            # a new highest logit rescales the sums so far
+            picked_N, sum_N, weighted_N = sums.lowered(highest_N)
+            picked_N = torch.where(inside_N, logits_Nv.gather(1, places_N1)[:, 0], picked_N)
+            weighted_N, sum_N = weighted_N + below_Nv.mul_(exp_Nv).sum(dim=1), sum_N + exp_Nv.sum(dim=1)
+        return Sums(picked_N, highest_N, sum_N, weighted_N)
+
+    def gradient(self, words: slice, upstream: Upstream, *, with_sums: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the gradient of hidden weight^T + bias [N, v], valid for one block, and its sums [v]."""
+        logits_Nv = self.logits(words) if self._kept is None else self.logits_room(words)
+        gradient_Nv = self._through_layer(self._logit_gradient(words, logits_Nv, upstream), logits_Nv)
+        return gradient_Nv, gradient_Nv.sum(dim=0) if with_sums else None
+
+    def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: Upstream) -> Tensor:
+        """Return g (1[id] - p) - e p (log p + H) [N, v]; g, e are the gradients of log-prob and entropy H."""
+        ids_N, highest_N, log_sum_N, entropy_N, g_N, e_N = upstream
+        log_p_Nv = torch.sub(logits_Nv, highest_N[:, None], out=self.room(1, words))
+        log_p_Nv -= log_sum_N[:, None]
+        p_Nv = torch.exp(log_p_Nv, out=self.room(2, words))
+        if e_N is None:
+            gradient_Nv = p_Nv.mul_(-g_N[:, None])
+        else:
+            if self.layer.bias_V is not None:
+                log_p_Nv.clamp_(min=VANISHES)
+            constant_N = g_N + e_N * entropy_N
+            gradient_Nv = log_p_Nv.mul_(-e_N[:, None]).sub_(constant_N[:, None]).mul_(p_Nv)
+        inside_N, places_N1 = _places(ids_N, words)
+        return gradient_Nv.scatter_add_(1, places_N1, torch.where(inside_N, g_N, 0.0)[:, None])
+
+    def _through_layer(self, gradient_Nv: Tensor, logits_Nv: Tensor) -> Tensor:
         """Backpropagate from these logits to hidden weight^T + bias, in place."""
         layer = self.layer
         if layer.soft_cap is not None:  # d c tanh(x/c) = 1 - tanh(x/c)^2
@@ -179,85 +232,129 @@ class _Blocks:
         return gradient_Nv
 
 
+class _Tiles:
+    """The same as ``_Blocks``, by Triton kernels that write no logits: ``output_kernel``."""
+
+    def __init__(
+        self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: Tensor | None
+    ) -> None:
+        """Choose the chunks of words, ``words``, of the backward pass. No logits are kept."""
+        from strop.algorithms import output_kernel
+
+        self._kernel = output_kernel
+        self.hidden_NH, self.layer = hidden_NH.contiguous(), layer
+        self.words = self._chunks(len(hidden_NH))
+        self._converted: tuple[slice, Tensor] | None = None
+        self._room = hidden_NH.new_empty(0)
+        factors = output_kernel.Factors.of(layer.scale, layer.soft_cap, temperature)
+        self._options: dict[str, Any] = {"factors": factors, "vanishes": VANISHES}
+
+    def _chunks(self, numbers_per_word: int) -> list[slice]:
+        """Divide the words so that a buffer of a chunk has at most ``_CHUNK`` numbers; whole splits."""
+        width = min(_CHUNK // max(numbers_per_word, 1), _WIDEST_CHUNK)
+        width = max(width // self._kernel.WORDS, 1) * self._kernel.WORDS
+        vocabulary = len(self.layer.weight_VH)
+        starts = range(0, max(vocabulary, 1), width)  # a rank may have no words
+        return [slice(start, min(start + width, vocabulary)) for start in starts]
+
+    def weight(self, words: slice) -> Tensor:
+        """See ``_Blocks.weight``; keeps the last one."""
+        if self._converted is None or self._converted[0] != words:
+            self._converted = words, self.layer.weight_VH[words].to(self.hidden_NH.dtype)
+        return self._converted[1]
+
+    def _bias(self, words: slice) -> Tensor | None:
+        return self.layer.bias_V[words] if self.layer.bias_V is not None else None
+
+    def measure(self, ids_N: Tensor) -> Sums:
+        """See ``_Blocks.measure``; in chunks only where the weight has to be converted."""
+        vocabulary, hidden = self.layer.weight_VH.shape
+        is_converted = self.layer.weight_VH.dtype != self.hidden_NH.dtype
+        parts = [
+            self._kernel.partial_sums(
+                *(self.hidden_NH, self.weight(words), self._bias(words), ids_N - words.start),
+                lowest=LOWEST,
+                **self._options,
+            )
+            for words in (self._chunks(hidden) if is_converted else [slice(0, vocabulary)])
+        ]
+        sums = Sums(*torch.cat(parts, dim=1))  # [S, N] each
+        highest_N = sums.highest_N.amax(dim=0)
+        picked_N, sum_N, weighted_N = (part_SN.sum(dim=0) for part_SN in sums.lowered(highest_N))
+        return Sums(picked_N, highest_N, sum_N, weighted_N)
+
+    def gradient(self, words: slice, upstream: Upstream, *, with_sums: bool) -> tuple[Tensor, Tensor | None]:
+        """See ``_Blocks.gradient``; in the dtype of the products."""
+        n_tokens, width = len(self.hidden_NH), words.stop - words.start
+        if len(self._room) < n_tokens * width:
+            self._room = self.hidden_NH.new_empty(n_tokens * width)
+        gradient_Nv = _matrix(self._room, 0, slice(0, width), n_tokens)
+        ids_N, highest_N, log_sum_N, entropy_N, g_N, e_N = upstream
+        sums_v = self._kernel.logit_gradient(
+            *(gradient_Nv, self.hidden_NH, self.weight(words), self._bias(words), ids_N - words.start),
+            *((highest_N, log_sum_N, entropy_N), g_N, e_N),
+            with_column_sums=with_sums,
+            **self._options,
+        )
+        return gradient_Nv, sums_v
+
+
+@functools.cache
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if the kernels are used: on a GPU in 16 bits, and wherever Triton's interpreter is on.
+
+    Without matrix units, in float32 and on older GPUs, torch's products are faster than Triton's.
+    Compares the kernels with blocks first: Triton needs a C compiler, and not every GPU compiles everything.
+    """
+    if device.type == "cuda":
+        is_possible = dtype in (torch.bfloat16, torch.float16)
+        is_possible = is_possible and torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        is_possible = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if not is_possible or find_spec("triton") is None:
+        return False
+    try:
+        difference = _difference_of_kernel(device, dtype)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises, there is another way
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        if difference < 0.05:
+            return True
+        reason = f"its results differ by {difference:.2g}"
+    logger.warning(
+        "Using torch's slower operations for the output layer: its Triton kernel fails on %s in %s: %s",
+        *(device, dtype, reason),
+    )
+    return False
+
+
+def _difference_of_kernel(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the largest difference in log-probs, entropies and gradients of a small case; may be NaN.
+
+    Sizes are multiples of those that kernels are specialized by, so most models use the same compiled ones.
+    """
+    generator = torch.Generator().manual_seed(0)
+    hidden_NH, weight_VH = (torch.randn(size, 64, generator=generator) for size in (24, 112))
+    hidden_NH, weight_VH = hidden_NH.to(device, dtype), (weight_VH / 8).to(device, dtype)
+    ids_N = torch.arange(24, device=device)
+    found: list[list[Tensor]] = []
+    for kind in (_Blocks, _Tiles):
+        blocks = kind(hidden_NH, OutputLayer(weight_VH), 1.0, None)
+        known = blocks.measure(ids_N).known()
+        ones_N = torch.ones_like(known.log_prob_N)
+        upstream = Upstream(ids_N, *known[1:], ones_N, ones_N)
+        gradients = _differentiate(blocks, upstream, wanted=(True, True, False))
+        found.append([known.log_prob_N, known.entropy_N, *(part for part in gradients if part is not None)])
+    return max(float((ours - theirs).abs().max()) for ours, theirs in zip(*found, strict=True))
+
+
 def _matrix(memory: Tensor, first_word: int, words: slice, n_tokens: int) -> Tensor:
     width = words.stop - words.start
     return memory[n_tokens * first_word : n_tokens * (first_word + width)].view(n_tokens, width)
 
 
-class _Known(NamedTuple):
-    """Per token, float32."""
-
-    log_prob_N: Tensor
-    highest_N: Tensor
-    """The highest logit; separate from log_sum_N, whose digits it would absorb."""
-    log_sum_N: Tensor
-    """log sum_V exp(logit - highest)"""
-    entropy_N: Tensor
-
-
-class _Sums(NamedTuple):
-    """Per token, float32, of the words of one rank or of all."""
-
-    picked_N: Tensor
-    """The id's logit; 0 if it is another rank's word."""
-    highest_N: Tensor
-    sum_N: Tensor
-    """sum_V exp(logit - highest)"""
-    weighted_N: Tensor
-    """sum_V (logit - highest) exp(logit - highest)"""
-
-
-def _measure(blocks: _Blocks, ids_N: Tensor) -> _Sums:
-    """Make one pass over the vocabulary, summing exp(logit - highest) with the highest logit so far."""
-    highest_N = torch.full(ids_N.shape, _LOWEST, device=ids_N.device)
-    picked_N, sum_N, weighted_N = (torch.zeros_like(highest_N) for _ in range(3))
-    for words in blocks.words:
-        logits_Nv = blocks.logits(words)
-        inside_N, places_N1 = _places(ids_N, words)
-        picked_N = torch.where(inside_N, logits_Nv.gather(1, places_N1)[:, 0], picked_N)
-        before_N, highest_N = highest_N, torch.maximum(highest_N, logits_Nv.amax(dim=1))
-        below_Nv = torch.sub(logits_Nv, highest_N[:, None], out=blocks.room(1, words))
-        exp_Nv = torch.exp(below_Nv, out=blocks.room(2, words))
-        if blocks.layer.bias_V is not None:  # -inf in a bias forbids words
-            below_Nv.clamp_(min=VANISHES)
-        # a new highest logit rescales the sums so far
-        down_N = (before_N - highest_N).clamp_(min=VANISHES)
-        weighted_N = (weighted_N + down_N * sum_N) * down_N.exp() + below_Nv.mul_(exp_Nv).sum(dim=1)
-        sum_N = sum_N * down_N.exp() + exp_Nv.sum(dim=1)
-    return _Sums(picked_N, highest_N, sum_N, weighted_N)
-
-
-def _over_ranks(sums: _Sums, group: dist.ProcessGroup) -> _Sums:
-    """Combine the sums of every rank's words. Collective."""
-    picked_N, own_highest_N, sum_N, weighted_N = sums
-    highest_N = own_highest_N.clone()
-    dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=group)
-    down_N = (own_highest_N - highest_N).clamp_(min=VANISHES)
-    sums_3N = torch.stack([picked_N, sum_N * down_N.exp(), (weighted_N + down_N * sum_N) * down_N.exp()])
-    dist.all_reduce(sums_3N, group=group)
-    return _Sums(sums_3N[0], highest_N, sums_3N[1], sums_3N[2])
-
-
-def _known(sums: _Sums) -> _Known:
-    picked_N, highest_N, sum_N, weighted_N = sums
-    log_sum_N = sum_N.log()
-    log_prob_N = picked_N - highest_N - log_sum_N
-    return _Known(log_prob_N, highest_N, log_sum_N, log_sum_N - weighted_N / sum_N)
-
-
-class _Upstream(NamedTuple):
-    """Inputs of the logits' gradient, per token."""
-
-    ids_N: Tensor
-    highest_N: Tensor
-    log_sum_N: Tensor
-    entropy_N: Tensor
-    log_prob_gradient_N: Tensor
-    entropy_gradient_N: Tensor | None
-
-
 def _differentiate(
-    blocks: _Blocks, upstream: _Upstream, *, logits_are_kept: bool, wanted: tuple[bool, ...]
+    blocks: _Blocks | _Tiles, upstream: Upstream, *, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of hidden states (float32), weight and bias; None where not ``wanted``."""
     hidden_NH, layer = blocks.hidden_NH, blocks.layer
@@ -265,33 +362,14 @@ def _differentiate(
     weight_gradient_VH = torch.empty_like(layer.weight_VH) if wanted[1] else None
     bias_gradient_V = torch.empty_like(layer.bias_V) if wanted[2] and layer.bias_V is not None else None
     for words in blocks.words:
-        logits_Nv = blocks.logits_room(words) if logits_are_kept else blocks.logits(words)
-        gradient_Nv = _logit_gradient(blocks, words, logits_Nv, upstream)
-        gradient_Nv = blocks.through_layer(gradient_Nv, logits_Nv)
-        if bias_gradient_V is not None:
-            bias_gradient_V[words] = gradient_Nv.sum(dim=0)
+        gradient_Nv, sums_v = blocks.gradient(words, upstream, with_sums=bias_gradient_V is not None)
+        if bias_gradient_V is not None and sums_v is not None:
+            bias_gradient_V[words] = sums_v
         if hidden_gradient_NH is not None:
             _add_product(gradient_Nv, blocks.weight(words), hidden_gradient_NH)
         if weight_gradient_VH is not None:
             _product(gradient_Nv.to(hidden_NH.dtype).t(), hidden_NH, weight_gradient_VH[words])
     return hidden_gradient_NH, weight_gradient_VH, bias_gradient_V
-
-
-def _logit_gradient(blocks: _Blocks, words: slice, logits_Nv: Tensor, upstream: _Upstream) -> Tensor:
-    """Return g (1[id] - p) - e p (log p + H) [N, v], with gradients g of the log-prob, e of the entropy H."""
-    ids_N, highest_N, log_sum_N, entropy_N, g_N, e_N = upstream
-    log_p_Nv = torch.sub(logits_Nv, highest_N[:, None], out=blocks.room(1, words))
-    log_p_Nv -= log_sum_N[:, None]
-    p_Nv = torch.exp(log_p_Nv, out=blocks.room(2, words))
-    if e_N is None:
-        gradient_Nv = p_Nv.mul_(-g_N[:, None])
-    else:
-        if blocks.layer.bias_V is not None:
-            log_p_Nv.clamp_(min=VANISHES)
-        constant_N = g_N + e_N * entropy_N
-        gradient_Nv = log_p_Nv.mul_(-e_N[:, None]).sub_(constant_N[:, None]).mul_(p_Nv)
-    inside_N, places_N1 = _places(ids_N, words)
-    return gradient_Nv.scatter_add_(1, places_N1, torch.where(inside_N, g_N, 0.0)[:, None])
 
 
 def _places(ids_N: Tensor, words: slice) -> tuple[Tensor, Tensor]:
@@ -301,15 +379,17 @@ def _places(ids_N: Tensor, words: slice) -> tuple[Tensor, Tensor]:
 
 
 def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
-    """Add a @ b to ``total``; a and total are float32, b has the dtype of the products.
+    """Add a @ b to ``total``, which is float32; b has the dtype of the products, a too or it is float32.
 
     Never rounds the product itself: the sum over hundreds of blocks would have hundreds of rounding errors of
     bfloat16 where a linear layer has one.
     """
     if b.dtype != torch.float32 and _has_wide_products(b.device.type):
         total += torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
+    elif len(b) < _LONG:
+        total.addmm_(a.float(), b.float())
     else:
-        total.addmm_(a, b.float())
+        total += a.float() @ b.float()
 
 
 @functools.cache
