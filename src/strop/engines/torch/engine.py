@@ -36,9 +36,10 @@ from strop.engines.torch.sharding import (
     shard,
     whole,
 )
+from strop.errors import ModelError
 from strop.models.attention import is_flash
 from strop.models.base import RoleModel
-from strop.models.comparison import require_eager_figures
+from strop.models.comparison import few_rows, require_eager_figures
 from strop.models.deferred import Weights, WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import dtype_named, load_causal_lm, load_scorer
 from strop.models.pair_policy import PairPolicy
@@ -178,7 +179,24 @@ class TorchEngine:
             precision=None if exact else self._low_precision(),
             remedy=attention_key if "attn_implementation" in spec.options else "",
         )
+        if exact and self.compute_dtype is not None:
+            self._require_low_precision(spec)
         reshard(self.module)
+
+    @torch.no_grad()
+    def _require_low_precision(self, spec: ModelSpec) -> None:
+        """Raise ``ModelError`` if the family mixes dtypes in 16 bits (MiniMax, xLSTM, XGLM and GPT do)."""
+        model = self.module.hugging_face_model
+        rows = few_rows(model.config.get_text_config().vocab_size, self.device)
+        try:
+            with self._low_precision():
+                self.module.figures(rows)
+        except RuntimeError as error:
+            key = f"{spec.packing_key.removesuffix('use_remove_padding')}compute_dtype"
+            raise ModelError(
+                f"{spec.role}: {type(model).__name__} fails in {key}={spec.compute_dtype} with "
+                f"{type(error).__name__}: {error}; set {key}=float32"
+            ) from error
 
     @staticmethod
     def data_parallel_place(
