@@ -451,7 +451,7 @@ class Case:
         """Measure generation and log-probs."""
         engine = engine_of(self.size, self.clock.device, "bfloat16", packed=True, trains=False)
         model = engine.module.hugging_face_model
-        rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[1], autocast_dtype=engine.autocast_dtype)
+        rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[1], compute_dtype=engine.compute_dtype)
         new = self.width // 4
         request = _prompts(self.size, self.prompts, new, self.n)
         params = SamplingParams(max_tokens=new, n=self.n, ignore_eos=True)

@@ -143,7 +143,7 @@ def main() -> None:
         vocabulary = model.config.vocab_size
         prompts = prompts_of(count, 12 if name == "140k" else 64, n, vocabulary)
         stops = list(range(2, 2 + vocabulary // 32)) if kind == "uneven" else []
-        rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[1], autocast_dtype=autocast)
+        rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[1], compute_dtype=autocast)
         theirs, ours = race(
             options.rounds if name != "140k" else 20 * options.rounds,
             lambda *a, m=model, p=prompts, t=tokens, n=n, s=stops: run_transformers(m, p, t, n, s, autocast),

@@ -121,7 +121,7 @@ def measure(name: str, rounds: int, dtype: torch.dtype) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rollout = engine_of(model, Path(folder), dtype)
     autocast = None if dtype is torch.float32 else dtype
-    hf: Any = HFRollout(model, pad_token_id=0, eos_token_ids=[1], autocast_dtype=autocast)
+    hf: Any = HFRollout(model, pad_token_id=0, eos_token_ids=[1], compute_dtype=autocast)
     sync, check = transfer_seconds(rollout, model, rounds, dtype)
     for kind, stops in (("uneven", list(range(2, 2 + vocabulary // 32))), ("limit", [])):
         runners = {

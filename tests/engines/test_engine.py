@@ -120,7 +120,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_leaves_nothing_behind(
     assert weights_hash(engine.named_weights()) != before
 
 
-def test_bfloat16_autocast_computes_near_float32_and_keeps_float32_weights(folder):
+def test_bfloat16_computes_near_float32_and_keeps_float32_weights(folder):
     samples = random_samples(8)
     exact = jobs.engine(folder).infer(samples, MicroBatching(rows=8), temperature=1.0)["log_prob"]
     engine = jobs.engine(folder, compute_dtype="bfloat16")
@@ -128,6 +128,39 @@ def test_bfloat16_autocast_computes_near_float32_and_keeps_float32_weights(folde
     assert 0 < (rough - exact).abs().max() < 0.1
     assert rough.dtype == torch.float32
     assert {weight.dtype for weight in engine.module.parameters()} == {torch.float32}
+
+
+def test_log_probs_of_an_update_in_bfloat16_are_those_of_a_pass_before_it(folder):
+    engine, samples, found = jobs.engine(folder, compute_dtype="bfloat16"), jobs.samples(), {}
+
+    def loss(outputs, columns):
+        found.update(outputs)
+        return outputs["log_prob"].sum(), {}
+
+    before = engine.infer(samples, MicroBatching(), temperature=0.9)["log_prob"]
+    engine.forward_backward(samples, loss, MicroBatching(rows=16), temperature=0.9)
+    order = MicroBatching(rows=16).split(samples)[0]
+    assert torch.equal(found["log_prob"].detach(), before[order])
+
+
+def test_bfloat16_gradients_of_micro_batches_and_tied_weights_add_up_in_float32(folder):
+    samples = jobs.samples()
+    loss, micro = jobs.objective("actor", samples), MicroBatching(rows=8)
+    found = []
+    for parts in ([samples], [samples[rows] for rows in micro.split(samples)]):
+        engine = jobs.engine(folder, compute_dtype="bfloat16")
+        named, total = dict(engine.module.named_parameters()), {}
+        for part in parts:
+            engine.forward_backward(part, loss, micro, temperature=0.9)
+            for name, weight in named.items():
+                total[name] = total.get(name, 0) + weight.grad
+                weight.grad = None
+        found.append(total)
+    whole, summed = found
+    for name, gradient in whole.items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, summed[name]), name
+        assert not torch.equal(gradient, gradient.bfloat16().float()), name
 
 
 def test_engines_are_found_by_strategy_and_devices_by_name(folder):

@@ -133,6 +133,17 @@ def test_bfloat16_keeps_float32_masters_and_is_close(folder, ranks, alone):
         assert norms[0] == pytest.approx(alone["actor"][1][0], rel=0.05)
 
 
+def test_bfloat16_of_one_rank_is_that_of_several(folder, ranks):
+    """Up to the gradients of tied weights and embedding rows, which FSDP2 adds up in 16 bits."""
+    arguments = (folder, "actor", MicroBatching(rows=1), {"compute_dtype": "bfloat16"})
+    [(expected, norm)] = ranks.run(1, jobs.gradient, *arguments)
+    [(exact, _)] = ranks.run(1, jobs.gradient, *arguments[:3], {})
+    for found, found_norm in ranks.run(2, jobs.gradient, *arguments):
+        print(distance(found, expected), distance(exact, expected))
+        assert distance(found, expected) < 0.1 * distance(exact, expected)
+        assert found_norm == pytest.approx(norm, rel=1e-3)
+
+
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(folder, ranks):
     for skipped, unchanged, grads_left in ranks.run(2, jobs.poisoned_step, folder):
         assert (skipped, unchanged, grads_left) == (True, True, 0)

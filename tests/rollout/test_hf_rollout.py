@@ -7,6 +7,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from strop.errors import DataError, ModelError, TrainingError
+from strop.models.passes.low_precision import low_precision
 from strop.rollout.base import SamplingParams
 from strop.rollout.hf.engine import HFRollout
 
@@ -209,11 +210,11 @@ def test_generation_runs_without_dropout_and_restores_every_modules_mode():
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
-def test_bfloat16_autocast_stays_near_the_float32_log_probs():
+def test_bfloat16_log_probs_are_those_of_a_pass_in_bfloat16_and_near_float32():
     model = tiny_lm()
-    rollout = rollout_of(model, autocast_dtype=torch.bfloat16)
+    rollout = rollout_of(model, compute_dtype=torch.bfloat16)
     batch = rollout.generate(prompts_of(LENGTHS, n=4), SamplingParams(max_tokens=10, n=4)).batch
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with low_precision(model, torch.bfloat16):
         expected = response_log_probs(model, batch)
     mask, found = batch["response_mask"].bool(), batch["rollout_log_probs"]
     assert float((found - expected).abs()[mask].mean()) < 0.05

@@ -212,7 +212,7 @@ def test_generate_is_finish_of_one_batch(family):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"micro_batch_size": 4}, {"autocast_dtype": torch.bfloat16}], ids=["", "micro", "bf16"]
+    "options", [{}, {"micro_batch_size": 4}, {"compute_dtype": torch.bfloat16}], ids=["", "micro", "bf16"]
 )
 def test_a_new_engine_goes_on_bit_for_bit_from_what_was_in_flight(options):
     """Through ``torch.save``; calls of ``generate`` in between have no influence."""

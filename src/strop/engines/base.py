@@ -100,7 +100,8 @@ class Engine(Protocol):
     A new back-end is one class with these methods and an entry in ``ENGINES``.
     """
 
-    autocast_dtype: torch.dtype | None
+    compute_dtype: torch.dtype | None
+    """Dtype of passes; None: that of the weights."""
 
     @classmethod
     def build(cls, model: ModelSpec, spec: EngineSpec) -> Engine:

@@ -21,6 +21,7 @@ from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.heads import check_causal, decoder_of, model_errors
 from strop.models.lora import Adapters, LoraSettings
 from strop.models.packing import Packing, check_packable, check_packed_pass, packed_hidden_states
+from strop.models.passes.rms_norm import replace_rms_norms
 from strop.models.prompts_once import PromptsOnce
 from strop.models.routing import Routers
 from strop.models.ulysses import SequenceGroup, check_shareable
@@ -51,6 +52,7 @@ class RoleModel(nn.Module):
         """
         super().__init__()
         self.hugging_face_model = hugging_face_model
+        replace_rms_norms(hugging_face_model)
         self.layout = CheckpointLayout(hugging_face_model)
         self.packed = packed
         self.packing_key = packing_key or self.packing_key

@@ -172,8 +172,8 @@ class RolloutSpec:
     """Size of the worker group; with more than one rank, ``torch.distributed`` is initialized."""
     shared_model: PreTrainedModel | None = None
     """The actor's module; None: the rollout needs a copy of the weights."""
-    autocast_dtype: torch.dtype | None = None
-    """Autocast dtype of the shared model; None: no autocast."""
+    compute_dtype: torch.dtype | None = None
+    """Dtype of passes of the shared model, whose weights are float32; None: float32."""
     weights: Iterable[tuple[str, Tensor]] | None = None
     """The actor's current weights; None: start from the files of ``model``."""
 

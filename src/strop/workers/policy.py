@@ -113,7 +113,7 @@ class ActorRolloutRefWorker(RoleWorker):
             rank=self.rank,
             world_size=self.world_size,
             shared_model=self._shareable_model,
-            autocast_dtype=None if apart else self.engine.autocast_dtype,
+            compute_dtype=None if apart else self.engine.compute_dtype,
             weights=None if apart else self.engine.named_weights(),
         )
         return build_rollout(self.section.rollout.name, spec)

@@ -66,7 +66,7 @@ class MegatronEngine:
         open_groups(settings, spec.device)
         self.device = spec.device
         dtype = dtype_named(model.compute_dtype, spec.device)
-        self.autocast_dtype = None if dtype == torch.float32 else dtype
+        self.compute_dtype = None if dtype == torch.float32 else dtype
         options: dict[str, Any] = {"path": model.path, **model.options}
         if model.kind == "policy":
             hugging_face_model, source = defer_causal_lm(**options)
@@ -91,7 +91,7 @@ class MegatronEngine:
         )
         for chunk in self._chunks:
             chunk.to(spec.device)
-            for layer in chunk.decoder.layers if self.autocast_dtype is not None else ():
+            for layer in chunk.decoder.layers if self.compute_dtype is not None else ():
                 # around each layer, as megatron-core computes layers again outside the forward pass
                 layer.forward = self._autocast()(layer.forward)
             for parameter in chunk.parameters():
@@ -167,7 +167,7 @@ class MegatronEngine:
                 expected = self.module.own_figures(batch)
             difference = float(chosen_figures(figures - expected, batch).abs().max())
             # 16 bits round each of the layers' sums; a wrong weight changes log-probs by far more
-            bound = TOLERANCE if self.autocast_dtype is None else 0.1 * float(expected.abs().max())
+            bound = TOLERANCE if self.compute_dtype is None else 0.1 * float(expected.abs().max())
             if not difference <= bound:
                 error = ModelError(
                     f"{spec.role}: the passes of strategy=megatron differ from those of "
@@ -181,9 +181,9 @@ class MegatronEngine:
         set_entries(self.module.hugging_face_model.config, entries)
 
     def _autocast(self) -> Any:
-        if self.autocast_dtype is None:
+        if self.compute_dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
     def _split(self, batch: DataProto, micro: MicroBatching) -> list[Tensor]:
         """Return the rows of each micro-batch, equally many on every rank.

@@ -1,8 +1,8 @@
 """``TorchEngine``: float32 master weights, optional bfloat16, fused AdamW; FSDP2 on several ranks.
 
-One rank runs plain torch: whole weights, and autocast to the compute dtype. FSDP2 over one rank would shard
-nothing. On several ranks FSDP2 gathers copies of float32 shards in the compute dtype and reduces gradients in
-float32.
+One rank runs plain torch: whole weights, cast to the compute dtype once for all micro-batches. FSDP2 over one
+rank would shard nothing. On several ranks FSDP2 gathers copies of float32 shards in the compute dtype and
+reduces gradients in float32.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from strop.engines.torch.sharding import (
     shard,
     whole,
 )
+from strop.errors import ModelError
 from strop.models.attention import is_flash
 from strop.models.base import RoleModel
-from strop.models.comparison import require_eager_figures
+from strop.models.comparison import few_rows, require_eager_figures
 from strop.models.deferred import Weights, WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import dtype_named, load_causal_lm, load_scorer
 from strop.models.pair_policy import PairPolicy
+from strop.models.passes.low_precision import low_precision
 from strop.models.policy import PolicyModel
 from strop.models.routing import learning_rows
 from strop.models.scorer import PairScorer, SequenceScorer, ValueModel
@@ -94,7 +96,7 @@ class TorchEngine:
         self.module = module
         self.device = device
         dtype = dtype_named(compute_dtype, device)
-        self.autocast_dtype = None if dtype == torch.float32 else dtype
+        self.compute_dtype = None if dtype == torch.float32 else dtype
         self._settings = optimizer
         self._optimizer: torch.optim.AdamW | None = None
         self._saving: tuple[Future, Path] | None = None
@@ -109,7 +111,7 @@ class TorchEngine:
         else:
             if sharding.sequence_parallel_size > 1:
                 module.share_sequences(sequence_group(sharding.sequence_parallel_size))
-            shard(module, sharding, device, self.autocast_dtype)
+            shard(module, sharding, device, self.compute_dtype)
             materialize(module, weights, device)
             module.check()
             reshard(module)
@@ -164,7 +166,7 @@ class TorchEngine:
     def _require_eager_figures(self, spec: ModelSpec) -> None:
         """Compare passes with the family's eager one at start-up (``strop.models.comparison``).
 
-        An unsharded model has float32 weights, so without autocast a bound is not widened by rounding;
+        An unsharded model has float32 weights, so in float32 a bound is not widened by rounding;
         flash-attention needs 16 bits. With noise that the user set, updates cannot be compared.
         """
         exact = not (self._sharded or is_flash(self.module.hugging_face_model.config._attn_implementation))
@@ -173,11 +175,28 @@ class TorchEngine:
             self.module,
             name=spec.role,
             updates=self._settings is not None and not sets_noise(spec.options.get("override_config") or {}),
-            dtype=(None if exact else self.autocast_dtype) or torch.float32,
-            precision=None if exact else self._autocast(),
+            dtype=(None if exact else self.compute_dtype) or torch.float32,
+            precision=None if exact else self._low_precision(),
             remedy=attention_key if "attn_implementation" in spec.options else "",
         )
+        if exact and self.compute_dtype is not None:
+            self._require_low_precision(spec)
         reshard(self.module)
+
+    @torch.no_grad()
+    def _require_low_precision(self, spec: ModelSpec) -> None:
+        """Raise ``ModelError`` if the family mixes dtypes in 16 bits (MiniMax, xLSTM, XGLM and GPT do)."""
+        model = self.module.hugging_face_model
+        rows = few_rows(model.config.get_text_config().vocab_size, self.device)
+        try:
+            with self._low_precision():
+                self.module.figures(rows)
+        except RuntimeError as error:
+            key = f"{spec.packing_key.removesuffix('use_remove_padding')}compute_dtype"
+            raise ModelError(
+                f"{spec.role}: {type(model).__name__} fails in {key}={spec.compute_dtype} with "
+                f"{type(error).__name__}: {error}; set {key}=float32"
+            ) from error
 
     @staticmethod
     def data_parallel_place(
@@ -196,10 +215,8 @@ class TorchEngine:
         """See ``Engine.set_config``."""
         set_entries(self.module.hugging_face_model.config, entries)
 
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        if self.autocast_dtype is None or self._sharded:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
+    def _low_precision(self) -> contextlib.AbstractContextManager[None]:
+        return low_precision(self.module, None if self._sharded else self.compute_dtype)
 
     def _split(self, batch: DataProto, micro: MicroBatching) -> list[Tensor]:
         """Return the rows of each micro-batch, equally many on every rank: each is a round of collectives."""
@@ -231,10 +248,10 @@ class TorchEngine:
         self.module.eval()
         batch = DataProto(batch.batch)
         pieces, rows = [], self._split(batch, micro)
-        for piece_rows in rows:
-            with self._autocast():
+        with self._low_precision():
+            for piece_rows in rows:
                 outputs = self.module(columns_of(batch, piece_rows, self.device), **options)
-            pieces.append({name: tensor[: len(piece_rows)].cpu() for name, tensor in outputs.items()})
+                pieces.append({name: tensor[: len(piece_rows)].cpu() for name, tensor in outputs.items()})
         reshard(self.module)
         self._offload.park_parameters()
         width = batch.batch["response_mask"].shape[1] if "response_mask" in batch else 0
@@ -253,16 +270,16 @@ class TorchEngine:
         if routers is not None:
             sequences = float(learning_rows(self.module.sequences(batch.batch)).sum()) * counts
             routers.begin(ranks.total({"n": sequences}, self.device)["n"], self.device)
-        for rows in self._split(batch, micro):
-            columns = columns_of(batch, rows, self.device)
-            with self._autocast():
+        with self._low_precision():
+            for rows in self._split(batch, micro):
+                columns = columns_of(batch, rows, self.device)
                 outputs = self.module(columns, **options)
-            value, metrics = loss(outputs, columns)
-            if routers is not None:
-                value = value + routers.take_loss()
-            value.backward()
-            for name, metric in {"loss": value, **metrics}.items():
-                totals[name] = totals.get(name, 0.0) + metric.detach().double()
+                value, metrics = loss(outputs, columns)
+                if routers is not None:
+                    value = value + routers.take_loss()
+                value.backward()
+                for name, metric in {"loss": value, **metrics}.items():
+                    totals[name] = totals.get(name, 0.0) + metric.detach().double()
         found = ranks.total({name: float(figure) * counts for name, figure in totals.items()}, self.device)
         return found if routers is None else found | routers.end()
 

@@ -23,6 +23,7 @@ from strop.config.memory.forecast import samples_at_once
 from strop.errors import ModelError
 from strop.models.heads import model_errors
 from strop.models.loader import end_token_ids, hidden_token_ids
+from strop.models.passes.low_precision import low_precision
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, RolloutSpec, Samples, SamplingParams
 from strop.rollout.hf.decoding import Contexts, decode
@@ -53,7 +54,7 @@ class HFRollout:
         pad_token_id: int,
         eos_token_ids: Sequence[int],
         hidden_token_ids: Sequence[int] | None = None,
-        autocast_dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
         micro_batch_size: int | None = None,
     ) -> None:
         """Check that ``model`` can be decoded; ``ModelError`` if not.
@@ -74,10 +75,10 @@ class HFRollout:
             raise ModelError(
                 f"rollout.name=hf: {type(model).__name__} does not take {', '.join(sorted(missing))}"
             )
-        self.autocast_dtype: torch.dtype | None = None
+        self.compute_dtype: torch.dtype | None = None
         with torch.no_grad(), _eval_mode(model), model_errors(model, "rollout.name=hf: "):
             check_decoding(model, self.generate)
-        self.autocast_dtype = autocast_dtype  # set after the check, which bfloat16 rounding would blur
+        self.compute_dtype = compute_dtype  # set after the check, which bfloat16 rounding would blur
 
     @classmethod
     def build(cls, spec: RolloutSpec) -> HFRollout:
@@ -85,7 +86,7 @@ class HFRollout:
         if spec.shared_model is None:
             raise RuntimeError("HFRollout generates on the actor's module, and this spec has none")
         return cls(
-            spec.shared_model, autocast_dtype=spec.autocast_dtype, **rollout_options(spec, spec.shared_model)
+            spec.shared_model, compute_dtype=spec.compute_dtype, **rollout_options(spec, spec.shared_model)
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, last: bool = True) -> None:
@@ -155,12 +156,13 @@ class HFRollout:
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         stop_ids_S = torch.tensor(sorted(stop_ids), dtype=torch.long, device=self.model.device)
         pack = params.max_tokens >= _PACK_FROM
-        packed = packed_linears(self.model, self.autocast_dtype) if pack else contextlib.nullcontext()
-        autocast = torch.autocast(
-            self.model.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None
-        )
+        packs = packed_linears(self.model, self.compute_dtype) if pack else contextlib.nullcontext(())
         longest = 0  # most new tokens of an awaited sample: the others get as many, however many run at once
-        with _eval_mode(self.model), autocast, packed:
+        with (
+            _eval_mode(self.model),
+            packs as packed,
+            low_precision(self.model, self.compute_dtype, besides=packed),
+        ):
             for part, first in _parts(rows, awaited, self.micro_batch_size or len(rows)):
                 most = params.max_tokens if first else longest
                 samples = decode(
@@ -171,7 +173,7 @@ class HFRollout:
                     [min(params.max_tokens - row.length, most) for row in part],
                     params,
                     stop_ids_S,
-                    self.autocast_dtype or self.model.dtype,
+                    self.compute_dtype or self.model.dtype,
                     awaited=first or len(part),
                     finished=None if finished is None else _reporting(part[:first], finished),
                 )
@@ -285,8 +287,8 @@ def check_decoding(
     """Raise ``ModelError`` if decoded log-probs differ from those of a plain forward pass.
 
     Decodes four tokens after two short prompts. A family whose cache, positions or masks work differently
-    from what this package assumes would otherwise train on wrong samples. Call it in eval mode, without
-    gradient and autocast.
+    from what this package assumes would otherwise train on wrong samples. Call it in eval mode, in float32,
+    without gradient.
     """
     vocabulary = model.config.get_text_config().vocab_size
     lengths = torch.tensor(_CHECK_LENGTHS)

@@ -20,20 +20,20 @@ _ROWS_HINT = 16
 
 
 @contextmanager
-def packed_linears(model: nn.Module, autocast_dtype: torch.dtype | None) -> Generator[None]:
+def packed_linears(model: nn.Module, compute_dtype: torch.dtype | None) -> Generator[list[nn.Linear]]:
     """Let every large ``nn.Linear`` of ``model`` compute with a packed copy of its weight in the body.
 
-    ``autocast_dtype`` is the dtype of linear layers under autocast, None without autocast. Layers on another
-    device, sharded, patched or of another type are skipped.
+    Yields these layers. ``compute_dtype`` is the dtype of products, None: that of the weights. Layers on
+    another device, sharded, patched or of another type are skipped.
     """
     packed: list[nn.Linear] = []
     try:
         for module in model.modules():
-            if type(module) is nn.Linear and _packable(module, autocast_dtype or module.weight.dtype):
+            if type(module) is nn.Linear and _packable(module, compute_dtype or module.weight.dtype):
                 # An instance attribute shadows the method until it is deleted.
-                module.forward = _packed_forward(module, autocast_dtype or module.weight.dtype)
+                module.forward = _packed_forward(module, compute_dtype or module.weight.dtype)
                 packed.append(module)
-        yield
+        yield packed
     finally:
         for module in packed:
             del module.forward
