@@ -6,6 +6,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strop.config.batch_plan import BatchPlan
+from strop.config.checks import memory
 from strop.config.checks.check import check
 from strop.config.checks.supervised import sequences_of_a_row
 from strop.config.load import load_config, load_tree
@@ -148,3 +149,71 @@ def test_facts_of_a_model_in_the_hubs_cache(model, tmp_path, monkeypatch):
         "strop.config.memory.facts.try_to_load_from_cache", lambda name, file: str(snapshot / file)
     )
     assert read_model_facts("owner/name") == read_model_facts(str(model))
+
+
+GB = 10**9
+QWEN_7B = ModelFacts(7_615_616_512, 28, 3584, 152_064, 28, 4, 512, 32_768)
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """Return a function that gives a machine GPUs, and returns the lines of a 7B run on them about vLLM."""
+
+    def lines(*options, size=80 * GB, gpus=1):
+        monkeypatch.setattr("strop.config.machine.gpu_memory", lambda: size)
+        monkeypatch.setattr("strop.config.forecast.read_model_facts", lambda path: QWEN_7B)
+        monkeypatch.setattr("strop.config.checks.memory.read_model_facts", lambda path: QWEN_7B)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+        config = load_config(
+            settings(
+                "m", "actor_rollout_ref.rollout.name=vllm", "trainer.device=cuda",
+                "actor_rollout_ref.rollout.max_num_seqs=256", "algorithm.kl_ctrl.kl_coef=0",
+                "actor_rollout_ref.model.compute_dtype=bfloat16", *options,
+            )
+        )  # fmt: skip
+        return list(memory.vllm(config, BatchPlan.from_config(config)))
+
+    return lines
+
+
+UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
+
+
+def test_vllms_share_of_a_gpu_and_what_the_trainer_keeps_there_fit_together(on_gpus):
+    # 16 bytes a parameter over 8 ranks: 15.2 of 80 GB
+    assert on_gpus(f"{UTILIZATION}=0.8", gpus=8) == []
+    ((level, text),) = on_gpus(f"{UTILIZATION}=0.85", gpus=8)
+    assert level == "warning"
+    assert mentions(text, f"{UTILIZATION}=0.85 is 63.3 GiB", "14.2 GiB", "actor: weights", "0.8 at most")
+    assert "CUDA graphs" in text
+    eager = "actor_rollout_ref.rollout.enforce_eager=True"
+    assert "CUDA graphs" not in on_gpus(f"{UTILIZATION}=0.85", eager, gpus=8)[0].text
+    # kept during the update, which takes some
+    awake = "actor_rollout_ref.rollout.free_cache_engine=False"
+    ((_, text),) = on_gpus(f"{UTILIZATION}=0.8", awake, gpus=8)
+    assert mentions(text, "actor update: activations", "actor: weights")
+    assert on_gpus(f"{UTILIZATION}=0.3", awake, "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+                   gpus=8) == []  # fmt: skip
+
+
+def test_a_rollout_on_gpus_of_its_own_shares_them_with_nobody(on_gpus):
+    apart = (
+        "actor_rollout_ref.hybrid_engine=False", "trainer.resource_pools={learner: [4], rollout: [4]}",
+        "trainer.placement={Rollout: rollout}",
+    )  # fmt: skip
+    assert on_gpus(f"{UTILIZATION}=0.95", *apart, gpus=8) == []
+
+
+def test_vllms_share_holds_what_vllm_needs(on_gpus):
+    """A 7B model in bfloat16 has 15.2 GB: 7.6 on each of two ranks."""
+    alone = ("trainer.val_only=False", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
+    ((level, text),) = on_gpus(f"{UTILIZATION}=0.15", *alone, gpus=8)  # 12 GB
+    assert level == "error"
+    assert mentions(text, "11.2 GiB", "weights 14.2 GiB", "max_num_batched_tokens=8192")
+    # 1.0 GB for 8,192 tokens and 0.5 GB for 256 x 152,064 logits, three times in float32
+    ((level, text),) = on_gpus(f"{UTILIZATION}=0.2", *alone, gpus=8)  # 16 GB
+    assert level == "warning"
+    assert mentions(text, "activations of 8,192 tokens 0.9 GiB", "logits of 256 sequences 0.4 GiB")
+    fewer = "actor_rollout_ref.rollout.max_num_batched_tokens=256"
+    assert on_gpus(f"{UTILIZATION}=0.2", *alone, fewer, gpus=8) == []
+    assert on_gpus(f"{UTILIZATION}=0.15", gpus=8) == []  # two ranks each

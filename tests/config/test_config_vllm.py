@@ -10,6 +10,7 @@ from strop.config.checks import learning, processes
 from strop.config.checks.keys import check_keys
 from strop.config.load import as_config, load_config, to_yaml
 from strop.config.placement import (
+    enforce_eager,
     extra_sampling,
     processes_per_node,
     rollout_dtype,
@@ -117,14 +118,40 @@ def test_doubtful_settings_of_vllm_are_one_finding_each(rule, options, parts):
     assert findings(rule, *options) == ([] if parts is None else [Message(*parts)])
 
 
-def test_cuda_graphs_that_keep_their_memory_are_told_on_a_gpu(monkeypatch):
-    graphs = (f"{ROLLOUT}.enforce_eager=False", "trainer.device=auto")
-    assert findings(processes.cuda_graphs, *graphs) == []
-    monkeypatch.setattr(processes, "visible_gpus", lambda: 1)
-    assert findings(processes.cuda_graphs, *graphs) == [Message("free_cache_engine", "CUDA graphs")]
-    assert findings(processes.cuda_graphs, *graphs, f"{ROLLOUT}.free_cache_engine=False") == []
-    assert findings(processes.cuda_graphs, "trainer.device=auto") == []
-    assert findings(processes.cuda_graphs, *graphs, "trainer.device=cpu") == []
+@pytest.mark.parametrize(
+    ("gpus", "options", "eager"),
+    [
+        ("0", ["trainer.device=auto"], False),
+        ("0", ["trainer.device=auto", f"{ROLLOUT}.enforce_eager=True"], True),
+        ("0", ["trainer.device=cpu"], True),
+        ("", ["trainer.device=auto"], True),
+        ("", ["trainer.device=auto", f"{ROLLOUT}.enforce_eager=False"], False),
+    ],
+)
+def test_cuda_graphs_are_on_where_there_are_gpus(monkeypatch, gpus, options, eager):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    config = load_config([f"{ROLLOUT}.name=vllm", *options])
+    assert enforce_eager(config) is eager
+    assert settled(config).actor_rollout_ref.rollout.enforce_eager is eager
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "is_told"),
+    [
+        (300 * 2**20, [], True),
+        (300 * 2**20, ["trainer.device=cpu"], False),
+        (300 * 2**20, [f"{ROLLOUT}.name=vllm"], False),
+        (1000, [], False),
+    ],
+)
+def test_hf_with_a_large_model_on_a_gpu_is_told_of_vllm(monkeypatch, tmp_path, size, options, is_told):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(size)
+    told = [Message(f"{ROLLOUT}.name=hf", "GPU", "vllm", "CUDA graphs")] if is_told else []
+    defaults = [f"actor_rollout_ref.model.path={tmp_path}", f"{ROLLOUT}.name=hf", "trainer.device=auto"]
+    config = load_config([*defaults, *options])
+    assert [finding.text for finding in processes.eager_generation(config)] == told
 
 
 def test_only_what_was_set_is_passed_to_vllm():
@@ -137,7 +164,7 @@ def test_only_what_was_set_is_passed_to_vllm():
 def test_the_file_of_a_run_repeats_it():
     config = load_config(list(VLLM))
     again = as_config(settled(config).model_dump())
-    for resolve in (rollout_dtype, tensor_parallel_size, processes_per_node):
+    for resolve in (rollout_dtype, enforce_eager, tensor_parallel_size, processes_per_node):
         assert resolve(again) == resolve(config)
 
 

@@ -40,6 +40,19 @@ def test_inverse_of_the_distribution_by_hand():
     assert found[:, 0].tolist() == [1, 1, 2, 2, 4, 4, 4]
 
 
+@pytest.mark.parametrize("vocabulary", [50, 5000])
+def test_log_probs_are_those_of_float64_for_likely_and_rare_tokens(vocabulary):
+    generator = torch.Generator().manual_seed(0)
+    logits = 6 * torch.randn(400, vocabulary, generator=generator) + 1000
+    uniforms = torch.rand(400, generator=generator, dtype=torch.float64)
+    tokens, log_probs = next_tokens(logits, uniforms, SamplingParams(max_tokens=1))
+    expected = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    assert log_probs.dtype == torch.float32
+    assert expected.min() < -5
+    assert expected.max() > -0.1
+    assert (log_probs - expected).abs().max() < 2e-6
+
+
 @pytest.mark.parametrize("vocabulary", [513, 1024, 5000])
 def test_large_vocabularies_give_the_same_tokens_as_one_running_sum(vocabulary):
     generator = torch.Generator().manual_seed(0)

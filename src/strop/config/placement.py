@@ -131,13 +131,17 @@ def automatic_rollout(device: str, model_path: str) -> tuple[str, str]:
     """
     if not ROLLOUTS["vllm"].installed:
         return "hf", "vLLM is not installed"
-    if device == "cpu" or not visible_gpus():
-        size = 0
-        with contextlib.suppress(OSError, ValueError):  # a name on the hub; a path that no file system takes
-            size = sum(file.stat().st_size for file in Path(expand(model_path)).glob("*.safetensors"))
-        if 0 < size < _SMALL_FILES:
-            return "hf", "a small model on a CPU"
+    if (device == "cpu" or not visible_gpus()) and is_small(model_path):
+        return "hf", "a small model on a CPU"
     return "vllm", "vLLM is installed"
+
+
+def is_small(model_path: str) -> bool:
+    """Return True for a local folder with files of less than 200 MB."""
+    size = 0
+    with contextlib.suppress(OSError, ValueError):  # a name on the hub; a path that no file system takes
+        size = sum(file.stat().st_size for file in Path(expand(model_path)).glob("*.safetensors"))
+    return 0 < size < _SMALL_FILES
 
 
 def rollout_in_words(config: Config) -> str:
@@ -163,6 +167,17 @@ def rollout_dtype(config: Config) -> str:
     return dtype
 
 
+def rollout_on_gpu(config: Config) -> bool:
+    """Return True if the rollout's engine computes on a GPU of this machine."""
+    return config.trainer.device != "cpu" and visible_gpus() > 0
+
+
+def enforce_eager(config: Config) -> bool:
+    """Return True if vLLM must not record CUDA graphs; unwritten, it records them where there are GPUs."""
+    written = _is_written(config, "enforce_eager")
+    return config.actor_rollout_ref.rollout.enforce_eager if written else not rollout_on_gpu(config)
+
+
 def tensor_parallel_size(config: Config) -> int:
     """Return the ranks that run one rollout engine together; a default that does not suit the ranks means 1.
 
@@ -174,7 +189,7 @@ def tensor_parallel_size(config: Config) -> int:
     placement = Placement.from_config(config)
     ranks = placement.ranks("Rollout" if "Rollout" in placement.roles else placement.role_of_pass("actor"))
     if not _is_written(config, "tensor_model_parallel_size"):
-        return size if ranks % size == 0 and config.trainer.device != "cpu" and visible_gpus() else 1
+        return size if ranks % size == 0 and rollout_on_gpu(config) else 1
     if ranks % size:
         raise ConfigError(
             f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide the {ranks} ranks of the rollout"
@@ -240,7 +255,11 @@ def settled(config: Root) -> Root:
     if not tree["trainer"].get("resource_pools"):
         tree["trainer"]["n_gpus_per_node"] = processes_per_node(config)
     if isinstance(config, Config):
-        values = {"dtype": rollout_dtype, "tensor_model_parallel_size": tensor_parallel_size}
+        values = {
+            "dtype": rollout_dtype,
+            "enforce_eager": enforce_eager,
+            "tensor_model_parallel_size": tensor_parallel_size,
+        }
         rollout = tree["actor_rollout_ref"]["rollout"]
         rollout |= {key: value(config) for key, value in values.items() if honours(config, key)}
     return type(config).model_validate(tree)

@@ -71,9 +71,10 @@ def _greedy(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sample(scores_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
-    log_probs_RV = torch.log_softmax(scores_RV, -1)
-    tokens_R1 = invert_cdf(log_probs_RV.exp(), uniforms_R)
-    return tokens_R1[:, 0], log_probs_RV.gather(1, tokens_R1)[:, 0]
+    # Not exp(log_softmax): one pass over the vocabulary and one allocation fewer, half of the time.
+    probs_RV = torch.softmax(scores_RV, -1)
+    tokens_R1 = invert_cdf(probs_RV, uniforms_R)
+    return tokens_R1[:, 0], probs_RV.gather(1, tokens_R1)[:, 0].log()
 
 
 def _sample_filtered(

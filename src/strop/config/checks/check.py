@@ -64,7 +64,7 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
         plan = BatchPlan.from_config(config, train_rows=train_rows)
     except ConfigError as problem:
         return CheckResult(errors + problem.problems, warnings, None)
-    compared = list(memory.run(config, plan)) if not attempt.errors else []
+    compared = [*memory.run(config, plan), *memory.vllm(config, plan)] if not attempt.errors else []
     errors += [text for level, text in compared if level == "error"]
     warnings += [text for level, text in compared if level == "warning"]
     if plan.actor_iterations == 0:
@@ -131,7 +131,7 @@ RULES: tuple[Rule, ...] = (
     learning.kl_horizon,
     processes.batches,
     processes.weights_at_start,
-    processes.cuda_graphs,
+    processes.eager_generation,
     processes.precision,
     processes.strategies,
     inputs.models,

@@ -1,15 +1,27 @@
-"""Rules that compare the forecast of a run's memory with the memory that there is."""
+"""Rules that compare the forecast of a run's memory with the memory that there is.
+
+On a GPU vLLM takes the share ``gpu_memory_utilization`` at its start, whatever it needs: the rest must hold
+what the trainer keeps on the same device, and the share what vLLM needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from strop.config.batch_plan import BatchPlan
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.supervised import sequences_of_a_row
 from strop.config.machine import Memory, memory_for
-from strop.config.memory.forecast import Forecast, forecast, supervised_forecast
-from strop.config.placement import Placement
+from strop.config.memory.facts import ModelFacts, read_model_facts
+from strop.config.memory.forecast import Forecast, forecast, resident_weights, supervised_forecast
+from strop.config.placement import (
+    Placement,
+    enforce_eager,
+    honours,
+    rollout_dtype,
+    rollout_on_gpu,
+    tensor_parallel_size,
+)
 from strop.config.schema import Config
 from strop.config.schema.supervised import SupervisedConfig
 
@@ -24,6 +36,8 @@ _REMEDIES = {
     "update": "lower update.micro_batch_size_per_gpu, or set model.enable_gradient_checkpointing=True",
 }
 """Beginning of the name of a part of a forecast -> the keys that make it smaller."""
+_LAYER_BYTES = {2: 34, 4: 68}
+"""Bytes of a layer's activations for each token and hidden unit, by the bytes of a number, as in forecast."""
 _OF_WEIGHTS = "take a smaller model, or more GPUs (trainer.n_gpus_per_node)"
 
 
@@ -47,6 +61,68 @@ def supervised(config: SupervisedConfig) -> Iterator[Finding]:
     memory, need = memory_for(config), supervised_forecast(config, sequences_of_a_row(config))
     if need.peak is not None:
         yield from _compare(need, need.peak * memory.processes, memory)
+
+
+def vllm(config: Config, plan: BatchPlan) -> Iterator[Finding]:
+    """Compare the share of a GPU that vLLM takes with what vLLM needs, and with what the trainer keeps."""
+    memory = memory_for(config)
+    if not (honours(config, "gpu_memory_utilization") and rollout_on_gpu(config)) or memory.processes > 1:
+        return
+    facts, rollout = read_model_facts(config.actor_rollout_ref.model.path), config.actor_rollout_ref.rollout
+    if facts is None or facts.parameters is None:
+        return
+    share = int(rollout.gpu_memory_utilization * memory.size)
+    given = f"actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} is " + _gib(
+        share
+    )
+    parts = _vllm_needs(config, facts)
+    if (need := sum(parts.values())) > share:
+        fixed = parts["weights"] + parts["the longest sequence"]
+        yield (error if fixed > share else warning)(
+            f"memory: {given}, and vLLM needs about {_gib(need)}: {_listed(parts)}; raise it, lower "
+            f"actor_rollout_ref.rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} or "
+            f"max_num_seqs={rollout.max_num_seqs}, or raise tensor_model_parallel_size"
+        )
+    placed = Placement.from_config(config)
+    pool = placed.roles["Rollout" if "Rollout" in placed.roles else placed.role_of_pass("actor")]
+    kept = dict(resident_weights(config, pool))
+    if not rollout.free_cache_engine:
+        update = forecast(config, plan, pool=pool).phases
+        kept |= {name: size for name, size in update.items() if not name.startswith("generation")}
+    sizes = {name: size for name, size in kept.items() if size}
+    if sum(sizes.values()) + share <= memory.size:
+        return
+    room = max(memory.size - sum(sizes.values()), 0) / memory.size
+    lower = f"lower it to {int(100 * room) / 100:g} at most" if room >= 0.01 else "take more ranks"
+    graphs = "" if enforce_eager(config) else " and CUDA graphs, which stay in memory,"
+    yield warning(
+        f"memory: {given} of {memory.place} with {_gib(memory.size)}, and the trainer keeps about "
+        f"{_gib(sum(sizes.values()))} there while vLLM has it: {_listed(sizes)}{graphs} do not fit; {lower}, "
+        "or offload (fsdp_config.optimizer_offload=True and param_offload=True; the forecast leaves both out)"
+    )
+
+
+def _vllm_needs(config: Config, facts: ModelFacts) -> dict[str, int]:
+    """Return the bytes that vLLM measures on a rank at its start, and those of the longest sequence."""
+    size = 4 if rollout_dtype(config) == "float32" else 2
+    rollout, ranks = config.actor_rollout_ref.rollout, tensor_parallel_size(config)
+    length = config.data.max_prompt_length + config.data.max_response_length
+    tokens, sequences = rollout.max_num_batched_tokens, rollout.max_num_seqs
+    return {
+        "weights": size * (facts.parameters or 0) // ranks,
+        f"activations of {tokens:,} tokens": tokens * facts.hidden * _LAYER_BYTES[size],
+        # in float32: the logits, those that are sampled from, and log-probs
+        f"logits of {sequences:,} sequences": sequences * facts.vocabulary * 3 * 4,
+        "the longest sequence": 2 * facts.layers * facts.kv_width * size * length // ranks,
+    }
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size >= 2**30 // 20)
 
 
 def _compare(need: Forecast, total: int, memory: Memory) -> Iterator[Finding]:

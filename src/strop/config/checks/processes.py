@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import get_args
 
-from strop.config.backends import ENGINES
+from strop.config.backends import ENGINES, ROLLOUTS
 from strop.config.batch_plan import MICRO_BATCHES, forward_passes, sequence_parallel_size, strategy_of
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import divisors, nearest_in_words, value_at
@@ -14,11 +14,12 @@ from strop.config.memory.facts import read_model_facts
 from strop.config.placement import (
     Placement,
     honours,
+    is_small,
     process_count,
     rollout_dtype,
+    rollout_on_gpu,
     runs_on_ray,
     tensor_parallel_size,
-    visible_gpus,
 )
 from strop.config.roles import roles_of, uses_critic, uses_full_kl
 from strop.config.schema import Config, RootConfig
@@ -235,19 +236,14 @@ def weights_at_start(config: Config) -> Iterator[Finding]:
     )
 
 
-def cuda_graphs(config: Config) -> Iterator[Finding]:
-    """Warn of memory that the update does not get where vLLM has CUDA graphs."""
+def eager_generation(config: Config) -> Iterator[Finding]:
+    """Warn of hf on a GPU, except for small models."""
     rollout = config.actor_rollout_ref.rollout
-    on_gpu = visible_gpus() and config.trainer.device != "cpu"
-    if (
-        honours(config, "enforce_eager")
-        and on_gpu
-        and rollout.free_cache_engine
-        and not rollout.enforce_eager
-    ):
+    if rollout.name == "hf" and rollout_on_gpu(config) and not is_small(config.actor_rollout_ref.model.path):
+        install = "" if ROLLOUTS["vllm"].installed else "pip install 'strop[vllm]' and "
         yield warning(
-            "actor_rollout_ref.rollout.free_cache_engine=True with enforce_eager=False: weights and KV cache "
-            "are freed for the update, but vLLM's CUDA graphs keep their memory; enforce_eager=True has none"
+            "actor_rollout_ref.rollout.name=hf on a GPU: it launches every operation of a decoding step from "
+            f"Python, and the GPU waits for it; {install}set it to vllm, which replays CUDA graphs"
         )
 
 
@@ -255,7 +251,7 @@ def precision(config: Config) -> Iterator[Finding]:
     """Warn if vLLM's precision differs from the trainer's: the sampler is then another policy."""
     section = config.actor_rollout_ref
     sampler, trainer = rollout_dtype(config), section.model.compute_dtype
-    computed = {"auto": "bfloat16" if visible_gpus() and config.trainer.device != "cpu" else "float32"}
+    computed = {"auto": "bfloat16" if rollout_on_gpu(config) else "float32"}
     corrected = section.actor.rollout_is is not None or section.actor.use_rollout_log_probs
     if computed.get(sampler, sampler) != computed.get(trainer, trainer) and not corrected:
         yield warning(

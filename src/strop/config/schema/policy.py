@@ -181,7 +181,7 @@ class RolloutConfig(VLLMSamplingConfig):
     ignore_eos: bool
     """Generate up to the full length, past the end-of-sequence token."""
     enforce_eager: Annotated[bool, _UNUSED_BY_HF]
-    """Generate without CUDA graphs."""
+    """Generate without CUDA graphs. If not set: False on a GPU, True on a CPU, where vLLM has none."""
     free_cache_engine: Annotated[
         bool,
         _UNUSED_BY_HF,

@@ -44,6 +44,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from strop.config.placement import (
+    enforce_eager,
     extra_sampling,
     rollout_dtype,
     sequences_of_engine,
@@ -78,7 +79,7 @@ def engine_arguments(spec: RolloutSpec, model: PreTrainedConfig) -> dict[str, An
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "enforce_eager": rollout.enforce_eager,
+        "enforce_eager": enforce_eager(config),
         "tensor_parallel_size": tensor_parallel_size(config),
     }
     if spec.world_size > 1:
