@@ -80,7 +80,10 @@ class MegatronEngine:
             )
         self.module = staged(model.kind, hugging_face_model, packing_key=model.packing_key)
         self._mcore = transformer_config(
-            hugging_face_model.config, settings, recompute=model.gradient_checkpointing
+            hugging_face_model.config,
+            settings,
+            recompute=model.gradient_checkpointing,
+            layer_dtype=dtype,
         )
         self._chunks: list[Any] = build_chunks(
             hugging_face_model.config,
