@@ -94,6 +94,11 @@ def fsdp_update(model: Model, ranks: int, itemsize: int = 2) -> float:
     return ring(gathered + 4 * model.parameters, ranks)
 
 
+def gathered_weights(model: Model, ranks: int, itemsize: int = 2) -> float:
+    """Return what a rank of FSDP2 sends for a rollout in the same processes, in the rollout's dtype."""
+    return ring(itemsize * model.parameters, ranks)
+
+
 def tensor_parallel(model: Model, tokens: int, answers: int, ranks: int, itemsize: int = 2) -> float:
     """Return what a rank sends for the activations of one micro-batch of an update.
 
@@ -327,7 +332,8 @@ def weights(plan: Plan, transport: str) -> Cost:
     """Return what leaves rank zero, or what each rank sends if all gather for themselves."""
     whole = 2 * plan.model.parameters
     if transport == "gathered":
-        return Cost(ring(whole, plan.trainers), between(ring(whole, plan.trainers), plan.trainers))
+        sent = gathered_weights(plan.model, plan.trainers)
+        return Cost(sent, between(sent, plan.trainers))
     if transport == "broadcast":  # a ring: every node passes on what it receives
         return Cost(whole, whole / NETWORK)
     # every node fetches from rank zero's until others have it: copies double

@@ -76,7 +76,7 @@ def sent(folder: Path, layout: dict[str, Any] | None, rows: int, width: int) -> 
     with found["step"]:
         engine.optimizer_step(1e-3)
     with found["weights"]:
-        for _ in engine.named_weights():
+        for _ in engine.named_weights(dtype=torch.bfloat16):
             pass
     return {name: traffic.sent for name, traffic in found.items()}
 

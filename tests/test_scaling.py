@@ -66,6 +66,7 @@ def test_fsdp_sends_what_the_page_says(ranks, folder):
         found = ranks.run(world, scaling_jobs.sent, path, None, ROWS, WIDTH)[0]
         assert near(sum(found["pass"].values()), scaling.fsdp_pass(model, world))
         assert near(sum(found["update"].values()), scaling.fsdp_update(model, world))
+        assert near(sum(found["weights"].values()), scaling.gathered_weights(model, world))
 
 
 @pytest.mark.slow

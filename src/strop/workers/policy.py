@@ -114,9 +114,14 @@ class ActorRolloutRefWorker(RoleWorker):
             world_size=self.world_size,
             shared_model=self._shareable_model,
             autocast_dtype=None if apart else self.engine.autocast_dtype,
-            weights=None if apart else self.engine.named_weights(),
+            weights=None if apart else self.engine.named_weights(dtype=self._rollout_dtype),
         )
         return build_rollout(self.section.rollout.name, spec)
+
+    @property
+    def _rollout_dtype(self) -> torch.dtype:
+        """Dtype of the rollout's copy of the weights, in which they are sent."""
+        return dtype_named(rollout_dtype(self.config), self.device)
 
     @register(Dispatch.DATA_PARALLEL)
     def generate_sequences(self, prompts: DataProto, finished: Finished | None = None) -> DataProto:
@@ -222,7 +227,7 @@ class ActorRolloutRefWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     def sync_rollout(self, version: int) -> None:
         """Copy the actor's current weights (policy ``version``) into the co-located rollout."""
-        self.rollout.update_weights(self.engine.named_weights())
+        self.rollout.update_weights(self.engine.named_weights(dtype=self._rollout_dtype))
         self.rollout_version = version
 
     @register(Dispatch.ONE_TO_ALL)
@@ -244,8 +249,8 @@ class ActorRolloutRefWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     def weight_checksums(self) -> dict[str, int]:
         """Return checksums of the actor's weights in the rollout's dtype, by name in a checkpoint."""
-        dtype = dtype_named(rollout_dtype(self.config), self.device)
-        return checksums(self.engine.named_weights(as_saved=True), dtype)
+        dtype = self._rollout_dtype
+        return checksums(self.engine.named_weights(as_saved=True, dtype=dtype), dtype)
 
     @register(Dispatch.ONE_TO_ALL)
     def verify_rollout(self, version: int, expected: dict[str, int] | None = None) -> None:

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -300,10 +301,14 @@ class TorchEngine:
         """See ``Engine.base_model``."""
         return contextlib.nullcontext() if self.module.adapters is None else self.module.adapters.off()
 
-    def named_weights(self, *, as_saved: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, *, as_saved: bool = False, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """See ``Engine.named_weights``."""
+        gather = partial(whole, dtype=dtype) if self.module.adapters is None else whole  # merged in float32
         with self.on_device():
-            weights = self.module.export_weights(whole)
+            # not a generator, which would keep one weight while the next is gathered
+            weights = map(lambda pair: (pair[0], pair[1].to(dtype)), self.module.export_weights(gather))
             yield from self.module.layout.convert(weights) if as_saved else weights
 
     def save(self, folder: Path, *, background: bool = False) -> None:
