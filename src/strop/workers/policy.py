@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +28,7 @@ from strop.manifest import covering
 from strop.models.loader import dtype_named
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, RolloutEngine, RolloutSpec, SamplingParams, build_rollout
+from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
 from strop.rollout.weights import checksums, require_equal_checksums
 from strop.workers.base import RoleWorker, engine_section
 from strop.workers.losses import Recorder, actor_objective
@@ -55,6 +57,7 @@ class ActorRolloutRefWorker(RoleWorker):
         self.full_kl = uses_full_kl(config)
         self._is_reference = role is not Role.RefPolicy and reference_is_the_actor(config)
         self._loading_s = 0.0  # of weights, since the last generation
+        self._buckets: Iterator[list[tuple[str, Tensor]]] | None = None
         self._admitted: dict[int, list[str]] = {}
         """Number of each batch in flight -> the uids of its prompts."""
 
@@ -229,6 +232,20 @@ class ActorRolloutRefWorker(RoleWorker):
         """Copy the actor's current weights (policy ``version``) into the co-located rollout."""
         self.rollout.update_weights(self.engine.named_weights(dtype=self._rollout_dtype))
         self.rollout_version = version
+
+    @register(Dispatch.ONE_TO_ALL)
+    def weight_bucket(self, restart: bool, max_bytes: int = BUCKET_BYTES) -> list[tuple[str, Tensor]] | None:
+        """Return the next weights in CPU memory, up to ``max_bytes`` but at least one; None after the last.
+
+        ``restart`` begins with the first of the current weights. Collective; only rank zero gets a result.
+        """
+        if restart or self._buckets is None:
+            weights = self.engine.named_weights(dtype=self._rollout_dtype)
+            self._buckets = weight_buckets(weights, max_bytes, keep=self.rank == 0)
+        bucket = next(self._buckets, None)
+        if bucket is None:
+            self._buckets = None
+        return bucket if self.rank == 0 else None
 
     @register(Dispatch.ONE_TO_ALL)
     def load_weights(self, bucket: list[tuple[str, Tensor]] | None, version: int = 0) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -307,8 +307,7 @@ class TorchEngine:
         """See ``Engine.named_weights``."""
         gather = partial(whole, dtype=dtype) if self.module.adapters is None else whole  # merged in float32
         with self.on_device():
-            # not a generator, which would keep one weight while the next is gathered
-            weights = map(lambda pair: (pair[0], pair[1].to(dtype)), self.module.export_weights(gather))
+            weights = _converted(self.module.export_weights(gather), dtype)
             yield from self.module.layout.convert(weights) if as_saved else weights
 
     def save(self, folder: Path, *, background: bool = False) -> None:
@@ -370,3 +369,11 @@ class TorchEngine:
                 with writing(folder):
                     (folder / "config.json").rename(folder / MERGED_CONFIG)
                     adapters.save(folder, trained)
+
+
+def _converted(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in weights:
+        yield name, weight.to(dtype)
+        del weight  # free it before the next one is gathered
