@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -20,6 +21,7 @@ from strop.config.roles import reference_is_the_actor, uses_full_kl, uses_refere
 from strop.config.schema import Config
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role
+from strop.controller.rendezvous import open_store, stay_on_this_machine
 from strop.data.hub import local_tokenizer
 from strop.engines.base import Engine, Loss
 from strop.errors import CheckpointError, ModelError, TrainingError
@@ -28,6 +30,7 @@ from strop.manifest import covering
 from strop.models.loader import dtype_named
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, RolloutEngine, RolloutSpec, SamplingParams, build_rollout
+from strop.rollout.transfer.broadcast import Channel
 from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
 from strop.rollout.weights import checksums, require_equal_checksums
 from strop.workers.base import RoleWorker, engine_section
@@ -47,6 +50,7 @@ class ActorRolloutRefWorker(RoleWorker):
     rollout_version: int | None = None
     """Version of the rollout's weights, numbered by the trainer."""
     reference: Engine
+    _channel: Channel
 
     def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(config, role, rank=rank, world_size=world_size)
@@ -256,6 +260,48 @@ class ActorRolloutRefWorker(RoleWorker):
         begun = time.time()
         self.rollout.update_weights(bucket or [], last=bucket is None)
         self.rollout_version = version if bucket is None else None
+        self._loading_s += time.time() - begun
+
+    @register(Dispatch.RANK_ZERO)
+    def open_channel(self, address: str) -> int | None:
+        """Open the store of a broadcast channel to the rollout at ``address`` of this node; return its port.
+
+        None if weights travel in buckets.
+        """
+        way = self.section.rollout.weight_transfer
+        if way == "object_store" or (way == "auto" and self.device.type == "cpu"):
+            return None
+        self._store, port = open_store(address)
+        return port
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_channel(self, address: str, port: int, size: int) -> None:
+        """Form the group of the actor's rank zero, which opened the store, and all ranks of the rollout."""
+        if self.role is Role.Rollout:
+            self._channel = Channel.to_sender(address, port, 1 + self.rank, size, self.device)
+        elif self.rank == 0:
+            stay_on_this_machine(address)
+            self._channel = Channel(self._store, 0, size, self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(self) -> None:
+        """Broadcast the actor's current weights; return when all ranks of the rollout have them."""
+        weights = self.engine.named_weights(dtype=self._rollout_dtype)
+        if self.rank == 0:
+            self._channel.send(weights)
+        else:
+            deque(weights, maxlen=0)  # it takes part in the gathers
+
+    @register(Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int) -> None:
+        """Load what ``send_weights`` sends; errors are those of ``load_weights``."""
+        begun, arriving = time.time(), self._channel.receive()
+        self.rollout_version = None
+        try:
+            self.rollout.update_weights(arriving)
+        finally:
+            deque(arriving, maxlen=0)  # after an error, the other ranks wait for this one
+        self.rollout_version = version
         self._loading_s += time.time() - begun
 
     @register(Dispatch.ONE_TO_ALL)
