@@ -34,6 +34,7 @@ check: .venv/dev .venv/vllm .venv/docs  ## check formatting, lint, types, import
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate_config_reference.py --check
 	$(BIN)/python docs/generate_gpu_settings.py --check
+	$(BIN)/python docs/generate_scaling.py --check
 	$(SITE)
 
 format: .venv/dev  ## format the code and apply automatic lint fixes
@@ -63,6 +64,7 @@ families: .venv/dev .venv/vllm  ## compare every model family with transformers,
 docs: .venv/docs  ## regenerate the generated pages and build the site in build/site; a broken link is an error
 	$(BIN)/python docs/generate_config_reference.py
 	$(BIN)/python docs/generate_gpu_settings.py
+	$(BIN)/python docs/generate_scaling.py
 	$(SITE)
 
 dist: .venv/release  ## build wheel and sdist in dist/; run the demo of the sdist with the wheel in a clean environment

@@ -28,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from strop.algorithms import output_layer
 from strop.algorithms.logprobs import token_log_probs
 from strop.algorithms.output_layer import OutputLayer
+from strop.controller.rendezvous import LOOPBACK, open_store
 from strop.engines.base import Loss, OptimizerSettings
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.engine import TorchEngine
@@ -47,6 +49,7 @@ from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
 from strop.rollout.base import SamplingParams
 from strop.rollout.hf.engine import HFRollout
+from strop.rollout.transfer.broadcast import Channel
 
 BUDGET = "GPU_BUDGET_S"
 PUBLISHED = (
@@ -240,6 +243,8 @@ def rightness(device: torch.device) -> list[tuple[str, float, float]]:
         lines.append((f"output layer, bfloat16, {name}, against float64: log-probs", found[0], 1e-3))
         lines.append((f"output layer, bfloat16, {name}, against float64: gradients", found[1], 1e-2))
     lines.append(("hf rollout: log-probs against a forward pass", _rollout(size, device), 1e-4))
+    if device.type == "cpu" or torch.cuda.device_count() > 1:  # NCCL needs a GPU for each rank
+        lines.append(("weights by broadcast: weights that differ", _broadcast(device), 0))
     return lines
 
 
@@ -299,6 +304,23 @@ def _rollout(size: Size, device: torch.device) -> float:
     batch = rollout.generate(_prompts(size, 8, 16, 4), SamplingParams(max_tokens=32, n=4)).to("cpu")
     again = engine.infer(batch, MicroBatching())["log_prob"]
     return float(((again - batch.batch["rollout_log_probs"]) * batch.batch["response_mask"]).abs().max())
+
+
+def _broadcast(device: torch.device) -> float:
+    places = [device] * 2 if device.type == "cpu" else [torch.device("cuda", rank) for rank in range(2)]
+    store, port = open_store(LOOPBACK)
+    weights = [(str(rows), torch.randn(rows, 64, device=places[0]).bfloat16()) for rows in range(1, 50)]
+
+    def receive() -> int:
+        if device.type == "cuda":
+            torch.cuda.set_device(places[1])  # of this thread
+        found = dict(Channel.to_sender(LOOPBACK, port, 1, 2, places[1]).receive())
+        return sum(not torch.equal(found[name].cpu(), weight.cpu()) for name, weight in weights)
+
+    with ThreadPoolExecutor(1) as thread:
+        receiving = thread.submit(receive)
+        Channel(store, 0, 2, places[0]).send(weights, max_bytes=30_000)
+        return receiving.result()
 
 
 def _prompts(size: Size, count: int, width: int, n: int) -> DataProto:

@@ -18,7 +18,7 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.argv", ["gpu.py", "--models", "tiny", "--out", str(tmp_path / "gpu")])
     assert gpu.main() == 0
     figures = json.loads((tmp_path / "gpu.json").read_text())
-    assert len(figures["rightness"]) == 10
+    assert len(figures["rightness"]) == 11
     phases = {line["phase"] for line in figures["speed"] if line.get("s", 0) > 0}
     assert phases == {
         *("generation (hf)", "log-probs", "update", "update, checkpointing"),

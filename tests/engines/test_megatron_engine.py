@@ -255,14 +255,15 @@ def test_16_bits_are_as_near_to_float32_as_those_of_fsdp(folders, ranks, alone):
     half = {"compute_dtype": "bfloat16"}
     reference = ranks.run(1, jobs.train, folder, "policy", None, 8, None, half)[0]
     recomputing = {**half, "gradient_checkpointing": True}
-    found = [
-        ranks.run(2, jobs.train, folder, "policy", layout(2), 3, None, o)[0] for o in (half, recomputing)
-    ]
-    assert all(torch.equal(found[0].gradient[name], found[1].gradient[name]) for name in exact.gradient)
-    for name in ("figures", "gradient"):
-        error, others = (apart(getattr(x, name), getattr(exact, name)) for x in (found[0], reference))
-        print(name, f"{error:.1e} {others:.1e}")
-        assert 0 < error < 3 * others
+    for sizes, rows in ((layout(2), 3), (layout(1, 2), 2), (layout(1, 2, 2), 3)):
+        found = [
+            ranks.run(2, jobs.train, folder, "policy", sizes, rows, None, o)[0] for o in (half, recomputing)
+        ]
+        assert all(torch.equal(found[0].gradient[name], found[1].gradient[name]) for name in exact.gradient)
+        for name in ("figures", "gradient"):
+            error, others = (apart(getattr(x, name), getattr(exact, name)) for x in (found[0], reference))
+            print(name, f"{error:.1e} {others:.1e}")
+            assert 0 < error < 3 * others
 
 
 @pytest.mark.slow

@@ -142,6 +142,10 @@ class LocalWorkerGroup:
         """1."""
         return 1
 
+    def address_for(self, other: Any) -> str | None:
+        """Return None: the groups of other pools are in this process, too."""
+        return None
+
     def nodes_without(self, path: Path) -> list[str]:
         """Return no node: the worker is on the driver's."""
         return []

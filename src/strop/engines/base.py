@@ -146,10 +146,13 @@ class Engine(Protocol):
         """Switch LoRA adapters off in the body: passes and weights are those of the model under them."""
         ...
 
-    def named_weights(self, *, as_saved: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, *, as_saved: bool = False, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights by their names in the model, one at a time, tied ones once, detached.
 
-        LoRA adapters are merged into them.
+        LoRA adapters are merged into them. With ``dtype`` they are converted, before they are sent between
+        ranks where possible; None: float32, as they are trained.
 
         ``as_saved``: by the names and in the shapes of a checkpoint (``strop.models.checkpoint_layout``).
         Collective: every rank must iterate to the end.

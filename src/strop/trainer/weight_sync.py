@@ -12,8 +12,9 @@ class WeightSync:
     """Bring the rollout to the current policy before it generates.
 
     A rollout on the actor's own weights has nothing to copy; its worker returns at once. A co-located copy is
-    loaded from the actor's tensors in the process. A rollout in a separate pool gets buckets of weights
-    through Ray's object store; with ``trainer.handles`` the driver passes on references only.
+    loaded from the actor's tensors in the process. A rollout in a separate pool gets them by broadcast, or in
+    buckets through Ray's object store (``rollout.weight_transfer``), where the driver passes on references
+    with ``trainer.handles``.
     """
 
     def __init__(self, actor: Any, rollout: Any, *, verify_every: int, ahead: bool = False) -> None:
@@ -27,6 +28,7 @@ class WeightSync:
         self._together = rollout is actor
         self._transfers = 0
         self._loading: list[Future] = []
+        self._broadcasts: bool | None = None  # unknown before the first transfer
         self.version = 0
         """Current version of the policy: the last iteration that updated the actor, set by the trainer."""
         self.rollout_version: int | None = None
@@ -44,6 +46,10 @@ class WeightSync:
         with timer.phase("sync_weights"):
             if self._together:
                 self._actor.sync_rollout(self.version)
+            elif self._connected():
+                receiving = self._rollout.receive_weights.start(self.version)
+                self._actor.send_weights()  # waits for the rollout, also with ``ahead``
+                self._load(receiving)
             else:
                 self._send_buckets()
         if self._verify_every and self._transfers % self._verify_every == 0:
@@ -53,6 +59,19 @@ class WeightSync:
         self._transfers += 1
         self.rollout_version = self.version
         return self._loading
+
+    def _connected(self) -> bool:
+        """Return True if there is a broadcast channel, which the first call opens where one is wanted."""
+        if self._broadcasts is None:
+            address = self._actor.address_for(self._rollout)
+            port = None if address is None else self._actor.open_channel(address)
+            if port is not None:
+                where = address, port, 1 + self._rollout.world_size
+                joining = self._rollout.join_channel.start(*where)
+                self._actor.join_channel(*where)
+                joining.get()
+            self._broadcasts = port is not None
+        return self._broadcasts
 
     def _send_buckets(self) -> None:
         """Send buckets in order; a last call without one names the version."""

@@ -1,4 +1,4 @@
-"""``Worker``: one process of a role, with its engine, optimizer steps, checkpoints and weight transfer.
+"""``Worker``: one process of a role, with its engine, optimizer steps and checkpoints.
 
 ``RoleWorker`` adds what the roles of reinforcement learning share: passes whose micro-batches and sequence
 parallelism the configuration names.
@@ -10,12 +10,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Generic
-
-from torch import Tensor
 
 from strop.config.backends import ENGINES
 from strop.config.batch_plan import resolve_micro_batch, sequence_parallel_size
@@ -56,29 +54,6 @@ from strop.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 
-BUCKET_BYTES = 256 << 20
-"""Size of a bucket of weights in transfer: bounds the memory beside the two models."""
-
-
-def weight_buckets(
-    weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, keep: bool
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield lists of weights in CPU memory, of up to ``max_bytes`` or of one larger weight.
-
-    Without ``keep`` (a rank that only takes part in the gathers) yield equally many empty lists.
-    """
-    bucket: list[tuple[str, Tensor]] = []
-    used = 0
-    for name, weight in weights:
-        if used and used + weight.nbytes > max_bytes:
-            yield bucket
-            bucket, used = [], 0
-        used += weight.nbytes
-        if keep:
-            bucket.append((name, weight.to("cpu", copy=True)))  # a copy, which later updates do not change
-    if used:
-        yield bucket
-
 
 def engine_section(strategy: str, *holders: Any) -> Any:
     """Return the strategy's section (``EngineKind.section``) of the first of ``holders`` that has it."""
@@ -100,7 +75,6 @@ class Worker(Generic[Root]):
         self.rank = rank
         self.world_size = world_size
         self.device = pick_device(config.trainer.device)
-        self._buckets: Iterator[list[tuple[str, Tensor]]] | None = None
 
     def find_model(self, path: str, external_lib: str | list[str] | None) -> Path:
         """Return the local folder of a model, downloaded once; import the packages it needs. Collective."""
@@ -298,19 +272,6 @@ class Worker(Generic[Root]):
     def weights_hash(self) -> str:
         """Return SHA-256 over all parameters, independent of their sharding."""
         return weights_hash(self.engine.named_weights())
-
-    @register(Dispatch.ONE_TO_ALL)
-    def weight_bucket(self, restart: bool, max_bytes: int = BUCKET_BYTES) -> list[tuple[str, Tensor]] | None:
-        """Return the next weights in CPU memory, up to ``max_bytes`` but at least one; None after the last.
-
-        ``restart`` begins with the first of the current weights. Collective; only rank zero gets a result.
-        """
-        if restart or self._buckets is None:
-            self._buckets = weight_buckets(self.engine.named_weights(), max_bytes, keep=self.rank == 0)
-        bucket = next(self._buckets, None)
-        if bucket is None:
-            self._buckets = None
-        return bucket if self.rank == 0 else None
 
 
 class RoleWorker(Worker[Config]):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import deque
+from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
@@ -19,6 +21,7 @@ from strop.config.roles import reference_is_the_actor, uses_full_kl, uses_refere
 from strop.config.schema import Config
 from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role
+from strop.controller.rendezvous import open_store, stay_on_this_machine
 from strop.data.hub import local_tokenizer
 from strop.engines.base import Engine, Loss
 from strop.errors import CheckpointError, ModelError, TrainingError
@@ -27,6 +30,8 @@ from strop.manifest import covering
 from strop.models.loader import dtype_named
 from strop.protocol import DataProto
 from strop.rollout.base import Finished, RolloutEngine, RolloutSpec, SamplingParams, build_rollout
+from strop.rollout.transfer.broadcast import Channel
+from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
 from strop.rollout.weights import checksums, require_equal_checksums
 from strop.workers.base import RoleWorker, engine_section
 from strop.workers.losses import Recorder, actor_objective
@@ -45,6 +50,7 @@ class ActorRolloutRefWorker(RoleWorker):
     rollout_version: int | None = None
     """Version of the rollout's weights, numbered by the trainer."""
     reference: Engine
+    _channel: Channel
 
     def __init__(self, config: Config, role: Role, *, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(config, role, rank=rank, world_size=world_size)
@@ -55,6 +61,7 @@ class ActorRolloutRefWorker(RoleWorker):
         self.full_kl = uses_full_kl(config)
         self._is_reference = role is not Role.RefPolicy and reference_is_the_actor(config)
         self._loading_s = 0.0  # of weights, since the last generation
+        self._buckets: Iterator[list[tuple[str, Tensor]]] | None = None
         self._admitted: dict[int, list[str]] = {}
         """Number of each batch in flight -> the uids of its prompts."""
 
@@ -114,9 +121,14 @@ class ActorRolloutRefWorker(RoleWorker):
             world_size=self.world_size,
             shared_model=self._shareable_model,
             compute_dtype=None if apart else self.engine.compute_dtype,
-            weights=None if apart else self.engine.named_weights(),
+            weights=None if apart else self.engine.named_weights(dtype=self._rollout_dtype),
         )
         return build_rollout(self.section.rollout.name, spec)
+
+    @property
+    def _rollout_dtype(self) -> torch.dtype:
+        """Dtype of the rollout's copy of the weights, in which they are sent."""
+        return dtype_named(rollout_dtype(self.config), self.device)
 
     @register(Dispatch.DATA_PARALLEL)
     def generate_sequences(self, prompts: DataProto, finished: Finished | None = None) -> DataProto:
@@ -222,8 +234,22 @@ class ActorRolloutRefWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     def sync_rollout(self, version: int) -> None:
         """Copy the actor's current weights (policy ``version``) into the co-located rollout."""
-        self.rollout.update_weights(self.engine.named_weights())
+        self.rollout.update_weights(self.engine.named_weights(dtype=self._rollout_dtype))
         self.rollout_version = version
+
+    @register(Dispatch.ONE_TO_ALL)
+    def weight_bucket(self, restart: bool, max_bytes: int = BUCKET_BYTES) -> list[tuple[str, Tensor]] | None:
+        """Return the next weights in CPU memory, up to ``max_bytes`` but at least one; None after the last.
+
+        ``restart`` begins with the first of the current weights. Collective; only rank zero gets a result.
+        """
+        if restart or self._buckets is None:
+            weights = self.engine.named_weights(dtype=self._rollout_dtype)
+            self._buckets = weight_buckets(weights, max_bytes, keep=self.rank == 0)
+        bucket = next(self._buckets, None)
+        if bucket is None:
+            self._buckets = None
+        return bucket if self.rank == 0 else None
 
     @register(Dispatch.ONE_TO_ALL)
     def load_weights(self, bucket: list[tuple[str, Tensor]] | None, version: int = 0) -> None:
@@ -236,6 +262,48 @@ class ActorRolloutRefWorker(RoleWorker):
         self.rollout_version = version if bucket is None else None
         self._loading_s += time.time() - begun
 
+    @register(Dispatch.RANK_ZERO)
+    def open_channel(self, address: str) -> int | None:
+        """Open the store of a broadcast channel to the rollout at ``address`` of this node; return its port.
+
+        None if weights travel in buckets.
+        """
+        way = self.section.rollout.weight_transfer
+        if way == "object_store" or (way == "auto" and self.device.type == "cpu"):
+            return None
+        self._store, port = open_store(address)
+        return port
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join_channel(self, address: str, port: int, size: int) -> None:
+        """Form the group of the actor's rank zero, which opened the store, and all ranks of the rollout."""
+        if self.role is Role.Rollout:
+            self._channel = Channel.to_sender(address, port, 1 + self.rank, size, self.device)
+        elif self.rank == 0:
+            stay_on_this_machine(address)
+            self._channel = Channel(self._store, 0, size, self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(self) -> None:
+        """Broadcast the actor's current weights; return when all ranks of the rollout have them."""
+        weights = self.engine.named_weights(dtype=self._rollout_dtype)
+        if self.rank == 0:
+            self._channel.send(weights)
+        else:
+            deque(weights, maxlen=0)  # it takes part in the gathers
+
+    @register(Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int) -> None:
+        """Load what ``send_weights`` sends; errors are those of ``load_weights``."""
+        begun, arriving = time.time(), self._channel.receive()
+        self.rollout_version = None
+        try:
+            self.rollout.update_weights(arriving)
+        finally:
+            deque(arriving, maxlen=0)  # after an error, the other ranks wait for this one
+        self.rollout_version = version
+        self._loading_s += time.time() - begun
+
     @register(Dispatch.ONE_TO_ALL)
     def release_rollout(self) -> None:
         """Free the rollout's weights and KV cache for the update, where it can sleep."""
@@ -244,8 +312,8 @@ class ActorRolloutRefWorker(RoleWorker):
     @register(Dispatch.ONE_TO_ALL)
     def weight_checksums(self) -> dict[str, int]:
         """Return checksums of the actor's weights in the rollout's dtype, by name in a checkpoint."""
-        dtype = dtype_named(rollout_dtype(self.config), self.device)
-        return checksums(self.engine.named_weights(as_saved=True), dtype)
+        dtype = self._rollout_dtype
+        return checksums(self.engine.named_weights(as_saved=True, dtype=dtype), dtype)
 
     @register(Dispatch.ONE_TO_ALL)
     def verify_rollout(self, version: int, expected: dict[str, int] | None = None) -> None:

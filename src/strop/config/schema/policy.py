@@ -168,6 +168,15 @@ class RolloutConfig(VLLMSamplingConfig):
         ),
     ]
     """Follows data.max_response_length, which is the key to set."""
+    weight_transfer: Annotated[
+        Literal["auto", "broadcast", "object_store"],
+        no_effect(
+            "unless hybrid_engine=False, and actor and rollout have pools of their own on Ray",
+            lambda at: at.value != "auto" and (at.config.actor_rollout_ref.hybrid_engine or not at.on_ray),
+            "weights are copied within each process",
+        ),
+    ]
+    """Way of weights to a rollout in another pool; auto: broadcast (NCCL) between GPUs, else Ray's store."""
     dtype: Annotated[
         RolloutDtype,
         replace(

@@ -80,6 +80,10 @@ class RayWorkerGroup:
         """Number of processes."""
         return self._pool.world_size
 
+    def address_for(self, other: Any) -> str | None:
+        """Return rank zero's address for connections from the group ``other``; None if it is in its pool."""
+        return None if other._processes is self._processes else self._processes.address
+
     def nodes_without(self, path: Path) -> list[str]:
         """Return the nodes of this group that do not see a file written by the driver."""
         seen = zip(self._processes.facts, self._processes.all("sees", str(path)), strict=True)

@@ -31,6 +31,7 @@ from ray.exceptions import RayError
 from strop.controller.group import data_parallel_places
 from strop.controller.ray.handles import Columns, to_array
 from strop.controller.ray.wire import Packed, pack, unpack
+from strop.controller.rendezvous import PATIENCE, open_store, stay_on_this_machine
 from strop.errors import portable
 from strop.protocol import DataProto
 
@@ -129,7 +130,6 @@ class Listener:
 
 STACK_SIGNAL = signal.SIGUSR2
 """Writes the stacks of all threads into a file, even while native code holds the interpreter."""
-LOOPBACK = "127.0.0.1"
 _WATCH = "watch"
 _BESIDE = "beside"
 _LARGE_BYTES = 1 << 18
@@ -176,18 +176,8 @@ class WorkerHost:
         }
 
     def open_store(self, address: str) -> int:
-        """Start the rendezvous store of the pool's processes at an address of this node; return its port.
-
-        Clients need no password, so the store does not listen on other interfaces, as it would by default.
-        """
-        import torch.distributed as dist
-
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family)
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        """Start the rendezvous store of the pool's processes at an address of this node; return its port."""
+        self._store, port = open_store(address)
         return port
 
     def join(
@@ -202,11 +192,8 @@ class WorkerHost:
 
         if gpu:
             torch.cuda.set_device(0)
-        if host == LOOPBACK:
-            loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-        timeout = timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S if timeout_s else 7 * 24 * 3600)
+        stay_on_this_machine(host)
+        timeout = timedelta(seconds=timeout_s + _AFTER_THE_DRIVER_S) if timeout_s else PATIENCE
         store = self._store or dist.TCPStore(host, port, timeout=timeout)
         store.set_timeout(timeout)
         dist.init_process_group(

@@ -28,7 +28,8 @@ from strop.controller.ray.failure import (
     last_phase,
     stack_by_signal,
 )
-from strop.controller.ray.host import LOOPBACK, RemoteHost
+from strop.controller.ray.host import RemoteHost
+from strop.controller.rendezvous import LOOPBACK
 from strop.errors import WorkerError
 
 _LIVE: dict[ResourcePool, Processes] = {}
@@ -107,11 +108,15 @@ class Processes:
         self.facts: list[dict[str, Any]] = [{} for _ in self.hosts]
         self.lifetimes = {host.lifetime.remote(): rank for rank, host in enumerate(self.hosts)}
         self.facts = self.all("prepare", sys.path, os.getcwd(), _threads(self.pool), gpus, starting=True)
+        nodes = {facts["node_id"] for facts in self.facts}
+        if len(self.pool.all_of_run) > 1:  # libraries choose their interface once, and pools may connect
+            nodes |= {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        self.address = LOOPBACK if len(nodes) == 1 else self.facts[0]["ip"]
         if len(self.hosts) > 1:
-            one_node = len({facts["node_id"] for facts in self.facts}) == 1
-            address = LOOPBACK if one_node else self.facts[0]["ip"]
-            opened = self.begin(self.pool.name, "open_store", {0: self.hosts[0].open_store.remote(address)})
-            where = address, self.wait(opened, starting=True)[0]
+            opened = self.begin(
+                self.pool.name, "open_store", {0: self.hosts[0].open_store.remote(self.address)}
+            )
+            where = self.address, self.wait(opened, starting=True)[0]
             joins = {
                 rank: host.join.remote(*where, rank, len(self.hosts), gpu=gpus, timeout_s=self.timeout_s)
                 for rank, host in enumerate(self.hosts)

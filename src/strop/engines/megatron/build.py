@@ -75,9 +75,9 @@ def require_supported(config: PretrainedConfig, settings: ParallelSettings, path
 
 
 def transformer_config(
-    config: PretrainedConfig, settings: ParallelSettings, *, recompute: bool
+    config: PretrainedConfig, settings: ParallelSettings, *, recompute: bool, layer_dtype: torch.dtype
 ) -> TransformerConfig:
-    """Return megatron-core's configuration of the layers of ``config``.
+    """Return megatron-core's configuration of the layers of ``config``, whose outputs are ``layer_dtype``.
 
     Raises ``ConfigError`` for entries of ``override_transformer_config`` that megatron-core rejects.
     """
@@ -112,7 +112,7 @@ def transformer_config(
         # Losses have global denominators, so gradients must not be divided by ranks or micro-batches.
         "calculate_per_token_loss": True,
         "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
+        "pipeline_dtype": layer_dtype,  # a stage receives into this dtype what the one before returns
         "use_cpu_initialization": True,
         "perform_initialization": False,
         "gradient_accumulation_fusion": False,

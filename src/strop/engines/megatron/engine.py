@@ -80,7 +80,10 @@ class MegatronEngine:
             )
         self.module = staged(model.kind, hugging_face_model, packing_key=model.packing_key)
         self._mcore = transformer_config(
-            hugging_face_model.config, settings, recompute=model.gradient_checkpointing
+            hugging_face_model.config,
+            settings,
+            recompute=model.gradient_checkpointing,
+            layer_dtype=dtype,
         )
         self._chunks: list[Any] = build_chunks(
             hugging_face_model.config,
@@ -336,9 +339,11 @@ class MegatronEngine:
         """See ``Engine.base_model``; there are no adapters."""
         return contextlib.nullcontext()
 
-    def named_weights(self, *, as_saved: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, *, as_saved: bool = False, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """See ``Engine.named_weights``."""
-        weights = self._weights.whole(lambda parameter: parameter.detach())
+        weights = self._weights.whole(lambda parameter: parameter.detach().to(dtype), dtype)
         yield from self.module.layout.convert(weights) if as_saved else weights
 
     def save(self, folder: Path, *, background: bool = False) -> None:

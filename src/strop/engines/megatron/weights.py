@@ -55,8 +55,13 @@ class Weights:
             values = place.parameter.detach()
             place.write(place.of_whole(source.read(place.name)).to(values.device), values)
 
-    def whole(self, values: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors by name, one at a time, from ``values`` of each parameter. Collective."""
+    def whole(
+        self, values: Callable[[nn.Parameter], Tensor], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors by name, one at a time, from ``values`` of each parameter. Collective.
+
+        ``dtype``: that of the values; None: the parameters'.
+        """
         mine = {place.name: place for place in self.sent}
         group = parallel_state.get_pipeline_model_parallel_group()
         device = next(place.parameter.device for place in self.places)
@@ -65,7 +70,7 @@ class Weights:
                 place = mine[name]
                 whole = place.gathered(place.chunk(values(place.parameter)))
             else:
-                whole = torch.empty(weight.shape, device=device)
+                whole = torch.empty(weight.shape, device=device, dtype=dtype)
             if group.size() > 1:
                 whole = whole.contiguous()
                 dist.broadcast(whole, src=dist.get_global_rank(group, self._sender[name]), group=group)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,10 +318,13 @@ class TorchEngine:
         """See ``Engine.base_model``."""
         return contextlib.nullcontext() if self.module.adapters is None else self.module.adapters.off()
 
-    def named_weights(self, *, as_saved: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, *, as_saved: bool = False, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """See ``Engine.named_weights``."""
+        gather = partial(whole, dtype=dtype) if self.module.adapters is None else whole  # merged in float32
         with self.on_device():
-            weights = self.module.export_weights(whole)
+            weights = _converted(self.module.export_weights(gather), dtype)
             yield from self.module.layout.convert(weights) if as_saved else weights
 
     def save(self, folder: Path, *, background: bool = False) -> None:
@@ -382,3 +386,11 @@ class TorchEngine:
                 with writing(folder):
                     (folder / "config.json").rename(folder / MERGED_CONFIG)
                     adapters.save(folder, trained)
+
+
+def _converted(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in weights:
+        yield name, weight.to(dtype)
+        del weight  # free it before the next one is gathered

@@ -173,9 +173,13 @@ def _large(decoder: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
             yield unit
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one (collective), any other as it is; detached."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the full tensor of a sharded one (collective), any other as it is; detached.
+
+    With ``dtype``, this rank's part is converted before it is sent.
+    """
+    tensor = tensor.detach() if dtype is None else tensor.detach().to(dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part(tensor: Tensor) -> Tensor:

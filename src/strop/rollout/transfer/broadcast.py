@@ -1,0 +1,114 @@
+"""Weights from the actor's first rank to all ranks of another pool by broadcast (NCCL on GPUs, else gloo).
+
+Two pools have no common process group, so these processes form one. Weights travel in flat buckets: one is
+under way while the next one is gathered, and while the one before is loaded. Names and shapes go through the
+group's store, so that no device waits for the CPU.
+
+vLLM's own transfer engine for NCCL is not used: its sender needs vLLM in the actor's processes, and its
+receiver loads weights past the checks of ``VLLMRollout.update_weights``, which every transport feeds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strop.controller.rendezvous import PATIENCE, stay_on_this_machine
+from strop.rollout.transfer.object_store import BUCKET_BYTES
+
+Entry = tuple[str, torch.dtype, list[int]]
+"""Name, dtype and shape of a weight in a bucket."""
+
+
+class Channel:
+    """The process group of one sender, rank zero, and the receivers."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+        """Join through the sender's ``store``. Collective over sender and receivers."""
+        store.set_timeout(PATIENCE)
+        self._store, self._device, self._size = dist.PrefixStore("weights", store), device, size
+        groups = dist.PrefixStore("group", store)
+        if device.type == "cuda":
+            self._group: Any = dist.ProcessGroupNCCL(groups, rank, size, dist.ProcessGroupNCCL.Options())
+        else:
+            self._group = dist.ProcessGroupGloo(groups, rank, size, timeout=PATIENCE)
+        self._transfers = 0
+
+    @classmethod
+    def to_sender(cls, address: str, port: int, rank: int, size: int, device: torch.device) -> Channel:
+        """Join as a receiver, through the store that the sender has opened. Collective."""
+        stay_on_this_machine(address)
+        return cls(dist.TCPStore(address, port, timeout=PATIENCE), rank, size, device)
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], max_bytes: int = BUCKET_BYTES) -> None:
+        """Broadcast weights of one dtype, in buckets of ``max_bytes`` or of one larger weight.
+
+        Return when all receivers have them.
+        """
+        number, before = 0, None
+        for number, bucket in enumerate(_buckets(weights, max_bytes), start=1):
+            entries = [(name, str(weight.dtype), list(weight.shape)) for name, weight in bucket]
+            flat = torch.cat([weight.flatten().view(torch.uint8) for _, weight in bucket]).to(self._device)
+            bucket.clear()
+            self._store.set(self._key(number), json.dumps(entries))
+            work = self._group.broadcast(flat, 0)
+            if before is not None:
+                before[0].wait()
+            before = work, flat  # NCCL reads it until then
+        self._store.set(self._key(number + 1), "[]")
+        if before is not None:
+            before[0].wait()
+        self._store.wait([self._key("received")], PATIENCE)
+        for key in (*range(1, number + 2), "received", "receivers"):
+            self._store.delete_key(self._key(key))
+        self._transfers += 1
+
+    def receive(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the sender's next transfer. Iterate to the end: the others wait for it."""
+        number = 1
+        arriving = self._begin(number)
+        while arriving is not None:
+            entries, flat, work = arriving
+            work.wait()
+            number += 1
+            arriving = self._begin(number)
+            parts = flat.split([_size(entry) for entry in entries])
+            for (name, dtype, shape), part in zip(entries, parts, strict=True):
+                yield name, part.view(dtype).view(shape)
+        if self._store.add(self._key("receivers"), 1) == self._size - 1:
+            self._store.set(self._key("received"), "")
+        self._transfers += 1
+
+    def _key(self, part: int | str) -> str:
+        return f"{self._transfers}/{part}"
+
+    def _begin(self, number: int) -> tuple[list[Entry], Tensor, Any] | None:
+        """Begin to receive a bucket; None after the last."""
+        found = json.loads(self._store.get(self._key(number)))
+        if not found:
+            return None
+        entries = [(name, getattr(torch, kind.removeprefix("torch.")), shape) for name, kind, shape in found]
+        flat = torch.empty(sum(map(_size, entries)), dtype=torch.uint8, device=self._device)
+        return entries, flat, self._group.broadcast(flat, 0)
+
+
+def _size(entry: Entry) -> int:
+    _, dtype, shape = entry
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket: list[tuple[str, Tensor]] = []
+    for name, weight in weights:
+        if bucket and sum(held.nbytes for _, held in bucket) + weight.nbytes > max_bytes:
+            yield bucket
+            bucket = []
+        bucket.append((name, weight))
+        del weight  # free it with its bucket
+    if bucket:
+        yield bucket
