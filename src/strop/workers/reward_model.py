@@ -48,7 +48,8 @@ class RewardModelWorker(RoleWorker):
     @register(Dispatch.DATA_PARALLEL)
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """Return ``rm_scores`` [B]."""
-        return DataProto(self.engine.infer(self._inputs(batch), self.micro_batching("reward_model")))
+        inputs, micro = self._inputs(batch), self.micro_batching("reward_model")
+        return DataProto(self.engine.infer(inputs, micro.holding_rows_of(inputs)))
 
     def _inputs(self, batch: DataProto) -> DataProto:
         if self.rewriter is not None:

@@ -21,7 +21,9 @@ from strop.algorithms.preference import (
     pairwise_accuracy,
 )
 from strop.algorithms.registry import call
-from strop.config.checks.supervised import Supervised, sequences_of_a_row
+from strop.config.batch_plan import SUPERVISED_MICRO_BATCH, sequences_of_a_row
+from strop.config.checks.supervised import Supervised
+from strop.config.keys import value_at
 from strop.config.schema.supervised import (
     PreferenceConfig,
     PreferenceUpdateConfig,
@@ -67,7 +69,8 @@ class SupervisedWorker(Worker[Supervised]):
         update = self.config.update
         if not update.use_dynamic_bsz:
             return MicroBatching(rows=update.micro_batch_size_per_gpu)
-        return MicroBatching(max_tokens=update.max_token_len_per_gpu // sequences_of_a_row(self.config))
+        cap = value_at(self.config, SUPERVISED_MICRO_BATCH.max_tokens)
+        return MicroBatching(max_tokens=cap // sequences_of_a_row(self.config))
 
 
 class SftWorker(SupervisedWorker[SftConfig]):

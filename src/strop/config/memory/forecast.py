@@ -18,6 +18,7 @@ from strop.config.batch_plan import (
     ForwardPlan,
     MicroBatchSize,
     ranks_with_same_rows,
+    sequences_of_a_row,
     strategy_of,
 )
 from strop.config.keys import longest_row, value_at
@@ -32,10 +33,8 @@ from strop.config.roles import (
     why_old_log_probs_are_computed_apart,
 )
 from strop.config.schema import Config
-from strop.config.schema.critic import CriticModelConfig
 from strop.config.schema.model import ModelConfig
-from strop.config.schema.policy import ActorModelConfig
-from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig, TrainedModelConfig
+from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
 
 _FLOAT32 = 4
 _TRAINED = 4 * _FLOAT32  # weight, gradient and two moments
@@ -56,9 +55,14 @@ class Forecast:
     """Memory held in one phase of an iteration; the phases follow one another."""
 
     @property
+    def held(self) -> int | None:
+        """Resident memory; None if any part is unknown."""
+        return _sum(*self.resident.values())
+
+    @property
     def peak(self) -> int | None:
         """Resident memory and the largest phase; None if any part is unknown."""
-        resident = _sum(*self.resident.values())
+        resident = self.held
         phases = [size for size in self.phases.values() if size is not None]
         if resident is None or len(phases) < len(self.phases):
             return None
@@ -120,15 +124,15 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
     return resident
 
 
-def supervised_forecast(config: SupervisedConfig, sequences_of_a_row: int) -> Forecast:
+def supervised_forecast(config: SupervisedConfig) -> Forecast:
     """Return the memory of one rank of a supervised run."""
     model, update, length = read_model_facts(config.model.path), config.update, longest_row(config.data)[0]
-    ranks = sum(map(sum, pools_of(config).values()))
-    rows = -(-config.data.train_batch_size // ranks) * sequences_of_a_row
+    ranks, sequences = sum(map(sum, pools_of(config).values())), sequences_of_a_row(config)
+    rows = -(-config.data.train_batch_size // ranks) * sequences
     if update.use_dynamic_bsz:
         size = MicroBatchSize(max_tokens=update.max_token_len_per_gpu)
     else:
-        size = MicroBatchSize(rows=(update.micro_batch_size_per_gpu or rows) * sequences_of_a_row)
+        size = MicroBatchSize(rows=(update.micro_batch_size_per_gpu or rows) * sequences)
     tokens = _tokens_at_once(ForwardPlan(rows, size), length)
     size_of_group = config.model.fsdp_config.fsdp_size
     shards = min(size_of_group, ranks) if size_of_group > 0 else ranks
@@ -305,7 +309,7 @@ def _sum(*parts: int | None) -> int | None:
     return sum(known) if len(known) == len(parts) else None
 
 
-def _number_bytes(model: ActorModelConfig | CriticModelConfig | TrainedModelConfig) -> int:
+def _number_bytes(model: ModelConfig) -> int:
     """Return the bytes of an activation; the larger figure for `auto`, as the device is unknown here."""
     return 2 if model.compute_dtype == "bfloat16" else 4
 
@@ -316,9 +320,7 @@ def _tokens_at_once(part: ForwardPlan, length: int, sharing: int = 1) -> int:
     return -(-tokens // sharing)
 
 
-def _activations(
-    facts: ModelFacts | None, tokens: int, model: ActorModelConfig | CriticModelConfig | TrainedModelConfig
-) -> int | None:
+def _activations(facts: ModelFacts | None, tokens: int, model: ModelConfig) -> int | None:
     if facts is None:
         return None
     size, numbers = _number_bytes(model), tokens * facts.hidden
@@ -326,6 +328,16 @@ def _activations(
     if model.enable_gradient_checkpointing:
         return numbers * size * facts.layers + layer
     return layer * facts.layers
+
+
+def tokens_in(memory: int, facts: ModelFacts, model: ModelConfig, *, trains: bool, has_logits: bool) -> int:
+    """Return the tokens of a pass that ``memory`` bytes hold: its activations, and logits where it has them.
+
+    A pass without gradients holds the activations of one layer at a time.
+    """
+    one = _activations(facts, 1, model) if trains else facts.hidden * _ACTIVATION_BYTES[_number_bytes(model)]
+    logits = _logits(facts, _LOGITS_AT_ONCE) if has_logits else 0
+    return max(memory - (logits or 0), 0) // max(one or 0, 1)
 
 
 def _logits(facts: ModelFacts | None, tokens: int) -> int | None:

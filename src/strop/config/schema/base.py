@@ -298,9 +298,9 @@ class PpoUpdateConfig(Section):
     ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Sequences in one forward and backward pass, per rank; memory only: it never changes a number."""
     use_dynamic_bsz: bool
-    """Cut micro-batches by tokens (the keys with max_token_len_per_gpu) instead of by sequences."""
-    ppo_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens()]
-    """Most tokens in one pass, per rank, with use_dynamic_bsz; at least one whole prompt and response."""
+    """Cut micro-batches by tokens, not by sequences; if not set: unless a size in sequences is set."""
+    ppo_max_token_len_per_gpu: Annotated[PositiveInt | None, by_tokens()]
+    """Most tokens in one pass, per rank, with use_dynamic_bsz; null: chosen from the memory."""
     ulysses_sequence_parallel_size: SharedSequences
     """Neighbouring ranks that share each sequence, in all of its passes; needs use_remove_padding."""
     ppo_epochs: PositiveInt
