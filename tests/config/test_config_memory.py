@@ -98,7 +98,7 @@ def test_samples_generated_at_once_fit_the_memory_beside_the_models(model, insta
 def test_the_defaults_for_pairs_fit_16_gb_at_half_a_billion_parameters(monkeypatch, installed):
     installed(16_000_000_000)
     qwen = ModelFacts(494_032_768, 24, 896, 151_936, 14, 2, 128, 32_768)
-    for module in ("forecast", "token_caps"):
+    for module in ("forecast", "choices"):
         monkeypatch.setattr(f"strop.config.memory.{module}.read_model_facts", lambda path: qwen)
     for tree in (REWARD_MODELLING, DPO):
         config = load_tree(tree, ["model.path=m", "data.train_files=a", "trainer.device=cpu"])

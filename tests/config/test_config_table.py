@@ -12,7 +12,7 @@ from strop.cli.check import render
 from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_config
-from strop.config.memory.token_caps import MOST_TOKENS
+from strop.config.memory.choices import MOST_TOKENS
 
 from messages import mentions
 

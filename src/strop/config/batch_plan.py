@@ -176,7 +176,7 @@ def sequences_of_a_row(config: SupervisedConfig) -> int:
 
 
 def _token_cap(config: Config, name: str, sharing: int) -> int:
-    """Return the cap of ranks that share a sequence; `strop.config.memory.token_caps` sets unwritten ones."""
+    """Return the cap of ranks that share a sequence; `strop.config.memory.choices` sets unwritten ones."""
     keys = MICRO_BATCHES[name]
     cap = value_at(config, keys.max_tokens) * sharing
     longest, words = longest_row_of(config, name)

@@ -13,6 +13,7 @@ from strop.config.schema.base import (
     PositiveInt,
     Processes,
     Required,
+    Reshard,
     Seconds,
     Section,
     SharedSequences,
@@ -37,6 +38,8 @@ class RewardFsdpConfig(Section):
     """Shard modules of at least this many parameters as units; 0: by decoder layer."""
     param_offload: Offload
     """Keep the parameters in CPU memory while they are not used."""
+    reshard_after_forward: Reshard
+    """Free gathered parameters after a layer's forward pass; False: when all micro-batches are done."""
 
 
 class RewardModelModelConfig(Section):

@@ -33,6 +33,7 @@ from strop.engines.torch.sharding import (
     materialize,
     reshard,
     sequence_group,
+    set_gradient_reduction,
     shard,
     whole,
 )
@@ -100,6 +101,7 @@ class TorchEngine:
         self._saving: tuple[Future, Path] | None = None
         self._beginning_save = threading.Lock()
         self._sharded = sharding is not None
+        self._reduces_once = sharding is not None and sharding.reduce_once
         if optimizer is None:
             module.requires_grad_(False)
         elif gradient_checkpointing:
@@ -253,7 +255,10 @@ class TorchEngine:
         if routers is not None:
             sequences = float(learning_rows(self.module.sequences(batch.batch)).sum()) * counts
             routers.begin(ranks.total({"n": sequences}, self.device)["n"], self.device)
-        for rows in self._split(batch, micro):
+        pieces = self._split(batch, micro)
+        for number, rows in enumerate(pieces, 1):
+            if self._reduces_once:
+                set_gradient_reduction(self.module, number == len(pieces))
             columns = columns_of(batch, rows, self.device)
             with self._autocast():
                 outputs = self.module(columns, **options)

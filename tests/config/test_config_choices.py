@@ -10,9 +10,9 @@ from strop.cli.check import render
 from strop.config.batch_plan import MICRO_BATCHES, BatchPlan, MicroBatchSize, resolve_micro_batch
 from strop.config.checks.check import check
 from strop.config.load import load_config, load_tree, to_yaml
+from strop.config.memory.choices import MOST_TOKENS
 from strop.config.memory.facts import ModelFacts
 from strop.config.memory.forecast import forecast
-from strop.config.memory.token_caps import MOST_TOKENS
 from strop.config.trees import DPO, REWARD_MODELLING, SFT
 from strop.trainer.run_folder import RunFolder
 
@@ -33,7 +33,7 @@ def installed(monkeypatch):
 @pytest.fixture
 def qwen(monkeypatch):
     """Make every model one of half a billion parameters."""
-    for module in ("forecast", "token_caps"):
+    for module in ("forecast", "choices"):
         monkeypatch.setattr(f"strop.config.memory.{module}.read_model_facts", lambda path: QWEN)
 
 
