@@ -53,6 +53,7 @@ from strop.manifest import (
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.models.lora import LoraSettings
 from strop.protocol import DataProto
+from strop.workers.memory import PEAKS, prefer_expandable_segments
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,8 @@ class Worker(Generic[Root]):
         self.rank = rank
         self.world_size = world_size
         self.device = pick_device(config.trainer.device)
+        prefer_expandable_segments(config, name_of(role), self.device)
+        self.phases: set[str] = set()
         self._buckets: Iterator[list[tuple[str, Tensor]]] | None = None
 
     def find_model(self, path: str, external_lib: str | list[str] | None) -> Path:
@@ -293,6 +296,11 @@ class Worker(Generic[Root]):
             write(building, describe(building))
             shutil.rmtree(folder, ignore_errors=True)
             building.rename(folder)
+
+    @register(Dispatch.ONE_TO_ALL, beside_calls=True)
+    def memory_peaks(self) -> dict[str, float]:
+        """Return the largest memory of the process in GiB in each phase since the last call; of rank zero."""
+        return PEAKS.take(self.phases)
 
     @register(Dispatch.ONE_TO_ALL)
     def weights_hash(self) -> str:

@@ -30,6 +30,7 @@ from strop.rollout.base import Finished, RolloutEngine, RolloutSpec, SamplingPar
 from strop.rollout.weights import checksums, require_equal_checksums
 from strop.workers.base import RoleWorker, engine_section
 from strop.workers.losses import Recorder, actor_objective
+from strop.workers.memory import phase
 
 
 class ActorRolloutRefWorker(RoleWorker):
@@ -119,6 +120,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return build_rollout(self.section.rollout.name, spec)
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("gen")
     def generate_sequences(self, prompts: DataProto, finished: Finished | None = None) -> DataProto:
         """Generate responses to each prompt; ``meta_info["mode"]`` is ``train``, ``greedy`` or ``validate``.
 
@@ -259,6 +261,7 @@ class ActorRolloutRefWorker(RoleWorker):
         require_equal_checksums(expected or self.weight_checksums(), held, version)
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("old_log_prob")
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Return ``old_log_probs`` and ``entropys`` [B, T], and ``full_kl`` [B, T] for the full KL."""
         micro = self.micro_batching("log_prob")
@@ -271,6 +274,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return DataProto(columns)
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("ref")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ``ref_log_prob`` [B, T], and the hidden states ``ref_hidden`` [B, T, H] for the full KL."""
         micro = self.micro_batching("ref")
@@ -285,6 +289,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return DataProto(columns)
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("update_actor")
     def update_actor(self, mini_batch: DataProto) -> dict[str, float] | DataProto:
         """Take one optimizer step on a mini-batch whose ``meta_info`` has the global denominators.
 
@@ -296,6 +301,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return self._recorded(mini_batch, {"log_prob": "update_log_probs"})
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("update_actor")
     def update_actor_on_policy(self, batch: DataProto) -> DataProto:
         """Take the only optimizer step of an iteration, on samples without ``old_log_probs``.
 
