@@ -28,8 +28,11 @@ def problems(*overrides, **sizes):
     return caught.value.problems
 
 
-def test_the_defaults_on_gsm8k():
-    found = plan(train_rows=7473)
+BY_ROWS = "actor_rollout_ref.actor.use_dynamic_bsz=False"
+
+
+def test_the_defaults_by_rows_on_gsm8k():
+    found = plan(BY_ROWS, train_rows=7473)
     assert (found.prompts, found.n, found.samples) == (1024, 1, 1024)
     assert (found.actor.mini_batches, found.actor.samples_per_mini_batch) == (4, 256)
     assert (found.actor.micro_batch, found.actor.micro_batches) == (MicroBatchSize(rows=8), 32)
@@ -46,7 +49,7 @@ def test_n_samples_multiply_samples_and_not_steps():
     found = plan(
         "data.train_batch_size=12", f"{MINI}=4", "actor_rollout_ref.rollout.n=5",
         "critic.ppo_mini_batch_size=6",
-        "critic.ppo_epochs=3", "algorithm.adv_estimator=gae",
+        "critic.ppo_epochs=3", "algorithm.adv_estimator=gae", BY_ROWS,
     )  # fmt: skip
     assert found.samples == 60
     assert (found.actor.samples_per_mini_batch, found.actor.optimizer_steps) == (20, 3)
@@ -111,7 +114,8 @@ def test_sizes_that_do_not_divide_show_the_numbers_and_the_nearest_that_work(ove
 def test_all_wrong_sizes_are_reported_at_once():
     found = problems(
         f"{MINI}=2000", f"{MICRO}=3", f"{MICRO}_per_gpu=3", f"{CRITIC}=3000",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=null", train_rows=1,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=null",
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=False", train_rows=1,
     )  # fmt: skip
     assert len(found) == 5
 
@@ -138,13 +142,9 @@ def test_both_keys_or_neither_is_an_error_that_names_them():
     both = load_config([f"{MICRO}=3", f"{MICRO}_per_gpu=4"])
     with pytest.raises(ConfigError, match=naming(f"{MICRO}_per_gpu=4", f"{MICRO}=3")):
         resolve_micro_batch(both, "actor")
-    neither = load_config([f"{MICRO}_per_gpu=null"])
+    neither = load_config([f"{MICRO}_per_gpu=null", BY_ROWS])
     with pytest.raises(ConfigError, match=naming(f"{MICRO}_per_gpu", "use_dynamic_bsz=True")):
         resolve_micro_batch(neither, "actor")
-    dynamic = load_config([f"{MICRO}_per_gpu=null", "actor_rollout_ref.actor.use_dynamic_bsz=True"])
-    assert resolve_micro_batch(dynamic, "actor") == MicroBatchSize(max_tokens=16384)
-    assert resolve_micro_batch(dynamic, "log_prob") == MicroBatchSize(max_tokens=16384)
-    assert resolve_micro_batch(dynamic, "critic") == MicroBatchSize(max_tokens=32768)
 
 
 def test_a_token_cap_holds_one_whole_sequence():

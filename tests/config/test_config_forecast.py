@@ -84,7 +84,8 @@ def forecast_of(folder, *overrides):
             f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.rollout.name=hf",
             "data.train_batch_size=4",
             "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.max_prompt_length=10",
-            "data.max_response_length=20", "actor_rollout_ref.rollout.n=3", *overrides,
+            "data.max_response_length=20", "actor_rollout_ref.rollout.n=3",
+            "actor_rollout_ref.actor.use_dynamic_bsz=False", *overrides,
         ]
     )  # fmt: skip
     return forecast(config, BatchPlan.from_config(config))

@@ -8,7 +8,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strop.config.batch_plan import BatchPlan
 from strop.config.checks import memory
 from strop.config.checks.check import check
-from strop.config.checks.supervised import sequences_of_a_row
 from strop.config.load import load_config, load_tree
 from strop.config.machine import _group_limits, machine_memory
 from strop.config.memory.facts import ModelFacts, read_model_facts
@@ -63,7 +62,10 @@ def test_a_warning_above_the_memory_and_an_error_above_twice_it(model, installed
 
 
 def test_processes_on_this_machine_share_its_memory(model, installed):
-    small = ("data.train_batch_size=256", "actor_rollout_ref.rollout.micro_batch_size_per_gpu=8")
+    small = (
+        *("data.train_batch_size=256", "actor_rollout_ref.rollout.micro_batch_size_per_gpu=8"),
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    )
     one = load_config(settings(model, *small, "trainer.n_gpus_per_node=1"))
     need = forecast(one, BatchPlan.from_config(one)).peak
     installed(need * 2)
@@ -94,21 +96,24 @@ def test_samples_generated_at_once_fit_the_memory_beside_the_models(model, insta
     assert samples_at_once(chosen, facts) == 7
 
 
-def test_the_defaults_for_pairs_fit_16_gb_at_half_a_billion_parameters(monkeypatch):
+def test_the_defaults_for_pairs_fit_16_gb_at_half_a_billion_parameters(monkeypatch, installed):
+    installed(16_000_000_000)
     qwen = ModelFacts(494_032_768, 24, 896, 151_936, 14, 2, 128, 32_768)
-    monkeypatch.setattr("strop.config.memory.forecast.read_model_facts", lambda path: qwen)
+    for module in ("forecast", "choices"):
+        monkeypatch.setattr(f"strop.config.memory.{module}.read_model_facts", lambda path: qwen)
     for tree in (REWARD_MODELLING, DPO):
         config = load_tree(tree, ["model.path=m", "data.train_files=a", "trainer.device=cpu"])
-        assert supervised_forecast(config, 2).peak < 15e9
+        assert supervised_forecast(config).peak < 15e9
 
 
 @pytest.mark.parametrize(
     ("tree", "sequences", "has_logits"), [(SFT, 8, True), (REWARD_MODELLING, 4, False), (DPO, 4, True)]
 )
 def test_supervised_runs_are_compared_too(model, installed, tree, sequences, has_logits):
-    config = load_tree(tree, [f"model.path={model}", "data.train_files=a", "trainer.device=cpu"])
+    rows = "update.use_dynamic_bsz=False"
+    config = load_tree(tree, [f"model.path={model}", "data.train_files=a", "trainer.device=cpu", rows])
     parameters = read_model_facts(str(model)).parameters
-    need = supervised_forecast(config, sequences_of_a_row(config))
+    need = supervised_forecast(config)
     tokens = sequences * 1024
     logits = min(tokens * 50, 1 << 25) * 4 * 3 if has_logits else 0
     assert need.peak == 16 * parameters + tokens * 2 * 16 * 68 + logits

@@ -65,11 +65,3 @@ def test_sequences_longer_than_it_was_made_for(report):
     assert report(*lengths, "reward_model.max_length=1000", context=1000)[1] == []
     (line,) = report(*lengths, "reward_model.max_length=1001", context=1000)[1]
     assert mentions(line, "reward_model.max_length=1001", "1000")
-
-
-def test_a_sample_that_no_micro_batch_would_hold(report):
-    dynamic = "reward_model.use_dynamic_bsz=true", "reward_model.forward_max_token_len_per_gpu=1500"
-    (line,) = report(*dynamic)[1]
-    assert mentions(line, "reward_model.forward_max_token_len_per_gpu=1500")
-    assert line.endswith("with max_length=1500 its end is scored")
-    assert report(*dynamic, "reward_model.max_length=1500") == report(*dynamic, SHARED) == ([], [])

@@ -12,6 +12,7 @@ from strop.cli.check import render
 from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_config
+from strop.config.memory.choices import MOST_TOKENS
 
 from messages import mentions
 
@@ -27,13 +28,16 @@ def overrides(valid):
     return [*valid, "actor_rollout_ref.rollout.n=2", "trainer.device=cpu"]
 
 
+BY_ROWS = "actor_rollout_ref.actor.use_dynamic_bsz=False"
+
+
 def row(text, name):
     (line,) = [line for line in text.splitlines() if name in line]
     return line.split("│")[2].strip()
 
 
 def test_the_report_shows_the_resolved_batch_sizes(overrides):
-    text = shown(load_config([*overrides, "trainer.critic_warmup=10"]), train_rows=7473)
+    text = shown(load_config([*overrides, "trainer.critic_warmup=10", BY_ROWS]), train_rows=7473)
     assert row(text, "samples per iteration") == "2,048 = 1,024 prompts x 2"
     assert row(text, "actor: optimizer steps per iteration") == "4 = 4 mini-batches x 1 ppo_epochs"
     assert row(text, "actor: samples in a mini-batch") == "512"
@@ -50,9 +54,12 @@ def test_the_report_shows_the_resolved_batch_sizes(overrides):
 
 
 def test_unknown_numbers_are_shown_as_unknown(overrides):
-    text = shown(load_config([*overrides, "actor_rollout_ref.actor.use_dynamic_bsz=True"]))
+    written = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1500"
+    text = shown(load_config([*overrides, written]))
     assert row(text, "iterations in the run") == "unknown: the training files were not read"
-    assert row(text, "actor: micro-batches of a mini-batch") == "up to 16,384 tokens each"
+    for name in ("actor: micro-batches of a mini-batch", "old log-probs: micro-batches"):
+        assert row(text, name) == "up to 1,500 tokens each"
+    assert row(text, "critic: micro-batches") == f"up to {MOST_TOKENS:,} tokens each, chosen from the memory"
     assert "optimizer steps in the run" not in text
     text = shown(load_config([*overrides, "algorithm.adv_estimator=rloo", "trainer.total_training_steps=5"]))
     assert "critic: " not in text
@@ -64,7 +71,7 @@ def test_a_micro_batch_is_not_larger_than_its_mini_batch_and_weights_without_a_f
 ):
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128}
     config_json = tmp_path / "model" / "config.json"
-    small = [*overrides, "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    small = [*overrides, BY_ROWS, "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     config_json.write_text(json.dumps({**shape, "vocab_size": 1000}))
     text = shown(load_config(small))
     assert row(text, "actor: micro-batches of a mini-batch") == "1 of 4 sequences"
@@ -73,7 +80,7 @@ def test_a_micro_batch_is_not_larger_than_its_mini_batch_and_weights_without_a_f
 
 
 def test_ranks_that_share_sequences_are_shown(overrides):
-    shared = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=4"
+    shared = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=4", BY_ROWS
     text = shown(load_config([*overrides, *shared, "actor_rollout_ref.model.use_remove_padding=True"]))
     assert row(text, "mini-batch, on each 2 ranks") == "32 of 8 sequences"
     assert row(text, "critic: micro-batches of a mini-batch, on each rank") == "16 of 8 sequences"

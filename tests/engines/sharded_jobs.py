@@ -134,6 +134,29 @@ def train(
     return weights(trained), norms, metrics
 
 
+def train_counting(
+    folder: Path, micro: MicroBatching, options: dict[str, Any]
+) -> tuple[Weights, dict[str, int]]:
+    """Updates of the actor: its weights, and the number of collectives by name."""
+    trained, counts, originals = engine(folder, **options), {}, {}
+    for name in ("reduce_scatter_single", "all_reduce", "all_gather_single"):
+        originals[name] = getattr(dist, name)
+
+        def counting(*arguments: Any, name: str = name, **named: Any) -> Any:
+            # all-reduces of a few figures are not of gradients
+            counts[name] = counts.get(name, 0) + (not arguments or arguments[0].numel() > 500)
+            return originals[name](*arguments, **named)
+
+        setattr(dist, name, counting)
+    try:
+        for seed in range(STEPS):
+            step(trained, "actor", micro, seed=seed)
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+    return weights(trained), counts
+
+
 def train_offloaded(folder: Path, micro: MicroBatching, offloads: bool) -> tuple[Weights, int]:
     """The actor after passes and updates; how many of its parameters were moved, and came back.
 

@@ -84,6 +84,30 @@ def test_updates_are_those_of_one_process(folder, ranks, alone, role, layout):
         assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"compute_dtype": "bfloat16"}], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("fsdp_size", "collective"), [(-1, "reduce_scatter_single"), (1, "all_reduce")])
+def test_gradients_reduced_once_a_step_give_the_same_weights(folder, ranks, options, fsdp_size, collective):
+    micro = MicroBatching(rows=2)  # four micro-batches
+
+    def run(**sharding):
+        sharding = {"fsdp_size": fsdp_size, **sharding}
+        return ranks.run(2, jobs.train_counting, folder, micro, {"sharding": sharding, **options})
+
+    each_time, once = run(), run(reduce_once=True)
+    for (expected, before), (found, after) in zip(each_time, once, strict=True):
+        assert distance(found, expected) < 1e-6
+        assert before[collective] == 4 * after[collective] > 0
+
+
+def test_parameters_that_stay_gathered_after_the_forward_pass_change_no_bit(folder, ranks):
+    def run(**sharding):
+        return ranks.run(2, jobs.train_counting, folder, MicroBatching(rows=2), {"sharding": sharding})
+
+    for (expected, before), (found, after) in zip(run(), run(reshard_after_forward=False), strict=True):
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+        assert after["all_gather_single"] < before["all_gather_single"]
+
+
 @pytest.mark.slow
 def test_the_auxiliary_loss_of_experts_is_over_all_ranks(ranks, tmp_path):
     families.model(

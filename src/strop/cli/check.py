@@ -20,14 +20,21 @@ from rich.table import Table
 from rich.text import Text
 
 from strop.cli.train import add_config_arguments, load_arguments
-from strop.config.batch_plan import BatchPlan, ForwardPlan, UpdatePlan
+from strop.config.batch_plan import (
+    MICRO_BATCHES,
+    SUPERVISED_MICRO_BATCH,
+    BatchPlan,
+    ForwardPlan,
+    MicroBatchKeys,
+    UpdatePlan,
+)
 from strop.config.checks.check import CheckResult, check
 from strop.config.checks.keys import changed_from_verl
 from strop.config.identity import in_words
-from strop.config.keys import all_keys
+from strop.config.keys import all_keys, value_at
 from strop.config.load import to_yaml
 from strop.config.memory.facts import read_model_facts
-from strop.config.memory.forecast import Forecast, SampleFiles, forecast, sample_files
+from strop.config.memory.forecast import Forecast, SampleFiles, forecast, sample_files, supervised_forecast
 from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import Schedule, is_off_policy, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config, RootConfig
@@ -194,6 +201,8 @@ def render(result: CheckResult, config: RootConfig, *, only_differences: bool = 
         parts.append(memory_table(forecast(config, result.plan)))
         if config.trainer.log_rollouts and not config.trainer.val_only:
             parts.append(disk_table(sample_files(config, result.plan)))
+    if isinstance(config, SupervisedConfig) and not config.trainer.val_only:
+        parts += [supervised_table(config), memory_table(supervised_forecast(config))]
     return Group(*parts, *_findings("configuration", result.warnings, result.errors))
 
 
@@ -212,12 +221,13 @@ def plan_table(plan: BatchPlan, config: Config) -> Table:
     table = _two_columns("Batch sizes")
     table.add_row("prompts per iteration", f"{plan.prompts:,}")
     table.add_row("samples per iteration", f"{plan.samples:,} = {plan.prompts:,} prompts x {plan.n}")
-    _add_update(table, "actor", plan.actor)
+    _add_update(table, "actor", plan.actor, config)
     if plan.critic is not None:
-        _add_update(table, "critic", plan.critic)
+        _add_update(table, "critic", plan.critic, config)
     table.add_row("old log-probs", f"from {_old_log_probs(config)}")
     for name, forward in plan.forwards.items():
-        table.add_row(f"{_FORWARD_NAMES[name]}: micro-batches on each rank", _micro_batches(forward))
+        words = _micro_batches(forward, config, MICRO_BATCHES[name])
+        table.add_row(f"{_FORWARD_NAMES[name]}: micro-batches on each rank", words)
     totals: dict[str, int | None] = {
         "training prompts": plan.train_rows,
         "iterations per epoch": plan.iterations_per_epoch,
@@ -231,6 +241,18 @@ def plan_table(plan: BatchPlan, config: Config) -> Table:
     for name, number in totals.items():
         unknown = "unknown: the training files were not read"
         table.add_row(name, unknown if number is None else f"{number:,}")
+    return table
+
+
+def supervised_table(config: SupervisedConfig) -> Table:
+    """Return a table of the rows and micro-batches of an iteration."""
+    table, keys = _two_columns("Batch sizes"), SUPERVISED_MICRO_BATCH
+    table.add_row("rows per iteration, one optimizer step", f"{config.data.train_batch_size:,}")
+    if value_at(config, keys.dynamic):
+        words = _tokens(value_at(config, keys.max_tokens), config, keys)
+    else:
+        words = f"{value_at(config, keys.per_gpu)} rows each"
+    table.add_row("micro-batches on each rank", words)
     return table
 
 
@@ -324,7 +346,7 @@ def _two_columns(title: str) -> Table:
     return table
 
 
-def _add_update(table: Table, name: str, update: UpdatePlan) -> None:
+def _add_update(table: Table, name: str, update: UpdatePlan, config: Config) -> None:
     table.add_row(
         f"{name}: optimizer steps per iteration",
         f"{update.optimizer_steps:,} = {update.mini_batches:,} mini-batches x {update.epochs} ppo_epochs",
@@ -334,14 +356,21 @@ def _add_update(table: Table, name: str, update: UpdatePlan) -> None:
         samples += f"; the last {update.samples_in_last:,}"
     table.add_row(f"{name}: samples in a mini-batch", samples)
     ranks = "rank" if update.sharing == 1 else f"{update.sharing} ranks"
-    table.add_row(f"{name}: micro-batches of a mini-batch, on each {ranks}", _micro_batches(update))
+    words = _micro_batches(update, config, MICRO_BATCHES[name])
+    table.add_row(f"{name}: micro-batches of a mini-batch, on each {ranks}", words)
 
 
-def _micro_batches(part: ForwardPlan) -> str:
+def _micro_batches(part: ForwardPlan, config: RootConfig, keys: MicroBatchKeys) -> str:
     if part.micro_batches is None:
-        return f"up to {part.micro_batch.max_tokens:,} tokens each"
+        return _tokens(part.micro_batch.max_tokens, config, keys)
     rows = min(part.micro_batch.rows or part.samples_per_rank, part.samples_per_rank)
     return f"{part.micro_batches:,} of {rows:,} sequences"
+
+
+def _tokens(cap: int | None, config: RootConfig, keys: MicroBatchKeys) -> str:
+    tree = next(tree for tree in TREES.values() if isinstance(config, tree.schema))
+    is_written = config.written is None or tree.written_for(keys.max_tokens, config.written)
+    return f"up to {cap:,} tokens each" + ("" if is_written else ", chosen from the memory")
 
 
 def _size(size: int | None) -> str:

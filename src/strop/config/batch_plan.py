@@ -14,6 +14,7 @@ from strop.config.keys import divisors, longest_row, nearest_in_words, value_at
 from strop.config.placement import Placement
 from strop.config.roles import reference_is_the_actor, uses_critic, uses_reference
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.supervised import PairConfig, SupervisedConfig
 from strop.errors import Attempts, ConfigError
 
 
@@ -30,12 +31,12 @@ class MicroBatchKeys:
     """Full paths of the keys that decide one micro-batch size."""
 
     overall: str
-    """Deprecated: sequences over all ranks."""
+    """Deprecated: sequences over all ranks. The supervised trees have no such key."""
     dynamic: str
     max_tokens: str
-    sequence_parallel: str
+    sequence_parallel: str = ""
     """Ranks that share a sequence."""
-    megatron: str
+    megatron: str = ""
     """Section with the layout of strategy=megatron."""
 
     @property
@@ -66,6 +67,10 @@ MICRO_BATCHES: dict[str, MicroBatchKeys] = {
     "reward_model": _keys("reward_model", "micro_batch_size", "forward_max_token_len_per_gpu"),
 }
 """Each pass that is cut into micro-batches: updates of actor and critic, and the forward passes."""
+SUPERVISED_MICRO_BATCH = MicroBatchKeys(
+    "update.micro_batch_size", "update.use_dynamic_bsz", "update.max_token_len_per_gpu"
+)
+"""The same of a supervised run, whose sizes count rows of the data set."""
 
 
 def sequence_parallel_size(config: Config, name: str, ranks: int) -> int:
@@ -125,7 +130,7 @@ def resolve_micro_batch(config: Config, name: str, ranks: int = 1) -> MicroBatch
     """
     keys, sharing = MICRO_BATCHES[name], sequence_parallel_size(config, name, ranks)
     if value_at(config, keys.dynamic):
-        return MicroBatchSize(max_tokens=_token_cap(config, keys, sharing))
+        return MicroBatchSize(max_tokens=_token_cap(config, name, sharing))
     per_gpu, overall = value_at(config, keys.per_gpu), value_at(config, keys.overall)
     if per_gpu is not None and overall is not None:
         raise ConfigError(
@@ -160,10 +165,21 @@ def longest_scored_row(config: Config) -> tuple[int, str]:
     return longest_row(config.data)  # tokenized again: about as many tokens
 
 
-def _token_cap(config: Config, keys: MicroBatchKeys, sharing: int) -> int:
+def longest_row_of(config: Config, name: str) -> tuple[int, str]:
+    """Return the tokens of the longest sequence in the pass `name`, and the keys that decide them."""
+    return longest_scored_row(config) if name == "reward_model" else longest_row(config.data)
+
+
+def sequences_of_a_row(config: SupervisedConfig) -> int:
+    """Return the sequences in one row: a pair is two that stay together."""
+    return 2 if isinstance(config, PairConfig) else 1
+
+
+def _token_cap(config: Config, name: str, sharing: int) -> int:
+    """Return the cap of ranks that share a sequence; `strop.config.memory.choices` sets unwritten ones."""
+    keys = MICRO_BATCHES[name]
     cap = value_at(config, keys.max_tokens) * sharing
-    of_reward_model = keys is MICRO_BATCHES["reward_model"]
-    longest, words = longest_scored_row(config) if of_reward_model else longest_row(config.data)
+    longest, words = longest_row_of(config, name)
     if cap < longest:
         shared = f" on {sharing} ranks" if sharing > 1 else ""
         raise ConfigError(

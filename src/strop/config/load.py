@@ -15,6 +15,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from pydantic import ValidationError
 
 from strop.config.keys import OF_ALL_NUMBERS, all_keys, unknown_key
+from strop.config.memory.choices import with_choices
 from strop.config.overrides import apply_override, compose_file, locate, shipped_names, split_overrides
 from strop.config.schema import Config, RootConfig
 from strop.config.trees import PPO, Root, Tree
@@ -161,7 +162,7 @@ def _build(
     keys = all_keys(tree.schema)
     changed = {path for path in in_file if path in keys and _differs(merged, tree, path)}
     config.note_written(written, meant=overridden | changed, notes=[*notes, *names.notes])
-    return config
+    return with_choices(config)
 
 
 def _of_verl(given: dict[Any, Any], settings: list[Override]) -> Translation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,8 +12,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from strop.config.batch_plan import MICRO_BATCHES
-from strop.config.identity import Change, default_name
+from strop.config.batch_plan import MICRO_BATCHES, SUPERVISED_MICRO_BATCH
+from strop.config.identity import Change, default_name, value_in
 from strop.config.keys import all_keys, value_at
 from strop.config.paths import expand
 from strop.config.placement import Root, automatic_rollout
@@ -73,7 +73,8 @@ def choose_rollout(tree: DictConfig) -> bool:
     if _select(tree, ROLLOUT_NAME) not in (None, "auto"):
         return False
     found = (_select(tree, key) for key in ("trainer.device", "actor_rollout_ref.model.path"))
-    name = _recorded_rollout(_select(tree, _RUN_FOLDER)) or automatic_rollout(*map(str, found))[0]
+    name = value_in(recorded_run(str(_select(tree, _RUN_FOLDER))), ROLLOUT_NAME)
+    name = name if isinstance(name, str) else automatic_rollout(*map(str, found))[0]
     OmegaConf.update(tree, ROLLOUT_NAME, name)
     return True
 
@@ -90,12 +91,13 @@ def fit_mini_batch(tree: DictConfig, written: Collection[str]) -> None:
         OmegaConf.update(tree, _MINI_BATCH, prompts)
 
 
-def _recorded_rollout(folder: Any) -> str | None:
+def recorded_run(folder: str | Path) -> Mapping[str, Any]:
+    """Return the configuration of the last run in a run folder, as its file has it; empty without one."""
     try:
         recorded = yaml.safe_load(Path(expand(str(folder)), "config.yaml").read_text())
-        return recorded["actor_rollout_ref"]["rollout"]["name"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return None  # no earlier run there
+    except (OSError, ValueError, yaml.YAMLError):
+        recorded = None
+    return recorded if isinstance(recorded, Mapping) else {}
 
 
 def _plain(tree: DictConfig) -> dict[str, Any]:
@@ -144,6 +146,13 @@ class Tree(Generic[Root]):
         default = self.raw_default(path)
         return default[2:-1] if isinstance(default, str) and default.startswith("${") else None
 
+    def written_for(self, path: str, written: Collection[str]) -> str | None:
+        """Return the key in ``written`` that decides ``path``: itself, or one that it follows."""
+        key: str | None = path
+        while key is not None and key not in written:
+            key = self.followed_by(key)
+        return key
+
     def differences(self, config: Root) -> Iterator[Change]:
         """Yield the written keys whose values differ from their defaults (`before`)."""
         for path, key in all_keys(self.schema).items():
@@ -160,11 +169,28 @@ class Tree(Generic[Root]):
         A rollout that was chosen here counts as unwritten.
         """
         name_experiment(tree, self.name.removesuffix("_trainer"))
+        self._cut_by_tokens(tree, written)
         if self.schema is Config:
             settle_deprecated(tree, written)
             fit_mini_batch(tree, written)
             if choose_rollout(tree):
                 written.discard(ROLLOUT_NAME)
+
+    def _cut_by_tokens(self, tree: DictConfig, written: Collection[str]) -> None:
+        """Set ``use_dynamic_bsz`` of passes for which nobody wrote it: False if a size in rows is written.
+
+        Each pass is decided by its own sizes, so a key does not follow an unwritten one of another pass.
+        """
+        of_tree = MICRO_BATCHES.values() if self.schema is Config else [SUPERVISED_MICRO_BATCH]
+        sizes: dict[str, list[str]] = {}
+        for keys in of_tree:
+            sizes.setdefault(keys.dynamic, []).extend([keys.overall, keys.per_gpu])
+        for dynamic, of_rows in sizes.items():
+            if self.written_for(dynamic, written) is not None:
+                continue
+            if isinstance(_select(tree, dynamic.rpartition(".")[0]), DictConfig):
+                in_rows = any(key in written and _select(tree, key) is not None for key in of_rows)
+                OmegaConf.update(tree, dynamic, not in_rows)
 
 
 PPO = Tree(Config, "ppo_trainer")

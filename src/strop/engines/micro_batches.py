@@ -39,6 +39,12 @@ class MicroBatching:
             pieces[longest : longest + 1] = [pieces[longest][:half], pieces[longest][half:]]
         return pieces
 
+    def holding_rows_of(self, batch: DataProto) -> MicroBatching:
+        """Return a size whose cap holds the longest row of ``batch``, which no configuration bounds."""
+        if self.max_tokens is None or not len(batch):
+            return self
+        return MicroBatching(max_tokens=max(self.max_tokens, int(batch.batch["attention_mask"].sum(1).max())))
+
     def _pieces(self, batch: DataProto, packed: bool) -> list[Tensor]:
         lengths_B = batch.batch["attention_mask"].sum(dim=1)
         order_B = torch.argsort(lengths_B, descending=True, stable=True)

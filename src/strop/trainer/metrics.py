@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -62,6 +63,15 @@ class PhaseTimer:
     def _clear(self) -> None:
         self._seconds.clear()
         self.intervals = []
+
+
+def peak_memory(groups: Iterable[Any]) -> dict[str, float]:
+    """Return the peaks of memory by phase since the last call, of rank zero of each worker group.
+
+    A group of the user's own workers has none.
+    """
+    calls = [group.memory_peaks.start() for group in groups if hasattr(group, "memory_peaks")]
+    return {f"perf/peak_memory_gb/{phase}": gib for call in calls for phase, gib in call.get().items()}
 
 
 class SignalWatch:

@@ -26,7 +26,7 @@ from strop.rewards.base import as_reward
 from strop.tracking.samples import HiddenTokensWarning, write_samples, write_table
 from strop.tracking.text import validation_scores
 from strop.trainer.loop import Run
-from strop.trainer.metrics import PhaseTimer, SignalWatch, speed_metrics, staleness_metrics
+from strop.trainer.metrics import PhaseTimer, SignalWatch, peak_memory, speed_metrics, staleness_metrics
 from strop.trainer.pipeline import Pipeline
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
@@ -336,6 +336,7 @@ class ReinforcementRun(Run):
                     self.folder.prune_rollouts(step, to_keep=settings.rollouts_to_keep)
         if self.is_due(settings.test_freq):
             metrics |= self.validate()
+        metrics |= peak_memory(trainer.groups.values())
         self.timeline.add_phases("learner", trainer.timer.intervals, step)
         timing = trainer.timer.take()
         if trainer.pipeline is not None and settings.async_steps:

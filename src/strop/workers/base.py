@@ -51,6 +51,7 @@ from strop.manifest import (
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.models.lora import LoraSettings
 from strop.protocol import DataProto
+from strop.workers.memory import PEAKS, prefer_expandable_segments
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class Worker(Generic[Root]):
         self.rank = rank
         self.world_size = world_size
         self.device = pick_device(config.trainer.device)
+        prefer_expandable_segments(config, name_of(role), self.device)
+        self.phases: set[str] = set()
 
     def find_model(self, path: str, external_lib: str | list[str] | None) -> Path:
         """Return the local folder of a model, downloaded once; import the packages it needs. Collective."""
@@ -267,6 +270,11 @@ class Worker(Generic[Root]):
             write(building, describe(building))
             shutil.rmtree(folder, ignore_errors=True)
             building.rename(folder)
+
+    @register(Dispatch.ONE_TO_ALL, beside_calls=True)
+    def memory_peaks(self) -> dict[str, float]:
+        """Return the largest memory of the process in GiB in each phase since the last call; of rank zero."""
+        return PEAKS.take(self.phases)
 
     @register(Dispatch.ONE_TO_ALL)
     def weights_hash(self) -> str:

@@ -9,6 +9,7 @@ from strop.controller.group import Dispatch, register
 from strop.protocol import DataProto
 from strop.workers.base import RoleWorker
 from strop.workers.losses import critic_objective
+from strop.workers.memory import phase
 
 
 class CriticWorker(RoleWorker):
@@ -37,11 +38,13 @@ class CriticWorker(RoleWorker):
         )
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("values")
     def compute_values(self, batch: DataProto) -> DataProto:
         """Return ``values`` [B, T] of the state before each response token, 0 where the mask is 0."""
         return DataProto(self.engine.infer(batch, self.micro_batching("values")))
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("update_critic")
     def update_critic(self, mini_batch: DataProto) -> dict[str, float]:
         """Take one optimizer step on a mini-batch whose ``meta_info`` has the global denominators."""
         critic, meta = self.config.critic, mini_batch.meta_info

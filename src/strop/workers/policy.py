@@ -35,6 +35,7 @@ from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
 from strop.rollout.weights import checksums, require_equal_checksums
 from strop.workers.base import RoleWorker, engine_section
 from strop.workers.losses import Recorder, actor_objective
+from strop.workers.memory import phase
 
 
 class ActorRolloutRefWorker(RoleWorker):
@@ -131,6 +132,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return dtype_named(rollout_dtype(self.config), self.device)
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("gen")
     def generate_sequences(self, prompts: DataProto, finished: Finished | None = None) -> DataProto:
         """Generate responses to each prompt; ``meta_info["mode"]`` is ``train``, ``greedy`` or ``validate``.
 
@@ -327,6 +329,7 @@ class ActorRolloutRefWorker(RoleWorker):
         require_equal_checksums(expected or self.weight_checksums(), held, version)
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("old_log_prob")
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """Return ``old_log_probs`` and ``entropys`` [B, T], and ``full_kl`` [B, T] for the full KL."""
         micro = self.micro_batching("log_prob")
@@ -339,6 +342,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return DataProto(columns)
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("ref")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ``ref_log_prob`` [B, T], and the hidden states ``ref_hidden`` [B, T, H] for the full KL."""
         micro = self.micro_batching("ref")
@@ -353,6 +357,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return DataProto(columns)
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("update_actor")
     def update_actor(self, mini_batch: DataProto) -> dict[str, float] | DataProto:
         """Take one optimizer step on a mini-batch whose ``meta_info`` has the global denominators.
 
@@ -364,6 +369,7 @@ class ActorRolloutRefWorker(RoleWorker):
         return self._recorded(mini_batch, {"log_prob": "update_log_probs"})
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("update_actor")
     def update_actor_on_policy(self, batch: DataProto) -> DataProto:
         """Take the only optimizer step of an iteration, on samples without ``old_log_probs``.
 

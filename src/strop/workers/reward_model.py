@@ -9,6 +9,7 @@ from strop.data.rewriting import Rewriter
 from strop.models.loader import load_tokenizer
 from strop.protocol import DataProto
 from strop.workers.base import RoleWorker
+from strop.workers.memory import phase
 
 
 class RewardModelWorker(RoleWorker):
@@ -46,9 +47,11 @@ class RewardModelWorker(RoleWorker):
         )
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("reward_model")
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """Return ``rm_scores`` [B]."""
-        return DataProto(self.engine.infer(self._inputs(batch), self.micro_batching("reward_model")))
+        inputs, micro = self._inputs(batch), self.micro_batching("reward_model")
+        return DataProto(self.engine.infer(inputs, micro.holding_rows_of(inputs)))
 
     def _inputs(self, batch: DataProto) -> DataProto:
         if self.rewriter is not None:

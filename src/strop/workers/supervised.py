@@ -21,7 +21,9 @@ from strop.algorithms.preference import (
     pairwise_accuracy,
 )
 from strop.algorithms.registry import call
-from strop.config.checks.supervised import Supervised, sequences_of_a_row
+from strop.config.batch_plan import SUPERVISED_MICRO_BATCH, sequences_of_a_row
+from strop.config.checks.supervised import Supervised
+from strop.config.keys import value_at
 from strop.config.schema.supervised import (
     PreferenceConfig,
     PreferenceUpdateConfig,
@@ -34,6 +36,7 @@ from strop.engines.micro_batches import MicroBatching
 from strop.models.scorer import REWARD_MEAN, REWARD_STD
 from strop.protocol import DataProto
 from strop.workers.base import Worker, engine_section
+from strop.workers.memory import phase
 
 
 class SupervisedWorker(Worker[Supervised]):
@@ -67,7 +70,8 @@ class SupervisedWorker(Worker[Supervised]):
         update = self.config.update
         if not update.use_dynamic_bsz:
             return MicroBatching(rows=update.micro_batch_size_per_gpu)
-        return MicroBatching(max_tokens=update.max_token_len_per_gpu // sequences_of_a_row(self.config))
+        cap = value_at(self.config, SUPERVISED_MICRO_BATCH.max_tokens)
+        return MicroBatching(max_tokens=cap // sequences_of_a_row(self.config))
 
 
 class SftWorker(SupervisedWorker[SftConfig]):
@@ -79,12 +83,14 @@ class SftWorker(SupervisedWorker[SftConfig]):
         self.load("policy")
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("update")
     def update(self, batch: DataProto) -> dict[str, float]:
         """Take one optimizer step on a batch whose ``meta_info`` has ``n_tokens`` over all ranks."""
         objective = response_objective(n_tokens=batch.meta_info["n_tokens"])
         return self.train_on(batch, objective, self.config.update, self.micro_batching, with_entropy=False)
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("testing")
     def evaluate(self, batch: DataProto) -> DataProto:
         """Return ``log_prob`` [B] of each whole response."""
         log_prob_BT = self.engine.infer(batch, self.micro_batching, with_entropy=False)["log_prob"]
@@ -114,6 +120,7 @@ class RewardModellingWorker(SupervisedWorker[RewardModellingConfig]):
         self.calibrate(None, None)  # the model may be a calibrated reward model that is trained further
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("update")
     def update(self, batch: DataProto) -> dict[str, float]:
         """Take one optimizer step on a batch whose ``meta_info`` has ``n_pairs`` over all ranks."""
         self.calibrate(None, None)
@@ -124,6 +131,7 @@ class RewardModellingWorker(SupervisedWorker[RewardModellingConfig]):
         return self.train_on(batch, objective, update, self.micro_batching)
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("testing")
     def evaluate(self, batch: DataProto) -> DataProto:
         """Return the head's ``chosen_scores`` and ``rejected_scores``, [B] each."""
         return DataProto(self.engine.infer(batch, self.micro_batching))
@@ -175,6 +183,7 @@ class PreferenceWorker(SupervisedWorker[PreferenceConfig]):
         self.load("policy_pairs")
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("update")
     def update(self, batch: DataProto) -> dict[str, float]:
         """Take one optimizer step on a batch whose ``meta_info`` has ``n_pairs`` and ``n_tokens``."""
         update = self.config.update
@@ -187,11 +196,13 @@ class PreferenceWorker(SupervisedWorker[PreferenceConfig]):
         return self.train_on(batch, objective, update, self.micro_batching)
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("testing")
     def evaluate(self, batch: DataProto) -> DataProto:
         """Return ``chosen_log_prob`` and ``rejected_log_prob``, [B] each, of the current model."""
         return DataProto(self.engine.infer(batch, self.micro_batching))
 
     @register(Dispatch.DATA_PARALLEL)
+    @phase("ref")
     def evaluate_reference(self, batch: DataProto) -> DataProto:
         """Return what ``evaluate`` does, of the model as loaded or, with LoRA, with its adapters off.
 

@@ -138,7 +138,6 @@ RULES: tuple[Rule, ...] = (
     inputs.reward_file,
     inputs.memory,
     inputs.context_windows,
-    inputs.longest_sequence,
     lora.reference,
     deprecated,
 )

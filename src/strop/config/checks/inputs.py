@@ -182,18 +182,6 @@ def run_folder(config: RootConfig) -> Iterator[Finding]:
         )
 
 
-def longest_sequence(config: Config) -> Iterator[Finding]:
-    """Warn if re-tokenized samples may exceed the token cap of a micro-batch."""
-    rewards = config.reward_model
-    retokenized = rewards.enable and rewards.model.input_tokenizer is not None
-    if retokenized and rewards.use_dynamic_bsz and rewards.max_length is None:
-        cap = rewards.forward_max_token_len_per_gpu
-        yield warning(
-            f"reward_model.max_length=null: a sample of more than reward_model.forward_max_token_len_per_gpu="
-            f"{cap} of the reward model's tokens would stop the run; with max_length={cap} its end is scored"
-        )
-
-
 _BYTES_OF_A_TOKEN = 32
 """Ids, mask and positions in 64 bits, mask of the response and log-probs in 32."""
 

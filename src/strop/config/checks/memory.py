@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from strop.config.batch_plan import BatchPlan
+from strop.config.batch_plan import (
+    MICRO_BATCHES,
+    SUPERVISED_MICRO_BATCH,
+    BatchPlan,
+    MicroBatchKeys,
+    sequences_of_a_row,
+)
 from strop.config.checks.finding import Finding, error, warning
-from strop.config.checks.supervised import sequences_of_a_row
+from strop.config.keys import longest_row, value_at
 from strop.config.machine import Memory, memory_for
 from strop.config.memory.facts import ModelFacts, read_model_facts
 from strop.config.memory.forecast import Forecast, forecast, resident_weights, supervised_forecast
@@ -22,18 +28,13 @@ from strop.config.placement import (
     rollout_on_gpu,
     tensor_parallel_size,
 )
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 
 _REMEDIES = {
-    "actor update": "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, or set "
-    "actor_rollout_ref.model.enable_gradient_checkpointing=True",
-    "critic update": "lower critic.ppo_micro_batch_size_per_gpu, or set "
-    "critic.model.enable_gradient_checkpointing=True",
     "generation": "lower actor_rollout_ref.rollout.micro_batch_size_per_gpu (null: as many as fit) or "
     "data.max_response_length",
     "vLLM": "lower actor_rollout_ref.rollout.max_num_seqs or gpu_memory_utilization",
-    "update": "lower update.micro_batch_size_per_gpu, or set model.enable_gradient_checkpointing=True",
 }
 """Beginning of the name of a part of a forecast -> the keys that make it smaller."""
 _LAYER_BYTES = {2: 34, 4: 68}
@@ -43,24 +44,35 @@ _OF_WEIGHTS = "take a smaller model, or more GPUs (trainer.n_gpus_per_node)"
 
 def run(config: Config, plan: BatchPlan) -> Iterator[Finding]:
     """Compare the memory of reinforcement learning: on a CPU of all pools, on GPUs of the largest one."""
-    memory, pools = memory_for(config), Placement.from_config(config).pools
-    needs = {pool: forecast(config, plan, pool=pool) for pool in pools}
+    memory, placement = memory_for(config), Placement.from_config(config)
+    needs = {pool: forecast(config, plan, pool=pool) for pool in placement.pools}
     known = {pool: need for pool, need in needs.items() if need.peak is not None}
     if not known:
         return
     largest = max(known.values(), key=lambda need: need.peak or 0)
     on_gpu = memory.place != "this machine"
-    each = [(need.peak or 0) * (1 if on_gpu else max(pools[pool])) for pool, need in known.items()]
-    yield from _compare(largest, max(each) if on_gpu else sum(each), memory)
+    each = [(need.peak or 0) * (1 if on_gpu else max(placement.pools[pool])) for pool, need in known.items()]
+    row = longest_row(config.data)[0]
+    updates = {
+        f"{name} update": _smaller_pass(config, MICRO_BATCHES[name], model, -(-row // update.sharing))
+        for name, model, update in (
+            ("actor", "actor_rollout_ref.model", plan.actor),
+            ("critic", "critic.model", plan.critic),
+        )
+        if update is not None
+    }
+    yield from _compare(largest, max(each) if on_gpu else sum(each), memory, _REMEDIES | updates)
 
 
 def supervised(config: SupervisedConfig) -> Iterator[Finding]:
     """Compare the memory of a supervised run."""
     if config.trainer.val_only:
         return
-    memory, need = memory_for(config), supervised_forecast(config, sequences_of_a_row(config))
+    memory, need = memory_for(config), supervised_forecast(config)
+    row = sequences_of_a_row(config) * longest_row(config.data)[0]
+    remedies = {"update": _smaller_pass(config, SUPERVISED_MICRO_BATCH, "model", row)}
     if need.peak is not None:
-        yield from _compare(need, need.peak * memory.processes, memory)
+        yield from _compare(need, need.peak * memory.processes, memory, remedies)
 
 
 def vllm(config: Config, plan: BatchPlan) -> Iterator[Finding]:
@@ -125,13 +137,26 @@ def _listed(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size >= 2**30 // 20)
 
 
-def _compare(need: Forecast, total: int, memory: Memory) -> Iterator[Finding]:
+def _smaller_pass(config: RootConfig, keys: MicroBatchKeys, model: str, row: int) -> str:
+    """Return the keys that make a pass smaller: its size, unless it is one ``row`` of tokens, and others."""
+    found = []
+    if value_at(config, keys.dynamic):
+        cap = value_at(config, keys.max_tokens)
+        found += [f"lower {keys.max_tokens}={cap} (at least {row})"] if cap > row else []
+    elif (rows := value_at(config, keys.per_gpu)) != 1:
+        found.append(f"lower {keys.per_gpu if rows else keys.overall}")
+    if not value_at(config, f"{model}.enable_gradient_checkpointing"):
+        found.append(f"set {model}.enable_gradient_checkpointing=True")
+    return ", or ".join(found) or "lower data.max_prompt_length or data.max_response_length"
+
+
+def _compare(need: Forecast, total: int, memory: Memory, remedies: dict[str, str]) -> Iterator[Finding]:
     """Warn of a forecast above the memory; require that it is at most twice the memory."""
     if total <= memory.size:
         return
     parts = {name: size or 0 for name, size in (need.resident | need.phases).items()}
     name = max(parts, key=parts.__getitem__)
-    remedy = next((words for start, words in _REMEDIES.items() if name.startswith(start)), _OF_WEIGHTS)
+    remedy = next((words for start, words in remedies.items() if name.startswith(start)), _OF_WEIGHTS)
     finding = error if total > 2 * memory.size else warning
     yield finding(
         f"memory: about {total / 2**30:,.1f} GiB at full sequence lengths"

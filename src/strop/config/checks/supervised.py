@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
+from strop.config.batch_plan import SUPERVISED_MICRO_BATCH, sequences_of_a_row
 from strop.config.checks import inputs, learning, processes
 from strop.config.checks.finding import Finding, error
-from strop.config.keys import longest_row
+from strop.config.keys import longest_row, value_at
 from strop.config.names import preference_losses
 from strop.config.placement import process_count
 from strop.config.schema.supervised import PairConfig, PreferenceConfig, SupervisedConfig
 
 Supervised = TypeVar("Supervised", bound=SupervisedConfig)
 Pairs = TypeVar("Pairs", bound=PairConfig)
-
-
-def sequences_of_a_row(config: SupervisedConfig) -> int:
-    """Return the sequences in one row: a pair is two that stay together."""
-    return 2 if isinstance(config, PairConfig) else 1
 
 
 def model(config: SupervisedConfig) -> Iterator[Finding]:
@@ -48,11 +44,12 @@ def micro_batches(config: SupervisedConfig) -> Iterator[Finding]:
         return
     one, keys = longest_row(data)
     longest = sequences_of_a_row(config) * one
-    if update.max_token_len_per_gpu < longest:
+    cap = value_at(config, SUPERVISED_MICRO_BATCH.max_tokens)
+    if cap < longest:
         row = "both sequences of a pair" if sequences_of_a_row(config) == 2 else "one sequence"
         yield error(
-            f"update.max_token_len_per_gpu={update.max_token_len_per_gpu} does not hold {row} of {keys} "
-            f"tokens (at least {longest})"
+            f"{SUPERVISED_MICRO_BATCH.max_tokens}={cap} does not hold {row} of {keys} tokens (at least "
+            f"{longest})"
         )
 
 

@@ -18,6 +18,7 @@ from strop.config.batch_plan import (
     ForwardPlan,
     MicroBatchSize,
     ranks_with_same_rows,
+    sequences_of_a_row,
     strategy_of,
 )
 from strop.config.keys import longest_row, value_at
@@ -38,10 +39,9 @@ from strop.config.roles import (
     why_old_log_probs_are_computed_apart,
 )
 from strop.config.schema import Config
-from strop.config.schema.critic import CriticModelConfig
+from strop.config.schema.base import FsdpConfig
 from strop.config.schema.model import ModelConfig
-from strop.config.schema.policy import ActorModelConfig
-from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig, TrainedModelConfig
+from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
 
 _FLOAT32 = 4
 _TRAINED = 4 * _FLOAT32  # weight, gradient and two moments
@@ -62,9 +62,14 @@ class Forecast:
     """Memory held in one phase of an iteration; the phases follow one another."""
 
     @property
+    def held(self) -> int | None:
+        """Resident memory; None if any part is unknown."""
+        return _sum(*self.resident.values())
+
+    @property
     def peak(self) -> int | None:
         """Resident memory and the largest phase; None if any part is unknown."""
-        resident = _sum(*self.resident.values())
+        resident = self.held
         phases = [size for size in self.phases.values() if size is not None]
         if resident is None or len(phases) < len(self.phases):
             return None
@@ -83,7 +88,9 @@ def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> For
     if _is_in(config, _policy_role(config), pool):
         tokens = _tokens_at_once(plan.actor, length, plan.actor.sharing)
         activations = _activations(policy, tokens, actor)
-        phases["actor update: activations, logits"] = _sum(activations, _logits(policy, tokens))
+        ranks = Placement.from_config(config).ranks_of_pass("actor")
+        whole = _gathered(policy, actor, config.actor_rollout_ref.actor.fsdp_config, ranks)
+        phases["actor update: activations, logits"] = _sum(activations, _logits(policy, tokens), whole)
     if _is_in(config, _rollout_role(config), pool):
         back_end = ROLLOUTS[config.actor_rollout_ref.rollout.name]
         generation = load_backend(back_end.forecast)(config, plan, policy)
@@ -92,7 +99,9 @@ def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> For
     if plan.critic is not None and _is_in(config, "Critic", pool):
         critic = read_model_facts(config.critic.model.path)
         tokens = _tokens_at_once(plan.critic, length, plan.critic.sharing)
-        phases["critic update: activations"] = _activations(critic, tokens, config.critic.model)
+        ranks = Placement.from_config(config).ranks_of_pass("critic")
+        whole = _gathered(critic, config.critic.model, config.critic.model.fsdp_config, ranks)
+        phases["critic update: activations"] = _sum(_activations(critic, tokens, config.critic.model), whole)
     return Forecast(resident, phases)
 
 
@@ -126,22 +135,23 @@ def resident_weights(config: Config, pool: str | None = None) -> dict[str, int |
     return resident
 
 
-def supervised_forecast(config: SupervisedConfig, sequences_of_a_row: int) -> Forecast:
+def supervised_forecast(config: SupervisedConfig) -> Forecast:
     """Return the memory of one rank of a supervised run."""
     model, update, length = read_model_facts(config.model.path), config.update, longest_row(config.data)[0]
-    ranks = sum(map(sum, pools_of(config).values()))
-    rows = -(-config.data.train_batch_size // ranks) * sequences_of_a_row
+    ranks, sequences = sum(map(sum, pools_of(config).values())), sequences_of_a_row(config)
+    rows = -(-config.data.train_batch_size // ranks) * sequences
     if update.use_dynamic_bsz:
         size = MicroBatchSize(max_tokens=update.max_token_len_per_gpu)
     else:
-        size = MicroBatchSize(rows=(update.micro_batch_size_per_gpu or rows) * sequences_of_a_row)
+        size = MicroBatchSize(rows=(update.micro_batch_size_per_gpu or rows) * sequences)
     tokens = _tokens_at_once(ForwardPlan(rows, size), length)
     size_of_group = config.model.fsdp_config.fsdp_size
     shards = min(size_of_group, ranks) if size_of_group > 0 else ranks
     logits = 0 if isinstance(config, RewardModellingConfig) else _logits(model, tokens)
+    whole = _gathered(model, config.model, config.model.fsdp_config, ranks)
     return Forecast(
         {"model: weights, gradients, AdamW": _trained(model, config.model, shards)},
-        {"update: activations, logits": _sum(_activations(model, tokens, config.model), logits)},
+        {"update: activations, logits": _sum(_activations(model, tokens, config.model), logits, whole)},
     )
 
 
@@ -302,9 +312,7 @@ def _trained(facts: ModelFacts | None, model: ModelConfig, shards: int) -> int |
     """Return the bytes of a rank's part of a model that is trained; of adapters about those of all-linear."""
     if not model.has_adapters or facts is None:
         return _times(facts, _TRAINED, shards)
-    # Widths in and out of the seven matrices of a layer; a feed-forward part is about four times as wide.
-    adapters = model.lora_rank * facts.layers * 25 * facts.hidden
-    return _sum(_times(facts, _FLOAT32, shards), _TRAINED * adapters // shards)
+    return _sum(_times(facts, _FLOAT32, shards), _TRAINED * _adapters(facts, model) // shards)
 
 
 def _sum(*parts: int | None) -> int | None:
@@ -312,7 +320,7 @@ def _sum(*parts: int | None) -> int | None:
     return sum(known) if len(known) == len(parts) else None
 
 
-def _number_bytes(model: ActorModelConfig | CriticModelConfig | TrainedModelConfig) -> int:
+def _number_bytes(model: ModelConfig) -> int:
     """Return the bytes of an activation; the larger figure for `auto`, as the device is unknown here."""
     return 2 if model.compute_dtype == "bfloat16" else 4
 
@@ -323,9 +331,7 @@ def _tokens_at_once(part: ForwardPlan, length: int, sharing: int = 1) -> int:
     return -(-tokens // sharing)
 
 
-def _activations(
-    facts: ModelFacts | None, tokens: int, model: ActorModelConfig | CriticModelConfig | TrainedModelConfig
-) -> int | None:
+def _activations(facts: ModelFacts | None, tokens: int, model: ModelConfig) -> int | None:
     if facts is None:
         return None
     size, numbers = _number_bytes(model), tokens * facts.hidden
@@ -333,6 +339,37 @@ def _activations(
     if model.enable_gradient_checkpointing:
         return numbers * size * facts.layers + layer
     return layer * facts.layers
+
+
+def tokens_in(memory: int, facts: ModelFacts, model: ModelConfig, *, trains: bool, has_logits: bool) -> int:
+    """Return the tokens of a pass that ``memory`` bytes hold: its activations, and logits where it has them.
+
+    A pass without gradients holds the activations of one layer at a time.
+    """
+    one = _activations(facts, 1, model) if trains else facts.hidden * _ACTIVATION_BYTES[_number_bytes(model)]
+    logits = _logits(facts, _LOGITS_AT_ONCE) if has_logits else 0
+    return max(memory - (logits or 0), 0) // max(one or 0, 1)
+
+
+def whole_gradients(facts: ModelFacts | None, model: ModelConfig) -> int | None:
+    """Return the bytes of unsharded float32 gradients; of adapters about those of all-linear."""
+    if not model.has_adapters or facts is None:
+        return _times(facts, _FLOAT32, 1)
+    return _FLOAT32 * _adapters(facts, model)
+
+
+def _adapters(facts: ModelFacts, model: ModelConfig) -> int:
+    """Return about the number of parameters of adapters of all-linear."""
+    # Widths in and out of the seven matrices of a layer; a feed-forward part is about four times as wide.
+    return model.lora_rank * facts.layers * 25 * facts.hidden
+
+
+def _gathered(facts: ModelFacts | None, model: ModelConfig, fsdp: FsdpConfig, ranks: int) -> int | None:
+    """Return the bytes of parameters and gradients that an update on several ranks holds whole."""
+    if ranks == 1:
+        return 0
+    kept = 0 if fsdp.reshard_after_forward else _times(facts, _number_bytes(model), 1)
+    return _sum(kept, whole_gradients(facts, model) if fsdp.use_no_sync_for_gradient_accumulation else 0)
 
 
 def _logits(facts: ModelFacts | None, tokens: int) -> int | None:

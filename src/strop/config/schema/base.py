@@ -298,9 +298,9 @@ class PpoUpdateConfig(Section):
     ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Sequences in one forward and backward pass, per rank; memory only: it never changes a number."""
     use_dynamic_bsz: bool
-    """Cut micro-batches by tokens (the keys with max_token_len_per_gpu) instead of by sequences."""
-    ppo_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens()]
-    """Most tokens in one pass, per rank, with use_dynamic_bsz; at least one whole prompt and response."""
+    """Cut micro-batches by tokens, not by sequences; if not set: unless a size in sequences is set."""
+    ppo_max_token_len_per_gpu: Annotated[PositiveInt | None, by_tokens()]
+    """Most tokens in one pass, per rank, with use_dynamic_bsz; null: chosen from the memory."""
     ulysses_sequence_parallel_size: SharedSequences
     """Neighbouring ranks that share each sequence, in all of its passes; needs use_remove_padding."""
     ppo_epochs: PositiveInt
@@ -335,10 +335,22 @@ class WrapPolicyConfig(Section):
     """Shard modules of at least this many parameters as units; 0: by decoder layer."""
 
 
+Reshard = Annotated[
+    bool,
+    no_effect(
+        "with one process for each role",
+        lambda at: not at.value and at.one_rank,
+        "one process holds the whole model",
+    ),
+]
+
+
 class FrozenFsdpConfig(Section):
     """Sharding of a model that is only evaluated."""
 
     wrap_policy: WrapPolicyConfig
+    reshard_after_forward: Reshard
+    """Free gathered parameters after a layer's forward pass; False: keep them for the backward pass."""
     param_offload: Offload
     """Keep the parameters in CPU memory while they are not used."""
 
@@ -360,3 +372,12 @@ class FsdpConfig(FrozenFsdpConfig):
     """Keep the optimizer state in CPU memory while it is not used."""
     fsdp_size: Annotated[PositiveOrAll, _UNSHARDED]
     """Ranks that share one copy of the parameters; -1: all."""
+    use_no_sync_for_gradient_accumulation: Annotated[
+        bool | None,
+        no_effect(
+            "with one process for each role",
+            lambda at: at.value and at.one_rank,
+            "there is nothing to reduce",
+        ),
+    ]
+    """Keep whole gradients and reduce them once a step, not in every micro-batch; null: if they fit."""

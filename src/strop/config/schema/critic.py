@@ -54,7 +54,7 @@ class CriticConfig(PpoUpdateConfig):
     """Deprecated: forward_micro_batch_size_per_gpu times the number of ranks."""
     forward_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Sequences in one forward pass for the values, per rank; memory only."""
-    forward_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens()]
-    """Most tokens in one forward pass, per rank, with use_dynamic_bsz."""
+    forward_max_token_len_per_gpu: Annotated[PositiveInt | None, by_tokens()]
+    """Most tokens in one forward pass, per rank, with use_dynamic_bsz; null: chosen from the memory."""
     cliprange_value: PositiveFloat
     """A new value may move this far from the old one before its loss is clipped."""

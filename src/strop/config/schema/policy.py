@@ -214,9 +214,9 @@ class RolloutConfig(VLLMSamplingConfig):
     log_prob_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows("log_prob_use_dynamic_bsz")]
     """Sequences in one forward pass for the old log-probs, per rank; memory only."""
     log_prob_use_dynamic_bsz: bool
-    """Cut micro-batches by tokens (log_prob_max_token_len_per_gpu) instead of by sequences."""
-    log_prob_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens("log_prob_use_dynamic_bsz")]
-    """Most tokens in one forward pass, per rank, with log_prob_use_dynamic_bsz."""
+    """Cut micro-batches by tokens, not by sequences; if not set: unless a size in sequences is set."""
+    log_prob_max_token_len_per_gpu: Annotated[PositiveInt | None, by_tokens("log_prob_use_dynamic_bsz")]
+    """Most tokens in one forward pass, per rank, if cut by tokens; null: chosen from the memory."""
     micro_batch_size_per_gpu: Annotated[
         PositiveInt | None,
         no_effect(
@@ -345,9 +345,9 @@ class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows("log_prob_use_dynamic_bsz")]
     """Sequences in one forward pass for the reference log-probs, per rank; memory only."""
     log_prob_use_dynamic_bsz: bool
-    """Cut micro-batches by tokens (log_prob_max_token_len_per_gpu) instead of by sequences."""
-    log_prob_max_token_len_per_gpu: Annotated[PositiveInt, by_tokens("log_prob_use_dynamic_bsz")]
-    """Most tokens in one forward pass, per rank, with log_prob_use_dynamic_bsz."""
+    """Cut micro-batches by tokens, not by sequences; if not set: unless a size in sequences is set."""
+    log_prob_max_token_len_per_gpu: Annotated[PositiveInt | None, by_tokens("log_prob_use_dynamic_bsz")]
+    """Most tokens in one forward pass, per rank, if cut by tokens; null: chosen from the memory."""
     ulysses_sequence_parallel_size: SharedSequences
     """Neighbouring ranks that share each sequence; needs use_remove_padding."""
 

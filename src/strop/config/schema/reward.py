@@ -13,6 +13,7 @@ from strop.config.schema.base import (
     PositiveInt,
     Processes,
     Required,
+    Reshard,
     Seconds,
     Section,
     SharedSequences,
@@ -37,6 +38,8 @@ class RewardFsdpConfig(Section):
     """Shard modules of at least this many parameters as units; 0: by decoder layer."""
     param_offload: Offload
     """Keep the parameters in CPU memory while they are not used."""
+    reshard_after_forward: Reshard
+    """Free gathered parameters after a layer's forward pass; False: when all micro-batches are done."""
 
 
 class RewardModelModelConfig(Section):
@@ -73,9 +76,9 @@ class RewardModelConfig(Section):
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, _NO_MODEL, by_rows()]
     """Sequences that the model scores in one forward pass, per rank; memory only."""
     use_dynamic_bsz: Annotated[bool, _NO_MODEL]
-    """Cut micro-batches by tokens (forward_max_token_len_per_gpu) instead of by sequences."""
-    forward_max_token_len_per_gpu: Annotated[PositiveInt, _NO_MODEL, by_tokens()]
-    """Most tokens in one forward pass, per rank, with use_dynamic_bsz."""
+    """Cut micro-batches by tokens, not by sequences; if not set: unless a size in sequences is set."""
+    forward_max_token_len_per_gpu: Annotated[PositiveInt | None, _NO_MODEL, by_tokens()]
+    """Most tokens in one forward pass, per rank, with use_dynamic_bsz; null: chosen from the memory."""
     ulysses_sequence_parallel_size: Annotated[SharedSequences, _NO_MODEL]
     """Neighbouring ranks that share each sequence; needs use_remove_padding of actor_rollout_ref.model."""
     max_length: Annotated[

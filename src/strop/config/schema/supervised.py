@@ -76,9 +76,9 @@ class UpdateConfig(Section):
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, by_rows()]
     """Rows in one pass, per rank; memory only: it never changes a number."""
     use_dynamic_bsz: bool
-    """Cut micro-batches by tokens (max_token_len_per_gpu) instead of by rows."""
-    max_token_len_per_gpu: Annotated[PositiveInt, by_tokens()]
-    """Most tokens in one pass, per rank, with use_dynamic_bsz; at least one whole row."""
+    """Cut micro-batches by tokens, not by rows; if not set: unless a size in rows is set."""
+    max_token_len_per_gpu: Annotated[PositiveInt | None, by_tokens()]
+    """Most tokens in one pass, per rank, with use_dynamic_bsz; null: chosen from the memory."""
     grad_clip: PositiveFloat
     """Largest global norm of the gradient; above it, the gradient is scaled down."""
     optim: OptimConfig

@@ -34,6 +34,7 @@ from strop.engines.torch.sharding import (
     materialize,
     reshard,
     sequence_group,
+    set_gradient_reduction,
     shard,
     whole,
 )
@@ -103,6 +104,7 @@ class TorchEngine:
         self._saving: tuple[Future, Path] | None = None
         self._beginning_save = threading.Lock()
         self._sharded = sharding is not None
+        self._reduces_once = sharding is not None and sharding.reduce_once
         if optimizer is None:
             module.requires_grad_(False)
         elif gradient_checkpointing:
@@ -271,8 +273,11 @@ class TorchEngine:
         if routers is not None:
             sequences = float(learning_rows(self.module.sequences(batch.batch)).sum()) * counts
             routers.begin(ranks.total({"n": sequences}, self.device)["n"], self.device)
+        pieces = self._split(batch, micro)
         with self._low_precision():
-            for rows in self._split(batch, micro):
+            for number, rows in enumerate(pieces, 1):
+                if self._reduces_once:
+                    set_gradient_reduction(self.module, number == len(pieces))
                 columns = columns_of(batch, rows, self.device)
                 outputs = self.module(columns, **options)
                 value, metrics = loss(outputs, columns)

@@ -45,6 +45,10 @@ class ShardingSettings:
     """Ranks that share one copy of the parameters; -1: all; 1: every rank has a whole copy."""
     sequence_parallel_size: int = 1
     """Neighbouring ranks that get the same batches and share their sequences."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after a layer's forward pass, and gather them again for its backward pass."""
+    reduce_once: bool = False
+    """Reduce gradients after the last micro-batch of a step; until then every rank keeps whole ones."""
 
     @classmethod
     def from_section(cls, fsdp: Any, *, sequence_parallel_size: int) -> ShardingSettings:
@@ -57,6 +61,8 @@ class ShardingSettings:
             min_num_params=wrap["min_num_params"],
             fsdp_size=keys.get("fsdp_size", -1),
             sequence_parallel_size=sequence_parallel_size,
+            reshard_after_forward=keys.get("reshard_after_forward", True),
+            reduce_once=bool(keys.get("use_no_sync_for_gradient_accumulation")),
         )
 
 
@@ -79,7 +85,7 @@ def shard(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     for unit in _units(module, settings):
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
     fully_shard(module, mesh=mesh, mp_policy=root_policy)
     for method in ("check", "figures", "own_figures"):
         register_fsdp_forward_method(module, method)
@@ -94,6 +100,12 @@ def reshard(module: nn.Module) -> None:
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
+
+
+def set_gradient_reduction(module: nn.Module, enabled: bool) -> None:
+    """Set whether backward passes reduce gradients over the ranks, or add up whole ones in float32."""
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(enabled)
 
 
 def _ranks_per_copy(fsdp_size: int) -> int:

@@ -30,7 +30,7 @@ from strop.tracking.report import ShownPair, ValidationReport
 from strop.tracking.trackers import resolve_tracker
 from strop.trainer.build import check_model, fetch_tokenizer, require_checkpoint, worker_group_class
 from strop.trainer.loop import Run
-from strop.trainer.metrics import PhaseTimer
+from strop.trainer.metrics import PhaseTimer, peak_memory
 from strop.trainer.run_folder import require_shared_folder
 
 logger = logging.getLogger(__name__)
@@ -223,6 +223,7 @@ class SupervisedRun(Run):
             "epoch": trainer.global_step / len(trainer.train_loader),
             **metrics,
             **trainer.timer.take(),
+            **peak_memory([trainer.group]),
             "perf/total_num_tokens": tokens,
             "perf/throughput": tokens / (seconds * trainer.group.world_size),
             "time/from_scratch": self.seconds(),

@@ -1,0 +1,195 @@
+"""Values that nobody wrote, chosen from the forecast of memory: token caps, and when gradients are reduced.
+
+Both change the order of sums, and so the last bits of a result. They are therefore chosen once, when a
+configuration is loaded, and are values of it from then on: all processes have the same, and the
+``config.yaml`` of a run folder keeps them for later commands in that folder, on whatever machine they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.config.batch_plan import (
+    MICRO_BATCHES,
+    SUPERVISED_MICRO_BATCH,
+    BatchPlan,
+    MicroBatchKeys,
+    longest_row_of,
+    sequence_parallel_size,
+    sequences_of_a_row,
+    strategy_of,
+)
+from strop.config.identity import value_in
+from strop.config.keys import longest_row, value_at
+from strop.config.machine import memory_for
+from strop.config.memory.facts import read_model_facts
+from strop.config.memory.forecast import forecast, supervised_forecast, tokens_in, whole_gradients
+from strop.config.paths import expand
+from strop.config.placement import Placement, Root, pools_of, process_count
+from strop.config.schema import Config, RootConfig
+from strop.config.schema.model import ModelConfig
+from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
+from strop.config.trees import recorded_run
+from strop.errors import ConfigError
+
+MOST_TOKENS = 8192
+"""More tokens in a pass make it no faster."""
+_ROWS_OF_AN_UNKNOWN_MODEL = 8
+# Of the memory beside the models; the rest is for samples, what allocators keep, and the system.
+_SHARE_OF_A_PASS, _SHARE_OF_GRADIENTS = 0.5, 0.25
+
+
+def with_choices(config: Root) -> Root:
+    """Return ``config`` with a token cap for each pass that is cut by tokens, and how gradients are reduced.
+
+    A value that is not written is that of an earlier run of the model in the same folder, or is chosen:
+
+    - a cap: the power of two that fits into half of the memory beside the models, at most ``MOST_TOKENS``, so
+      that machines of about equal size choose the same; in any case the longest row. A model of unknown size
+      (on the hub, not downloaded) gets eight rows.
+    - ``use_no_sync_for_gradient_accumulation`` of several ranks: True if whole gradients fit into a quarter.
+    """
+    before, values, chosen = _earlier_run(config), dict[str, Any](), list[tuple[_Pass, str]]()
+    for part in _passes(config):
+        for key in part.undecided(config):
+            kept = part.kept(config, before, key)
+            values[key] = part.fallback(key) if kept is None else kept
+            chosen += [(part, key)] if kept is None else []
+    if not values:
+        return config
+    filled = _with_values(config, values)
+    free = _free_memory(filled) if chosen else {}
+    for part, key in chosen:
+        choice = part.choose(filled, key, free[part.pool]) if part.pool in free else None
+        values[key] = values[key] if choice is None else choice
+    return _with_values(config, values)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A pass that may be cut by tokens."""
+
+    keys: MicroBatchKeys
+    model: str
+    """Section of its model."""
+    longest: int
+    """Tokens of the longest row on one rank."""
+    pool: str = ""
+    trains: bool = True
+    has_logits: bool = True
+    sync: str | None = None
+    """Key of ``use_no_sync_for_gradient_accumulation``; None where nothing is reduced."""
+
+    def undecided(self, config: RootConfig) -> Iterator[str]:
+        """Yield the keys without a value."""
+        if value_at(config, self.keys.dynamic) and value_at(config, self.keys.max_tokens) is None:
+            yield self.keys.max_tokens
+        if self.sync is not None and value_at(config, self.sync) is None:
+            yield self.sync
+
+    def fallback(self, key: str) -> Any:
+        """Return the value for a model of unknown size."""
+        return False if key == self.sync else self._bounded(_ROWS_OF_AN_UNKNOWN_MODEL * self.longest)
+
+    def kept(self, config: RootConfig, before: Mapping[str, Any], key: str) -> Any:
+        """Return the value of a run with the values ``before``, if it was of this model and still fits."""
+        path, value = f"{self.model}.path", value_in(before, key)
+        if value_in(before, path) != value_at(config, path):
+            return None
+        if key == self.sync:
+            return value if isinstance(value, bool) else None
+        holds_a_row = isinstance(value, int) and value >= self.longest
+        return value if holds_a_row and value_in(before, self.keys.dynamic) is True else None
+
+    def choose(self, config: RootConfig, key: str, free: int) -> Any:
+        """Return the value that suits ``free`` bytes beside the models; None for a model of unknown size."""
+        model = value_at(config, self.model)
+        facts = read_model_facts(model.path)
+        if facts is None:
+            return None
+        if key == self.sync:
+            whole = whole_gradients(facts, model)
+            return None if whole is None else whole <= free * _SHARE_OF_GRADIENTS
+        # the reward model computes like the policy
+        options = model if isinstance(model, ModelConfig) else value_at(config, "actor_rollout_ref.model")
+        memory = int(free * _SHARE_OF_A_PASS)
+        tokens = tokens_in(memory, facts, options, trains=self.trains, has_logits=self.has_logits)
+        return self._bounded(1 << max(tokens, 1).bit_length() - 1)
+
+    def _bounded(self, tokens: int) -> int:
+        return max(min(tokens, MOST_TOKENS), self.longest)
+
+
+_SYNC = "use_no_sync_for_gradient_accumulation"
+_SHARDED = {"actor": "actor_rollout_ref.actor.fsdp_config", "critic": "critic.model.fsdp_config"}
+
+
+def _passes(config: RootConfig) -> Iterator[_Pass]:
+    if isinstance(config, SupervisedConfig):
+        longest = sequences_of_a_row(config) * longest_row(config.data)[0]
+        yield _Pass(
+            SUPERVISED_MICRO_BATCH,
+            "model",
+            longest,
+            has_logits=not isinstance(config, RewardModellingConfig),
+            sync=f"model.fsdp_config.{_SYNC}" if process_count(config) > 1 else None,
+        )
+    if not isinstance(config, Config):
+        return
+    models = {"critic": "critic.model", "values": "critic.model", "reward_model": "reward_model.model"}
+    for name, keys in MICRO_BATCHES.items():
+        with suppress(ConfigError):  # a layout over ranks that cannot be: `check` reports it
+            placement = Placement.from_config(config)
+            ranks = placement.ranks_of_pass(name)
+            sharing = sequence_parallel_size(config, name, ranks)
+            reduces = name in _SHARDED and ranks > 1 and strategy_of(config, name) != "megatron"
+            yield _Pass(
+                keys,
+                models.get(name, "actor_rollout_ref.model"),
+                -(-longest_row_of(config, name)[0] // sharing),
+                pool=placement.pool_of_pass(name),
+                trains=name in _SHARDED,
+                has_logits=name not in models,
+                sync=f"{_SHARDED[name]}.{_SYNC}" if reduces else None,
+            )
+
+
+def _earlier_run(config: RootConfig) -> Mapping[str, Any]:
+    """Return the values of the run that this one may continue."""
+    settings = config.trainer
+    if settings.resume_mode == "disable":
+        return {}
+    auto = settings.resume_mode == "auto"
+    return recorded_run(settings.default_local_dir if auto else Path(expand(settings.resume_mode)).parent)
+
+
+def _free_memory(config: RootConfig) -> dict[str, int]:
+    """Return the bytes beside the models of a process of each pool; without those of unknown size."""
+    needs = {}
+    with suppress(ConfigError):  # sizes that do not fit each other: `check` reports them
+        if isinstance(config, SupervisedConfig):
+            needs[""] = supervised_forecast(config)
+        elif isinstance(config, Config):
+            plan = BatchPlan.from_config(config)
+            needs |= {pool: forecast(config, plan, pool=pool) for pool in pools_of(config)}
+    memory = memory_for(config)
+    own = memory.size // memory.processes
+    return {pool: max(own - need.held, 0) for pool, need in needs.items() if need.held is not None}
+
+
+def _with_values(section: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a section with other values, by their paths in it."""
+    below: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        below.setdefault(name, {})[rest] = value
+    return section.model_copy(
+        update={
+            name: parts[""] if "" in parts else _with_values(getattr(section, name), parts)
+            for name, parts in below.items()
+        }
+    )

@@ -1,0 +1,111 @@
+"""Memory of a worker's process: its peak in each phase, and the allocator of a GPU."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from strop.config.placement import Placement
+from strop.config.schema import Config, RootConfig
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+_PROCESS = Path("/proc/self")
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+class PeakMemory:
+    """Largest memory of this process by phase, in GiB.
+
+    On a GPU what torch has allocated on it, on a CPU the resident size of the process, with everything else
+    that lives in it: the driver of a run in one process, and roles in other threads. A system that does not
+    tell it (other than Linux) gives no figures.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._peaks: dict[str, float] = {}
+
+    def begin(self, device: torch.device) -> None:
+        """Count from the present size, unless another thread is in a phase: then from its beginning."""
+        with self._lock:
+            if self._running == 0:
+                _reset_peak(device)
+            self._running += 1
+
+    def end(self, phase: str, device: torch.device) -> None:
+        """Keep the peak since ``begin`` if it is the largest of the phase."""
+        with self._lock:
+            self._running -= 1
+            if (peak := _peak(device)) is not None:
+                self._peaks[phase] = max(peak, self._peaks.get(phase, 0.0))
+
+    def take(self, phases: set[str]) -> dict[str, float]:
+        """Return the peaks of ``phases`` since the last call."""
+        with self._lock:
+            return {phase: self._peaks.pop(phase) for phase in phases & self._peaks.keys()}
+
+
+PEAKS = PeakMemory()
+"""Of this process: its workers share the memory."""
+
+
+def phase(name: str) -> Callable[[Method], Method]:
+    """Record the peak of memory in a method of a worker as that of the phase ``name``."""
+
+    def measured(method: Any) -> Any:
+        @functools.wraps(method)
+        def run(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            worker.phases.add(name)
+            PEAKS.begin(worker.device)
+            try:
+                return method(worker, *args, **kwargs)
+            finally:
+                PEAKS.end(name, worker.device)
+
+        return run
+
+    return measured
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        (_PROCESS / "clear_refs").write_text("5")  # of VmHWM alone
+
+
+def _peak(device: torch.device) -> float | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        status = (_PROCESS / "status").read_text()
+    except OSError:
+        return None
+    sizes = (line.split() for line in status.splitlines())
+    return next((int(words[1]) / 2**20 for words in sizes if words[:1] == ["VmHWM:"]), None)
+
+
+def prefer_expandable_segments(config: RootConfig, role: str, device: torch.device) -> None:
+    """Let torch grow its blocks on a GPU, so that sizes which differ in every micro-batch do not fragment it.
+
+    An allocator that the user configured stays as it is; so does that of a process in which vLLM sleeps: its
+    memory pool takes no expandable segments.
+    """
+    if device.type != "cuda" or any(os.environ.get(name) for name in _ALLOCATOR):
+        return
+    if isinstance(config, Config):
+        rollout, placed = config.actor_rollout_ref.rollout, Placement.from_config(config)
+        of_rollout = "Rollout" if "Rollout" in placed.roles else placed.role_of_pass("actor")
+        own_pool = placed.roles.get(role, placed.roles[of_rollout])  # a role of the user's: unknown
+        if rollout.name == "vllm" and rollout.free_cache_engine and own_pool == placed.roles[of_rollout]:
+            return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
