@@ -158,6 +158,10 @@ def test_wrong_adapters_are_found_before_a_model_is_loaded(inputs, tmp_path):
     (quantized / "config.json").write_text(json.dumps(config))
     errors = problems(inputs, lora, f"{ACTOR}.path={quantized}")[0]
     assert any("bitsandbytes" in line and "QLoRA" in line for line in errors)
+    config = {**config, "quantization_config": None, "num_experts": 4}
+    (quantized / "config.json").write_text(json.dumps(config))
+    errors = problems(inputs, lora, f"{ACTOR}.path={quantized}")[0]
+    assert any("routed experts" in line and f"{ACTOR}.target_modules=[q_proj," in line for line in errors)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "the/base"}')
     errors = problems(inputs, f"{ACTOR}.path={tmp_path / 'adapter'}")[0]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import sys
 from functools import partial
+from pathlib import Path
 
 import lora_jobs as lora
 import pytest
@@ -23,6 +26,9 @@ from strop.rollout.weights import WeightLedger
 import tiny_model
 from messages import naming
 from ranks import Ranks
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+families = importlib.import_module("families")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="needs peft: pip install 'strop[peft]'"
@@ -160,6 +166,33 @@ def test_what_cannot_be_adapted_is_refused_by_name(folder, tmp_path, trained):
         lora.build(other, rank=0, folder=tmp_path / "adapter")
     with pytest.raises(ModelError, match=naming("LoRA adapter", str(folder), "lora_adapter_path", "--merge")):
         lora.build(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("init_lora_weights", "olora"), ("layer_replication", [[0, 2], [1, 2]])]
+)
+def test_an_adapter_that_changes_its_base_is_refused(folder, trained, tmp_path, key, value):
+    trained.export(tmp_path, load_tokenizer(folder))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(ModelError, match=naming("lora_adapter_path", key, "merge_and_unload")):
+        lora.build(folder, rank=0, folder=tmp_path)
+
+
+def test_experts_are_named_and_their_attention_can_be_adapted(tmp_path):
+    tiny_model.save(tmp_path, hidden=32)
+    extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    families.model("Qwen3Moe", **extra).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=naming("target_modules", "experts", "[q_proj,")):
+        lora.build(tmp_path)
+    engine, base = lora.build(tmp_path, target_modules=["q_proj", "v_proj"]), lora.build(tmp_path, lora=False)
+    infer = [each.infer(jobs.samples(), lora.MICRO)["log_prob"] for each in (engine, base)]
+    assert torch.equal(*infer)
+    lora.update(engine, "policy")
+    engine.export(tmp_path / "adapter", load_tokenizer(tmp_path))
+    export(tmp_path / "adapter", tmp_path / "merged", merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(engine.module.hugging_face_model), atol=1e-5, rtol=0)
 
 
 def test_a_state_of_adapters_on_other_modules_is_refused(folder, trained, tmp_path):

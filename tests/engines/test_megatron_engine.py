@@ -336,6 +336,17 @@ def test_what_it_cannot_hold_is_named(folders, ranks, tmp_path):
         (1, folders("Qwen2"), layout(), {"keeps_reference_head": True}, ["full KL", "strategy=fsdp"]),
         (1, folders("Qwen2"), layout(), {"lora": LoraSettings(base="b", rank=4)}, ["LoRA", "strategy=fsdp"]),
     ]
+    transformer, ddp = "override_transformer_config", "override_ddp_config"
+    for section, name, value in (
+        (transformer, "calculate_per_token_loss", False),  # gradients would be wrong by 75 %
+        (transformer, "attention_dropout", 0.1),
+        (transformer, "moe_expert_capacity_factor", 2.0),
+        (transformer, "recompute_granularty", "full"),
+        (ddp, "overlap_param_gather", True),  # weights would be those of an earlier step
+        (ddp, "overlap_grad_reduced", True),
+    ):
+        sizes = layout(**{section: {name: value}})
+        refusals.append((1, folders("Qwen2"), sizes, {}, [f"megatron.{section}", name]))
     for world, folder, sizes, options, words in refusals:
         [message] = ranks.run(world, jobs.refusal, folder, "policy", sizes, options)
         assert mentions(message, *words)

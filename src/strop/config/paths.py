@@ -13,6 +13,8 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 MERGED_CONFIG = "merged_config.json"
 """Beside them: the config.json of the model with the adapter merged in. A config.json here would make
 transformers look for a whole model."""
+ATTENTION = "[q_proj,k_proj,v_proj,o_proj]"
+"""Names of the attention layers of most families, for `target_modules`."""
 _OTHER_WEIGHTS = ("model*.safetensors*", "pytorch_model*", "*.gguf")
 
 _SPLIT = re.compile(r"(.+):(\w[\w.+-]*(?:\[[\w:%-]*\])?)")

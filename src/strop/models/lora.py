@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION
 from strop.errors import ConfigError, MissingExtraError, ModelError
 from strop.models.deferred import Weights
 
@@ -31,6 +31,8 @@ _ADAPTER = "default"  # peft's name for the only adapter
 _HEAD = "score.weight"
 _PREFIX = "base_model.model."  # of names in files of peft
 _MATRICES = ("lora_A", "lora_B")
+_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` that leave the base model's weights as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +97,13 @@ class Adapters:
             ):
                 reason = f"a {type(base).__name__} under peft's {type(layer).__name__}"
             if reason is not None:
+                given = (
+                    "target_modules" if settings.folder is None else f"lora_adapter_path={settings.folder}"
+                )
                 raise ConfigError(
-                    f"{settings.key}.target_modules: {name} is {reason}; only linear layers inside the "
-                    "decoder can have adapters, without DoRA and biases; set it to all-linear, or name others"
+                    f"{settings.key}.{given}: {name} is {reason}; only linear layers inside the decoder can "
+                    "have adapters, without DoRA and biases, and routed experts cannot; name others, for "
+                    f"example target_modules={ATTENTION}"
                 )
             self._layers[name] = layer
         self._names = {
@@ -206,9 +212,17 @@ def _read_config(peft: Any, settings: LoraSettings) -> Any:
             f"{settings.key}.lora_rank={settings.rank}: the adapter in {settings.folder} has rank "
             f"{config.r}; set it to {config.r}"
         )
+    if config.init_lora_weights not in _STARTS or config.layer_replication:
+        key = "layer_replication" if config.layer_replication else "init_lora_weights"
+        raise ModelError(
+            f"{found}: its {key}={getattr(config, key)!r} changes weights of the base model, expected "
+            "an adapter beside them; merge it with peft (merge_and_unload), or save it with peft's "
+            "path_initial_model_for_weight_conversion"
+        )
     if others := set(config.modules_to_save or ()) - {"score"}:
         raise ModelError(f"{found}: it has whole copies of {sorted(others)}, expected adapters alone")
     config.lora_dropout, config.modules_to_save, config.inference_mode = 0.0, None, False
+    config.init_lora_weights = True  # the folder's weights take their place
     return config
 
 

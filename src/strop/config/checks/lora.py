@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from strop.config.backends import ENGINES
 from strop.config.checks.finding import Finding, error, warning
-from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, expand, is_url
+from strop.config.forecast import read_model_facts
+from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, expand, is_url
 from strop.config.roles import reference_is_the_actor, uses_critic, uses_reference
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
@@ -60,6 +61,12 @@ def adapters(config: RootConfig) -> Iterator[Finding]:
                 "quantized weights (QLoRA) are not supported; set the path to the unquantized model"
             )
         yield from _folder(key, model.lora_adapter_path)
+        facts = read_model_facts(model.path) if model.lora_adapter_path is None else None
+        if facts and facts.experts and model.target_modules == "all-linear" and not model.exclude_modules:
+            yield error(
+                f"{given} with {key}.target_modules=all-linear: {key}.path={model.path} has routed experts, "
+                f"which cannot have adapters; name other layers, for example {key}.target_modules={ATTENTION}"
+            )
         if update.optim.lr < _LOWEST_RATE and not config.trainer.val_only:
             yield warning(
                 f"{update_key}.optim.lr={update.optim.lr:g} with {given}: adapters hardly change at such a "

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 
 from strop.engines.megatron.attention import PackedAttention
 from strop.engines.megatron.experts import MIXTURE, ExpertLayer, has_experts
-from strop.engines.megatron.settings import FAMILIES, ParallelSettings
+from strop.engines.megatron.settings import FAMILIES, ParallelSettings, with_choices
 from strop.errors import ConfigError, ModelError
 from strop.models.routing import experts_of
 
@@ -115,6 +115,12 @@ def transformer_config(
         "pipeline_dtype": layer_dtype,  # a stage receives into this dtype what the one before returns
         "use_cpu_initialization": True,
         "perform_initialization": False,
+        "fp16": False,  # autocast has the dtype
+        "bf16": False,
+        "moe_expert_capacity_factor": None,  # no token is dropped
+        "moe_input_jitter_eps": None,
+    }
+    choices = {
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -141,9 +147,11 @@ def transformer_config(
             "expert_tensor_parallel_size": 1,
         }
     if recompute:
-        entries |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        choices |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     try:
-        return TransformerConfig(**{**entries, **settings.transformer})
+        return TransformerConfig(
+            **with_choices("override_transformer_config", entries, choices, settings.transformer)
+        )
     except (TypeError, ValueError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"megatron.override_transformer_config: {error}") from error
 

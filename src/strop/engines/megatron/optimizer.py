@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from strop.engines.base import OptimizerSettings, StepResult
 from strop.engines.megatron.convert import copies
-from strop.engines.megatron.settings import ParallelSettings
+from strop.engines.megatron.settings import ParallelSettings, with_choices
 from strop.errors import ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -39,11 +39,16 @@ class Optimizer:
         self._settings = settings
         entries = {
             "use_distributed_optimizer": parallel.distributed_optimizer,
-            "overlap_grad_reduce": False,
-            "grad_reduce_in_fp32": True,
+            "overlap_param_gather": False,  # weights would be sent and saved before they are gathered
+            "num_distributed_optimizer_instances": 1,
+            "average_in_collective": False,  # losses have global denominators
+            "use_megatron_fsdp": False,
         }
+        choices = {"overlap_grad_reduce": False, "grad_reduce_in_fp32": True}
         try:
-            ddp = DistributedDataParallelConfig(**{**entries, **parallel.ddp})
+            ddp = DistributedDataParallelConfig(
+                **with_choices("override_ddp_config", entries, choices, parallel.ddp)
+            )
         except TypeError as error:
             raise ConfigError(f"megatron.override_ddp_config: {error}") from error
         self.chunks = [DistributedDataParallel(mcore, ddp, chunk) for chunk in chunks]

@@ -16,6 +16,21 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types, entries of config.json, that the engine has layers for."""
 
 
+def with_choices(
+    key: str, decided: Mapping[str, Any], defaults: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Lay the entries ``chosen`` in the section ``key`` over ``defaults``.
+
+    Raises ``ConfigError`` for one that contradicts an entry in ``decided``: numbers would be wrong.
+    """
+    if wrong := [name for name, value in chosen.items() if name in decided and decided[name] != value]:
+        raise ConfigError(
+            f"megatron.{key}.{wrong[0]}={chosen[wrong[0]]}: this engine needs {decided[wrong[0]]} for this "
+            "model, these other keys, or its way to compute; leave the entry out"
+        )
+    return {**decided, **defaults, **chosen}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings:
     """Layout of a model over the ranks of its worker group."""
