@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from strop.config.backends import ENGINES
 from strop.config.checks.finding import Finding, error, warning
-from strop.config.forecast import read_model_facts
+from strop.config.memory.facts import read_model_facts
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, expand, is_url
 from strop.config.roles import reference_is_the_actor, uses_critic, uses_reference
 from strop.config.schema import Config, RootConfig
