@@ -120,7 +120,7 @@ def transformer_config(
         "moe_expert_capacity_factor": None,  # no token is dropped
         "moe_input_jitter_eps": None,
     }
-    choices = {
+    choices: dict[str, Any] = {
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
