@@ -236,7 +236,7 @@ def test_the_vocabulary_may_be_spread_over_ranks(out, name):
     check(case, [*first[:3], *(torch.cat(halves) for halves in zip(first[3:], second[3:], strict=True))])
 
 
-def test_a_tokens_results_do_not_depend_on_other_tokens(found):
+def test_a_tokens_sums_do_not_depend_on_other_tokens(found):
     few, many = found["first"]
     for ours, theirs in zip(few, many, strict=True):
         assert torch.equal(ours, theirs[: len(ours)])
@@ -269,7 +269,7 @@ def test_a_cpu_computes_in_blocks(monkeypatch):
     [(80, 163, "mma.sync"), (89, 99, "mma.sync"), (90, 227, "wgmma")],
 )
 def test_the_kernels_compile_for_gpus(monkeypatch, capability, shared_kib, instruction, capped):
-    """As ``_kernels`` launches them with bfloat16; needs no GPU."""
+    """As they are launched with bfloat16; needs no GPU."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
