@@ -8,7 +8,7 @@ calls of torch.mm: that is faster than a fused kernel for each of the two produc
 logits once more. A kernel of both at once would need atomic additions, because the hidden states' sums (H
 numbers a token) do not fit into registers, and their order and result would vary from run to run.
 
-Tiles and splits do not depend on N, so a token's results do not depend on the other tokens of its batch.
+Tiles and splits do not depend on N, so neither do a token's sums over a split.
 """
 
 from __future__ import annotations
