@@ -180,9 +180,9 @@ def head(options: argparse.Namespace) -> str:
         f"64 samples of 8 prompts (64 prompts if n=1) of {SHORTEST} to {LONGEST} tokens; "
         "one optimizer step.\n"
         "Seconds per iteration by phase; useful tokens per second; peak resident memory; share of the "
-        "speed of a large matrix product in the same precision that the necessary operations reach; ratio of "
-        f"tokens/s to TRL's.\nMedians of {options.rounds} alternating runs of {options.iterations} iterations after a "
-        "warm-up.\n\n"
+        "speed of a large matrix product in the same precision that the necessary operations reach; "
+        f"ratio of tokens/s to TRL's.\nMedians of {options.rounds} alternating runs of "
+        f"{options.iterations} iterations after a warm-up.\n\n"
         f"| {' | '.join(titles)} |\n|{' --- |' * 2}{' ---: |' * (len(titles) - 2)}"
     )
 

@@ -7,8 +7,8 @@ AdamW) over the packed real tokens of the same batch in micro-batches of the sam
 attention one sequence at a time (``plain_qwen2.py``). Peak: floating-point operations per second relative to
 those of a large matrix product. A batch has 64 samples of planned lengths, of 8 prompts or of 64; strop
 computes each prompt once for its samples, plain torch does not. Speed is plain seconds over strop's seconds:
-1 is as fast as plain torch. The phase "iteration" is all of one, with generation; its share of the peak counts the
-operations that it needs (``work.py``), not those that strop executes.
+1 is as fast as plain torch. The phase "iteration" is all of one, with generation; its share of the peak
+counts the operations that it needs (``work.py``), not those that strop executes.
 """
 
 from __future__ import annotations

@@ -160,6 +160,13 @@ AttentionInterface.register(_PACKED, partial(_packed_attention, attend_once=atte
 AttentionInterface.register(_PACKED_EAGER, partial(_packed_attention, attend_once=attend_eagerly))
 
 
+def run_outside_graphs() -> None:
+    """Keep the attention of packed rows out of ``torch.compile``'s graphs, from now on."""
+    functions = AttentionInterface()
+    for name in (_PACKED, _PACKED_EAGER, SHARED_ATTENTION):
+        AttentionInterface.register(name, torch.compiler.disable(functions[name]))
+
+
 def _causal_mask(first: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
     """Return the mask [1, 1, T, K] of queries ``first`` to ``end`` over keys 0 to ``end``.
 

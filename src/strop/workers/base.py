@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, Literal
 
 from torch import Tensor
 
@@ -152,7 +152,7 @@ class Worker(Generic[Root]):
         strategy: str,
         section: Any,
         trained: Any | None,
-        checkpointing: bool = False,
+        checkpointing: Literal["selective"] | bool = False,
         sequence_parallel_size: int = 1,
         role: str | None = None,
         **spec: Any,
@@ -179,7 +179,7 @@ class Worker(Generic[Root]):
                 kind=kind,
                 path=options.pop("path"),
                 options=options,
-                gradient_checkpointing=checkpointing and trained is not None,
+                gradient_checkpointing=checkpointing if trained is not None else False,
                 **spec,
             ),
             EngineSpec(

@@ -80,7 +80,7 @@ class MegatronEngine:
             )
         self.module = staged(model.kind, hugging_face_model, packing_key=model.packing_key)
         self._mcore = transformer_config(
-            hugging_face_model.config, settings, recompute=model.gradient_checkpointing
+            hugging_face_model.config, settings, recompute=model.gradient_checkpointing is True
         )
         self._chunks: list[Any] = build_chunks(
             hugging_face_model.config,

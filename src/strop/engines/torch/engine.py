@@ -13,7 +13,7 @@ import threading
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ from strop.models.comparison import few_rows, require_eager_figures
 from strop.models.deferred import Weights, WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import dtype_named, load_causal_lm, load_scorer
 from strop.models.pair_policy import PairPolicy
+from strop.models.passes.compiled import why_not_compiled
+from strop.models.passes.liger import use_liger
 from strop.models.passes.low_precision import low_precision
 from strop.models.policy import PolicyModel
 from strop.models.routing import learning_rows
@@ -83,7 +85,8 @@ class TorchEngine:
         device: torch.device,
         compute_dtype: str = "float32",
         optimizer: OptimizerSettings | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Literal["selective"] | bool = False,
+        compiled: bool = False,
         sharding: ShardingSettings | None = None,
         weights: Weights | None = None,
         offload_parameters: bool = False,
@@ -102,10 +105,12 @@ class TorchEngine:
         self._saving: tuple[Future, Path] | None = None
         self._beginning_save = threading.Lock()
         self._sharded = sharding is not None
+        if compiled:
+            module.compile_layers()
         if optimizer is None:
             module.requires_grad_(False)
         elif gradient_checkpointing:
-            module.enable_gradient_checkpointing()
+            module.enable_gradient_checkpointing(selective=gradient_checkpointing == "selective")
         if sharding is None or weights is None:
             module.to(device)
         else:
@@ -140,7 +145,16 @@ class TorchEngine:
             sharding = ShardingSettings.from_section(
                 spec.section, sequence_parallel_size=spec.sequence_parallel_size
             )
+        reason = why_not_compiled(spec.device)
+        if model.compile is True and reason:
+            raise ModelError(f"{model.role}: compile=True: {reason}; install it, or set compile to False")
         module, base = build_module(model, sharded=sharding is not None)
+        if model.use_liger:
+            use_liger(module.hugging_face_model)
+        compiled = model.compile is True
+        if model.compile == "auto":
+            compiled = spec.device.type == "cuda" and not reason and module.routers is None
+            compiled = compiled and model.gradient_checkpointing != "selective"
         weights: Weights | None = base
         if model.lora is not None:
             adapters = module.adapt(model.lora)
@@ -151,6 +165,7 @@ class TorchEngine:
             compute_dtype=model.compute_dtype,
             optimizer=spec.optimizer,
             gradient_checkpointing=model.gradient_checkpointing,
+            compiled=compiled,
             sharding=sharding,
             weights=weights,
             offload_parameters=spec.section.param_offload,
