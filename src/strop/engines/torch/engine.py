@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,16 +187,21 @@ class TorchEngine:
         """
         exact = not (self._sharded or is_flash(self.module.hugging_face_model.config._attn_implementation))
         attention_key = f"{spec.packing_key.removesuffix('use_remove_padding')}attn_implementation"
-        require_eager_figures(
+        compare = partial(
+            require_eager_figures,
             self.module,
             name=spec.role,
             updates=self._settings is not None and not sets_noise(spec.options.get("override_config") or {}),
+            remedy=attention_key if "attn_implementation" in spec.options else "",
+        )
+        compare(
             dtype=(None if exact else self.compute_dtype) or torch.float32,
             precision=None if exact else self._low_precision(),
-            remedy=attention_key if "attn_implementation" in spec.options else "",
         )
         if exact and self.compute_dtype is not None:
             self._require_low_precision(spec)
+            if self.device.type == "cuda":  # other kernels of attention
+                compare(dtype=self.compute_dtype, precision=self._low_precision())
         reshard(self.module)
 
     @torch.no_grad()
