@@ -302,9 +302,8 @@ class WholeSequences:
     ) -> Tensor:
         """Attend in one call of torch's flash-attention for all pieces, without padding."""
         queries_M, keys_M, laid_N, q_ends, k_ends, longest_q, longest_k = self._by_lengths
-        kernel: Any = importlib.import_module(
-            "torch.nn.attention.varlen"
-        )  # it imports torch's compiler: seconds
+        # Imported here: it imports torch's compiler, which takes seconds.
+        kernel: Any = importlib.import_module("torch.nn.attention.varlen")
         output = kernel.varlen_attn(
             _tokens(query).index_select(0, queries_M),
             *(_tokens(states).index_select(0, keys_M) for states in (key, value)),

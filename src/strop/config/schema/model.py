@@ -68,10 +68,7 @@ class ModelConfig(Section):
             "it recomputes whole layers; set it to True",
         ),
     ]
-    """Recompute activations in the backward pass: less memory, about a third more time.
-
-    selective: keep results of matrix products and attention, and recompute the rest.
-    """
+    """Recompute activations in the backward pass; selective: all but matrix products and attention."""
     use_remove_padding: Annotated[
         bool,
         refused(
