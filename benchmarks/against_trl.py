@@ -24,12 +24,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import machine
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from side_by_side.inputs import LONGEST, SHORTEST, write_inputs
 from side_by_side.record import PHASES
 from side_by_side.setting import WARM_UP, Setting
+from work import DTYPES, iteration_operations, peak
 
 HERE = Path(__file__).parent
 COLUMNS = (*PHASES, "rest", "iteration")
@@ -130,6 +132,17 @@ def medians(runs: list[dict]) -> dict[str, float]:
     return found
 
 
+def share_of_peak(setting: Setting, runs: list[dict], limit: float) -> float:
+    """Return the operations that an iteration needs per second of it, relative to ``limit`` (``work.py``)."""
+    return statistics.median(
+        statistics.median(
+            iteration_operations(setting, row["lengths"]) / row["iteration"] / limit
+            for row in run["iterations"][WARM_UP:]
+        )
+        for run in runs
+    )
+
+
 def compare(comparison: Comparison, rounds: int, threads: int) -> list[str]:
     """Run one comparison, alternating between systems; return its table rows."""
     runs: dict[str, list[dict]] = {system.name: [] for system in comparison.systems}
@@ -138,6 +151,10 @@ def compare(comparison: Comparison, rounds: int, threads: int) -> list[str]:
             for system in comparison.systems:
                 runs[system.name].append(run(system, comparison.setting, threads, Path(folder)))
     by_system = {name: medians(found) for name, found in runs.items()}
+    for system in comparison.systems:
+        setting = replace(comparison.setting, **system.changes)
+        limit = peak(DTYPES[setting.precision])
+        by_system[system.name]["of peak"] = share_of_peak(setting, runs[system.name], limit)
     peer = by_system[comparison.peer]
     return [row(comparison.setting, name, found, peer) for name, found in by_system.items()]
 
@@ -145,7 +162,8 @@ def compare(comparison: Comparison, rounds: int, threads: int) -> list[str]:
 def row(setting: Setting, name: str, found: dict[str, float], peer: dict[str, float]) -> str:
     """Format a Markdown table row."""
     cells = [setting.name, name, *(f"{found[column]:.2f}" for column in COLUMNS)]
-    cells += [f"{found['tokens/s']:.0f}", f"{found['MB']:.0f}", f"{found['tokens/s'] / peer['tokens/s']:.2f}"]
+    cells += [f"{found['tokens/s']:.0f}", f"{found['MB']:.0f}", f"{found['of peak']:.2f}"]
+    cells.append(f"{found['tokens/s'] / peer['tokens/s']:.2f}")
     return f"| {' | '.join(cells)} |"
 
 
@@ -155,15 +173,16 @@ def head(options: argparse.Namespace) -> str:
         [GRPO.python, "-c", "import trl; print(trl.__version__)"], capture_output=True, text=True, check=True
     ).stdout.strip()
     where = machine.description("torch", "transformers", threads=options.threads)
-    titles = ["setting", "system", *COLUMNS, "tokens/s", "MB", "ratio"]
+    titles = ["setting", "system", *COLUMNS, "tokens/s", "MB", "of peak", "ratio"]
     return (
         f"# One iteration of strop and of TRL\n\n{where} TRL {versions} for GRPO, 1.12.0 for PPO.\n"
         "strop generates with its hf rollout unless marked vLLM. "
         f"64 samples of 8 prompts (64 prompts if n=1) of {SHORTEST} to {LONGEST} tokens; "
         "one optimizer step.\n"
-        "Seconds per iteration by phase; useful tokens per second; peak resident memory; ratio of tokens/s "
-        f"to TRL's.\nMedians of {options.rounds} alternating runs of {options.iterations} iterations after a "
-        "warm-up.\n\n"
+        "Seconds per iteration by phase; useful tokens per second; peak resident memory; share of the "
+        "speed of a large matrix product in the same precision that the necessary operations reach; "
+        f"ratio of tokens/s to TRL's.\nMedians of {options.rounds} alternating runs of "
+        f"{options.iterations} iterations after a warm-up.\n\n"
         f"| {' | '.join(titles)} |\n|{' --- |' * 2}{' ---: |' * (len(titles) - 2)}"
     )
 
@@ -179,6 +198,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="settings whose name contains this")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     lines = [head(options)]
     print(lines[0], flush=True)
     with tempfile.TemporaryDirectory() as folder:

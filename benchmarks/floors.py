@@ -7,7 +7,8 @@ AdamW) over the packed real tokens of the same batch in micro-batches of the sam
 attention one sequence at a time (``plain_qwen2.py``). Peak: floating-point operations per second relative to
 those of a large matrix product. A batch has 64 samples of planned lengths, of 8 prompts or of 64; strop
 computes each prompt once for its samples, plain torch does not. Speed is plain seconds over strop's seconds:
-1 is as fast as plain torch.
+1 is as fast as plain torch. The phase "iteration" is all of one, with generation; its share of the peak
+counts the operations that it needs (``work.py``), not those that strop executes.
 """
 
 from __future__ import annotations
@@ -43,21 +44,9 @@ from side_by_side.inputs import write_inputs
 from side_by_side.planned_ends import planned_ends
 from side_by_side.setting import Setting
 from side_by_side.strop_run import overrides
+from work import DTYPES, iteration_operations, peak, seconds
 
 MICRO_BATCH = 8
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def peak(dtype: torch.dtype, size: int = 2048, rounds: int = 5) -> float:
-    """Return the floating-point operations per second of the fastest of several matrix products."""
-    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return 2 * size**3 / min(seconds(lambda: left @ right) for _ in range(rounds))
-
-
-def seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 class Plain:
@@ -116,8 +105,18 @@ class Strop:
     def __init__(self, setting: Setting, folder: Path) -> None:
         self.trainer: RayPPOTrainer = build_trainer(load_config(overrides(setting, folder)))
         self.trainer.init_workers()
-        with planned_ends(setting):
-            self.batch, _ = self.trainer.step(next(iter(self.trainer.train_loader)))
+        self._ends = planned_ends(setting)
+        self._ends.__enter__()
+        self._prompts = iter(self.trainer.train_loader)
+        self.batch, _ = self.trainer.step(next(self._prompts))
+
+    def close(self) -> None:
+        self._ends.__exit__(None, None, None)
+        self.trainer.shutdown()
+
+    def iteration(self) -> DataProto:
+        """Run one more iteration; the setting plans how many there can be."""
+        return self.trainer.step(next(self._prompts))[0]
 
     def infer(self) -> None:
         names = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
@@ -142,18 +141,29 @@ def compare(setting: Setting, rounds: int, folder: Path) -> list[str]:
         medians = {name: statistics.median(several) for name, several in found.items()}
         shares = [operations[name] / medians[name] / limit for name in works]
         cells = [
-            setting.model,
-            setting.precision,
-            setting.lengths,
-            str(setting.samples // setting.n),
+            *_labels(setting),
             {"infer": "log-probs", "update": "update"}[phase],
             *(f"{medians[name]:.2f}" for name in works),
             f"{medians['plain'] / medians['strop']:.2f}",
             *(f"{share:.2f}" for share in shares),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    strop.trainer.shutdown()
+    shares, several = [], []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        batch = strop.iteration()
+        several.append(time.perf_counter() - began)
+        lengths = batch.batch["response_mask"].sum(1).int().tolist()
+        shares.append(iteration_operations(setting, lengths) / several[-1] / limit)
+    median, share = statistics.median(several), statistics.median(shares)
+    cells = [*_labels(setting), "iteration", "-", f"{median:.2f}", "-", "-", f"{share:.2f}"]
+    lines.append(f"| {' | '.join(cells)} |")
+    strop.close()
     return lines
+
+
+def _labels(setting: Setting) -> list[str]:
+    return [setting.model, setting.precision, setting.lengths, str(setting.samples // setting.n)]
 
 
 def flops(work: Callable[[], object]) -> float:
@@ -192,7 +202,7 @@ def main() -> None:
     ):
         with tempfile.TemporaryDirectory() as folder:
             limit = 64 if lengths == "limit" else 128
-            setting = Setting(model, "grpo", lengths, limit, precision, folder, n=n)
+            setting = Setting(model, "grpo", lengths, limit, precision, folder, options.rounds, n=n)
             write_inputs([setting])
             rows = compare(setting, options.rounds, Path(folder))
             print("\n".join(rows), flush=True)

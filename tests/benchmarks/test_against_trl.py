@@ -14,10 +14,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import against_trl
+import torch
+import work
 from side_by_side.inputs import write_inputs
 from side_by_side.setting import Setting
+from torch.utils.flop_counter import FlopCounterMode
 
 from messages import naming
+from rollout_hf import build
 
 
 @pytest.fixture(scope="module")
@@ -86,5 +90,23 @@ def test_figures_are_medians_over_iterations_then_runs_and_leave_the_warm_up_out
     assert found["tokens/s"] == pytest.approx(30 / 12)
     assert found["MB"] == 1.0
     setting = Setting("5M", "grpo", "limit", 64, "float32", "")
-    line = against_trl.row(setting, "TRL", found, {**found, "tokens/s": 10.0})
-    assert line == "| grpo 5M limit 64 float32 | TRL | 1.00 | 0.00 | 0.50 | 0.50 | 2.00 | 2 | 1 | 0.25 |"
+    line = against_trl.row(setting, "TRL", {**found, "of peak": 0.131}, {**found, "tokens/s": 10.0})
+    assert (
+        line == "| grpo 5M limit 64 float32 | TRL | 1.00 | 0.00 | 0.50 | 0.50 | 2.00 | 2 | 1 | 0.13 | 0.25 |"
+    )
+
+
+def test_the_share_of_the_peak_counts_the_matrix_products_of_a_model() -> None:
+    """Against torch's own count of a forward pass of one sample, which leaves out attention on a CPU."""
+    model, lengths = build("140k"), [13]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        states = model.model(torch.zeros(1, 48 + 13, dtype=torch.long), use_cache=False).last_hidden_state
+        model.lm_head(states[:, -13:])
+    layers, hidden = 2, 64
+    attention = layers * 2 * (2 * hidden * (48 + 13) ** 2) / 2  # two products over half of the matrix
+    found = work.pass_operations("140k", 48, lengths, 1, head=True)
+    assert found == pytest.approx(counter.get_total_flops() + attention, rel=1e-9)
+    setting = Setting("140k", "grpo", "limit", 13, "float32", "", samples=1, n=1)
+    assert work.iteration_operations(setting, lengths) == 4 * found
+    runs = [{"iterations": [{"iteration": s, "lengths": lengths} for s in (9.0, 2.0)]}]
+    assert against_trl.share_of_peak(setting, runs, found) == 2.0

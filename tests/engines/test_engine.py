@@ -5,6 +5,7 @@ import sharded_jobs as jobs
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.config.load import load_config
 from strop.engines.base import EngineSpec, ModelSpec, engine_class, pick_device, weights_hash
@@ -161,6 +162,76 @@ def test_bfloat16_gradients_of_micro_batches_and_tied_weights_add_up_in_float32(
         assert gradient.dtype == torch.float32
         assert torch.equal(gradient, summed[name]), name
         assert not torch.equal(gradient, gradient.bfloat16().float()), name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_selective_checkpointing_keeps_products_and_attention_and_changes_no_gradient(folder, packed):
+    samples, found = jobs.samples(), []
+    for checkpointing in (False, True, "selective"):
+        engine = TorchEngine(
+            PolicyModel(load_causal_lm(folder), packed=packed),
+            device=torch.device("cpu"),
+            optimizer=jobs.SETTINGS,
+            gradient_checkpointing=checkpointing,
+        )
+        with _Counter() as calls:
+            engine.forward_backward(
+                samples, jobs.objective("actor", samples), MicroBatching(), temperature=1.0
+            )
+        gradient = torch.cat([weight.grad.flatten() for weight in engine.module.parameters()])
+        found.append((gradient, calls.products, calls.attention, calls.activations))
+    (expected, products, attention, activations), whole, selective = found
+    for gradient, *_ in (whole, selective):
+        assert torch.equal(gradient, expected)
+    assert whole[1] > products == selective[1]
+    assert whole[2] > attention == selective[2]
+    assert activations < whole[3] == selective[3]
+
+
+class _Counter(TorchDispatchMode):
+    """Counts calls of operators."""
+
+    products = attention = activations = 0
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        name = operator.name()
+        self.products += name in ("aten::mm", "aten::addmm")
+        self.attention += "attention" in name and "backward" not in name
+        self.activations += name == "aten::silu"
+        return operator(*arguments, **options or {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"packed": True}, {"packed": True, "gradient_checkpointing": True}])
+def test_updates_of_compiled_layers_are_those_of_eager_ones_without_more_graphs(folder, dtype, options):
+    torch._dynamo.reset()
+    found, packed = [], options.get("packed", False)
+    for compiled in (False, True):
+        engine = TorchEngine(
+            PolicyModel(load_causal_lm(folder), packed=packed),
+            device=torch.device("cpu"),
+            compute_dtype=dtype,
+            optimizer=jobs.SETTINGS,
+            gradient_checkpointing="gradient_checkpointing" in options,
+            compiled=compiled,
+        )
+        log_probs, graphs = [], []
+        for step in range(3):
+            samples = jobs.samples(8 + step, seed=step)
+            log_probs.append(engine.infer(samples, MicroBatching(rows=4), temperature=0.9)["log_prob"])
+            loss = jobs.objective("actor", samples)
+            engine.forward_backward(samples, loss, MicroBatching(rows=3 + step), temperature=0.9)
+            engine.optimizer_step(jobs.LEARNING_RATE)
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        found.append((torch.cat([w.detach().flatten() for w in engine.module.parameters()]), log_probs))
+        assert graphs[0] == graphs[-1]
+        assert (graphs[-1] > 0) is compiled
+    (eager, eager_log_probs), (ours, our_log_probs) = found
+    bound = 1e-5 if dtype == "float32" else 2e-3
+    assert (ours - eager).norm() <= bound * eager.norm()
+    for expected, log_probs in zip(eager_log_probs, our_log_probs, strict=True):
+        assert (log_probs - expected).abs().max() < (1e-5 if dtype == "float32" else 0.1)
 
 
 def test_engines_are_found_by_strategy_and_devices_by_name(folder):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import families
 import pytest
 import torch
@@ -10,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.engines.micro_batches import MicroBatching
+from strop.models import attention
 from strop.models.policy import PolicyModel
 from strop.models.prompts_once import first_with_prompt
 from strop.protocol import DataProto
@@ -108,3 +112,42 @@ def test_short_sequences_attend_in_float32_under_bfloat16_autocast(attention_cal
     assert {(query.dtype, autocast) for query, _, autocast in seen} == {(torch.float32, False)}
     assert outputs["log_prob"].dtype == torch.float32
     assert (gradient - expected).norm() <= 2e-2 * expected.norm()
+
+
+def _varlen(query, key, value, q_ends, k_ends, longest_q, longest_k, *, scale, window_size, enable_gqa):
+    """Do what torch.nn.attention.varlen.varlen_attn documents, which needs a GPU."""
+    assert q_ends.dtype == k_ends.dtype == torch.int32
+    lengths = [(ends[1:] - ends[:-1]).tolist() for ends in (q_ends, k_ends)]
+    assert [longest_q, longest_k] == [max(several) for several in lengths]
+    outputs = []
+    pieces = zip(query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True)
+    for q, k, v in pieces:
+        behind = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+        left, right = window_size
+        seen = (behind >= -right) & ((behind <= left) if left >= 0 else True)
+        heads = [states.transpose(0, 1)[None] for states in (q, k, v)]
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                *heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+            )[0].transpose(0, 1)
+        )
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen2 with windows", "Mistral"])
+@pytest.mark.parametrize("role", ["actor", "reward model"])
+def test_attention_by_lengths_on_a_gpu_has_the_figures_and_gradients_of_padded_rows(
+    monkeypatch, role, family
+):
+    calls = []
+
+    def counted(*arguments, **options):
+        calls.append(arguments)
+        return _varlen(*arguments, **options)
+
+    packed, padded = families.pair(role, family)
+    monkeypatch.setattr(attention, "takes_lengths", lambda query: True)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=counted))
+    for groups in ([(7, [6, 1, 5, 0]), (1, [1]), (4, [2, 3])], [(3, [1])], [(2, [5, 5]), (6, [4])]):
+        families.assert_same(packed, padded, families.samples(groups, order=1))
+    assert len(calls) == 3 * 2  # one call a layer

@@ -54,7 +54,11 @@ class ModelSpec:
     """Run passes on the real tokens alone."""
     packing_key: str = "actor_rollout_ref.model.use_remove_padding"
     """Configuration key of ``packed``, for errors."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Literal["selective"] | bool = False
+    """Recompute layers in the backward pass; selective: all but matrix products and attention."""
+    compile: Literal["auto"] | bool = False
+    """Compile the decoder layers; auto: on a GPU, where that is possible."""
+    use_liger: bool = False
     lora: LoraSettings | None = None
     """Adapters that are trained instead of the weights; those are frozen, but for a scalar head."""
     keeps_reference_head: bool = False

@@ -11,11 +11,12 @@ of all runs, Q query heads, G key-value heads, A of either, D head size; B padde
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,8 @@ Runs = tuple[tuple[int, int], ...]
 _FLOAT32_UP_TO = 512
 """Longest sequence that attends in float32 on a CPU. There torch's bfloat16 attention is slower than float32
 with casts: forward and backward 3.0x with 96 tokens, 1.8-2.3x with 128, 1.2x with 256, 1.0x with 512."""
+_LARGEST_HEAD = 256
+"""Largest head size of flash-attention."""
 _ALIKE = 0.8
 """Pieces of sequences of at least this share of the longest are padded to it and attend in one call."""
 # No mask functions are registered for these two, so transformers makes no mask.
@@ -160,6 +163,13 @@ AttentionInterface.register(_PACKED, partial(_packed_attention, attend_once=atte
 AttentionInterface.register(_PACKED_EAGER, partial(_packed_attention, attend_once=attend_eagerly))
 
 
+def run_outside_graphs() -> None:
+    """Keep the attention of packed rows out of ``torch.compile``'s graphs, from now on."""
+    functions = AttentionInterface()
+    for name in (_PACKED, _PACKED_EAGER, SHARED_ATTENTION):
+        AttentionInterface.register(name, torch.compiler.disable(functions[name]))
+
+
 def _causal_mask(first: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
     """Return the mask [1, 1, T, K] of queries ``first`` to ``end`` over keys 0 to ``end``.
 
@@ -256,6 +266,8 @@ class WholeSequences:
         self._queries_M, self._keys_M = torch.cat(queries), torch.cat(keys)
         self._laid_N = laid_BK.gather(1, token_BL)[computed_BL]
         self._masks: dict[int | None, list[Tensor | None]] = {}
+        self._place_BK, self._starts, self._lengths = place_BK, starts, lengths
+        self._token_N, self._row_N = token_BL[computed_BL], computed_BL.nonzero()[:, 0]
 
     def attend(
         self,
@@ -268,6 +280,8 @@ class WholeSequences:
         **options: Any,
     ) -> Tensor:
         """Attend: query [1, Q, N, D], key and value [1, G, N, D] of computed tokens -> [1, N, Q, D]."""
+        if attend_once is attend and not options.get("dropout") and takes_lengths(query):
+            return self._attend_by_lengths(query, key, value, window, options.get("scaling"))
         if window not in self._masks:
             self._masks[window] = [
                 _causal_mask(run.first, run.end, window, query.device) for run in self._runs
@@ -283,22 +297,86 @@ class WholeSequences:
             outputs.append(attend_once(module, *heads, mask, **options).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self._laid_N)[None]
 
+    def _attend_by_lengths(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
+    ) -> Tensor:
+        """Attend in one call of torch's flash-attention for all pieces, without padding."""
+        queries_M, keys_M, laid_N, q_ends, k_ends, longest_q, longest_k = self._by_lengths
+        # Imported here: it imports torch's compiler, which takes seconds.
+        kernel: Any = importlib.import_module("torch.nn.attention.varlen")
+        output = kernel.varlen_attn(
+            _tokens(query).index_select(0, queries_M),
+            *(_tokens(states).index_select(0, keys_M) for states in (key, value)),
+            q_ends,
+            k_ends,
+            longest_q,
+            longest_k,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output.index_select(0, laid_N)[None]
+
+    @cached_property
+    def _by_lengths(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+        """Queries and keys of all pieces, tokens' places among the queries, ends, and the longest pieces."""
+        device, columns = self._place_BK.device, self._place_BK.shape[1]
+        pieces = torch.tensor(_pieces(self._starts, self._lengths), dtype=torch.long)
+        first_S, end_S, row_S = pieces.t()
+        q_lengths_S = end_S - first_S
+        queries_M, q_ends = _ranges(row_S * columns + first_S, q_lengths_S)
+        keys_M, k_ends = _ranges(row_S * columns, end_S)
+        queries_M, keys_M = queries_M.to(device), keys_M.to(device)
+        laid = torch.zeros(self._place_BK.numel(), dtype=torch.long, device=device)
+        laid[queries_M] = torch.arange(len(queries_M), device=device)
+        places = self._place_BK.flatten()
+        return (
+            places[queries_M],
+            places[keys_M],
+            laid[self._row_N * columns + self._token_N],
+            q_ends.to(device, torch.int32),
+            k_ends.to(device, torch.int32),
+            int(q_lengths_S.max()),
+            int(end_S.max()),
+        )
+
+
+def takes_lengths(query: Tensor) -> bool:
+    """Return True if torch's own flash-attention for sequences of different lengths can attend here."""
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] <= _LARGEST_HEAD
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _ranges(start_S: Tensor, length_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Return start, start + 1, ... of each range [M], and where ranges end in it, from 0 [S + 1]."""
+    ends = torch.cat([length_S.new_zeros(1), length_S.cumsum(0)])
+    offsets_S = start_S - ends[:-1]
+    return torch.arange(int(ends[-1])) + offsets_S.repeat_interleave(length_S), ends
+
 
 def _tokens(heads: Tensor) -> Tensor:
     """Convert [1, A, N, D] to [N, A, D]."""
     return heads.transpose(1, 2)[0]
 
 
-def _runs(starts: list[list[int]], lengths: list[int]) -> list[_Run]:
-    """Group pieces that begin at the same token and have similar lengths."""
-    pieces = [
+def _pieces(starts: list[list[int]], lengths: list[int]) -> list[tuple[int, int, int]]:
+    """Return (first, end, row) of the tokens that attend together, to all tokens of the row before them."""
+    return [
         (first, end, row)
         for row, (begins, length) in enumerate(zip(starts, lengths, strict=True))
         for first, end in itertools.pairwise([*begins, length])
         if end > first
     ]
+
+
+def _runs(starts: list[list[int]], lengths: list[int]) -> list[_Run]:
+    """Group pieces that begin at the same token and have similar lengths."""
     runs: list[_Run] = []
-    for first, end, row in sorted(pieces, key=lambda piece: (piece[0], -piece[1])):
+    for first, end, row in sorted(_pieces(starts, lengths), key=lambda piece: (piece[0], -piece[1])):
         longest = runs[-1] if runs else None
         if longest and first == longest.first and end - first >= _ALIKE * (longest.end - first):
             longest.rows.append(row)

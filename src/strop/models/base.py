@@ -7,12 +7,13 @@ Shapes: B sequences, P prompt tokens, T response tokens, L = P + T, n chosen tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from strop.errors import ModelError
@@ -21,10 +22,19 @@ from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.heads import check_causal, decoder_of, model_errors
 from strop.models.lora import Adapters, LoraSettings
 from strop.models.packing import Packing, check_packable, check_packed_pass, packed_hidden_states
+from strop.models.passes.compiled import CompiledLayers
 from strop.models.passes.rms_norm import replace_rms_norms
 from strop.models.prompts_once import PromptsOnce
 from strop.models.routing import Routers
 from strop.models.ulysses import SequenceGroup, check_shareable
+
+
+def _kept_or_recomputed(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """Keep the results of matrix products and of attention kernels."""
+    del context, arguments, options
+    name = operator.name().partition(".")[0]
+    keeps = name in ("aten::mm", "aten::addmm", "aten::bmm") or "attention" in name or "flash_attn" in name
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class RoleModel(nn.Module):
@@ -58,6 +68,7 @@ class RoleModel(nn.Module):
         self.packing_key = packing_key or self.packing_key
         self.sequence_group: SequenceGroup | None = None
         self.adapters: Adapters | None = None
+        self.compiled: CompiledLayers | None = None
         self.routers = Routers.of(hugging_face_model)
         """Routers with an auxiliary loss; None if the model has none."""
         if packed:
@@ -114,15 +125,43 @@ class RoleModel(nn.Module):
         check_shareable(self.hugging_face_model, group.size)
         self.sequence_group = group
 
-    def enable_gradient_checkpointing(self) -> None:
-        """Keep only the inputs of layers, and recompute the layers in the backward pass."""
-        options: dict[str, Any] = {"use_reentrant": False}
-        if self.packed:  # the recomputation runs after the forward pass has restored the attention
-            options["context_fn"] = lambda: (
-                nullcontext(),
-                packed_attention(self.hugging_face_model, self.sequence_group),
-            )
+    def enable_gradient_checkpointing(self, *, selective: bool = False) -> None:
+        """Keep only the inputs of layers, and recompute the layers in the backward pass.
+
+        If ``selective``, keep results of matrix products and of attention too, and recompute the rest.
+        """
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
+            if not selective:
+                return nullcontext(), self._recomputing(nullcontext())
+            forward, again = create_selective_checkpoint_contexts(_kept_or_recomputed)
+            return forward, self._recomputing(again)
+
+        options = {"use_reentrant": False, "context_fn": contexts}
         self.hugging_face_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+    @contextmanager
+    def _recomputing(self, inner: AbstractContextManager[Any]) -> Generator[None]:
+        """Set in the body what a forward pass has restored at its end, and enter ``inner``."""
+        with ExitStack() as stack:
+            stack.enter_context(inner)
+            if self.packed:
+                stack.enter_context(packed_attention(self.hugging_face_model, self.sequence_group))
+            if self.compiled is not None:
+                stack.enter_context(self.compiled.on())
+            yield
+
+    def compile_layers(self) -> None:
+        """Compile the decoder layers for this module's passes; call it before sharding.
+
+        Raises ``ModelError`` for mixtures of experts, whose routers are watched from outside.
+        """
+        if self.routers is not None:
+            raise ModelError(
+                f"compile=True: {type(self.hugging_face_model).__name__} is a mixture of experts, which is "
+                "not compiled; set it to auto or False"
+            )
+        self.compiled = CompiledLayers(self.hugging_face_model)
 
     def sequences(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the sequences that a pass over ``batch`` computes: by default one for each row."""
@@ -152,7 +191,8 @@ class RoleModel(nn.Module):
 
         The result is undefined for tokens that another rank holds.
         """
-        with nullcontext() if self.routers is None else self.routers.watching(batch, packing):
+        watching = nullcontext() if self.routers is None else self.routers.watching(batch, packing)
+        with watching, nullcontext() if self.compiled is None else self.compiled.on():
             if packing is None:
                 return hidden_states(self.hugging_face_model, batch)[chosen_BL]
             return packed_hidden_states(self.hugging_face_model, batch, packing)[packing.places(chosen_BL)]

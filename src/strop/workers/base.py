@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, Literal
 
 from strop.config.backends import ENGINES
 from strop.config.batch_plan import resolve_micro_batch, sequence_parallel_size
@@ -129,7 +129,7 @@ class Worker(Generic[Root]):
         strategy: str,
         section: Any,
         trained: Any | None,
-        checkpointing: bool = False,
+        checkpointing: Literal["selective"] | bool = False,
         sequence_parallel_size: int = 1,
         role: str | None = None,
         **spec: Any,
@@ -156,7 +156,7 @@ class Worker(Generic[Root]):
                 kind=kind,
                 path=options.pop("path"),
                 options=options,
-                gradient_checkpointing=checkpointing and trained is not None,
+                gradient_checkpointing=checkpointing if trained is not None else False,
                 **spec,
             ),
             EngineSpec(

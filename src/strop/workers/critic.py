@@ -31,6 +31,8 @@ class CriticWorker(RoleWorker):
             head_seed=self.config.trainer.seed,
             compute_dtype=critic.model.compute_dtype,
             packed=critic.model.use_remove_padding,
+            compile=critic.model.compile,
+            use_liger=critic.model.use_liger,
             packing_key="critic.model.use_remove_padding",
             checkpointing=critic.model.enable_gradient_checkpointing,
             trained=critic,

@@ -57,6 +57,8 @@ class SupervisedWorker(Worker[Supervised]):
             section=engine_section(update.strategy, update, model),
             compute_dtype=model.compute_dtype,
             packed=model.use_remove_padding,
+            compile=model.compile,
+            use_liger=model.use_liger,
             packing_key="model.use_remove_padding",
             checkpointing=model.enable_gradient_checkpointing,
             trained=update,

@@ -336,7 +336,7 @@ def _activations(facts: ModelFacts | None, tokens: int, model: ModelConfig) -> i
         return None
     size, numbers = _number_bytes(model), tokens * facts.hidden
     layer = numbers * _ACTIVATION_BYTES[size]
-    if model.enable_gradient_checkpointing:
+    if model.enable_gradient_checkpointing is True:
         return numbers * size * facts.layers + layer
     return layer * facts.layers
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from strop.config.schema.base import (
+    At,
     AttentionName,
     ComputeDtype,
     Count,
@@ -17,6 +18,7 @@ from strop.config.schema.base import (
     Text,
     no_effect,
     refused,
+    strategy_at,
 )
 
 
@@ -36,6 +38,10 @@ def _of_new_adapters(neutral: Any) -> Limit:
     )
 
 
+def _is_megatron(at: At) -> bool:
+    return "critic" in type(at.config).model_fields and strategy_at(at) == "megatron"
+
+
 ModuleNames = Annotated[Text | list[Text], Expected("string or list of strings")]
 
 
@@ -48,8 +54,21 @@ class ModelConfig(Section):
     """Package, or list of packages, to import first: they register models or tokenizers with transformers."""
     override_config: dict[str, Any]
     """Values laid over the model's config.json, for example a dropout rate."""
-    enable_gradient_checkpointing: bool
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    enable_gradient_checkpointing: Annotated[
+        Literal["selective"] | bool,
+        Expected("True, False or selective"),
+        refused(
+            "if selective with compile=True",
+            lambda at: at.value == "selective" and at.section.compile is True,
+            "operators inside a compiled layer cannot be kept one by one; set one of the two to False",
+        ),
+        refused(
+            "if selective with strategy=megatron",
+            lambda at: at.value == "selective" and _is_megatron(at),
+            "it recomputes whole layers; set it to True",
+        ),
+    ]
+    """Recompute activations in the backward pass; selective: all but matrix products and attention."""
     use_remove_padding: Annotated[
         bool,
         refused(
@@ -66,6 +85,26 @@ class ModelConfig(Section):
     """Attention kernel of transformers; null: its choice, or eager with attn_logit_softcapping."""
     compute_dtype: ComputeDtype
     """Precision of the passes; auto: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""
+    compile: Annotated[
+        Literal["auto"] | bool,
+        Expected("auto, True or False"),
+        no_effect(
+            "with strategy=megatron",
+            lambda at: at.value is True and _is_megatron(at),
+            "its layers are its own",
+        ),
+    ]
+    """Compile the decoder layers for log-probs and updates (docs/speed.md); auto: on a GPU."""
+    use_liger: Annotated[
+        bool,
+        refused(
+            "if True on a CPU", lambda at: at.value and at.on_cpu, "its kernels need a GPU; set it to False"
+        ),
+        no_effect(
+            "with strategy=megatron", lambda at: at.value and _is_megatron(at), "its layers are its own"
+        ),
+    ]
+    """Use RMSNorm, rotary positions and MLP of the package liger_kernel, which must be installed."""
     lora_rank: Count
     """Train LoRA adapters of this rank on frozen weights; 0: train the weights (docs/lora.md)."""
     lora_alpha: Annotated[PositiveFloat, _no_lora(16), _of_new_adapters(16)]

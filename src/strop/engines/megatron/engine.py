@@ -1,7 +1,7 @@
 """``MegatronEngine``: a model over tensor-parallel, pipeline and data-parallel ranks, by megatron-core.
 
-Weights, gradients and moments are float32; passes run under autocast to the compute dtype, as those of one
-rank of the engine ``fsdp`` do. Passes are always packed. Checkpoints have the names and shapes of the
+Weights, gradients and moments are float32; passes run under autocast to the compute dtype, with
+the residual stream in float32. Passes are always packed. Checkpoints have the names and shapes of the
 Hugging Face model, in the format of the engine ``fsdp``, so either engine reads them on any layout.
 """
 
@@ -82,7 +82,7 @@ class MegatronEngine:
         self._mcore = transformer_config(
             hugging_face_model.config,
             settings,
-            recompute=model.gradient_checkpointing,
+            recompute=model.gradient_checkpointing is True,
             layer_dtype=dtype,
         )
         self._chunks: list[Any] = build_chunks(

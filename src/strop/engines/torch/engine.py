@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ from strop.models.comparison import few_rows, require_eager_figures
 from strop.models.deferred import Weights, WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import dtype_named, load_causal_lm, load_scorer
 from strop.models.pair_policy import PairPolicy
+from strop.models.passes.compiled import why_not_compiled
+from strop.models.passes.liger import use_liger
 from strop.models.passes.low_precision import low_precision
 from strop.models.policy import PolicyModel
 from strop.models.routing import learning_rows
@@ -85,7 +87,8 @@ class TorchEngine:
         device: torch.device,
         compute_dtype: str = "float32",
         optimizer: OptimizerSettings | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Literal["selective"] | bool = False,
+        compiled: bool = False,
         sharding: ShardingSettings | None = None,
         weights: Weights | None = None,
         offload_parameters: bool = False,
@@ -105,10 +108,12 @@ class TorchEngine:
         self._beginning_save = threading.Lock()
         self._sharded = sharding is not None
         self._reduces_once = sharding is not None and sharding.reduce_once
+        if compiled:
+            module.compile_layers()
         if optimizer is None:
             module.requires_grad_(False)
         elif gradient_checkpointing:
-            module.enable_gradient_checkpointing()
+            module.enable_gradient_checkpointing(selective=gradient_checkpointing == "selective")
         if sharding is None or weights is None:
             module.to(device)
         else:
@@ -143,7 +148,16 @@ class TorchEngine:
             sharding = ShardingSettings.from_section(
                 spec.section, sequence_parallel_size=spec.sequence_parallel_size
             )
+        reason = why_not_compiled(spec.device)
+        if model.compile is True and reason:
+            raise ModelError(f"{model.role}: compile=True: {reason}; install it, or set compile to False")
         module, base = build_module(model, sharded=sharding is not None)
+        if model.use_liger:
+            use_liger(module.hugging_face_model)
+        compiled = model.compile is True
+        if model.compile == "auto":
+            compiled = spec.device.type == "cuda" and not reason and module.routers is None
+            compiled = compiled and model.gradient_checkpointing != "selective"
         weights: Weights | None = base
         if model.lora is not None:
             adapters = module.adapt(model.lora)
@@ -154,6 +168,7 @@ class TorchEngine:
             compute_dtype=model.compute_dtype,
             optimizer=spec.optimizer,
             gradient_checkpointing=model.gradient_checkpointing,
+            compiled=compiled,
             sharding=sharding,
             weights=weights,
             offload_parameters=spec.section.param_offload,
@@ -174,16 +189,21 @@ class TorchEngine:
         """
         exact = not (self._sharded or is_flash(self.module.hugging_face_model.config._attn_implementation))
         attention_key = f"{spec.packing_key.removesuffix('use_remove_padding')}attn_implementation"
-        require_eager_figures(
+        compare = partial(
+            require_eager_figures,
             self.module,
             name=spec.role,
             updates=self._settings is not None and not sets_noise(spec.options.get("override_config") or {}),
+            remedy=attention_key if "attn_implementation" in spec.options else "",
+        )
+        compare(
             dtype=(None if exact else self.compute_dtype) or torch.float32,
             precision=None if exact else self._low_precision(),
-            remedy=attention_key if "attn_implementation" in spec.options else "",
         )
         if exact and self.compute_dtype is not None:
             self._require_low_precision(spec)
+            if self.device.type == "cuda":  # other kernels of attention
+                compare(dtype=self.compute_dtype, precision=self._low_precision())
         reshard(self.module)
 
     @torch.no_grad()

@@ -1,0 +1,63 @@
+"""Decoder layers compiled by ``torch.compile``, for passes over batches of any length.
+
+Attention of packed rows stays outside the graphs: its calls depend on the lengths of sequences, and a graph
+would be compiled again in every step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import MethodType
+
+import torch
+from transformers import PreTrainedModel
+
+from strop.errors import ModelError
+from strop.models.attention import run_outside_graphs
+from strop.models.heads import decoder_of
+
+
+class CompiledLayers:
+    """The decoder layers of a model; compiled in the body of ``on`` alone, so that rollouts are not."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find the layers; graphs are compiled in the first passes, and serve every later one.
+
+        Raises ``ModelError`` if transformers does not name the classes of the model's layers.
+        """
+        names = set(model._no_split_modules or ())
+        self._layers = [part for part in decoder_of(model).modules() if type(part).__name__ in names]
+        if not self._layers:
+            raise ModelError(
+                f"compile=True: {type(model).__name__} does not name its layers; set it to False"
+            )
+        run_outside_graphs()
+        # One function for all layers of a class: they share its graphs.
+        kinds = {type(layer) for layer in self._layers}
+        self._forward = {kind: torch.compile(kind.forward, dynamic=True) for kind in kinds}
+        self._kinds = [type(layer) for layer in self._layers]  # FSDP2 changes them
+
+    @contextmanager
+    def on(self) -> Generator[None]:
+        """Run the layers' compiled forward passes in the body."""
+        for layer, kind in zip(self._layers, self._kinds, strict=True):
+            layer.forward = MethodType(self._forward[kind], layer)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                del layer.forward
+
+
+def why_not_compiled(device: torch.device) -> str:
+    """Return why ``torch.compile`` cannot work on ``device``; empty if it can."""
+    names = [os.environ[name] for name in ("CXX", "CC") if os.environ.get(name)]
+    if not any(map(shutil.which, (*names, "g++", "gcc", "clang"))):
+        return "there is no C++ compiler (g++, or the one that CXX names)"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return ""
