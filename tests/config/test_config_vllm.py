@@ -136,6 +136,28 @@ def test_cuda_graphs_are_on_where_there_are_gpus(monkeypatch, gpus, options, eag
 
 
 @pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ((), None),
+        ((f"{ROLLOUT}.seed_per_sample=False",), None),
+        (("trainer.async_steps=2",), None),
+        (("trainer.async_steps=2", f"{ROLLOUT}.seed_per_sample=True"), None),
+        (
+            ("trainer.async_steps=2", f"{ROLLOUT}.seed_per_sample=False"),
+            ["seed_per_sample=False", "async_steps=2", "worker_group=ray"],
+        ),
+        (
+            ("trainer.async_steps=2", f"{ROLLOUT}.seed_per_sample=False", "trainer.worker_group=ray"),
+            None,
+        ),
+        (("trainer.async_steps=2", f"{ROLLOUT}.seed_per_sample=False", f"{ROLLOUT}.name=hf"), None),
+    ],
+)
+def test_one_seed_a_call_is_refused_beside_another_thread(options, parts):
+    assert findings(processes.seeds, *options) == ([] if parts is None else [Message(*parts)])
+
+
+@pytest.mark.parametrize(
     ("size", "options", "is_told"),
     [
         (300 * 2**20, [], True),

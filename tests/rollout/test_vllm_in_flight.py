@@ -7,6 +7,7 @@ import io
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from strop.errors import CheckpointError, TrainingError
 from strop.rollout.base import SamplingParams
 from strop.rollout.in_flight import Queue
 
-from messages import naming
+from messages import Message, naming
 from ranks import Ranks
 from tiny_lms import prompts_of, response_ids, response_log_probs
 from tiny_vllm import model_of, rollout_of
@@ -122,8 +123,12 @@ def test_generate_returns_what_vllms_own_loop_returns(rollout, policies, params)
 
 
 def test_every_tokens_log_prob_is_that_of_the_version_that_sampled_it(undisturbed, policies):
+    require_log_probs_of_their_versions(undisturbed, policies)
+
+
+def require_log_probs_of_their_versions(answers, policies):
     spans = Counter()
-    for batch in undisturbed:
+    for batch in answers:
         versions, mask = batch["rollout_versions"], batch["response_mask"].bool()
         assert versions.dtype == torch.int32
         assert torch.equal(versions >= 0, mask)
@@ -179,6 +184,48 @@ def test_nothing_between_two_calls_changes_what_they_return(rollout, policies, u
     assert equal(run(rollout, policies, boundary=validate), undisturbed)
     assert equal(run(rollout, policies, boundary=resume), undisturbed)
     assert equal(run(rollout, policies, update=False), undisturbed)
+
+
+def test_one_seed_a_call_repeats_equal_calls_and_no_others(rollout, policies, undisturbed, monkeypatch):
+    """The seed is of the call's samples and their tokens, so a resume and other calls change nothing."""
+    monkeypatch.setattr(rollout, "_seed_per_sample", False)
+    first = run(rollout, policies)
+    require_log_probs_of_their_versions(first, policies)
+    assert not equal(first, undisturbed)
+
+    def disturb(number):
+        torch.rand(3)
+        before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+        rollout.generate(prompts_of([4, 6, 3], n=3), SamplingParams(max_tokens=9, n=3))
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert np.random.get_state()[1].tolist() == before[1]
+        file = io.BytesIO()
+        torch.save(rollout.in_flight(), file)
+        rollout._queue = Queue()
+        admit(rollout, range(number, min(number + AHEAD, len(policies))))
+        file.seek(0)
+        rollout.restore(torch.load(file, weights_only=True))
+
+    assert equal(run(rollout, policies, boundary=disturb), first)
+    rollout.update_weights(policies[0].named_parameters())
+    params, prompts = SamplingParams(max_tokens=20, n=2, top_k=20), prompts_of([3, 9, 1], n=2)
+    whole = rollout.generate(prompts, params).batch["responses"]
+    assert len(whole.unique(dim=0)) == 6  # samples of a prompt differ
+    assert torch.equal(rollout.generate(prompts, params).batch["responses"], whole)
+    alone = torch.cat([rollout.generate(prompts[[row]], params).batch["responses"] for row in range(3)])
+    assert not torch.equal(alone, whole)
+    prompts.batch["seeds"] += 50
+    assert not torch.equal(rollout.generate(prompts, params).batch["responses"], whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "told"), [(None, False), (True, False), (False, True)])
+def test_an_engine_says_once_that_its_samples_depend_on_batching(policies, tmp_path, caplog, setting, told):
+    rollout = rollout_of(policies[0], tmp_path, seed_per_sample=setting)
+    rollout.generate(prompts_of([3], n=2), SamplingParams(max_tokens=4, n=2))
+    assert rollout._seed_per_sample is not told  # on a CPU
+    lines = [record.getMessage() for record in caplog.records if "seed_per_sample" in record.getMessage()]
+    assert lines == [Message("seed_per_sample=False", "other samples", "docs/generation.md")] * told
 
 
 def resumed(policies, folder, number):
@@ -302,10 +349,11 @@ def test_options_continue_exactly_if_the_schema_says_so(rollout, policies, optio
     assert torch.equal(cut["responses"], uncut["responses"]) is marker.continues
 
 
-def on_a_rank(policies, folder):
+def on_a_rank(policies, folder, seed_per_sample):
     """Run the shares of one of two ranks that have one engine."""
     rank = dist.get_rank()
-    rollout = rollout_of(policies[0], folder, rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    rollout = rollout_of(policies[0], folder, rank=rank, world_size=2, seed_per_sample=seed_per_sample)
     rows, states = [slice(0, 2), slice(2, 3)][rank], {}
     reported = []
     answers = run(
@@ -321,13 +369,18 @@ def on_a_rank(policies, folder):
 
 
 @pytest.mark.slow
-def test_ranks_of_one_engine_stay_in_lockstep(policies, undisturbed, tmp_path):
+@pytest.mark.parametrize("seed_per_sample", [True, False])
+def test_ranks_of_one_engine_stay_in_lockstep(rollout, policies, tmp_path, monkeypatch, seed_per_sample):
+    monkeypatch.setattr(rollout, "_seed_per_sample", seed_per_sample)
+    of_one_rank = run(rollout, policies)
     with Ranks(2) as ranks:
-        (first, again, count), (second, again_too, other_count) = ranks.run(2, on_a_rank, policies, tmp_path)
+        (first, again, count), (second, again_too, other_count) = ranks.run(
+            2, on_a_rank, policies, tmp_path, seed_per_sample
+        )
     assert again
     assert again_too
-    assert count + other_count == sum(len(batch["responses"]) for batch in undisturbed)
-    for number, expected in enumerate(undisturbed):
+    assert count + other_count == sum(len(batch["responses"]) for batch in of_one_rank)
+    for number, expected in enumerate(of_one_rank):
         for name in ("responses", "rollout_versions"):
             found = torch.cat([first[number][name], second[number][name]])
             assert torch.equal(found, expected[name]), (number, name)

@@ -31,6 +31,7 @@ def rollout_of(
     *,
     dtype: torch.dtype = torch.float32,
     sampling: dict[str, Any] | None = None,
+    seed_per_sample: bool | None = None,
     rank: int = 0,
     world_size: int = 1,
 ) -> Any:
@@ -65,6 +66,7 @@ def rollout_of(
         eos_token_ids=[EOS],
         hidden_token_ids=[EOS, *range(20, 30)],
         sampling=sampling,
+        seed_per_sample=seed_per_sample,
         rank=rank,
         world_size=world_size,
     )

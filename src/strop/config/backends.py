@@ -72,6 +72,7 @@ ROLLOUTS: dict[str, RolloutKind] = {
                 "load_format",
                 "max_num_batched_tokens",
                 "max_num_seqs",
+                "seed_per_sample",
                 "tensor_model_parallel_size",
             }
         ),

@@ -131,6 +131,7 @@ RULES: tuple[Rule, ...] = (
     learning.kl_horizon,
     processes.batches,
     processes.weights_at_start,
+    processes.seeds,
     processes.eager_generation,
     processes.precision,
     processes.strategies,

@@ -236,6 +236,22 @@ def weights_at_start(config: Config) -> Iterator[Finding]:
     )
 
 
+def seeds(config: Config) -> Iterator[Finding]:
+    """Refuse a seed for each call where other threads draw from the same generators meanwhile."""
+    steps = config.trainer.async_steps
+    if (
+        not honours(config, "seed_per_sample")
+        or config.actor_rollout_ref.rollout.seed_per_sample is not False
+    ):
+        return
+    if steps and not config.trainer.val_only and not runs_on_ray(config):
+        yield error(
+            f"actor_rollout_ref.rollout.seed_per_sample=False with trainer.async_steps={steps} on "
+            "threads: vLLM draws from the process's generators while the learner uses them; set "
+            "trainer.worker_group=ray, or seed_per_sample=auto"
+        )
+
+
 def eager_generation(config: Config) -> Iterator[Finding]:
     """Warn of hf on a GPU, except for small models."""
     rollout = config.actor_rollout_ref.rollout

@@ -203,6 +203,16 @@ class RolloutConfig(VLLMSamplingConfig):
     """Free the memory of vLLM's weights and KV cache for the update; on a GPU. CUDA graphs keep theirs."""
     load_format: Annotated[LoadFormat, _UNUSED_BY_HF]
     """Weights that vLLM starts with. The dummy_* are the same: none; the others too: the model folder's."""
+    seed_per_sample: Annotated[
+        Literal["auto"] | bool,
+        Expected("auto, True or False"),
+        no_effect(
+            "if False, with rollout.name=hf",
+            lambda at: _unused(at) and at.value is False,
+            "hf draws every sample from its seed, in one operation for all",
+        ),
+    ]
+    """vLLM: a seed for each sample, or False: one for each call; auto: False where that is faster."""
     tensor_model_parallel_size: Annotated[PositiveInt, _UNUSED_BY_HF]
     """Ranks over which vLLM spreads one copy of the model. If not set: 1 unless there are GPUs to divide."""
     max_num_batched_tokens: Annotated[PositiveInt, _UNUSED_BY_HF]

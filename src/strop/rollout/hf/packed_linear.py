@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 
 _SMALLEST = 1 << 17
-"""Smallest weight in elements; below it the packed product's fixed cost (10 us) exceeds the gain."""
+"""Smallest weight in elements; below it the packed product's fixed cost (10 us) exceeds the gain.
+
+With half of it generation of a 5M model took 1.03 (16 rows) and 1.09 (64 rows) of the time.
+"""
 _ROWS_HINT = 16
 """Number of rows that the layout is chosen for; 1 to 64 give the same layouts."""
 

@@ -7,6 +7,7 @@ of a group run one engine together, in lockstep on the same requests.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -37,6 +38,7 @@ from strop.rollout.in_flight import InFlight, Queue
 from strop.rollout.vllm.held import UNEQUAL, add_up, held_checksums
 from strop.rollout.vllm.settings import (
     IN_PROCESS,
+    drawing_from,
     engine_arguments,
     head_width,
     joined,
@@ -63,6 +65,7 @@ class VLLMRollout:
         eos_token_ids: Sequence[int],
         hidden_token_ids: Sequence[int] | None = None,
         sampling: Mapping[str, Any] | None = None,
+        seed_per_sample: bool | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -70,6 +73,7 @@ class VLLMRollout:
 
         ``model`` gives names and shapes of the weights; its parameters may be on the meta device.
         ``arguments`` are those of ``engine_arguments``, ``sampling`` further fields of ``SamplingParams``.
+        ``seed_per_sample=False`` seeds each call instead of each sample; None: where that is faster.
         """
         self.pad_token_id = pad_token_id
         self.eos_token_ids = tuple(eos_token_ids)
@@ -113,11 +117,22 @@ class VLLMRollout:
             except (ValueError, RuntimeError, NotImplementedError) as error:
                 raise ModelError(f"rollout.name=vllm: the engine did not start: {error}") from error
         self._worker: Any = self._llm.llm_engine.model_executor.driver_worker.worker
+        if seed_per_sample is None:
+            # vLLM 0.32's newer runner draws from (seed, position) in one kernel. The older one overwrites the
+            # noise row by row, from a generator for each request with a seed: on a GPU a launch a row.
+            seed_per_sample = device.type == "cpu" or self._llm.llm_engine.vllm_config.use_v2_model_runner
+        self._seed_per_sample = seed_per_sample
+        if not seed_per_sample and rank == 0:
+            logger.warning(
+                "actor_rollout_ref.rollout.seed_per_sample=False: samples depend on the other samples of "
+                "their call, so on batch size, number of ranks and vLLM's settings (docs/generation.md)"
+            )
 
     @classmethod
     def build(cls, spec: RolloutSpec) -> VLLMRollout:
         """See ``RolloutEngine.build``; the weights come with the first update."""
         model, _ = defer_causal_lm(**spec.model)
+        seeds = spec.config.actor_rollout_ref.rollout.seed_per_sample
         return cls(
             model,
             engine_arguments(spec, model.config),
@@ -126,6 +141,7 @@ class VLLMRollout:
             eos_token_ids=end_token_ids(model, spec.tokenizer),
             hidden_token_ids=hidden_token_ids(model, spec.tokenizer),
             sampling=extra_sampling(spec.config),
+            seed_per_sample=None if seeds == "auto" else seeds,
             rank=spec.rank,
             world_size=spec.world_size,
         )
@@ -193,7 +209,17 @@ class VLLMRollout:
         left = int((~oldest.complete).sum())
         if left == 0:
             return
-        engine = self._llm.llm_engine
+        with contextlib.nullcontext() if self._seed_per_sample else drawing_from(call_seed(batches)):
+            outputs = self._run(batches, left, finished)
+        new = [(batch, torch.tensor([row]), _samples(output)) for batch, row, output in outputs]
+        for batch, rows, samples in new:
+            batch.add(rows, samples, version)
+
+    def _run(
+        self, batches: Sequence[InFlight], left: int, finished: Finished | None
+    ) -> list[tuple[InFlight, int, CompletionOutput]]:
+        """Return what is generated of each sample until ``left`` of the first batch are complete."""
+        engine, oldest = self._llm.llm_engine, batches[0]
         running = {
             f"{place}/{row}": (batch, row)
             for place, batch in enumerate(batches)
@@ -220,9 +246,7 @@ class VLLMRollout:
                         batch.report(finished, row, generated.token_ids)
         finally:
             engine.abort_request(list(running))
-        new = [(batch, torch.tensor([row]), _samples(output)) for batch, row, output in outputs.values()]
-        for batch, rows, samples in new:
-            batch.add(rows, samples, version)
+        return [*outputs.values()]
 
     def _sampling(self, batch: InFlight, row: int, kind: RequestOutputKind) -> VLLMSamplingParams:
         """Return the parameters of the request that goes on with a sample."""
@@ -230,11 +254,9 @@ class VLLMRollout:
         if "min_tokens" in options:
             options["min_tokens"] = max(options["min_tokens"] - done, 0)
         if not params.greedy:
-            options |= {
-                "top_k": max(params.top_k, 0),
-                "top_p": params.top_p,
-                "seed": continued_seed(batch.seeds[row], done),
-            }
+            options |= {"top_k": max(params.top_k, 0), "top_p": params.top_p}
+            if self._seed_per_sample:
+                options["seed"] = continued_seed(batch.seeds[row], done)
         return VLLMSamplingParams(
             temperature=0.0 if params.greedy else params.temperature,
             **options,
@@ -364,6 +386,13 @@ def continued_seed(seed: int, done: int) -> int:
         return seed
     words = np.random.SeedSequence((seed, done)).generate_state(1, np.uint64)
     return int(words[0] >> np.uint64(1))
+
+
+def call_seed(batches: Sequence[InFlight]) -> int:
+    """Return the seed of an engine call, a function of its samples' seeds and of their tokens so far."""
+    done = sum(int(batch.lengths.sum()) for batch in batches)
+    words = np.random.SeedSequence((done, *itertools.chain(*(batch.seeds for batch in batches))))
+    return int(words.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _samples(output: CompletionOutput) -> Samples:

@@ -130,6 +130,15 @@ def keeping_process_state() -> Generator[None]:
 
 
 @contextlib.contextmanager
+def drawing_from(seed: int) -> Generator[None]:
+    """Seed the process's generators in the body: requests without a seed draw from torch's, or numpy's."""
+    with keeping_process_state():
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
 def keeping_model_classes() -> Generator[None]:
     """Let vLLM's transformers back-end decorate subclasses of transformers' classes instead of the classes.
 
