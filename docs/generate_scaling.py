@@ -331,6 +331,8 @@ def experts(plan: Plan) -> Cost:
 def weights(plan: Plan, transport: str) -> Cost:
     """Return what leaves rank zero, or what each rank sends if all gather for themselves."""
     whole = 2 * plan.model.parameters
+    if transport == "gathered" and plan.megatron:  # always apart here
+        return Cost(0, 0)
     if transport == "gathered":
         sent = gathered_weights(plan.model, plan.trainers)
         return Cost(sent, between(sent, plan.trainers))

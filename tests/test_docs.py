@@ -48,7 +48,7 @@ def test_quoted_messages_are_those_of_the_code():
 
 
 @pytest.mark.parametrize(
-    "page", ["tutorial", "recipes", "gpu_settings", "troubleshooting", "from_trl", "from_openrlhf"]
+    "page", ["tutorial", "recipes", "gpu_settings", "scaling", "troubleshooting", "from_trl", "from_openrlhf"]
 )
 def test_keys_of_a_page_exist(page):
     known = {path for tree in (PPO, SFT, REWARD_MODELLING) for path in all_keys(tree.schema)}

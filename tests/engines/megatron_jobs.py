@@ -165,6 +165,14 @@ def initial(folder: Path, kind: str, layout: dict[str, Any]) -> Weights:
     }
 
 
+def rounds_once(folder: Path, layout: dict[str, Any]) -> bool:
+    """Whether weights that are sent in 16 bits are the rounded whole ones."""
+    engine = build(folder, "policy", layout, trains=False)
+    whole = {name: weight.clone() for name, weight in engine.named_weights()}
+    sent = dict(engine.named_weights(dtype=torch.bfloat16))
+    return sent.keys() == whole.keys() and all(torch.equal(sent[n], whole[n].bfloat16()) for n in sent)
+
+
 def refusal(folder: Path, kind: str, layout: dict[str, Any], options: dict[str, Any]) -> str:
     """Message of the error that building raises."""
     try:

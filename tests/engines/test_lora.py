@@ -105,8 +105,10 @@ def test_weights_are_sent_merged_under_the_names_and_shapes_of_the_base(folder, 
     }
     ledger = WeightLedger(shapes)
     ledger.begin()
-    for name, weight in trained.named_weights():
+    exact = dict(trained.named_weights())
+    for name, weight in trained.named_weights(dtype=torch.bfloat16):
         ledger.take(name, weight)
+        assert torch.equal(weight, exact[name].bfloat16()), name  # merged in float32, and rounded once
     ledger.end()
 
 

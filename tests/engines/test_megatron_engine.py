@@ -250,6 +250,12 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(folders, ranks):
 
 
 @pytest.mark.slow
+def test_weights_for_a_rollout_are_rounded_before_they_are_sent(folders, ranks):
+    assert all(ranks.run(4, jobs.rounds_once, folders("Qwen2"), layout(2, 2)))
+    assert all(ranks.run(2, jobs.rounds_once, folders("Qwen3Moe"), layout(2, experts=2)))
+
+
+@pytest.mark.slow
 def test_16_bits_are_as_near_to_float32_as_those_of_fsdp(folders, ranks, alone):
     folder, exact = folders("Qwen2"), alone("Qwen2", "policy")
     half = {"compute_dtype": "bfloat16"}

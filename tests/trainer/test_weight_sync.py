@@ -37,6 +37,18 @@ class Group:
         return GroupMethod(start)
 
 
+class Apart(Group):
+    """Has processes of its own."""
+
+    world_size = 3
+
+    def address_for(self, other):
+        return "10.0.0.1"
+
+    def open_channel(self, address):
+        return 5000
+
+
 @pytest.mark.parametrize(("every", "verified"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (0, [])])
 def test_the_first_transfer_and_every_so_many_are_verified(every, verified):
     group = Group()
@@ -60,6 +72,18 @@ def test_a_rollout_apart_gets_buckets_and_then_their_version():
         ("load_weights", ("second",)),
         ("load_weights", (None, 1)),
     ]
+
+
+def test_a_channel_is_opened_once_and_every_transfer_is_received_while_it_is_sent():
+    actor, rollout = Apart(), Apart()
+    weights = WeightSync(actor, rollout, verify_every=0)
+    for version in (1, 2):
+        weights.version = version
+        assert weights.to_rollout(PhaseTimer()) == []
+    where = ("10.0.0.1", 5000, 4)
+    joining = [("join_channel", where)]
+    assert actor.calls == [*joining, ("send_weights", ()), ("send_weights", ())]
+    assert rollout.calls == [*joining, ("receive_weights", (1,)), ("receive_weights", (2,))]
 
 
 def test_a_rollout_that_generates_ahead_is_sent_weights_without_waiting():

@@ -34,7 +34,9 @@ class Channel:
         self._store, self._device, self._size = dist.PrefixStore("weights", store), device, size
         groups = dist.PrefixStore("group", store)
         if device.type == "cuda":
-            self._group: Any = dist.ProcessGroupNCCL(groups, rank, size, dist.ProcessGroupNCCL.Options())
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = PATIENCE  # a rollout may still generate
+            self._group: Any = dist.ProcessGroupNCCL(groups, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(groups, rank, size, timeout=PATIENCE)
         self._transfers = 0
