@@ -97,6 +97,7 @@ SIZES = {
     "1.5B": Size(1536, 8960, 28, 12, 2),
     "7B": Size(3584, 18_944, 28, 28, 4, 152_064, tied=False),
 }
+EXPANDABLE = "expandable_segments:True"
 ON_POLICY = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "advantages")
 
 
@@ -180,6 +181,7 @@ def engine_of(
     packed: bool,
     checkpointing: bool = False,
     trains: bool = True,
+    offloaded: bool = False,
 ) -> TorchEngine:
     settings = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.01, eps=1e-8, grad_clip=1.0)
     return TorchEngine(
@@ -188,6 +190,8 @@ def engine_of(
         compute_dtype=dtype,
         optimizer=settings if trains else None,
         gradient_checkpointing=checkpointing,
+        offload_parameters=offloaded,
+        offload_moments=offloaded,
     )
 
 
@@ -467,6 +471,7 @@ class Case:
             return
         for checkpointing in (False, True):
             self.update(checkpointing)
+        self.variants()
         self.floor()
 
     def inference(self) -> None:
@@ -499,6 +504,28 @@ class Case:
 
             phase = "update, checkpointing" if checkpointing else "update"
             self.measure(phase, step, batch=batch, lengths=kind, trains=True)
+
+    def variants(self) -> None:
+        """Measure the update with one thing else each: rows instead of tokens, offloading, fixed segments."""
+        batch = self.batches["uneven"]
+        loss = policy_loss(float(batch.batch["response_mask"].sum()))
+        rows, on_gpu = MicroBatching(rows=8), self.clock.device.type == "cuda"
+        for name, micro, offloaded, setting in (
+            ("update, segments of fixed size", self.micro, False, "expandable_segments:False"),
+            ("update, 8 rows a pass", rows, False, EXPANDABLE),
+            ("update, offloaded", self.micro, True, EXPANDABLE),
+        ):
+            if on_gpu:
+                torch.cuda.empty_cache()
+                torch._C._accelerator_setAllocatorSettings(setting)
+            engine = engine_of(self.size, self.clock.device, "bfloat16", packed=True, offloaded=offloaded)
+
+            def step(engine: TorchEngine = engine, micro: MicroBatching = micro) -> None:
+                engine.forward_backward(batch, loss, micro)
+                engine.optimizer_step(1e-6)
+
+            self.measure(name, step, batch=batch, lengths="uneven", trains=True)
+            del engine, step
 
     def floor(self) -> None:
         """Measure a plain training step of transformers."""
@@ -566,6 +593,8 @@ def main() -> int:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clock = Clock(device, time.perf_counter() + options.budget)
+    if device.type == "cuda":
+        torch._C._accelerator_setAllocatorSettings(EXPANDABLE)  # as workers have it
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     heading = f"{datetime.date.today()}; {name}; torch {torch.__version__}; Python {sys.version.split()[0]}"
     text = [

@@ -22,6 +22,7 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     phases = {line["phase"] for line in figures["speed"] if line.get("s", 0) > 0}
     assert phases == {
         *("generation (hf)", "log-probs", "update", "update, checkpointing"),
+        *("update, segments of fixed size", "update, 8 rows a pass", "update, offloaded"),
         *("floor: transformers' update", "output layer, log-probs, blocks", "output layer, update, blocks"),
     }
     left_out = {line["phase"]: line["note"] for line in figures["speed"] if "s" not in line}

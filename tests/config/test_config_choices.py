@@ -223,3 +223,35 @@ def test_check_shows_the_cut_of_a_supervised_run(tmp_path, installed, capsys):
         Console(width=120).print(render(check(config), config))
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "micro-batches on" in line]
         assert line.split("│")[2].strip() == words
+
+
+def test_gradients_are_reduced_once_where_whole_ones_fit(qwen, installed, tmp_path):
+    def chosen(*overrides):
+        config = load_config(["trainer.device=cpu", f"{ROLLOUT}.name=hf", "trainer.n_gpus_per_node=2",
+                              f"trainer.default_local_dir={tmp_path}", *overrides])  # fmt: skip
+        fsdp = config.actor_rollout_ref.actor.fsdp_config, config.critic.model.fsdp_config
+        return config, *(section.use_no_sync_for_gradient_accumulation for section in fsdp)
+
+    installed(24 << 30)
+    config, *tight = chosen()
+    assert tight == [False, False]
+    need = forecast(config, BatchPlan.from_config(config))
+    installed(512 << 30)
+    RunFolder(tmp_path).write_config(config)
+    assert chosen()[1:] == (False, False)  # as in the run that may be continued
+    (tmp_path / "config.yaml").unlink()
+    config, *wide = chosen()
+    assert wide == [True, True]
+    assert chosen("trainer.n_gpus_per_node=1")[1:] == (False, False)  # nothing to reduce
+    key = f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation"
+    written, *other = chosen(
+        f"{key}=False", f"{CAP}={config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu}"
+    )
+    assert other == [False, True]
+    # the forecast counts them
+    name = "actor update: activations, logits"
+    found, without = (forecast(c, BatchPlan.from_config(c)).phases[name] for c in (config, written))
+    assert found - without == 4 * QWEN.parameters
+    assert need.peak < 12 << 30
+    kept = chosen(f"{ACTOR}.fsdp_config.reshard_after_forward=False", f"{key}=False")[0]
+    assert forecast(kept, BatchPlan.from_config(kept)).phases[name] - without == 4 * QWEN.parameters

@@ -50,13 +50,24 @@ OWN_DEFAULTS = {
 """Where the document has names and files of its authors."""
 
 
+BY_TOKENS = {
+    "actor_rollout_ref.actor.use_dynamic_bsz": (True, False),
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": (None, 16384),
+}
+"""Keys with another default here, and that of the document."""
+
+
 def test_every_key_of_the_document_exists_and_other_defaults_are_the_same(reference):
     ours = dict(leaves(OmegaConf.to_container(OmegaConf.load(PPO.defaults_file), resolve=False)))
     theirs = dict(leaves(OmegaConf.to_container(OmegaConf.create(reference), resolve=False)))
     assert len(theirs) == 95
     assert theirs.keys() >= OWN_DEFAULTS.keys()
-    assert {path: ours.get(path, "missing") for path in theirs} == {**theirs, **OWN_DEFAULTS}
-    same = theirs.keys() - OWN_DEFAULTS.keys()
+    assert {path: theirs[path] for path in BY_TOKENS} == {
+        path: there for path, (_, there) in BY_TOKENS.items()
+    }
+    by_tokens = {path: here for path, (here, _) in BY_TOKENS.items()}
+    assert {path: ours.get(path, "missing") for path in theirs} == {**theirs, **OWN_DEFAULTS, **by_tokens}
+    same = theirs.keys() - OWN_DEFAULTS.keys() - BY_TOKENS.keys()
     assert {path: type(ours[path]) for path in same} == {path: type(theirs[path]) for path in same}
 
 
@@ -69,7 +80,8 @@ def document_file(reference, tmp_path):
 def test_the_document_as_a_file_changes_no_other_default(document_file):
     document = load_config(config_path=document_file)
     own = [f"{path}={'null' if value is None else repr(value)}" for path, value in OWN_DEFAULTS.items()]
-    assert load_config(own, config_path=document_file) == load_config()
+    as_there = [f"{path}={there}" for path, (_, there) in BY_TOKENS.items()]
+    assert load_config(own, config_path=document_file) == load_config(as_there)
     assert document.trainer.project_name == "verl_examples"
 
 
@@ -108,6 +120,7 @@ def test_every_key_of_the_document_is_honoured_or_named_in_a_warning(document_fi
     hf = "actor_rollout_ref.rollout.name=hf"
     in_file = check(load_config([hf], config_path=document_file)).warnings
     # All its other values without effect are the defaults, which nobody counts on.
-    assert [Message("no effect", "reward_model.model.path=")] == in_file
+    cap = Message("no effect", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384")
+    assert [cap, Message("no effect", "reward_model.model.path=")] == in_file
     overridden = check(load_config([hf, *moot], config_path=document_file)).warnings
     assert Message("no effect", *moot) in overridden

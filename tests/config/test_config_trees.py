@@ -79,7 +79,10 @@ def warnings(request, tmp_path):
 
 DOUBTFUL = [
     (["update.optim.total_training_steps=77"], ["no effect", "update.optim.total_training_steps"]),
-    (["update.max_token_len_per_gpu=3"], ["no effect", "update.max_token_len_per_gpu"]),
+    (
+        ["update.micro_batch_size_per_gpu=4", "update.max_token_len_per_gpu=3000"],
+        ["no effect", "update.max_token_len_per_gpu"],
+    ),
     (["model.fsdp_config.param_offload=True"], ["no effect", "model.fsdp_config.param_offload"]),
     (["model.fsdp_config.grad_offload=True"], ["no effect", "model.fsdp_config.grad_offload"]),
     (["model.fsdp_config.fsdp_size=4"], ["no effect", "model.fsdp_config.fsdp_size"]),

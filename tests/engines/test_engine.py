@@ -274,5 +274,9 @@ def test_offloaded_parameters_and_moments_wait_on_the_cpu_and_change_no_number(f
             engine.optimizer_step(0.01)
         where = {weight.device.type for weight in engine.module.parameters()}
         assert where == {"cpu" if offload else "cuda"}
+        moments = [tensor for state in engine._optimizer.state.values() for tensor in state.values()]
+        assert {tensor.device.type for tensor in moments} == where
+        if offload:
+            assert all(tensor.is_pinned() for tensor in [*engine.module.parameters(), *moments])
         found.append(weights_hash(engine.named_weights()))
     assert found[0] == found[1]

@@ -50,7 +50,7 @@ class PeakMemory:
     def take(self, phases: set[str]) -> dict[str, float]:
         """Return the peaks of ``phases`` since the last call."""
         with self._lock:
-            return {phase: self._peaks.pop(phase) for phase in phases & self._peaks.keys()}
+            return {phase: self._peaks.pop(phase) for phase in sorted(phases & self._peaks.keys())}
 
 
 PEAKS = PeakMemory()

@@ -82,7 +82,9 @@ class _Pass:
     trains: bool = True
     has_logits: bool = True
     sync: str | None = None
-    """Key of ``use_no_sync_for_gradient_accumulation``; None where nothing is reduced."""
+    """Key of ``use_no_sync_for_gradient_accumulation``; None for a pass that does not train."""
+    reduces: bool = False
+    """Several ranks reduce its gradients."""
 
     def undecided(self, config: RootConfig) -> Iterator[str]:
         """Yield the keys without a value."""
@@ -107,6 +109,8 @@ class _Pass:
 
     def choose(self, config: RootConfig, key: str, free: int) -> Any:
         """Return the value that suits ``free`` bytes beside the models; None for a model of unknown size."""
+        if key == self.sync and not self.reduces:
+            return False
         model = value_at(config, self.model)
         facts = read_model_facts(model.path)
         if facts is None:
@@ -136,7 +140,8 @@ def _passes(config: RootConfig) -> Iterator[_Pass]:
             "model",
             longest,
             has_logits=not isinstance(config, RewardModellingConfig),
-            sync=f"model.fsdp_config.{_SYNC}" if process_count(config) > 1 else None,
+            sync=f"model.fsdp_config.{_SYNC}",
+            reduces=process_count(config) > 1,
         )
     if not isinstance(config, Config):
         return
@@ -146,7 +151,6 @@ def _passes(config: RootConfig) -> Iterator[_Pass]:
             placement = Placement.from_config(config)
             ranks = placement.ranks_of_pass(name)
             sharing = sequence_parallel_size(config, name, ranks)
-            reduces = name in _SHARDED and ranks > 1 and strategy_of(config, name) != "megatron"
             yield _Pass(
                 keys,
                 models.get(name, "actor_rollout_ref.model"),
@@ -154,7 +158,8 @@ def _passes(config: RootConfig) -> Iterator[_Pass]:
                 pool=placement.pool_of_pass(name),
                 trains=name in _SHARDED,
                 has_logits=name not in models,
-                sync=f"{_SHARDED[name]}.{_SYNC}" if reduces else None,
+                sync=f"{_SHARDED[name]}.{_SYNC}" if name in _SHARDED else None,
+                reduces=ranks > 1 and strategy_of(config, name) != "megatron",
             )
 
 
