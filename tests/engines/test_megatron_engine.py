@@ -348,6 +348,7 @@ def test_what_it_cannot_hold_is_named(folders, ranks, tmp_path):
         (transformer, "attention_dropout", 0.1),
         (transformer, "moe_expert_capacity_factor", 2.0),
         (transformer, "recompute_granularty", "full"),
+        (transformer, "recompute_modules", ["layernorm"]),
         (ddp, "overlap_param_gather", True),  # weights would be those of an earlier step
         (ddp, "overlap_grad_reduced", True),
     ):

@@ -22,6 +22,16 @@ MODELS = {
     "Llama, 1 kv head": ("Llama", jobs.ONE_KV_HEAD),
     "Qwen2, windows": ("Qwen2 with windows", {}),
     "Gemma2, 1 kv head": ("Gemma2", {"num_key_value_heads": 1}),
+    "Qwen3Moe with the auxiliary loss": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+            "router_aux_loss_coef": 0.5,
+        },
+    ),
 }
 
 

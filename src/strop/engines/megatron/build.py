@@ -148,10 +148,14 @@ def transformer_config(
         }
     if recompute:
         choices |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    try:
-        return TransformerConfig(
-            **with_choices("override_transformer_config", entries, choices, settings.transformer)
+    chosen = with_choices("override_transformer_config", entries, choices, settings.transformer)
+    if wrong := sorted({"layernorm", "moe_act", "mla_up_proj"} & set(chosen.get("recompute_modules") or ())):
+        raise ConfigError(
+            f"megatron.override_transformer_config.recompute_modules: {wrong[0]} needs Transformer Engine, "
+            "which is not used here; expected core_attn, mlp or moe"
         )
+    try:
+        return TransformerConfig(**chosen)
     except (TypeError, ValueError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"megatron.override_transformer_config: {error}") from error
 

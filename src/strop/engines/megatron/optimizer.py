@@ -45,10 +45,9 @@ class Optimizer:
             "use_megatron_fsdp": False,
         }
         choices = {"overlap_grad_reduce": False, "grad_reduce_in_fp32": True}
+        chosen = with_choices("override_ddp_config", entries, choices, parallel.ddp)
         try:
-            ddp = DistributedDataParallelConfig(
-                **with_choices("override_ddp_config", entries, choices, parallel.ddp)
-            )
+            ddp = DistributedDataParallelConfig(**chosen)
         except TypeError as error:
             raise ConfigError(f"megatron.override_ddp_config: {error}") from error
         self.chunks = [DistributedDataParallel(mcore, ddp, chunk) for chunk in chunks]
