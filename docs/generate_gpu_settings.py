@@ -40,6 +40,11 @@ actor_rollout_ref.model.enable_gradient_checkpointing=True
 actor_rollout_ref.actor.ppo_mini_batch_size=32
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
 trainer.device=cuda"""
+# The default depends on the memory, and the tables must not depend on that of the machine that writes them.
+WITHOUT_WHOLE_GRADIENTS = [
+    f"{section}.fsdp_config.use_no_sync_for_gradient_accumulation=False"
+    for section in ("actor_rollout_ref.actor", "critic.model")
+]
 ALGORITHMS = {
     "GRPO without a reference model": "algorithm.adv_estimator=grpo algorithm.kl_ctrl.kl_coef=0",
     "GRPO with a KL penalty (a reference model)": "algorithm.adv_estimator=grpo",
@@ -95,6 +100,7 @@ def memory_of(model: Path, *settings: str, gpus: int = 1) -> Forecast:
             f"trainer.n_gpus_per_node={gpus}",
             "data.train_files=[train.parquet]",
             "data.val_files=[test.parquet]",
+            *WITHOUT_WHOLE_GRADIENTS,
             *SETTINGS.split(),
             *(word for setting in settings for word in setting.split()),
         ]
