@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from strop.checkpoint.folder import verify
+from strop.checkpoint.folder import require_model_or_checkpoint, verify
 from strop.checkpoint.remote import download, read_manifest
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED_CONFIG, expand, is_adapter, is_url
 from strop.data.hub import local_model
@@ -41,9 +41,9 @@ def export(
 ) -> Path:
     """Write the model of ``role`` in a ``global_step_N`` folder or URL to the new folder ``out``; return it.
 
+    ``checkpoint`` may also be the Hugging Face folder of one model or adapter, such as ``final_model``.
     ``dtype`` is a name in ``DTYPES``; None keeps the dtype of the checkpoint. ``out`` appears only when
-    whole. With ``merge``, LoRA adapters are merged into their base model, of which single weights are read;
-    ``checkpoint`` may then also be the folder of an adapter.
+    whole. With ``merge``, LoRA adapters are merged into their base model, of which single weights are read.
 
     Raises ``CheckpointError`` when the checkpoint is not whole or lacks that role, ``ModelError`` when the
     base model cannot be read.
@@ -61,14 +61,14 @@ def export(
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
             building = Path(scratch) / "model"
             source = _local_role(checkpoint, role, Path(scratch))
-            exported = source if is_adapter(source) else source / "huggingface"
+            exported = source if _is_model(source) else source / "huggingface"
             if merge:
                 _require_adapter(exported, checkpoint)
                 merge_adapter(exported, building)
-            elif any((source / "huggingface").glob("*.safetensors")):
-                shutil.copytree(source / "huggingface", building)
+            elif any(exported.glob("*.safetensors")):
+                shutil.copytree(exported, building, ignore=shutil.ignore_patterns(MANIFEST))
             else:
-                export_from_shards(source, source / "huggingface", building)
+                export_from_shards(source, exported, building)
             if dtype is not None:
                 _convert(building, dtype)
             write(building, describe(building))  # whoever loads the model compares it
@@ -76,6 +76,11 @@ def export(
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write the model to {out}: {error}") from error
     return out
+
+
+def _is_model(folder: Path) -> bool:
+    """Return True for the Hugging Face folder of a model or an adapter."""
+    return is_adapter(folder) or (folder / "config.json").is_file()
 
 
 def _require_adapter(folder: Path, checkpoint: str | Path) -> None:
@@ -115,9 +120,10 @@ def _local_role(checkpoint: str | Path, role: str, scratch: Path) -> Path:
         download(url, local, wanted=lambda name: name.startswith(needed))
         return local / role
     local = Path(expand(checkpoint))
-    if is_adapter(local):
+    if _is_model(local):
         require_unchanged(str(local), local, covering(local), IF_ON_PURPOSE)
         return local
+    require_model_or_checkpoint(local)
     files = verify(local)
     _require_role(str(local), role, {path.name for path in local.iterdir() if path.is_dir()})
     copied = (path for path in (local / role / "huggingface").rglob("*") if path.is_file())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,6 +61,18 @@ def parse_manifest(text: str | bytes, where: str) -> Manifest | None:
                 "files in the folders of actor, critic, ..."
             )
     return found
+
+
+def require_model_or_checkpoint(path: Path) -> None:
+    """Raise ``CheckpointError`` for a run folder, with the name of its trained model."""
+    if (path / MANIFEST).is_file() or (source := newest_model(path)) is None:
+        return
+    ready = source.name == FINAL_MODEL
+    use = "a Hugging Face folder, which needs no conversion" if ready else "a checkpoint"
+    raise CheckpointError(
+        f"{path} is a run folder; its trained model is {source}, {use}. To convert that one: "
+        f"strop export {shlex.quote(str(source))} --out FOLDER{' --dtype bfloat16' if ready else ''}"
+    )
 
 
 def verify(checkpoint: Path) -> Manifest:

@@ -30,6 +30,7 @@ from strop.config.batch_plan import (
 )
 from strop.config.checks.check import CheckResult, check
 from strop.config.checks.keys import changed_from_verl
+from strop.config.checks.supervised import OptimizerSteps
 from strop.config.identity import in_words
 from strop.config.keys import all_keys, value_at
 from strop.config.load import to_yaml
@@ -97,6 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(render(result, config, only_differences=arguments.diff))
     if batch_in_words:
         console.print(literal(batch_in_words))
+    if isinstance(config, SupervisedConfig) and data.train_rows and not config.trainer.val_only:
+        console.print(literal(OptimizerSteps.of(config, data.train_rows)))
     if arguments.verl:
         version = arguments.verl.partition("==")[2] or versions()[-1]
         lines = list(changed_from_verl(config, version)) or ["no key that is not written"]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from strop.checkpoint.folder import require_model_or_checkpoint
+from strop.config.paths import expand, is_url
 from strop.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``strop export``."""
     parser.add_argument(
-        "checkpoint", help="a global_step_N folder, or the URL of one; with --push also a run folder"
+        "checkpoint",
+        help="a global_step_N folder, or the URL of one, or a model's folder, such as final_model; with "
+        "--push also a run folder",
     )
     parser.add_argument("--out", help="the Hugging Face folder to write; must not exist")
     parser.add_argument(
@@ -25,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="merge LoRA adapters into their base model; the checkpoint may be an adapter's folder",
+        help="merge LoRA adapters into their base model",
     )
     parser.add_argument(
         "--push",
@@ -50,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--merge needs --out FOLDER, the merged model's; --push then uploads that")
     model = None
     if arguments.out is not None:
+        if not is_url(arguments.checkpoint):
+            require_model_or_checkpoint(Path(expand(arguments.checkpoint)))  # before seconds of imports
         from strop.checkpoint.export import export
 
         model = export(

@@ -10,6 +10,7 @@ from strop.config.paths import expand
 from strop.errors import ConfigError
 
 _LOOPBACK = "127.0.0.1"
+_REPORT = "run.html"
 
 
 def add_web_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_dirs", metavar="RUN_DIR", nargs="+", help="run folders (trainer.default_local_dir)"
     )
-    parser.add_argument(
-        "-o", "--out", type=Path, default=Path("run.html"), help="the file to write (run.html)"
-    )
+    parser.add_argument("-o", "--out", type=Path, help=f"the file to write or replace (a new {_REPORT})")
     parser.add_argument(
         "--steps", type=int, default=8, help="steps whose samples are included, first to last (8)"
     )
@@ -61,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
     for name in ("steps", "samples"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name} {getattr(args, name)}: expected 0 or more")
+    if args.out is None and Path(_REPORT).exists():
+        raise ConfigError(f"{_REPORT} exists already; name another file, or replace it by --out {_REPORT}")
+    out = args.out or Path(_REPORT)
     runs = [RunFiles(Path(expand(folder))) for folder in args.run_dirs]
-    size = write_report(Path(expand(args.out)), runs, steps=args.steps, samples=args.samples)
-    print(f"{args.out}: {size:,} bytes")
+    size = write_report(Path(expand(out)), runs, steps=args.steps, samples=args.samples)
+    print(f"{out}: {size:,} bytes")
     return 0

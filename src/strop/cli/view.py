@@ -116,6 +116,8 @@ def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) ->
     trained = [step for step in steps if REWARD in step] or list(steps)
     best = max(trained, key=lambda step: _nan_as_worst(step.get(REWARD, math.nan)))
     shown = {"first": trained[0], "best reward": best, "last": trained[-1]}
+    if REWARD not in best:  # fine-tuning, preferences
+        del shown["best reward"]
     title = literal(run_dir)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("metric", no_wrap=True)

@@ -59,25 +59,29 @@ class EpochSampler:
 
     ``epoch`` (completed epochs) and ``position`` (batches yielded in the current epoch) describe the next
     batch: after the last batch of an epoch they are (epoch + 1, 0). All iterators over one sampler share this
-    state. ``len()`` is the number of batches per epoch; rows that fill no batch are left out. The order is a
-    function of (seed, epoch), so a resume needs no generator state.
+    state. ``len()`` is the number of batches per epoch; rows that fill no batch are left out, or, with
+    ``keep_rest``, are a last, smaller one. The order is a function of (seed, epoch), so a resume needs no
+    generator state.
 
     Raises :class:`DataError` when the data does not fill one batch.
     """
 
-    def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, num_rows: int, batch_size: int, seed: int, shuffle: bool = True, *, keep_rest: bool = False
+    ) -> None:
         if num_rows < batch_size:
             raise DataError(
                 f"the data set has {num_rows} rows and a batch takes {batch_size}: "
                 "lower data.train_batch_size or add data"
             )
         self.num_rows, self.batch_size, self.seed, self.shuffle = num_rows, batch_size, seed, shuffle
+        self._count = -(-num_rows // batch_size) if keep_rest else num_rows // batch_size
         self.epoch = 0
         self.position = 0
         self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
-        return self.num_rows // self.batch_size
+        return self._count
 
     def __iter__(self) -> Iterator[list[int]]:
         return self

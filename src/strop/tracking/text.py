@@ -21,11 +21,22 @@ class Headline(NamedTuple):
 
 REWARD = "critic/score/mean"
 HEADLINES = (
-    # Fine-tuning and reward modelling; reinforcement learning logs none of these.
+    # Fine-tuning, preferences and reward modelling; reinforcement learning logs none of these.
     Headline("loss", "train/loss", "loss"),
     Headline("accuracy", "train/accuracy", "accuracy"),
+    Headline("accuracy", "train/rewards/accuracy", "accuracy"),
+    Headline("margin", "train/margin", "margin"),
+    Headline("margin", "train/rewards/margin", "margin"),
     Headline("validation loss", "val/loss", "val loss"),
     Headline("validation accuracy", "val/accuracy", "val accuracy"),
+    Headline("validation accuracy", "val/rewards/accuracy", "val accuracy"),
+    Headline("validation margin", "val/margin", "val margin"),
+    Headline("validation margin", "val/rewards/margin", "val margin"),
+    Headline("loss after the last update", "final/loss", "final loss"),
+    Headline("accuracy after the last update", "final/accuracy", "final accuracy"),
+    Headline("accuracy after the last update", "final/rewards/accuracy", "final accuracy"),
+    Headline("margin after the last update", "final/margin", "final margin"),
+    Headline("margin after the last update", "final/rewards/margin", "final margin"),
     Headline("gradient norm", "grad_norm"),
     # Reinforcement learning.
     Headline("reward", REWARD, "reward"),

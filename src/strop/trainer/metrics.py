@@ -111,6 +111,18 @@ class SignalWatch:
         )
 
 
+def cut_answers(metrics: Mapping[str, float], limit: int) -> str | None:
+    """Return a warning if most responses of an iteration were cut at ``limit`` tokens."""
+    share = metrics["response_length/clip_ratio"]
+    if share <= 0.5:
+        return None
+    return (
+        f"{share:.0%} of the answers were cut at data.max_response_length={limit} before they ended, and are "
+        "scored as they stand. Raise it if they need more tokens; strop view RUN shows them. "
+        "(response_length/clip_ratio has the share of each iteration)"
+    )
+
+
 _SEQUENCE_LOSSES = ("loss", "pg_loss", "vf_loss", "entropy_loss", "kl_loss")
 
 

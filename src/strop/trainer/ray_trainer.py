@@ -24,13 +24,19 @@ from strop.files import atomic_write_text
 from strop.protocol import DataProto
 from strop.rewards.base import as_reward
 from strop.tracking.samples import HiddenTokensWarning, write_samples, write_table
-from strop.tracking.text import validation_scores
 from strop.trainer.loop import Run
-from strop.trainer.metrics import PhaseTimer, SignalWatch, peak_memory, speed_metrics, staleness_metrics
+from strop.trainer.metrics import (
+    PhaseTimer,
+    SignalWatch,
+    cut_answers,
+    peak_memory,
+    speed_metrics,
+    staleness_metrics,
+)
 from strop.trainer.pipeline import Pipeline
 from strop.trainer.ppo import PPO, Groups, loss_inputs
 from strop.trainer.run_folder import require_shared_folder
-from strop.trainer.validation import Validator
+from strop.trainer.validation import BestValidation, Validator
 from strop.trainer.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -109,6 +115,7 @@ class RayPPOTrainer:
         self.timer = PhaseTimer()
         self._warn_of_hidden_tokens = HiddenTokensWarning(tokenizer)
         self._signal = SignalWatch(self.config.trainer.warn_without_signal)
+        self._said_cut = False
         self._required_roles()  # raises for one that the mappings lack
         self.actor: Any = None  # worker groups: their methods are those of the workers
         self.rollout: Any = None  # the actor's group unless the two roles are apart
@@ -259,6 +266,9 @@ class RayPPOTrainer:
         self._warn_of_hidden_tokens(batch)
         if warning := self._signal(metrics):
             logger.warning("warning: %s", warning)
+        if not self._said_cut and (warning := cut_answers(metrics, self.config.data.max_response_length)):
+            self._said_cut = True
+            logger.warning("warning: %s", warning)
         return batch, metrics
 
     def fit(self) -> None:
@@ -283,7 +293,7 @@ class ReinforcementRun(Run):
     def __init__(self, trainer: RayPPOTrainer) -> None:
         self.trained = trainer.trained
         super().__init__(trainer)
-        self.best_score: float | None = None
+        self.best = BestValidation()
         self.async_steps_before = 0
 
     def fit(self) -> None:
@@ -311,6 +321,12 @@ class ReinforcementRun(Run):
         if trainer.pipeline is not None:
             with reading_state_of(checkpoint, IN_FLIGHT):
                 trainer.pipeline.restore(checkpoint, with_batches=is_same)
+
+    def iterate(self) -> None:
+        """See ``Run.iterate``; say if an earlier model was better in validation."""
+        super().iterate()
+        if not self.settings.val_only and (found := self.best.if_later_ones_are_worse(self.folder.path)):
+            logger.warning("warning: %s", found)
 
     def save(self) -> None:
         """See ``Run.save``; samples in flight are a part of the checkpoint."""
@@ -373,18 +389,15 @@ class ReinforcementRun(Run):
             self.write(atomic_write_text, self.folder.validation(step).with_suffix(".json"), text)
         if settings.val_only or report.n > 1 or report.shown:
             self.tracking.log_validation(step, report)
-        metrics = report.metrics()
-        means = validation_scores(metrics).values()
-        mean = sum(means) / max(len(means), 1)
-        self.best_score = mean if self.best_score is None else max(mean, self.best_score)
-        return {**metrics, "val/best_score": self.best_score}
+        return {**report.metrics(), "val/best_score": self.best.add(step, report)}
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Run.state_dict``."""
         return {
             **super().state_dict(),
             "kl_controller": self.trainer.ppo.kl_controller.state_dict(),
-            "best_score": self.best_score,
+            "best_score": self.best.score,
+            "best_step": self.best.step,
             "async_steps": self.settings.async_steps,
         }
 
@@ -394,5 +407,5 @@ class ReinforcementRun(Run):
         trainer = self.trainer
         trainer.weights.version = trainer.global_step if trainer.ppo.trains_actor(trainer.global_step) else 0
         self.trainer.ppo.kl_controller.load_state_dict(state["kl_controller"])
-        self.best_score = state["best_score"]
+        self.best = BestValidation(state["best_score"], state.get("best_step"))
         self.async_steps_before = state.get("async_steps", 0)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from strop.checkpoint.folder import PREFIX
 from strop.config.schema import Config
 from strop.protocol import DataProto
 from strop.rewards.base import Reward
@@ -28,6 +31,44 @@ from strop.trainer.sample_statistics import (
 )
 from strop.trainer.scores import PendingScores, with_equal_columns
 from strop.trainer.seeds import sample_seeds
+
+
+class BestValidation:
+    """The validation with the highest mean score over data sources, among those of a run."""
+
+    def __init__(self, score: float | None = None, step: int | None = None) -> None:
+        self.score, self.step = score, step
+        self._last: tuple[int, float, float] | None = None
+
+    def add(self, step: int, report: ValidationReport) -> float:
+        """Count a validation; return the highest mean score so far."""
+        found = [source.scores[f"mean@{report.n}"] for source in report.sources.values()]
+        count = max(len(found), 1)
+        mean = sum(score.value for score in found) / count
+        width = math.hypot(*(score.high - score.low for score in found)) / count
+        self._last = step, mean, width / 4  # of 95 %: two standard errors to each side
+        if self.score is None or mean > self.score:
+            self.score, self.step = mean, step
+        return self.score
+
+    def if_later_ones_are_worse(self, run_folder: Path) -> str | None:
+        """Return a warning if the last score is below the best by more than its standard error."""
+        if self._last is None or self.step is None or self.score is None:
+            return None
+        step, mean, error = self._last
+        if self.score - mean <= error:
+            return None
+        best = run_folder / f"{PREFIX}{self.step}"
+        where = (
+            f"{best} is the best one's model"
+            if best.is_dir()
+            else "the best one's model was not kept: trainer.save_freq with the value of trainer.test_freq "
+            "keeps a checkpoint of each validation"
+        )
+        return (
+            f"the best validation, at step {self.step}, had {self.score:.3f}, and the last, at step {step}, "
+            f"{mean:.3f} (standard error {error:.3f}). The trained model is the last; {where}"
+        )
 
 
 def make_report(

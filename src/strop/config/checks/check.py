@@ -14,6 +14,7 @@ from strop.config.checks.keys import check_keys
 from strop.config.keys import value_at
 from strop.config.placement import Placement
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import NEW_LIB, OLD_LIBS
 from strop.errors import Attempts, ConfigError
 
@@ -53,12 +54,12 @@ def check(config: RootConfig, *, train_rows: int | None = None) -> CheckResult:
     errors = [text for level, text in findings if level == "error"]
     warnings = [text for level, text in findings if level == "warning"]
     if not isinstance(config, Config) or config.trainer.val_only:
-        if (
-            not config.trainer.val_only
-            and train_rows is not None
-            and train_rows < config.data.train_batch_size
-        ):
-            errors.append(too_few_rows(config, train_rows))
+        if train_rows is not None and not config.trainer.val_only:
+            if train_rows < config.data.train_batch_size:
+                errors.append(too_few_rows(config, train_rows))
+            elif isinstance(config, SupervisedConfig):
+                steps = supervised.OptimizerSteps.of(config, train_rows)
+                warnings += [text for _, text in supervised.few_steps(steps)]
         return CheckResult(errors + attempt.lines, warnings, None)
     try:
         plan = BatchPlan.from_config(config, train_rows=train_rows)
@@ -105,6 +106,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     check_keys,
     lora.adapters,
     learning.trackers,
+    learning.learning_rate,
     processes.worker_group,
     processes.restarts,
     inputs.data_files,
@@ -120,7 +122,6 @@ RULES: tuple[Rule, ...] = (
     learning.pluggable_names,
     learning.reward_parts,
     learning.groups,
-    learning.learning_rate,
     learning.mini_batches,
     learning.filtered_groups,
     learning.sampling,

@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import re
 from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import divisors, nearest_in_words
@@ -24,12 +25,15 @@ from strop.config.placement import policy_changing_sampling, sampling_of_whole_r
 from strop.config.reward_parts import SCORERS, read_parts
 from strop.config.roles import is_off_policy, uses_critic, why_the_update_changes_log_probs
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.supervised import SupervisedConfig
 from strop.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _USUAL_SIZE, _USUAL_RATE = 1e8, 1e-5
 """Parameters and a learning rate that suits them; it falls with size: 5e-4 at 1.4e5, 1e-6 at 5e9."""
+_ADAPTERS_FACTOR, _USUAL_OF_ADAPTERS, _LOWEST_OF_ADAPTERS = 10, 1e-4, 1e-5
+"""Rates of LoRA adapters: relative to those of the weights, and of large models or unknown sizes."""
 _WIDEST_SEQUENCE_CLIP = 0.05
 """The ratio of a whole sequence stays nearer to 1 than this; PPO's ranges are from 0.1 on."""
 
@@ -52,18 +56,45 @@ def groups(config: Config) -> Iterator[Finding]:
         )
 
 
-def learning_rate(config: Config) -> Iterator[Finding]:
-    """Warn of a rate of full training at which a model of this size changes next to nothing."""
-    model, rate = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.optim.lr
-    facts = read_model_facts(model.path)
-    if facts is None or facts.parameters is None or model.has_adapters or config.trainer.val_only:
-        return
-    usual = _USUAL_RATE * (_USUAL_SIZE / facts.parameters) ** 0.6
-    if 0 < rate < usual / 8:
-        yield warning(
-            f"{_ACTOR}.optim.lr={rate:g} is low for a model of {facts.parameters / 1e6:.3g} million "
-            f"parameters, whose reward then hardly moves; try {_ACTOR}.optim.lr={usual:.0e}"
-        )
+class TrainedModel(NamedTuple):
+    """Sections of a model that a run trains, and of its update, with their keys."""
+
+    key: str
+    model: Any
+    update_key: str
+    update: Any
+
+
+def trained_models(config: RootConfig) -> Iterator[TrainedModel]:
+    """Yield the models that this run trains."""
+    if isinstance(config, Config):
+        policy, critic = config.actor_rollout_ref, config.critic
+        yield TrainedModel("actor_rollout_ref.model", policy.model, _ACTOR, policy.actor)
+        if uses_critic(config):
+            yield TrainedModel("critic.model", critic.model, "critic", critic)
+    elif isinstance(config, SupervisedConfig):
+        yield TrainedModel("model", config.model, "update", config.update)
+
+
+def learning_rate(config: RootConfig) -> Iterator[Finding]:
+    """Warn of a rate at which a model of this size, or its LoRA adapters, change next to nothing."""
+    for key, model, update_key, update in trained_models(config):
+        rate, facts = update.optim.lr, read_model_facts(model.path)
+        size = facts.parameters if facts is not None else None
+        usual = 0.0 if size is None else _USUAL_RATE * (_USUAL_SIZE / size) ** 0.6
+        lowest, of_model = usual / 8, f"a model of {(size or 0) / 1e6:.3g} million parameters"
+        if model.has_adapters:
+            usual = max(_ADAPTERS_FACTOR * usual, _USUAL_OF_ADAPTERS)
+            lowest = max(_ADAPTERS_FACTOR * lowest, _LOWEST_OF_ADAPTERS)
+            of_model = "LoRA adapters" if size is None else f"LoRA adapters of {of_model}"
+        elif key == "critic.model":
+            continue  # the sizes and rates above were found for policies
+        if 0 < rate < lowest and not config.trainer.val_only:
+            more = f" (about {_ADAPTERS_FACTOR} times that of full training)" if model.has_adapters else ""
+            yield warning(
+                f"{update_key}.optim.lr={rate:g} is low for {of_model}, which hardly changes at that rate; "
+                f"try {update_key}.optim.lr={usual:.0e}{more}"
+            )
 
 
 def mini_batches(config: Config) -> Iterator[Finding]:

@@ -6,44 +6,21 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from strop.config.backends import ENGINES
 from strop.config.checks.finding import Finding, error, warning
+from strop.config.checks.learning import trained_models
 from strop.config.memory.facts import read_model_facts
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, expand, is_url
-from strop.config.roles import reference_is_the_actor, uses_critic, uses_reference
+from strop.config.roles import reference_is_the_actor, uses_reference
 from strop.config.schema import Config, RootConfig
-from strop.config.schema.supervised import SupervisedConfig
-
-_LOWEST_RATE = 1e-5
-
-
-class _Adapted(NamedTuple):
-    key: str
-    model: Any
-    update_key: str
-    update: Any
-
-
-def _adapted(config: RootConfig) -> Iterator[_Adapted]:
-    """Yield the sections of models of this run that have adapters, each with that of its update."""
-    found: list[_Adapted] = []
-    if isinstance(config, Config):
-        policy, critic = config.actor_rollout_ref, config.critic
-        found.append(
-            _Adapted("actor_rollout_ref.model", policy.model, "actor_rollout_ref.actor", policy.actor)
-        )
-        if uses_critic(config):
-            found.append(_Adapted("critic.model", critic.model, "critic", critic))
-    elif isinstance(config, SupervisedConfig):
-        found.append(_Adapted("model", config.model, "update", config.update))
-    yield from (entry for entry in found if entry.model.has_adapters)
 
 
 def adapters(config: RootConfig) -> Iterator[Finding]:
-    """Require a strategy, weights and an adapter that LoRA can use; warn of a rate that is too low for it."""
-    for key, model, update_key, update in _adapted(config):
+    """Require a strategy, weights and an adapter that LoRA can use."""
+    for key, model, update_key, update in trained_models(config):
+        if not model.has_adapters:
+            continue
         given = f"{key}.lora_rank={model.lora_rank}"
         if model.lora_adapter_path is not None:
             given = f"{key}.lora_adapter_path={model.lora_adapter_path}"
@@ -66,12 +43,6 @@ def adapters(config: RootConfig) -> Iterator[Finding]:
             yield error(
                 f"{given} with {key}.target_modules=all-linear: {key}.path={model.path} has routed experts, "
                 f"which cannot have adapters; name other layers, for example {key}.target_modules={ATTENTION}"
-            )
-        if update.optim.lr < _LOWEST_RATE and not config.trainer.val_only:
-            yield warning(
-                f"{update_key}.optim.lr={update.optim.lr:g} with {given}: adapters hardly change at such a "
-                f"rate; usual are {_LOWEST_RATE:g} to 1e-3, ten times and more that of full training "
-                "(docs/lora.md)"
             )
 
 

@@ -3,18 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from strop.config.batch_plan import SUPERVISED_MICRO_BATCH, sequences_of_a_row
 from strop.config.checks import inputs, learning, processes
-from strop.config.checks.finding import Finding, error
+from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import longest_row, value_at
 from strop.config.names import preference_losses
 from strop.config.placement import process_count
 from strop.config.schema.supervised import PairConfig, PreferenceConfig, SupervisedConfig
 
+_FEW_STEPS, _ENOUGH_STEPS = 10, 30
+
 Supervised = TypeVar("Supervised", bound=SupervisedConfig)
 Pairs = TypeVar("Pairs", bound=PairConfig)
+
+
+class OptimizerSteps(NamedTuple):
+    """The optimizer steps of a run, one for each batch; the last batch of an epoch may be smaller."""
+
+    rows: int
+    size: int
+    """Rows in a batch."""
+    epochs: int | None
+    """None: ``trainer.total_training_steps`` decides."""
+    total: int
+
+    @classmethod
+    def of(cls, config: SupervisedConfig, rows: int) -> Self:
+        """Return the steps of ``config`` on ``rows`` training rows."""
+        size, trainer = config.data.train_batch_size, config.trainer
+        if trainer.total_training_steps is not None:
+            return cls(rows, size, None, trainer.total_training_steps)
+        return cls(rows, size, trainer.total_epochs, -(-rows // size) * trainer.total_epochs)
+
+    def __str__(self) -> str:
+        steps = f"{self.total:,} optimizer step{'s' if self.total != 1 else ''}"
+        last = f", the last of an epoch {self.rows % self.size}" if self.rows % self.size else ""
+        epochs = f"{self.epochs or self.total / -(-self.rows // self.size):.3g}"
+        return (
+            f"{steps}: {epochs} epoch{'s' if epochs != '1' else ''} of {self.rows:,} rows in batches of "
+            f"{self.size}{last}"
+        )
+
+
+def few_steps(steps: OptimizerSteps) -> Iterator[Finding]:
+    """Warn of a run that ends before a model can learn, unless somebody chose its number of steps."""
+    if steps.epochs is not None and steps.total < _FEW_STEPS:
+        per_epoch = steps.total // steps.epochs
+        yield warning(
+            f"a model changes little in {steps.total} optimizer step{'s' if steps.total > 1 else ''}: try "
+            f"trainer.total_epochs={-(-_ENOUGH_STEPS // per_epoch)}, or a smaller data.train_batch_size"
+        )
 
 
 def model(config: SupervisedConfig) -> Iterator[Finding]:

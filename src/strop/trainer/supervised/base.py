@@ -6,6 +6,8 @@ runs the loop.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -17,13 +19,13 @@ from typing import Any, ClassVar, Generic
 from strop.checkpoint.hub import Publication, open_publication
 from strop.checkpoint.store import Checkpoints
 from strop.config.checks.check import check
-from strop.config.checks.supervised import Supervised
+from strop.config.checks.supervised import OptimizerSteps, Supervised, few_steps
 from strop.config.placement import GLOBAL_POOL, pools_of
 from strop.config.schema.supervised import SupervisedConfig
 from strop.controller.pools import ResourcePool, Role
 from strop.data.answers import AnsweredDataset
 from strop.data.loader import EpochSampler, PromptLoader, one_pass
-from strop.data.rl_dataset import log_prompts, prompt_options
+from strop.data.rl_dataset import Subset, log_prompts, prompt_options
 from strop.data.sources import Files, Rows, sources
 from strop.protocol import DataProto
 from strop.tracking.report import ShownPair, ValidationReport
@@ -34,6 +36,9 @@ from strop.trainer.metrics import PhaseTimer, peak_memory
 from strop.trainer.run_folder import require_shared_folder
 
 logger = logging.getLogger(__name__)
+
+_FINAL_ROWS = 1000
+"""Training rows on which a model is measured at the end of a run without validation."""
 
 
 class SupervisedTrainer(ABC, Generic[Supervised]):
@@ -71,11 +76,15 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         trained = validated = None
         if not config.trainer.val_only:
             trained = self._dataset(sources(data.train_files, rows))
-            batches = EpochSampler(len(trained), data.train_batch_size, config.trainer.seed, data.shuffle)
-            self.train_loader = self._loader(trained, batches)
-            self.total_steps = config.trainer.total_training_steps or (
-                len(self.train_loader) * config.trainer.total_epochs
+            batches = EpochSampler(
+                len(trained), data.train_batch_size, config.trainer.seed, data.shuffle, keep_rest=True
             )
+            self.train_loader = self._loader(trained, batches)
+            steps = OptimizerSteps.of(config, len(trained))
+            self.total_steps = steps.total
+            logger.info("%s", steps)
+            for finding in few_steps(steps):
+                logger.warning("warning: %s", finding.text)
         if data.val_files:
             validated = self._dataset(sources(data.val_files, rows))
         self.val_loader = self._one_pass(validated) if validated is not None else None
@@ -107,8 +116,23 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         """Return rows of the last evaluation for the trackers to show."""
         return ()
 
-    def finish(self) -> None:
-        """Run after the last iteration and its validation, before the model is saved."""
+    def measure(self) -> dict[str, float]:
+        """Return the metrics ``final/*`` of the trained model on training rows.
+
+        Called after the last iteration, whose own metrics are those before its update, unless it has
+        validated; before the model is saved.
+        """
+        rows = sorted(set(self.rows_of_the_run()))[:_FINAL_ROWS]
+        found = self.evaluate(self._one_pass(Subset(self.train_loader.dataset, rows)))
+        return {f"final/{name}": value for name, value in found.items()}
+
+    def rows_of_the_run(self) -> Sequence[int]:
+        """Return the rows of the training set that this run visits from its start to its end."""
+        batches = copy.copy(self.train_loader.batches)
+        if self.total_steps > len(batches):
+            return range(len(self.train_loader.dataset))
+        batches.epoch = batches.position = 0
+        return [row for rows in itertools.islice(batches, self.total_steps) for row in rows]
 
     def prepare(self, folder: Path) -> None:
         """Compute what the run needs of the model as it was loaded, before a checkpoint is."""
@@ -217,8 +241,9 @@ class SupervisedRun(Run):
         trainer.global_step += 1
         if self.is_due(self.settings.test_freq):
             metrics |= self.validate()
-        if trainer.global_step == trainer.total_steps:
-            trainer.finish()
+        if trainer.global_step == trainer.total_steps and "val/loss" not in metrics:
+            with trainer.timer.phase("testing"):
+                metrics |= trainer.measure()
         return {
             "epoch": trainer.global_step / len(trainer.train_loader),
             **metrics,

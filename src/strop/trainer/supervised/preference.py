@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import itertools
 import json
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -70,7 +67,7 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         found, mode = None, self.config.trainer.resume_mode
         if mode == "auto":  # otherwise these are of a run that is not continued
             found = load(folder / f"{name}.safetensors", **identity)
-        needed = range(len(dataset)) if loader is self.val_loader else self._rows_of_the_run()
+        needed = range(len(dataset)) if loader is self.val_loader else self.rows_of_the_run()
         started = time.perf_counter()
         reference, computed = complete(
             found, dataset, needed, lambda rows: self._infer(Subset(dataset, rows)), **identity
@@ -85,14 +82,6 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         )
         dataset.columns |= reference.columns
         return reference
-
-    def _rows_of_the_run(self) -> Sequence[int]:
-        """Return the rows of the training set that this run visits from its start to its end."""
-        batches = copy.copy(self.train_loader.batches)
-        if self.total_steps > len(batches):
-            return range(len(self.train_loader.dataset))
-        batches.epoch = batches.position = 0
-        return [row for rows in itertools.islice(batches, self.total_steps) for row in rows]
 
     def _infer(self, dataset: Any) -> dict[str, Tensor]:
         """Return ``REFERENCE_INPUTS`` of all rows by the reference."""

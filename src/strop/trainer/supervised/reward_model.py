@@ -15,13 +15,10 @@ from strop.config.schema.supervised import RewardModellingConfig
 from strop.controller.pools import Role
 from strop.data.answers import pair_batch
 from strop.data.loader import PromptLoader
-from strop.data.rl_dataset import Subset
 from strop.protocol import DataProto
 from strop.tracking.report import ShownPair
 from strop.trainer.supervised.base import SupervisedTrainer
 from strop.workers.supervised import RewardModellingWorker
-
-_CALIBRATION_PAIRS = 1000  # training pairs that give the mean score if there are no validation files
 
 
 class PairTrainer(SupervisedTrainer[Pairs]):
@@ -71,7 +68,6 @@ class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
     worker_cls: ClassVar[type] = RewardModellingWorker
     role: ClassVar[Role] = Role.RewardModel
     group_name: ClassVar[str] = "reward_model"
-    _calibrated_step: int | None = None
 
     def evaluate(self, batches: PromptLoader) -> dict[str, float]:
         """Return metrics of all pairs; the mean score becomes the model's offset."""
@@ -85,18 +81,13 @@ class RewardModelTrainer(PairTrainer[RewardModellingConfig]):
         self._scores = chosen_N, rejected_N
         metrics = pair_metrics(chosen_N, rejected_N, np.concatenate(sources))
         self.group.calibrate(metrics["score_mean"], metrics["score_std"])
-        self._calibrated_step = self.global_step
         return metrics
 
-    def finish(self) -> None:
-        """Centre the saved model's scores on the validation pairs, else on training pairs."""
-        if self._calibrated_step == self.global_step:
-            return
-        trained = self.train_loader.dataset
-        first = Subset(trained, range(min(_CALIBRATION_PAIRS, len(trained))))
-        pairs = self.val_loader or self._one_pass(first)
-        with self.timer.phase("testing"):
-            self.evaluate(pairs)
+    def measure(self) -> dict[str, float]:
+        """See ``SupervisedTrainer``; validation pairs, if there are any, centre the saved model's scores."""
+        if self.val_loader is None:
+            return super().measure()
+        return {f"val/{name}": value for name, value in self.evaluate(self.val_loader).items()}
 
 
 def pair_metrics(chosen_N: Tensor, rejected_N: Tensor, sources_N: np.ndarray) -> dict[str, float]:
