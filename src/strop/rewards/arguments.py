@@ -152,6 +152,19 @@ class Function:
             return {**values, **self.options}
         return {**{name: values[name] for name in self.names if name in values}, **self.options}
 
+    def numbers(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return a remark about each of its parameters that is a column of numbers, and not of texts."""
+        remarks = []
+        for name in self.ordered:
+            value = arguments.get(name)
+            first = value[0] if self.is_batch and isinstance(value, list) and value else value
+            if name not in SAMPLE_NAMES and type(first) in (int, float):
+                remarks.append(
+                    f"{name}={first!r} is of type {type(first).__name__}, as in the data; "
+                    f"data.answer_key={name} makes the column text"
+                )
+        return remarks
+
     def of_sample(self, sample: Sample) -> dict[str, Any]:
         """Return the keyword arguments for one sample."""
         return self.arguments(values_of(sample))
