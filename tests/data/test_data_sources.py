@@ -133,7 +133,11 @@ def test_columns_that_only_some_records_have_are_kept(monkeypatch):
         ("a.json", "[1]", ("a.json, record 0", "found 1")),
         ("a.csv", "a,b\n1,2\n1,2,3\n", ("a.csv", "Row #3", "Expected 2 columns, got 3")),
         ("a.csv", "a,a\n1,2\n", ("a.csv", "two columns", "'a'")),
-        ("a.csv", b"a\n\xff\n", ("a.csv", "UTF-8")),
+        ("a.csv", b"a,b\n1,x\n2,gr\xfcn\n", ("a.csv, line 3", "not UTF-8", "gr\\xfcn", "iconv -f LATIN1")),
+        ("a.csv", b"gr\xfcn,b\n1,x\n", ("a.csv, line 1", "not UTF-8")),
+        ("a.csv", "a;b\n1;x\n2;grün\n".encode("utf-16"), ("a.csv: the text is UTF-16", "iconv -f UTF-16")),
+        ("a.jsonl", b'{"a": "x"}\n{"a": "gr\xfcn"}\n', ("a.jsonl, line 2", "not UTF-8", "iconv")),
+        ("a.json", '[{"a": "x"}]'.encode("utf-16"), ("a.json: the text is UTF-16", "iconv")),
         ("a.xlsx", "x", ("a.xlsx", "format is not known", ".csv")),
     ],
 )
@@ -198,6 +202,14 @@ def test_csv_files_may_have_the_semicolons_or_tabs_of_spreadsheets(tmp_path, con
         handle.write(content.encode())
     assert read_table(tmp_path / "t.csv").to_pylist() == rows
     assert read_table(tmp_path / "t.csv.gz").to_pylist() == rows
+
+
+def test_columns_of_a_tsv_file_are_separated_by_tabs(tmp_path, tokenizer):
+    (tmp_path / "t.tsv").write_text("question,it\tanswer;s\n2,3\t5\n")
+    assert read_table(tmp_path / "t.tsv").to_pylist() == [{"question,it": "2,3", "answer;s": 5}]
+    (tmp_path / "t.csv").write_text("question|answer\n2|3\n")
+    with pytest.raises(DataError, match=naming("'|' separates", "commas, semicolons or tabs")):
+        RLHFDataset(tmp_path / "t.csv", tokenizer, prompt_key="question", max_prompt_length=9)
 
 
 def test_nested_columns_are_reached_with_a_dot(tokenizer):

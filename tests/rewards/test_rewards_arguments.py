@@ -168,6 +168,12 @@ def test_a_missing_argument_is_named_with_the_columns():
         ConfigError, match=naming("'anwser'", "did you mean 'answer'", "level", "n_prompt_tokens")
     ):
         function.require(["answer", "level"])
+    function = Function(lambda response, solution: 1.0, "compute_score")  # like solution_str, the response
+    with pytest.raises(
+        ConfigError, match=naming("'solution'", "the model's response", "'ground_truth'", "data.answer_key")
+    ) as raised:
+        function.require(["loesung"])
+    assert "did you mean" not in str(raised.value)
     function = Function(lambda completions, answers: 1.0, "compute_score")
     with pytest.raises(ConfigError, match=naming("'answers'", "completion_ids")):
         function.require(["answer"])

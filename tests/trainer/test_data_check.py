@@ -91,6 +91,15 @@ def failing(response, ground_truth):
 
 def misspelt(response, anwser):
     return 0.0
+
+def of_numbers(response, level, number):
+    return float(response == number)
+
+def second(response, level, answer):
+    return float(response == answer)
+
+def distance(response, number):
+    return -abs((int(response) if response else 99) - number)
 """
 
 
@@ -101,13 +110,16 @@ def misspelt(response, anwser):
         ("with_truth", False, ["an empty text (the row has no ground truth", ": 0, length 0 ("]),
         ("trl", False, ["everything (**kwargs)", "its column 'answer' as the response: '0': 1 ("]),
         ("without_answer", True, ["its ground truth as the response: '0': 1 ("]),
+        ("second", False, ["its column 'answer' as the response: '0': 1 ("]),
+        ("distance", False, ["its column 'number' as the response: '0': 0 ("]),
     ],
 )
 def test_the_first_row_is_scored_with_the_answer_that_the_function_reads(
     inputs, tmp_path, name, answered, shown
 ):
-    _, errors, scored = check_custom(inputs, tmp_path, name, answered)
+    warnings, errors, scored = check_custom(inputs, tmp_path, name, answered)
     assert errors == []
+    assert not any("expected more for a right answer" in line for line in warnings)
     assert [word for word in [f"name={name!r}", *shown] if word not in scored] == []
 
 
@@ -116,6 +128,7 @@ def check_custom(inputs, tmp_path, name, answered):
     for row in rows:
         target = row["reward_model"] if answered else row.pop("reward_model")
         row["answer"] = target["ground_truth"]
+        row["number"], row["level"] = int(row["answer"]), "hard"
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     (tmp_path / "reward.py").write_text(CUSTOM)
     options = [f"data.{kind}_files={tmp_path}/rows.parquet" for kind in ("train", "val")]
@@ -135,5 +148,16 @@ def test_a_function_without_ground_truths_is_warned_of_and_one_that_fails_is_an_
     assert len(errors) == 1
     assert "its ground truth as the response: '0'" in errors[0]
     assert "cannot read it" in errors[0]
+    warnings, errors, _ = check_custom(inputs, tmp_path, "of_numbers", False)
+    assert [line for line in warnings if "expected more for a right answer" in line] == [
+        Message(
+            "name='of_numbers'",
+            "'level' scores 0",
+            "'number' scores 0",
+            "number=0 is of type int",
+            "data.answer_key=number",
+        )
+    ]
+    assert errors == []
     _, errors, _ = check_custom(inputs, tmp_path, "misspelt", True)
     assert "did you mean 'answer'" in errors[0]

@@ -148,17 +148,17 @@ def check_inputs(config: RootConfig) -> tuple[list[str], list[str], str]:
             trainer = attempt(lambda: build(TRAINERS[type(config)], config, with_weights=False))
     finally:
         logger.removeHandler(log)
-    scored = ""
+    scored, doubt = "", ""
     if trainer is not None and isinstance(config, Config):
-        scored = attempt(lambda: _score_one_row(trainer)) or ""
+        scored, doubt = attempt(lambda: _score_one_row(trainer)) or ("", "")
         trainer.reward_fn.close()
         trainer.val_reward_fn.close()
     warnings = [record.getMessage().removeprefix("warning: ") for record in log.buffer]
-    return warnings, attempt.lines, scored
+    return [*warnings, doubt] if doubt else warnings, attempt.lines, scored
 
 
-def _score_one_row(trainer: RayPPOTrainer) -> str:
-    """Score the first row with its right answer as the response; return the result in words.
+def _score_one_row(trainer: RayPPOTrainer) -> tuple[str, str]:
+    """Score the first row with its right answer as the response; return the result in words, and a warning.
 
     Raises ``RewardError`` if the user's function fails.
     """
@@ -169,7 +169,7 @@ def _score_one_row(trainer: RayPPOTrainer) -> str:
     manager = trainer.val_reward_fn if val_only else trainer.reward_fn
     loader = trainer.val_loader if val_only else trainer.train_loader
     if not isinstance(manager, RewardManager):
-        return ""
+        return "", ""
     prompts = loader.collate_fn([loader.dataset[0]])
     started = time.monotonic()
     found = manager.score_example(
@@ -177,17 +177,19 @@ def _score_one_row(trainer: RayPPOTrainer) -> str:
         has_reward_model=trainer.config.reward_model.enable,
     )
     if found is None:
-        return ""
-    what, response, outcome = found
+        return "", ""
+    outcome = found.outcome
     where = manager.scorer.own.where
     taken = ", ".join(sorted(manager.scorer.wanted)) if manager.scorer.wanted else "everything (**kwargs)"
-    of_row = f"the first row, with {what} as the response" + (f": {response!r:.80}" if response else "")
+    response = f": {found.response!r:.80}" if found.response else ""
+    of_row = f"the first row, with {found.what} as the response{response}"
     if outcome.error:
         raise RewardError(f"{where} (it takes {taken}) fails for {of_row}\n{outcome.error.strip()}")
     score = "None: it does not apply" if outcome.score is None else f"{outcome.score:g}"
     parts = "".join(f", {name} {value:g}" for name, value in outcome.parts.items())
     seconds = time.monotonic() - started
-    return f"{where} takes {taken}\nscore of {of_row}: {score}{parts} ({seconds:.2f} s)"
+    result = f"{where} takes {taken}\nscore of {of_row}: {score}{parts} ({seconds:.2f} s)"
+    return result, f"{where}: {found.doubt}" if found.doubt else ""
 
 
 def render(result: CheckResult, config: RootConfig, *, only_differences: bool = False) -> Group:

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``strop score`` to ``parser``."""
     parser.add_argument(
         "file",
-        help="rows with an answer each: .parquet, .jsonl, .json, .csv, owner/name:split",
+        help="rows with an answer each: .parquet, .jsonl, .json, .csv, .tsv, owner/name:split",
     )
     add = parser.add_argument
     add(

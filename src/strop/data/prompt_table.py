@@ -179,6 +179,7 @@ _USUAL_NAMES = {
     "rejected": "rejected dispreferred loser worse",
 }
 """What a column for a key ``data.*_key`` is usually called, the likeliest first."""
+_OTHER_SEPARATOR = re.compile(r"[|:;,\t]")
 _PLAIN_NAME = re.compile(r"[\w.]+")
 
 
@@ -204,7 +205,14 @@ def require_columns(name: str, table: pa.Table, keys: Mapping[str, str]) -> None
     if not set(lacking) <= guesses.keys():
         advice = " and ".join(f"data.{what}_key" for what in lacking) + " to one of them"
     names = " and ".join(f"{keys[what]!r} (data.{what}_key)" for what in lacking)
-    raise DataError(f"{name}: there is no column {names}; found {found}; set {advice}")
+    remedy = f"set {advice}"
+    mark = _OTHER_SEPARATOR.search(found[0]) if len(found) == 1 else None
+    if mark is not None and (".csv" in name or ".tsv" in name):
+        remedy = (
+            f"if {mark.group()!r} separates its columns, replace it: columns of a .csv file are separated by "
+            f"commas, semicolons or tabs, those of a .tsv file by tabs; else {remedy}"
+        )
+    raise DataError(f"{name}: there is no column {names}; found {found}; {remedy}")
 
 
 def _nearest(what: str, key: str, found: Sequence[str]) -> str | None:

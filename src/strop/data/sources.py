@@ -1,12 +1,13 @@
 """Rows of anything that holds some: files, saved data sets, data sets on the hub, rows in memory.
 
 All become one Arrow table, so that what follows does not depend on where rows come from. The format of a file
-follows from its name: ``.parquet``, ``.jsonl`` or ``.json`` (also ``.gz``), ``.csv``. Nothing here imports
-torch.
+follows from its name: ``.parquet``, ``.jsonl``, ``.json``, ``.csv`` or ``.tsv``, the texts also with ``.gz``.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import importlib
@@ -30,7 +31,7 @@ from strop.data.fetch import local_path
 from strop.data.records import CHUNK_ROWS, json_records, records_table, table_of
 from strop.errors import DataError, MissingExtraError
 
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz")
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".tsv", ".tsv.gz")
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,10 @@ def read_table(
         kind = _format(found, name)
         if kind == "parquet":
             return pq.read_table(found)
-        if kind == "csv":
-            return _csv_table(name, found, texts)
-        return records_table(name, lambda: json_records(name, found), texts)
+        with _reading_text(name, found):
+            if kind == "csv":
+                return _csv_table(name, found, texts)
+            return records_table(name, lambda: json_records(name, found), texts)
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -97,10 +99,12 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     with reading(name):
         kind = _format(path, name)
         if kind == "json":
-            yield from (record for _, record in json_records(name, path))
+            with _reading_text(name, path):
+                yield from (record for _, record in json_records(name, path))
             return
         if kind == "csv":
-            batches: Iterable[pa.RecordBatch] = _csv_table(name, path, ()).to_batches(CHUNK_ROWS)
+            with _reading_text(name, path):
+                batches: Iterable[pa.RecordBatch] = _csv_table(name, path, ()).to_batches(CHUNK_ROWS)
         else:
             batches = pq.ParquetFile(path).iter_batches()
         first_row = 0
@@ -209,6 +213,33 @@ def reading(name: str) -> Generator[None]:
         raise DataError(f"{name}: cannot be read: {error}") from error
 
 
+@contextmanager
+def _reading_text(name: str, path: Path) -> Generator[None]:
+    """Replace an error of the body by one about the encoding of the file at ``path``, if it is not UTF-8."""
+    try:
+        yield
+    except (pa.ArrowException, UnicodeDecodeError, DataError) as error:
+        if found := _other_encoding(path):
+            raise DataError(f"{name}{found}") from error
+        raise
+
+
+def _other_encoding(path: Path) -> str:
+    """Return where a file of texts is not UTF-8, and how to convert it; "" if it is."""
+    convert = "save it as UTF-8, or convert it: iconv -f {} -t UTF-8 OLD > NEW"
+    with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                return f": the text is UTF-16, expected UTF-8; {convert.format('UTF-16')}"
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                shown = line[max(error.start - 20, 0) : error.end + 20]
+                where = f", line {number}: text that is not UTF-8: {shown!r}; "
+                return where + convert.format("LATIN1") + ", with the encoding that it has"
+    return ""
+
+
 def load_from_hub(repo: str, config: str | None, **options: Any) -> Any:
     """Return what ``datasets.load_dataset`` returns; ``DataError`` if it cannot load."""
     datasets = _datasets(f"reading {repo} from the hub")
@@ -234,8 +265,8 @@ def _datasets(needed_for: str) -> Any:
 
 def _format(path: Path, name: str) -> str:
     """Return parquet, json or csv; a file of another name must begin as parquet files do."""
-    words = path.name.partition("?")[0].lower().removesuffix(".gz").rsplit(".", 1)
-    kind = {"parquet": "parquet", "jsonl": "json", "json": "json", "csv": "csv"}.get(words[-1])
+    kinds = {"parquet": "parquet", "jsonl": "json", "json": "json", "csv": "csv", "tsv": "csv"}
+    kind = kinds.get(_suffix(path))
     if kind is None:
         with path.open("rb") as handle:
             if handle.read(4) != b"PAR1":
@@ -243,6 +274,10 @@ def _format(path: Path, name: str) -> str:
                     f"{name}: the format is not known; expected a name that ends in {', '.join(SUFFIXES)}"
                 )
     return kind or "parquet"
+
+
+def _suffix(path: Path) -> str:
+    return path.name.partition("?")[0].lower().removesuffix(".gz").rpartition(".")[2]
 
 
 def saved_splits(folder: Path) -> list[str]:
@@ -269,7 +304,7 @@ def _saved_table(folder: Path) -> pa.Table:
 
 def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
     """Return a CSV file with types inferred by pyarrow, but dates as text; an empty field is null."""
-    delimiter = _delimiter(path)
+    delimiter = "\t" if _suffix(path) == "tsv" else _delimiter(path)
 
     def read(text_columns: Iterable[str]) -> pa.Table:
         return pyarrow.csv.read_csv(
@@ -289,7 +324,7 @@ def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
         table = read([*texts, *dates])
     for field in table.schema:
         if pa.types.is_binary(field.type):
-            raise DataError(f"{name}, field {field.name}: text that is not UTF-8")
+            raise DataError(f"{name}, field {field.name}: text that is not UTF-8")  # _reading_text: the line
         if table.column_names.count(field.name) > 1:
             raise DataError(f"{name}: two columns have the name {field.name!r}")
     return table

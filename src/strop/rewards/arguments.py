@@ -44,6 +44,7 @@ BATCH_NAMES = {
 }
 """Parameters of a batch function -> the value of one sample in the list."""
 _ALWAYS_OF_BATCHES = ("prompts", "completions", "completion_ids")
+_OF_THE_RESPONSE = {"response", "solution_str", "completions", "responses", "solution_strs"}
 WHEN_COMPLETE = frozenset({"truncated"})
 """Values that are known once the whole batch is generated; ``**kwargs`` of a function for one sample lacks
 them, so that it can score while other samples are generated."""
@@ -126,12 +127,17 @@ class Function:
         missing = [name for name in self.required if name not in known]
         if not missing:
             return
-        close = difflib.get_close_matches(missing[0], sorted(known), n=1)
+        (close,) = difflib.get_close_matches(missing[0], sorted(known), n=1) or ("",)
+        hint = f" (did you mean {close!r}?)" if close else ""
+        if close in _OF_THE_RESPONSE:  # `solution` may be meant as the right answer
+            hint = (
+                f" ({close!r} is the model's response; the right answer is 'ground_truth', from the column "
+                "that data.answer_key names, or a column by its own name)"
+            )
         named = " and ".join(f"the argument {name!r}" for name in missing)
         raise ConfigError(
             f"{self.where} needs {named}, and there is no such value or column"
-            + (f" (did you mean {close[0]!r}?)" if close else "")
-            + f". It can take the columns {', '.join(sorted(columns))}; "
+            + f"{hint}. It can take the columns {', '.join(sorted(columns))}; "
             + (f"for a batch {', '.join(BATCH_NAMES)}; " if self.is_batch else "")
             + f"and {', '.join(SAMPLE_NAMES)}. Rename the parameter, or give it a default"
         )
@@ -145,6 +151,19 @@ class Function:
         if self.takes_all:
             return {**values, **self.options}
         return {**{name: values[name] for name in self.names if name in values}, **self.options}
+
+    def numbers(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return a remark about each of its parameters that is a column of numbers, and not of texts."""
+        remarks = []
+        for name in self.ordered:
+            value = arguments.get(name)
+            first = value[0] if self.is_batch and isinstance(value, list) and value else value
+            if name not in SAMPLE_NAMES and type(first) in (int, float):
+                remarks.append(
+                    f"{name}={first!r} is of type {type(first).__name__}, as in the data; "
+                    f"data.answer_key={name} makes the column text"
+                )
+        return remarks
 
     def of_sample(self, sample: Sample) -> dict[str, Any]:
         """Return the keyword arguments for one sample."""

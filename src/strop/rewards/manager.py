@@ -29,13 +29,15 @@ from strop.rewards.reward_output import (
 )
 from strop.rewards.router import BuiltInScorer, Router
 from strop.rewards.sample_values import (
+    Example,
     SampleValues,
-    example_response,
+    doubt,
+    example_answers,
     row_fields,
     warn_without_ground_truths,
-    with_response,
 )
 from strop.rewards.scorer import Scorer
+from strop.rewards.worker.feed import Feed
 from strop.rewards.worker.pool import reward_process
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
 
@@ -173,17 +175,30 @@ class RewardManager(Reward):
         values = SampleValues(self.scorer, self.tokenizer, prompts, self.prompt_key)
 
         def sample(row: int, token_ids: list[int]) -> Sample:
-            response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-            source, ground_truth, extra = fields[row]
-            parts = required[row] if self._part_scorers else None
             truncated = pending.truncated(row) if self.scorer.waits else None
-            named = values.of(row // n, token_ids, response, truncated=truncated)
-            return Sample(source, response, ground_truth, extra, parts, len(token_ids), named)
+            return self._sample(values, row // n, fields[row], required[row], token_ids, truncated=truncated)
 
         compose = functools.partial(self._compose, [RULE in parts for parts in required])
         is_scored = [bool(parts) for parts in required]
         pending = PendingSamples(self._last_job, is_scored, sample, compose, waits=self.scorer.waits)
         return pending
+
+    def _sample(
+        self,
+        values: SampleValues,
+        prompt: int,
+        fields: tuple[str, Any, Any],
+        parts: tuple[str, ...],
+        token_ids: list[int],
+        *,
+        truncated: bool | None,
+    ) -> Sample:
+        """Return the scorer's input for a response to the prompt in row ``prompt`` of ``values``."""
+        response = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        source, ground_truth, extra = fields
+        named = values.of(prompt, token_ids, response, truncated=truncated)
+        needed = parts if self._part_scorers else None
+        return Sample(source, response, ground_truth, extra, needed, len(token_ids), named)
 
     def _compose(
         self,
@@ -292,23 +307,41 @@ class RewardManager(Reward):
         """Warn if a user's function names the ground truth, and no row has one."""
         warn_without_ground_truths(self._own_functions(), rows)
 
-    def score_example(self, prompts: DataProto, *, has_reward_model: bool) -> tuple[str, str, Outcome] | None:
+    def score_example(self, prompts: DataProto, *, has_reward_model: bool) -> Example | None:
         """Score one row, as a check, with its right answer as the response.
 
-        ``prompts`` is a batch of one row. Returns what the response is, its text, and the outcome; None
-        without a function of the user's. The response is the ground truth if a function takes it; else the
-        first of the columns that they name; else the ground truth, or empty without one. Raises as
-        ``__call__``.
+        ``prompts`` is a batch of one row. Returns None without a function of the user's. The response is the
+        ground truth if a function takes it; else one of the columns that they name, the first with a score
+        above 0; else the ground truth, or empty without one.
         """
-        has_own = self._own_functions() or (self._router is not None and self._router.has_own)
-        if not has_own or not any(self._required(prompts, has_model=has_reward_model)):
+        own = self._own_functions()
+        if not own and (self._router is None or not self._router.has_own):
             return None
-        what, text = example_response(self._own_functions(), prompts, self.prompt_key, self.reward_fn_key)
-        batch = with_response(prompts, text, self.tokenizer)
-        pending = self._expect(batch, n=1, with_model=has_reward_model)
-        pending.complete(batch)
-        (outcome,) = pending.outcomes()
-        return None if outcome is None else (what, text, outcome)
+        (parts,) = self._required(prompts, has_model=has_reward_model)
+        if not parts:
+            return None
+        (fields,) = row_fields(prompts, self.reward_fn_key)
+        values = SampleValues(self.scorer, self.tokenizer, prompts, self.prompt_key)
+
+        def score(what: str, text: str) -> Example:
+            ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+            sample = self._sample(values, 0, fields, parts, ids, truncated=False)
+            (outcome,) = self._process.evaluate_all(Feed.of([sample]))
+            return Example(what, text, outcome)
+
+        answers, is_taken = example_answers(own, prompts, self.prompt_key, self.reward_fn_key)
+        first, *others = answers
+        example = score(*first)
+        if not example.is_without_reward() or not is_taken or self._router is not None:
+            return example
+        scored = [example]
+        for answer in others:
+            scored.append(score(*answer))
+            if (scored[-1].outcome.score or 0.0) > 0:
+                return scored[-1]
+        columns = {name: column[0] for name, column in prompts.non_tensor_batch.items()}
+        example.doubt = doubt(scored, score("", ""), self.scorer.own.numbers(columns))
+        return example
 
     def _own_functions(self) -> list[Function]:
         """Return the user's functions: the custom one, and those of parts."""

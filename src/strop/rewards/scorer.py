@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from strop.config.reward_parts import KEY, RULE
-from strop.rewards.arguments import SAMPLE_NAMES, Function
+from strop.rewards.arguments import Function
 from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, outcome_of
 
 Found = TypeVar("Found")
@@ -114,14 +114,8 @@ async def _called(function: Function, arguments: Mapping[str, Any]) -> Any:
         result = function.function(**arguments)
         return await result if inspect.isawaitable(result) else result
     except (TypeError, AttributeError) as error:
-        for name in function.ordered:
-            value = arguments.get(name)
-            first = value[0] if function.is_batch and isinstance(value, list) and value else value
-            if name not in SAMPLE_NAMES and type(first) in (int, float):
-                error.add_note(
-                    f"{name}={first!r} is of type {type(first).__name__}, as in the data; "
-                    f"data.answer_key={name} makes the column text"
-                )
+        for remark in function.numbers(arguments):
+            error.add_note(remark)
         raise
 
 

@@ -18,7 +18,7 @@ from strop.config.schema.base import (
 NO_VALIDATION = no_effect(
     "with data.val_files=[]", lambda at: at.value not in (False, -1, 0) and not at.config.data.val_files
 )
-PROMPT_FILE = "files of rows: .parquet, .jsonl, .json, .csv (docs/data.md)"
+PROMPT_FILE = "files of rows: .parquet, .jsonl, .json, .csv, .tsv (docs/data.md)"
 
 
 class RowsConfig(Section):
@@ -35,7 +35,7 @@ class RowsConfig(Section):
             when="unless trainer.val_only",
         ),
     ]
-    """Training rows: .parquet, .jsonl, .json, .csv, a saved data set, owner/name:split; or a list of them."""
+    """Training rows: .parquet, .jsonl, .json, .csv, .tsv, a saved data set, owner/name:split; or a list."""
     val_files: Annotated[
         Names,
         Required(
