@@ -52,7 +52,7 @@ def test_check_prints_the_plan_and_the_resolved_configuration_without_torch(inpu
     )
     assert "status 0" in run.stdout, run.stderr
     assert "torch" not in run.stdout.splitlines()[-1]
-    for text in ("16", "iterations", "optimizer steps", "train_batch_size: 8", "sequences"):
+    for text in ("16", "iterations", "optimizer steps", "train_batch_size: 8", "tokens each"):
         assert text in run.stdout, run.stdout
     assert not (inputs / "unused").exists()
 

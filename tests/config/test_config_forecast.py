@@ -130,10 +130,15 @@ def test_options_that_save_memory(model):
 
 
 def test_ranks_that_share_sequences_have_a_part_of_the_activations(model):
-    memory = forecast_of(model[0], "trainer.n_gpus_per_node=2", "critic.ulysses_sequence_parallel_size=2")
+    each = "use_no_sync_for_gradient_accumulation=False"  # no whole gradients beside the activations
+    shards = f"actor_rollout_ref.actor.fsdp_config.{each}", f"critic.model.fsdp_config.{each}"
+    two = "trainer.n_gpus_per_node=2", "critic.ulysses_sequence_parallel_size=2"
+    memory = forecast_of(model[0], *two, *shards)
     assert memory.phases["critic update: activations"] == 8 * 30 // 2 * 2 * 16 * 68
     actors = min(8, 12 // 2)  # sequences of the actor's rank, which shares none
     assert memory.phases["actor update: activations, logits"] == actors * 30 * (2 * 16 * 68 + 50 * 4 * 3)
+    once = forecast_of(model[0], *two, shards[0]).phases["critic update: activations"]
+    assert once == memory.phases["critic update: activations"] + 4 * model[1]
 
 
 def test_a_reward_model_counts_and_an_unknown_model_leaves_the_peak_open(model):
