@@ -37,7 +37,11 @@ from strop.config.trees import recorded_run
 from strop.errors import ConfigError
 
 MOST_TOKENS = 8192
-"""More tokens in a pass make it no faster."""
+"""More tokens in a pass make it no faster.
+
+An update of 5 million parameters on one core takes with 512, 1k, 2k, 4k, 8k and 16k tokens 1.31, 1.15, 1.04,
+1.03, 1 and 1.02 of the least time in bfloat16, and in float32 1.18, 1.15, 1, 1.09, 1.07 and 1.16.
+"""
 _ROWS_OF_AN_UNKNOWN_MODEL = 8
 # Of the memory beside the models; the rest is for samples, what allocators keep, and the system.
 _SHARE_OF_A_PASS, _SHARE_OF_GRADIENTS = 0.5, 0.25
