@@ -18,7 +18,7 @@ from strop.data.answers import pair_batch
 from strop.errors import ConfigError, DataError
 from strop.models.loader import load_scorer
 from strop.models.scorer import PairScorer, SequenceScorer
-from strop.trainer.supervised import RewardModelTrainer, build
+from strop.trainer.supervised import RewardModelTrainer, base, build
 from strop.workers.supervised import pair_objective
 
 from messages import mentions, naming
