@@ -176,5 +176,8 @@ def test_a_model_that_was_better_before_is_named_with_its_checkpoint_or_how_to_k
     resumed = BestValidation(best.score, best.step)
     assert resumed.if_later_ones_are_worse(tmp_path) is None  # nothing was validated since
     resumed.add(10, worse)
+    start = BestValidation(0.75, 0)
+    start.add(10, worse)
+    assert mentions(start.if_later_ones_are_worse(tmp_path), "step 0", "the model that training began with")
     (tmp_path / "global_step_4").mkdir()
     assert str(tmp_path / "global_step_4") in resumed.if_later_ones_are_worse(tmp_path)
