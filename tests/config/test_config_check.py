@@ -13,10 +13,11 @@ from safetensors.numpy import save_file
 from strop.algorithms.advantages import ESTIMATORS
 from strop.algorithms.policy_loss import POLICY_LOSSES
 from strop.config.checks.check import check
+from strop.config.checks.supervised import OptimizerSteps
 from strop.config.load import load_config, load_tree
 from strop.config.names import estimators, needs_critic, policy_losses
 from strop.config.roles import critic_tokenizer, tokenizer_paths
-from strop.config.trees import SFT
+from strop.config.trees import DPO, REWARD_MODELLING, SFT
 from strop.errors import ConfigError
 
 from messages import Message, mentions, naming
@@ -153,6 +154,54 @@ def test_a_learning_rate_that_is_low_for_the_size_of_the_model_is_named(report, 
     assert mentions(line, f"{ACTOR}.optim.lr=1e-06 is low", "0.01 million", f"{ACTOR}.optim.lr=3e-03")
     for quiet in (f"{ACTOR}.optim.lr=1e-3", f"{ACTOR}.optim.lr=0", "trainer.val_only=True"):
         assert doubts(report(quiet)) == []
+
+
+def test_low_rates_of_adapters_are_ten_times_those_of_weights(report, tmp_path):
+    shape = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 10}
+    (tmp_path / "model/config.json").write_text(json.dumps(shape))
+    save_file({"weight": np.zeros(133_000, dtype=np.int8)}, tmp_path / "model/model.safetensors")
+    weights, adapters = f"{ACTOR}.optim.lr", "actor_rollout_ref.model.lora_rank=16"
+    assert doubts(report(f"{weights}=1e-4")) == []
+    (line,) = doubts(report(f"{weights}=1e-4", adapters))
+    assert mentions(line, f"{weights}=0.0001 is low", "LoRA", "0.133 million", f"{weights}=5e-03")
+    assert doubts(report(f"{weights}=5e-3", adapters)) == []
+
+
+@pytest.mark.parametrize("tree", [SFT, REWARD_MODELLING, DPO])
+def test_steps_and_rate_of_a_supervised_run_on_few_rows_are_named(tree, tmp_path):
+    shape = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 10}
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model/config.json").write_text(json.dumps(shape))
+    save_file({"weight": np.zeros(133_000, dtype=np.int8)}, tmp_path / "model/model.safetensors")
+    options = [f"model.path={tmp_path / 'model'}", "data.train_files=rows.jsonl", "data.train_batch_size=32"]
+
+    def found(*more):
+        config = load_tree(tree, [*options, "update.optim.lr=1e-6", *more])
+        about = ("optim.lr", "optimizer step")
+        return [line for line in check(config, train_rows=50).warnings if any(map(line.__contains__, about))]
+
+    rate, steps = found()
+    assert mentions(rate, "update.optim.lr=1e-06 is low", "update.optim.lr=5e-04")
+    assert mentions(steps, "2 optimizer steps", "trainer.total_epochs=15", "data.train_batch_size")
+    assert found("update.optim.lr=5e-4", "trainer.total_epochs=15") == []
+    assert found("update.optim.lr=5e-4", "trainer.total_training_steps=2") == []
+
+
+def test_the_steps_of_a_supervised_run_count_the_last_smaller_batch():
+    options = ["model.path=m", "data.train_files=rows.jsonl", "data.train_batch_size=32"]
+    said = [
+        str(OptimizerSteps.of(load_tree(DPO, [*options, *more]), rows))
+        for more, rows in [
+            ([], 50),
+            (["trainer.total_epochs=3"], 64),
+            (["trainer.total_training_steps=3"], 50),
+        ]
+    ]
+    assert said == [
+        "2 optimizer steps: 1 epoch of 50 rows in batches of 32, the last of an epoch 18",
+        "6 optimizer steps: 3 epochs of 64 rows in batches of 32",
+        "3 optimizer steps: 1.5 epochs of 50 rows in batches of 32, the last of an epoch 18",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from itertools import islice
 
 import pytest
@@ -79,3 +80,11 @@ def test_one_pass_keeps_the_smaller_last_batch():
     assert list(batches) == [[0, 1, 2], [3, 4, 5], [6]]
     assert list(one_pass(3, 100)) == [[0, 1, 2]]
     assert list(one_pass(6, 3)) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_rows_that_fill_no_batch_are_a_last_smaller_one_if_they_are_kept():
+    sampler = EpochSampler(7, 3, seed=5, keep_rest=True)
+    epochs = [take(sampler, len(sampler)) for _ in range(2)]
+    assert [[len(batch) for batch in epoch] for epoch in epochs] == [[3, 3, 1]] * 2
+    assert [sorted(itertools.chain(*epoch)) for epoch in epochs] == [list(range(7))] * 2
+    assert (sampler.epoch, sampler.position) == (2, 0)

@@ -76,7 +76,7 @@ def test_every_column_of_the_samples_has_a_line(run_dir, documented):
 def test_what_is_drawn_and_shown_is_what_runs_log(run_dir):
     logged = names_in_order(read_metrics(run_dir / "metrics.jsonl"))
     drawn = [name for panel in PANELS for name in panel.curves.values()]
-    supervised = ("train/", "val/", "grad_norm")
+    supervised = ("train/", "val/", "final/", "grad_norm")
     shown = [line.metric for line in HEADLINES if not line.metric.startswith(supervised)]
     assert [name for name in drawn + shown if name not in logged] == []
 

@@ -328,3 +328,16 @@ def test_a_browser_follows_a_run_that_writes(browser, tmp_path):
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_report_replaces_no_file_that_nobody_named(run_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.html").write_text("another's")
+    options = ["report", str(run_dir), "--steps", "1", "--samples", "1"]
+    assert main(options) == 2
+    assert "run.html exists already" in capsys.readouterr().err
+    assert (tmp_path / "run.html").read_text() == "another's"
+    assert main([*options, "--out", "run.html"]) == 0
+    (tmp_path / "run.html").unlink()
+    assert main(options) == 0
+    assert (tmp_path / "run.html").read_text().startswith("<!DOCTYPE html>")

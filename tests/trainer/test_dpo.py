@@ -34,16 +34,16 @@ def trained(inputs):
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Numbers of rows that the workers evaluate."""
+    """Numbers of rows that the workers evaluate with the reference."""
     found = []
-    evaluate = PreferenceWorker.evaluate
+    evaluate = PreferenceWorker.evaluate_reference
 
     def counted(self, batch):
         found.append(len(batch))
         return evaluate(self, batch)
 
     counted.__dict__.update(evaluate.__dict__)
-    monkeypatch.setattr(PreferenceWorker, "evaluate", counted)
+    monkeypatch.setattr(PreferenceWorker, "evaluate_reference", counted)
     return found
 
 
@@ -86,6 +86,28 @@ def test_metrics_agree_with_the_exported_model(inputs, trained):
     assert last["val/loss"] == pytest.approx(-torch.nn.functional.logsigmoid(margins).mean().item(), abs=1e-5)
     tokens = sum(len(dataset[row]["chosen"]) for row in range(len(dataset)))
     assert last["val/nll"] == pytest.approx(-sums["chosen"].sum().item() / tokens, abs=1e-5)
+
+
+def test_every_pair_is_trained_on_and_the_trained_model_is_measured(inputs, tmp_path, capsys):
+    options = ("data.val_files=[]", "data.train_batch_size=10", "trainer.total_training_steps=null")
+    trainer = train("dpo", overrides(inputs, tmp_path, *options))
+    lines = metrics(tmp_path)
+    assert [line["epoch"] for line in lines] == pytest.approx([1 / 3, 2 / 3, 1])  # 10, 10 and 4 of 24 pairs
+    rewards = {}
+    for name in ("chosen", "rejected"):
+        before, after = (
+            log_probs(AutoModelForCausalLM.from_pretrained(folder), trainer.train_loader.dataset, name)
+            for folder in (inputs / "model", tmp_path / "final_model")
+        )
+        rewards[name] = 0.1 * (after - before)
+    margins = rewards["chosen"] - rewards["rejected"]
+    assert "final/loss" not in lines[-2]
+    assert lines[-1]["final/rewards/margin"] == pytest.approx(margins.mean().item(), abs=1e-5)
+    assert lines[-1]["final/rewards/accuracy"] == pytest.approx((margins > 0).float().mean().item())
+    shown = capsys.readouterr().out
+    assert mentions(shown, "step 3/3", "accuracy ", "margin ", "final accuracy ", "final margin ")
+    assert main(["view", str(tmp_path)]) == 0
+    assert mentions(capsys.readouterr().out, "train/rewards/accuracy", "final/rewards/margin")
 
 
 def test_a_resume_computes_no_reference_again(inputs, trained, tmp_path, passes):

@@ -105,6 +105,25 @@ def test_the_command_converts_weights(saved, tmp_path, capsys, step, dtype):
     assert_equal(loaded.state_dict(), then["actor"], dtype)
 
 
+def test_the_folder_of_a_model_is_converted(saved, tmp_path):
+    folder, then = saved
+    model = export(folder / "global_step_1", tmp_path / "run" / "final_model")
+    out = export(model, tmp_path / "out", dtype="bfloat16")
+    assert_equal(
+        AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict(), then["actor"], torch.bfloat16
+    )
+    assert {path.name for path in out.iterdir()} == {path.name for path in model.iterdir()}
+
+
+def test_a_run_folder_is_not_exported_and_its_model_is_named(saved, tmp_path, capsys):
+    assert main(["export", str(saved[0]), "--out", str(tmp_path / "out")]) == 2
+    assert mentions(capsys.readouterr().err, "is a run folder", f"strop export {saved[0] / 'global_step_2'}")
+    final = tmp_path / "run" / "final_model"
+    final.mkdir(parents=True)
+    assert main(["export", str(final.parent), "--out", str(tmp_path / "out")]) == 2
+    assert mentions(capsys.readouterr().err, str(final), "needs no conversion", "--dtype bfloat16")
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_remote_checkpoint_is_exported_and_only_what_is_needed_is_fetched(
     saved, tmp_path, monkeypatch, step

@@ -18,7 +18,7 @@ from strop.data.answers import pair_batch
 from strop.errors import ConfigError, DataError
 from strop.models.loader import load_scorer
 from strop.models.scorer import PairScorer, SequenceScorer
-from strop.trainer.supervised import RewardModelTrainer, build, reward_model
+from strop.trainer.supervised import RewardModelTrainer, base, build
 from strop.workers.supervised import pair_objective
 
 from messages import mentions, naming
@@ -119,13 +119,14 @@ def test_an_update_forgets_the_mean_of_the_model_before_it(inputs, tmp_path):
     assert ["strop_reward_mean" in config for config in saved] == [False, True, False, True]
 
 
-def test_without_validation_files_the_mean_is_of_the_first_training_pairs(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_model, "_CALIBRATION_PAIRS", 3)
-    options = overrides(inputs, tmp_path, "data.val_files=[]", "trainer.total_training_steps=1")
-    dataset = train("train-rm", options).train_loader.dataset
+def test_without_validation_files_the_mean_is_of_training_pairs(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "_FINAL_ROWS", 3)
+    options = overrides(inputs, tmp_path, "data.val_files=[]", "trainer.total_epochs=1")
+    dataset = train("train-rm", [*options, "trainer.total_training_steps=null"]).train_loader.dataset
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final_model")
     expected = answer_scores(model, dataset, range(3)).mean().item()
     assert model.config.strop_reward_mean == pytest.approx(expected, abs=1e-5)
+    assert metrics(tmp_path)[-1]["final/score_mean"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_centering_adds_the_squared_sum_of_scores(inputs, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from strop.trainer.metrics import SignalWatch
+from strop.trainer.metrics import SignalWatch, cut_answers
+
+from messages import mentions
 
 
 def iteration(scores: tuple[float, float], advantages: tuple[float, float]) -> dict[str, float]:
@@ -28,3 +30,9 @@ def test_single_samples_with_different_scores_and_null_do_not_warn():
     assert not any(watch(iteration((score, score), (-1.0, 0.0))) for score in (0.0, 1.0, 0.0, 1.0))
     off = SignalWatch(None)
     assert not any(off(FLAT) for _ in range(20))
+
+
+def test_most_answers_cut_is_a_warning_with_the_key():
+    assert cut_answers({"response_length/clip_ratio": 0.5}, 32) is None
+    line = cut_answers({"response_length/clip_ratio": 0.938}, 32)
+    assert mentions(line, "94%", "data.max_response_length=32")

@@ -17,7 +17,9 @@ from strop.trainer.sample_statistics import (
     expected_worst,
     sample_counts,
 )
-from strop.trainer.validation import make_report
+from strop.trainer.validation import BestValidation, make_report
+
+from messages import mentions
 
 
 def draws(n, k):
@@ -146,3 +148,36 @@ def test_a_shown_sample_has_the_special_tokens_that_its_scored_text_lacks():
     report = make_report(samples, n=1, extractor_of=lambda source: None, seed=0, show=2)
     assert [sample.response for sample in report.shown] == ["3<pad><pad>", "7"]
     assert report.metrics() == {"val/test_score/x": 0.5, "val/hidden_tokens/x": 1.0}
+
+
+def report(scores):
+    samples = pa.table(
+        {
+            "data_source": ["own"] * len(scores),
+            "score": scores,
+            "response": [""] * len(scores),
+            "response_ids": [[1]] * len(scores),
+            "truncated": [False] * len(scores),
+        }
+    )
+    return make_report(samples, n=1, extractor_of=lambda source: None, seed=0)
+
+
+def test_a_model_that_was_better_before_is_named_with_its_checkpoint_or_how_to_keep_one(tmp_path):
+    worse, better = report([0.0] * 30 + [1.0] * 10), report([0.0] * 10 + [1.0] * 30)
+    best = BestValidation()
+    assert [best.add(2, worse), best.add(4, better)] == [0.25, 0.75]
+    assert best.if_later_ones_are_worse(tmp_path) is None  # the last is the best
+    assert best.add(6, report([0.0] * 11 + [1.0] * 29)) == 0.75
+    assert best.if_later_ones_are_worse(tmp_path) is None  # one answer fewer, of 40
+    best.add(8, worse)
+    line = best.if_later_ones_are_worse(tmp_path)
+    assert mentions(line, "step 4, had 0.750", "step 8, 0.250", "not kept", "trainer.save_freq")
+    resumed = BestValidation(best.score, best.step)
+    assert resumed.if_later_ones_are_worse(tmp_path) is None  # nothing was validated since
+    resumed.add(10, worse)
+    start = BestValidation(0.75, 0)
+    start.add(10, worse)
+    assert mentions(start.if_later_ones_are_worse(tmp_path), "step 0", "the model that training began with")
+    (tmp_path / "global_step_4").mkdir()
+    assert str(tmp_path / "global_step_4") in resumed.if_later_ones_are_worse(tmp_path)

@@ -59,12 +59,15 @@ class BestValidation:
         if self.score - mean <= error:
             return None
         best = run_folder / f"{PREFIX}{self.step}"
-        where = (
-            f"{best} is the best one's model"
-            if best.is_dir()
-            else "the best one's model was not kept: trainer.save_freq with the value of trainer.test_freq "
-            "keeps a checkpoint of each validation"
-        )
+        if self.step == 0:
+            where = "the best one is the model that training began with"
+        elif best.is_dir():
+            where = f"{best} is the best one's model"
+        else:
+            where = (
+                "the best one's model was not kept: trainer.save_freq with the value of trainer.test_freq "
+                "keeps a checkpoint of each validation"
+            )
         return (
             f"the best validation, at step {self.step}, had {self.score:.3f}, and the last, at step {step}, "
             f"{mean:.3f} (standard error {error:.3f}). The trained model is the last; {where}"
