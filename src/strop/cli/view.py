@@ -21,10 +21,10 @@ from strop.errors import ConfigError, DataError
 from strop.terminal import literal, printable
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.text import (
-    HEADLINES,
     REWARD,
     VALIDATION_PREFIX,
     format_number,
+    headlines,
     names_in_order,
     sparkline,
 )
@@ -118,6 +118,7 @@ def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) ->
     shown = {"first": trained[0], "best reward": best, "last": trained[-1]}
     title = literal(run_dir)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.pad_edge, table.collapse_padding = False, True  # 80 columns hold it
     table.add_column("metric", no_wrap=True)
     for label, step in shown.items():
         table.add_column(f"{label}\nstep {step['step']}", justify="right", no_wrap=True)
@@ -136,7 +137,7 @@ def _names_to_show(steps: Steps, wanted: Sequence[str] | None) -> list[str]:
     """Return the metrics to show; DataError when a pattern in ``wanted`` matches nothing."""
     names = names_in_order(steps)
     if wanted is None:
-        return [headline.metric for headline in HEADLINES if headline.metric in names] or names
+        return [headline.metric for headline in headlines(steps)] or names
     found: dict[str, None] = {}
     for pattern in wanted:
         matching = fnmatch.filter(names, pattern)
