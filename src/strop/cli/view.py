@@ -29,7 +29,7 @@ from strop.tracking.text import (
     sparkline,
 )
 
-COURSE_WIDTH = 12
+COURSE_WIDTH = 10  # the tables fit 80 columns
 Steps = Sequence[Mapping[str, Any]]
 _SAMPLE_COLUMNS = (
     *("uid", "data_source", "prompt", "response", "ground_truth", "truncated", "score"),
@@ -118,7 +118,7 @@ def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) ->
     shown = {"first": trained[0], "best reward": best, "last": trained[-1]}
     title = literal(run_dir)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.pad_edge, table.collapse_padding = False, True  # 80 columns hold it
+    table.pad_edge = False
     table.add_column("metric", no_wrap=True)
     for label, step in shown.items():
         table.add_column(f"{label}\nstep {step['step']}", justify="right", no_wrap=True)
