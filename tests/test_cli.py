@@ -46,13 +46,20 @@ def test_help_imports_no_torch(arguments):
 
 
 def test_check_prints_the_plan_and_the_resolved_configuration_without_torch(inputs):
-    arguments = ["check", "--config-only", *overrides(inputs, inputs / "unused")]
+    arguments = ["check", "--config-only", "--full", *overrides(inputs, inputs / "unused")]
     run = subprocess.run(
         [sys.executable, "-c", NO_TORCH.format(arguments=arguments)], capture_output=True, text=True
     )
     assert "status 0" in run.stdout, run.stderr
     assert "torch" not in run.stdout.splitlines()[-1]
-    for text in ("16", "iterations", "optimizer steps", "train_batch_size: 8", "tokens each"):
+    for text in (
+        "16",
+        "iterations",
+        "optimizer steps",
+        "  train_batch_size: 8",
+        "entropy_coeff",
+        "tokens each",
+    ):
         assert text in run.stdout, run.stdout
     assert not (inputs / "unused").exists()
 
@@ -124,7 +131,7 @@ def test_check_shows_what_differs_from_the_defaults(inputs, capsys):
     options = overrides(
         inputs, inputs / "unused", "algorithm.gamma=1.0", "actor_rollout_ref.actor.clip_ratio=0.3"
     )
-    assert main(["check", "--config-only", "--diff", *options]) == 0
+    assert main(["check", "--config-only", *options]) == 0
     printed = capsys.readouterr().out
     table = printed[: printed.index("Batch sizes")]
     assert mentions(

@@ -49,7 +49,7 @@ def test_the_report_shows_the_resolved_batch_sizes(overrides):
     assert row(text, "critic: optimizer steps in the run") == "840"
     assert row(text, "actor and rollout (hf)") == "this process"
     assert "unknown: a model that is not in a local folder" in text
-    assert "max_prompt_length: 512" in text
+    assert "max_prompt_length" not in text  # has its default
     assert "configuration: no errors" in text
 
 

@@ -43,6 +43,16 @@ def test_every_step_is_a_line_with_the_main_figures_and_the_time_left(capsys):
     ]
 
 
+def test_a_kl_that_is_not_measured_is_not_shown(capsys):
+    lines = PlainLines(run_info())
+    without = {name: value for name, value in METRICS.items() if name != "critic/kl"}
+    for kl in (0.0, 0.25):  # of an update in one on-policy step, whose ratios are 1, and in several
+        lines.log(1, {**without, "policy/approxkl_avg": kl, "actor/pg_clipfrac": 0.0})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "kl" not in first
+    assert "update kl 0.250" in second
+
+
 def test_the_time_left_leaves_out_a_validation_before_training(capsys):
     lines = PlainLines(run_info(total_steps=300, start_step=100))
     now = 0.0

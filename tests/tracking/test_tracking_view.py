@@ -76,6 +76,23 @@ def test_the_summary_shows_first_best_and_last_step(run_dir, capsys):
     assert re.search(r"gsm8k +0\.100 +0\.600 +2 +0\.400 +▁█▅", text)
 
 
+def test_the_summary_fits_80_columns(run_dir, track, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with track(tmp_path / "wide") as tracking:
+        for step in range(1, 30):
+            metrics = {"critic/score/mean": step * 1e-3, "response_length/clip_ratio": 3e-5 * step}
+            tracking.log(step, {**metrics, "actor/pg_loss": -1e-5 * step})
+    text = view(capsys, tmp_path / "wide")
+    assert "…" not in text
+    assert re.search(r"actor/pg_loss +-1.00e-05 .*█[▁-█]{8}▁", text)
+
+
+def test_a_folder_inside_a_run_is_told_from_the_run(run_dir, capsys):
+    (run_dir / "final_model").mkdir()
+    error = view(capsys, run_dir / "final_model", status=2)
+    assert mentions(error, "final_model/metrics.jsonl", f"a run, which is {run_dir}")
+
+
 def test_the_samples_of_the_last_step_are_shown_unless_another_is_chosen(run_dir, capsys):
     text = view(capsys, run_dir)
     assert "Samples of step 3: 2 of 2" in text

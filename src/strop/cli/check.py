@@ -1,4 +1,4 @@
-"""``strop check``: the resolved configuration, its sizes, and everything wrong with a run's inputs.
+"""``strop check``: what a configuration changes, its sizes, and everything wrong with a run's inputs.
 
 The configuration is printed at once, without torch. The data sets and reward managers are then built as a run
 builds them, so there is no second opinion on what a run would refuse.
@@ -68,8 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check the configuration alone; do not build data sets and reward managers",
     )
     parser.add_argument(
-        "--diff", action="store_true", help="show the keys that differ from the defaults, not all keys"
+        "--full",
+        action="store_true",
+        help="show all keys as YAML, not those alone that differ from the defaults",
     )
+    parser.add_argument("--diff", action="store_true", help=argparse.SUPPRESS)  # the default; once an option
     known = versions()
     parser.add_argument(
         "--from",
@@ -95,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     if result.errors:  # else all is built, which finds these and more
         of_data = [line for error in data.errors for line in problems_of(error)]
         result = replace(result, errors=[*result.errors, *of_data])
-    console.print(render(result, config, only_differences=arguments.diff))
+    console.print(render(result, config, full=arguments.full))
     if batch_in_words:
         console.print(literal(batch_in_words))
     if isinstance(config, SupervisedConfig) and data.train_rows and not config.trainer.val_only:
@@ -192,13 +195,14 @@ def _score_one_row(trainer: RayPPOTrainer) -> tuple[str, str]:
     return result, f"{where}: {found.doubt}" if found.doubt else ""
 
 
-def render(result: CheckResult, config: RootConfig, *, only_differences: bool = False) -> Group:
-    """Return everything about `config` for a rich console; errors and warnings come last."""
-    parts: list[RenderableType] = (
-        [differences(config)]
-        if only_differences
-        else [Syntax(to_yaml(config), "yaml", background_color="default")]
-    )
+def render(result: CheckResult, config: RootConfig, *, full: bool = False) -> Group:
+    """Return what a user must know of `config`, for a rich console; errors and warnings come last.
+
+    ``full``: with all keys as YAML, instead of those that differ from the defaults.
+    """
+    parts: list[RenderableType] = [
+        Syntax(to_yaml(config), "yaml", background_color="default") if full else differences(config)
+    ]
     if isinstance(config, Config) and result.plan is not None:
         parts += [plan_table(result.plan, config), placement_table(config, result.plan)]
         if config.trainer.async_steps and not config.trainer.val_only:

@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="FILE",
-        help="prompts: a .parquet, .jsonl, .json, .csv or .tsv file, or owner/name:split on the hub; repeatable",
+        help="prompts: a .parquet, .jsonl, .json, .csv or .tsv file, or owner/name:split of the hub; several",
     )
     add("--n", type=int, default=1, help="answers to each prompt (1)")
     add("--temperature", type=float, help="sampling temperature; 0: greedy (0 for --n 1, else 1)")

@@ -78,7 +78,7 @@ Keys: docs/supervised_config.md""",
         "strop.cli.check:run",
         """\
 strop check ...                       the arguments of strop train: sizes, memory, every error
-strop check --diff ...                show the keys that differ from the defaults, not all of them
+strop check --full ...                show all keys, not those alone that differ from the defaults
 strop check --config-only ...         do not read data sets and rewards""",
     ),
     "eval": _Command(

@@ -21,15 +21,15 @@ from strop.errors import ConfigError, DataError
 from strop.terminal import literal, printable
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.text import (
-    HEADLINES,
     REWARD,
     VALIDATION_PREFIX,
     format_number,
+    headlines,
     names_in_order,
     sparkline,
 )
 
-COURSE_WIDTH = 12
+COURSE_WIDTH = 10  # the tables fit 80 columns
 Steps = Sequence[Mapping[str, Any]]
 _SAMPLE_COLUMNS = (
     *("uid", "data_source", "prompt", "response", "ground_truth", "truncated", "score"),
@@ -120,6 +120,7 @@ def _metrics_table(run_dir: Path, steps: Steps, wanted: Sequence[str] | None) ->
         del shown["best reward"]
     title = literal(run_dir)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.pad_edge = False
     table.add_column("metric", no_wrap=True)
     for label, step in shown.items():
         table.add_column(f"{label}\nstep {step['step']}", justify="right", no_wrap=True)
@@ -138,7 +139,7 @@ def _names_to_show(steps: Steps, wanted: Sequence[str] | None) -> list[str]:
     """Return the metrics to show; DataError when a pattern in ``wanted`` matches nothing."""
     names = names_in_order(steps)
     if wanted is None:
-        return [headline.metric for headline in HEADLINES if headline.metric in names] or names
+        return [headline.metric for headline in headlines(steps)] or names
     found: dict[str, None] = {}
     for pattern in wanted:
         matching = fnmatch.filter(names, pattern)

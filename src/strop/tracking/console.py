@@ -28,7 +28,7 @@ from strop.terminal import literal, printable
 from strop.tracking.base import RunInfo
 from strop.tracking.lengths import ColumnLengths, lengths_table
 from strop.tracking.report import ValidationReport, report_table, shown_table
-from strop.tracking.text import HEADLINES, format_number, sparkline, validation_scores
+from strop.tracking.text import format_number, headlines, sparkline, validation_scores
 
 REFRESHES_PER_S = 2
 PLAIN_WIDTH = 120
@@ -80,10 +80,7 @@ class PlainLines:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line."""
-        figures: dict[str, float] = {}
-        for headline in HEADLINES:
-            if headline.short and headline.metric in metrics:
-                figures.setdefault(headline.short, metrics[headline.metric])
+        figures = {line.short: metrics[line.metric] for line in headlines([metrics]) if line.short}
         figures |= {f"val {source}": score for source, score in validation_scores(metrics).items()}
         parts = [f"{label} {format_number(value)}" for label, value in figures.items()]
         task = self._progress.tasks[0]
@@ -118,9 +115,8 @@ class FigureTable:
         """Record the figures of ``step``; they appear at the next refresh."""
         with self._lock:
             self._progress.update(self._progress.tasks[0].id, completed=step)
-            for headline in HEADLINES:
-                if headline.metric in metrics:
-                    self._history[headline.label].append(metrics[headline.metric])
+            for headline in headlines([metrics]):
+                self._history[headline.label].append(metrics[headline.metric])
             for source, score in validation_scores(metrics).items():
                 self._history[f"validation {source}"].append(score)
 

@@ -105,9 +105,10 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
     try:
         content = path.read_bytes()
     except OSError as error:
+        above = [folder for folder in path.absolute().parents[1:4] if (folder / path.name).is_file()]
         raise DataError(
             f"{path}: cannot read the metrics of a run: {error.strerror}. Expected the folder of "
-            "trainer.default_local_dir"
+            + (f"a run, which is {above[0]}" if above else "trainer.default_local_dir")
         ) from error
     lines = []
     for line in content.removesuffix(b"\n").split(b"\n") if content else ():

@@ -16,10 +16,13 @@ class Headline(NamedTuple):
     label: str
     metric: str
     short: str = ""
-    """Label in a plain line, where the first figure of a label is shown; empty: none."""
+    """Label in a plain line; empty: none."""
+    of_ratios: bool = False
+    """True for a figure that is 0 where all ratios of new to old probability are 1: one on-policy step."""
 
 
 REWARD = "critic/score/mean"
+_UPDATE_KL = "policy/approxkl_avg"
 HEADLINES = (
     # Fine-tuning, preferences and reward modelling; reinforcement learning logs none of these.
     Headline("loss", "train/loss", "loss"),
@@ -41,12 +44,12 @@ HEADLINES = (
     # Reinforcement learning.
     Headline("reward", REWARD, "reward"),
     Headline("kl to reference", "critic/kl", "kl"),
-    Headline("kl of update", "policy/approxkl_avg", "kl"),
+    Headline("kl of update", _UPDATE_KL, "update kl", of_ratios=True),
     Headline("response length", "response_length/mean", "len"),
     Headline("cut at the limit", "response_length/clip_ratio"),
     Headline("entropy", "actor/entropy_loss"),
     Headline("policy loss", "actor/pg_loss"),
-    Headline("policy clipped", "actor/pg_clipfrac"),
+    Headline("policy clipped", "actor/pg_clipfrac", of_ratios=True),
     Headline("policy gradient norm", "actor/grad_norm"),
     Headline("value loss", "critic/vf_loss"),
     Headline("explained variance", "critic/vf_explained_var"),
@@ -54,6 +57,16 @@ HEADLINES = (
     Headline("learning rate", "lr"),
     Headline("tokens/s", "perf/throughput", "tok/s"),
 )
+
+
+def headlines(steps: Sequence[Mapping[str, float]]) -> list[Headline]:
+    """Return those of ``HEADLINES`` that ``steps`` have, less those of ratios if all ratios are 1."""
+    has_ratios = any(step.get(_UPDATE_KL) for step in steps)
+    return [
+        headline
+        for headline in HEADLINES
+        if (has_ratios or not headline.of_ratios) and any(headline.metric in step for step in steps)
+    ]
 
 
 def validation_scores(metrics: Mapping[str, float]) -> dict[str, float]:
