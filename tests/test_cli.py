@@ -11,7 +11,7 @@ import pytest
 
 import strop
 from strop.cli.completion import _Keys
-from strop.cli.evaluate import default_folder
+from strop.cli.evaluate import default_folder, settings
 from strop.cli.main import _COMMANDS, main
 
 from messages import Message, mentions
@@ -215,6 +215,18 @@ def test_models_of_one_name_have_folders_of_their_own(tmp_path, monkeypatch):
     folders = [str(default_folder(model)) for model in named]
     assert folders == [f"evaluations/{model.replace('://', '/')}" for model in named]
     assert default_folder(str(tmp_path / "runs/../runs/a/final_model/")) == Path(folders[0])
+
+
+def test_a_second_evaluation_gets_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    Path("evaluations/model").mkdir(parents=True)
+    Path("evaluations/model-2").mkdir()
+    assert settings("model", ())["trainer"]["default_local_dir"] == "evaluations/model-3"
+    assert (
+        settings("model", (), out="evaluations/model")["trainer"]["default_local_dir"] == "evaluations/model"
+    )
 
 
 def test_keys_and_words_are_completed():

@@ -142,7 +142,7 @@ def evaluate(
         given = _Given(config, overrides)
         given.data(data, "val_files")
         given.reward(reward)
-        folder = Path(out) if out is not None else _free(command.default_folder(str(model)))
+        folder = Path(out) if out is not None else command.free_folder(str(model))
         own = command.settings(
             str(model),
             (),
@@ -343,12 +343,3 @@ def _train(command: str, given: _Given, defaults: Mapping[str, Any]) -> Run:
     with generators_kept():
         train(config, rows=given.rows, functions=given.functions, data=data)
     return Run(config.trainer.default_local_dir)
-
-
-def _free(folder: Path) -> Path:
-    """Return ``folder``, or the first of ``folder-2``, ``folder-3``, ... that does not exist."""
-    number, free = 1, folder
-    while free.exists():
-        number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free

@@ -129,7 +129,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reward-model", metavar="PATH", help="reward model for data sources without a scorer")
     add("--custom-reward", metavar="PATH[:NAME]", help="your own reward function (compute_score)")
     add("--limit", type=int, metavar="K", help="only the first K prompts of each data source")
-    add("--out", metavar="DIR", help="folder for samples.parquet and results.json (evaluations/MODEL)")
+    add(
+        "--out",
+        metavar="DIR",
+        help="folder for samples.parquet and results.json (a new one, evaluations/MODEL)",
+    )
     add("--show", type=int, default=3, metavar="K", help="samples shown at the end (3)")
     add("overrides", nargs="*", metavar="key=value", help="further keys, as for strop train")
 
@@ -242,7 +246,7 @@ def settings(
             "val_only": True,
             "resume_mode": "disable",
             "logger": ["console"],
-            "default_local_dir": str(out or default_folder(model)),
+            "default_local_dir": str(out or free_folder(model)),
         },
     }
     if reward_model is not None:
@@ -264,6 +268,16 @@ def default_folder(model: str) -> Path:
     place = Path(os.path.abspath(path))
     own = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place.relative_to("/")
     return Path("evaluations", own)
+
+
+def free_folder(model: str) -> Path:
+    """Return ``default_folder``, or the first of it with ``-2``, ``-3``, ... that does not exist."""
+    number, folder = 1, default_folder(model)
+    free = folder
+    while free.exists():
+        number += 1
+        free = folder.with_name(f"{folder.name}-{number}")
+    return free
 
 
 def path_and_name(text: str) -> tuple[str, str]:

@@ -95,12 +95,12 @@ def instead_of_adapter(key: str, path: str | Path) -> str:
     except (OSError, ValueError, AttributeError):
         base = None
     further = (
-        f"To train it further, set {key}={base or 'its base model'} and "
-        f"{key.removesuffix('path')}lora_adapter_path={path}. For"
+        f". To train it further, set {key}={base or 'its base model'} and "
+        f"{key.removesuffix('path')}lora_adapter_path={path}"
     )
     if key.startswith("reward_model."):  # it is not trained
-        further = "Set the path to"
+        further = ""
     return (
-        f"{key}={path}: a LoRA adapter of {base or 'an unnamed model'}, not a model. {further} a model with "
-        f"the adapter merged in: strop export {path} --merge --out FOLDER"
+        f"{key}={path}: a LoRA adapter of {base or 'an unnamed model'}, not a model. Set the path to a model "
+        f"with the adapter merged in: strop export {path} --merge --out FOLDER{further}"
     )
