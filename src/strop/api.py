@@ -112,8 +112,8 @@ def evaluate(
     *,
     n: int = 1,
     temperature: float | None = None,
-    max_prompt_length: int = 1024,
-    max_response_length: int = 512,
+    max_prompt_length: int | None = None,
+    max_response_length: int | None = None,
     limit: int | None = None,
     out: str | Path | None = None,
     config: str | Path | Mapping[str, Any] | None = None,
@@ -127,8 +127,8 @@ def evaluate(
         reward: as for ``train``.
         n: answers to each prompt.
         temperature: of sampling; 0 is greedy. None: 0 for one answer, else 1.
-        max_prompt_length: in tokens; a longer prompt is an error.
-        max_response_length: in tokens; a longer answer is cut.
+        max_prompt_length: in tokens; a longer prompt is an error. None: 1024, or what the window leaves.
+        max_response_length: in tokens; a longer answer is cut. None: 512, or half of the window.
         limit: use only the first prompts of each data source.
         out: folder for ``samples.parquet`` and ``results.json``. None: a new one in ``evaluations``.
         config: as for ``train``.

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from strop.cli.evaluate import add_arguments, config_from
+from strop.cli.evaluate import add_arguments, config_from, settings
 from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_config
@@ -337,3 +337,18 @@ def test_a_reward_function_may_lie_at_a_url(inputs, given, path, name):
     arguments = [str(inputs / "model"), "--data", "val.parquet", "--custom-reward", given]
     custom = config_from(parser.parse_args(arguments)).custom_reward_function
     assert (custom.path, custom.name) == (path, name)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [({}, (1024, 512)), ({"window": 256}, (128, 128)), ({"window": 256, "max_response_length": 8}, (248, 8))],
+)
+def test_lengths_that_nobody_wrote_fit_into_the_context_window(inputs, tmp_path, written, expected):
+    model = tmp_path / "model"
+    shutil.copytree(inputs / "model", model)
+    content = json.loads((model / "config.json").read_text())
+    window = written.get("window", 4096)
+    (model / "config.json").write_text(json.dumps(content | {"max_position_embeddings": window}))
+    lengths = {name: value for name, value in written.items() if name != "window"}
+    data = settings(str(model), ("x",), **lengths)["data"]
+    assert (data["max_prompt_length"], data["max_response_length"]) == expected

@@ -17,6 +17,7 @@ from strop.cli.options import naming_options
 from strop.cli.train import log_to_console, require_valid
 from strop.config.backends import ROLLOUTS
 from strop.config.load import load_config
+from strop.config.memory.facts import read_model_facts
 from strop.config.paths import expand, is_url
 from strop.config.schema import Config
 from strop.errors import ConfigError, RewardError, TrainingError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+_PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 512
 _SECONDS_BETWEEN_LINES = 10.0
 RESULTS = "results.json"
 
@@ -122,8 +124,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--n", type=int, default=1, help="answers to each prompt (1)")
     add("--temperature", type=float, help="sampling temperature; 0: greedy (0 for --n 1, else 1)")
     add("--top-p", type=float, default=1.0, help="sample among the likeliest tokens of this probability (1)")
-    add("--max-prompt-length", type=int, default=1024, help="in tokens; a longer prompt is an error (1024)")
-    add("--max-response-length", type=int, default=512, help="in tokens; a longer answer is cut (512)")
+    add("--max-prompt-length", type=int, help="in tokens; a longer prompt is an error (1024, or what fits)")
+    add("--max-response-length", type=int, help="in tokens; a longer answer is cut (512, or what fits)")
     add("--rollout", choices=tuple(ROLLOUTS), default="hf", help="engine that generates (hf)")
     add("--batch-size", type=int, default=64, help="prompts in one batch; it changes no result (64)")
     add("--reward-model", metavar="PATH", help="reward model for data sources without a scorer")
@@ -212,8 +214,8 @@ def settings(
     n: int = 1,
     temperature: float | None = None,
     top_p: float = 1.0,
-    max_prompt_length: int = 1024,
-    max_response_length: int = 512,
+    max_prompt_length: int | None = None,
+    max_response_length: int | None = None,
     rollout: str = "hf",
     batch_size: int = 64,
     reward_model: str | None = None,
@@ -226,6 +228,12 @@ def settings(
     _require_model(model)
     if temperature is None:
         temperature = 0.0 if n == 1 else 1.0
+    facts = read_model_facts(model)
+    window = facts.context if facts and facts.context else _PROMPT_LENGTH + _RESPONSE_LENGTH
+    if max_response_length is None:
+        max_response_length = min(_RESPONSE_LENGTH, max(window // 2, 1))
+    if max_prompt_length is None:
+        max_prompt_length = min(_PROMPT_LENGTH, max(window - max_response_length, 1))
     keys: dict[str, Any] = {
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.rollout": {
