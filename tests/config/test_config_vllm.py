@@ -204,7 +204,8 @@ def test_hf_refuses_what_only_vllm_samples(key, value):
     ("gpus", "size", "device", "engine"),
     [
         (0, 1000, "auto", "hf"),
-        (0, 300 * 2**20, "auto", "vllm"),
+        (0, 300 * 2**20, "auto", "hf"),
+        (0, 3 * 2**30, "auto", "vllm"),
         (1, 1000, "auto", "vllm"),
         (1, 1000, "cpu", "hf"),
     ],

@@ -12,6 +12,7 @@ from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import divisors, nearest_in_words, value_at
 from strop.config.memory.facts import read_model_facts
 from strop.config.placement import (
+    SMALL_ON_A_GPU,
     Placement,
     honours,
     is_small,
@@ -254,8 +255,8 @@ def seeds(config: Config) -> Iterator[Finding]:
 
 def eager_generation(config: Config) -> Iterator[Finding]:
     """Warn of hf on a GPU, except for small models."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "hf" and rollout_on_gpu(config) and not is_small(config.actor_rollout_ref.model.path):
+    path, rollout = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout
+    if rollout.name == "hf" and rollout_on_gpu(config) and not is_small(path, SMALL_ON_A_GPU):
         install = "" if ROLLOUTS["vllm"].installed else "pip install 'strop[vllm]' and "
         yield warning(
             "actor_rollout_ref.rollout.name=hf on a GPU: it launches every operation of a decoding step from "
