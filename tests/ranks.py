@@ -69,15 +69,16 @@ def _serve(pipe: Any) -> None:
     while True:
         function, arguments, rank, world_size, store = pickle.loads(pipe.recv_bytes())
         failure = result = None
-        if world_size > 1:  # one process has no group, as in a local run
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=DEADLINE_S / 2),
-            )
         try:
+            if world_size > 1:  # one process has no group, as in a local run
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{store}",
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timedelta(seconds=DEADLINE_S / 2),
+                )
+                dist.barrier()  # a rank that left the group would fail those that are still joining
             result = function(*arguments)
         except Exception:  # noqa: BLE001 - the test that called is to show it, whatever it is
             failure = traceback.format_exc()
