@@ -12,12 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from generated import write_or_check
+
 from strop.config.batch_plan import BatchPlan
 from strop.config.load import load_config
 from strop.config.memory.forecast import Forecast, forecast
-
-PAGE = Path(__file__).with_name("gpu_settings.md")
-BEGIN, END = "<!-- begin: docs/generate_gpu_settings.py -->", "<!-- end -->"
 
 # config.json of Qwen2.5: parameters, hidden, layers, heads, key-value heads, words
 MODELS = {
@@ -140,19 +139,5 @@ def _gib(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 2**30:.1f}"
 
 
-def main(arguments: list[str]) -> int:
-    """Write or check the page; return the exit status."""
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    text = f"{before}{BEGIN}\n{tables()}\n{END}{after}"
-    if arguments != ["--check"]:
-        PAGE.write_text(text)
-    elif page != text:
-        sys.stderr.write(f"{PAGE} is stale: run python docs/generate_gpu_settings.py\n")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write_or_check(__file__, tables(), sys.argv[1:]))

@@ -12,16 +12,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from generated import write_or_check
 
 from strop.columns import COLUMNS, TOKEN_COLUMNS
-
-PAGE = Path(__file__).with_name("scaling.md")
-BEGIN, END = "<!-- begin: docs/generate_scaling.py -->", "<!-- end -->"
 
 PRODUCTS = 0.4 * 989e12
 """Operations a second of a GPU in training: H100 SXM, dense bf16, and the share of it that counts on."""
@@ -409,19 +406,5 @@ def _cell(cost: Cost) -> str:
     return seconds
 
 
-def main(arguments: list[str]) -> int:
-    """Write or check the page; return the exit status."""
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    text = f"{before}{BEGIN}\n{tables()}\n{END}{after}"
-    if arguments != ["--check"]:
-        PAGE.write_text(text)
-    elif page != text:
-        sys.stderr.write(f"{PAGE} is stale: run python docs/generate_scaling.py\n")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write_or_check(__file__, tables(), sys.argv[1:]))

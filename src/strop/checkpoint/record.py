@@ -29,7 +29,7 @@ from strop.config.identity import (
 from strop.config.placement import settled
 from strop.config.roles import uses_critic
 from strop.config.schema import Config, RootConfig
-from strop.config.trees import TREES
+from strop.config.trees import TREES, tree_of
 from strop.errors import ConfigError
 from strop.manifest import require_unchanged
 from strop.rewards.identity import modules_of
@@ -147,7 +147,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type[Roo
     """Return the keys that differ, also those whose files were changed in their place."""
     found = [change for change in changes(before["config"], now["config"], schema) if change.key not in _OWN]
     keys = {change.key for change in found}
-    tree = next(tree for tree in TREES.values() if issubclass(schema, tree.schema))
+    tree = tree_of(schema)
     found = [change for change in found if tree.followed_by(change.key) not in keys]
     named = {key: ", ".join(paths) for key, paths in files_of(now["config"])}
     named |= {

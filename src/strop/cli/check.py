@@ -40,7 +40,7 @@ from strop.config.placement import Placement, runs_on_ray
 from strop.config.roles import Schedule, is_off_policy, why_old_log_probs_are_computed_apart
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
-from strop.config.trees import TREES
+from strop.config.trees import TREES, tree_of
 from strop.config.verl import versions
 from strop.errors import Attempts, ConfigError, RewardError, problems_of
 from strop.terminal import literal
@@ -217,7 +217,7 @@ def render(result: CheckResult, config: RootConfig, *, full: bool = False) -> Gr
 
 def differences(config: RootConfig) -> Group:
     """Return a line for each key that has another value than its default; none is cut to the terminal."""
-    tree = next(tree for tree in TREES.values() if isinstance(config, tree.schema))
+    tree = tree_of(type(config))
     lines = [
         literal(f"{change.key}: {in_words(change.now)}  (default: {in_words(change.before)})")
         for change in tree.differences(config)
@@ -377,7 +377,7 @@ def _micro_batches(part: ForwardPlan, config: RootConfig, keys: MicroBatchKeys) 
 
 
 def _tokens(cap: int | None, config: RootConfig, keys: MicroBatchKeys) -> str:
-    tree = next(tree for tree in TREES.values() if isinstance(config, tree.schema))
+    tree = tree_of(type(config))
     is_written = config.written is None or tree.written_for(keys.max_tokens, config.written)
     return f"up to {cap:,} tokens each" + ("" if is_written else ", chosen from the memory")
 

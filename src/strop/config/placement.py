@@ -60,6 +60,11 @@ class Placement:
             raise ConfigError(*problems)
         return cls(pools, roles)
 
+    @property
+    def rollout_role(self) -> str:
+        """Role whose processes generate."""
+        return "Rollout" if "Rollout" in self.roles else self.role_of_pass("actor")
+
     def ranks(self, role: str) -> int:
         """Return the number of processes of a role."""
         return sum(self.pools[self.roles[role]])
@@ -187,7 +192,7 @@ def tensor_parallel_size(config: Config) -> int:
     if not honours(config, "tensor_model_parallel_size"):
         return 1
     placement = Placement.from_config(config)
-    ranks = placement.ranks("Rollout" if "Rollout" in placement.roles else placement.role_of_pass("actor"))
+    ranks = placement.ranks(placement.rollout_role)
     if not _is_written(config, "tensor_model_parallel_size"):
         return size if ranks % size == 0 and rollout_on_gpu(config) else 1
     if ranks % size:

@@ -17,7 +17,7 @@ from strop.config.identity import Change, default_name, value_in
 from strop.config.keys import all_keys, value_at
 from strop.config.paths import expand
 from strop.config.placement import Root, automatic_rollout
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import PreferenceConfig, RewardModellingConfig, SftConfig
 
 OLD_LIBS = "actor_rollout_ref.model.external_libs"
@@ -203,3 +203,8 @@ DPO = Tree(PreferenceConfig, "dpo_trainer")
 
 TREES: dict[str, Tree] = {"train": PPO, "sft": SFT, "train-rm": REWARD_MODELLING, "dpo": DPO}
 """Command -> its tree."""
+
+
+def tree_of(schema: type[RootConfig]) -> Tree:
+    """Return the tree of a configuration's class."""
+    return next(tree for tree in TREES.values() if issubclass(schema, tree.schema))

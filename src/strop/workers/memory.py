@@ -104,8 +104,8 @@ def prefer_expandable_segments(config: RootConfig, role: str, device: torch.devi
         return
     if isinstance(config, Config):
         rollout, placed = config.actor_rollout_ref.rollout, Placement.from_config(config)
-        of_rollout = "Rollout" if "Rollout" in placed.roles else placed.role_of_pass("actor")
-        own_pool = placed.roles.get(role, placed.roles[of_rollout])  # a role of the user's: unknown
-        if rollout.name == "vllm" and rollout.free_cache_engine and own_pool == placed.roles[of_rollout]:
+        pool = placed.roles[placed.rollout_role]
+        own_pool = placed.roles.get(role, pool)  # a role of the user's: unknown
+        if rollout.name == "vllm" and rollout.free_cache_engine and own_pool == pool:
             return
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

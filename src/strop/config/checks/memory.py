@@ -19,7 +19,13 @@ from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import longest_row, value_at
 from strop.config.machine import Memory, memory_for
 from strop.config.memory.facts import ModelFacts, read_model_facts
-from strop.config.memory.forecast import Forecast, forecast, resident_weights, supervised_forecast
+from strop.config.memory.forecast import (
+    ACTIVATION_BYTES,
+    Forecast,
+    forecast,
+    resident_weights,
+    supervised_forecast,
+)
 from strop.config.placement import (
     Placement,
     enforce_eager,
@@ -37,8 +43,6 @@ _REMEDIES = {
     "vLLM": "lower actor_rollout_ref.rollout.max_num_seqs or gpu_memory_utilization",
 }
 """Beginning of the name of a part of a forecast -> the keys that make it smaller."""
-_LAYER_BYTES = {2: 34, 4: 68}
-"""Bytes of a layer's activations for each token and hidden unit, by the bytes of a number, as in forecast."""
 _OF_WEIGHTS = "take a smaller model, or more GPUs (trainer.n_gpus_per_node)"
 
 
@@ -96,7 +100,7 @@ def vllm(config: Config, plan: BatchPlan) -> Iterator[Finding]:
             f"max_num_seqs={rollout.max_num_seqs}, or raise tensor_model_parallel_size"
         )
     placed = Placement.from_config(config)
-    pool = placed.roles["Rollout" if "Rollout" in placed.roles else placed.role_of_pass("actor")]
+    pool = placed.roles[placed.rollout_role]
     kept = dict(resident_weights(config, pool))
     if not rollout.free_cache_engine:
         update = forecast(config, plan, pool=pool).phases
@@ -122,7 +126,7 @@ def _vllm_needs(config: Config, facts: ModelFacts) -> dict[str, int]:
     tokens, sequences = rollout.max_num_batched_tokens, rollout.max_num_seqs
     return {
         "weights": size * (facts.parameters or 0) // ranks,
-        f"activations of {tokens:,} tokens": tokens * facts.hidden * _LAYER_BYTES[size],
+        f"activations of {tokens:,} tokens": tokens * facts.hidden * ACTIVATION_BYTES[size],
         # in float32: the logits, those that are sampled from, and log-probs
         f"logits of {sequences:,} sequences": sequences * facts.vocabulary * 3 * 4,
         "the longest sequence": 2 * facts.layers * facts.kv_width * size * length // ranks,

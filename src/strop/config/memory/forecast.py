@@ -45,7 +45,7 @@ from strop.config.schema.supervised import RewardModellingConfig, SupervisedConf
 
 _FLOAT32 = 4
 _TRAINED = 4 * _FLOAT32  # weight, gradient and two moments
-_ACTIVATION_BYTES = {2: 34, 4: 68}  # for each token, layer and hidden unit, by the bytes of a number
+ACTIVATION_BYTES = {2: 34, 4: 68}  # for each token, layer and hidden unit, by the bytes of a number
 _LOGITS_AT_ONCE = 1 << 25  # in one block of the vocabulary on a GPU; fewer on a CPU
 _LOGIT_COPIES = 3
 _SHARE_OF_CACHES = 0.5  # of the memory beside the models; the rest is for prefills, batches and the system
@@ -335,7 +335,7 @@ def _activations(facts: ModelFacts | None, tokens: int, model: ModelConfig) -> i
     if facts is None:
         return None
     size, numbers = _number_bytes(model), tokens * facts.hidden
-    layer = numbers * _ACTIVATION_BYTES[size]
+    layer = numbers * ACTIVATION_BYTES[size]
     if model.enable_gradient_checkpointing is True:
         return numbers * size * facts.layers + layer
     return layer * facts.layers
@@ -346,7 +346,7 @@ def tokens_in(memory: int, facts: ModelFacts, model: ModelConfig, *, trains: boo
 
     A pass without gradients holds the activations of one layer at a time.
     """
-    one = _activations(facts, 1, model) if trains else facts.hidden * _ACTIVATION_BYTES[_number_bytes(model)]
+    one = _activations(facts, 1, model) if trains else facts.hidden * ACTIVATION_BYTES[_number_bytes(model)]
     logits = _logits(facts, _LOGITS_AT_ONCE) if has_logits else 0
     return max(memory - (logits or 0), 0) // max(one or 0, 1)
 

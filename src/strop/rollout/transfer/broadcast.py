@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strop.controller.rendezvous import PATIENCE, stay_on_this_machine
-from strop.rollout.transfer.object_store import BUCKET_BYTES
+from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
 
 Entry = tuple[str, torch.dtype, list[int]]
 """Name, dtype and shape of a weight in a bucket."""
@@ -53,7 +53,7 @@ class Channel:
         Return when all receivers have them.
         """
         number, before = 0, None
-        for number, bucket in enumerate(_buckets(weights, max_bytes), start=1):
+        for number, bucket in enumerate(weight_buckets(weights, max_bytes, copy=False), start=1):
             entries = [(name, str(weight.dtype), list(weight.shape)) for name, weight in bucket]
             flat = torch.cat([weight.flatten().view(torch.uint8) for _, weight in bucket]).to(self._device)
             bucket.clear()
@@ -102,15 +102,3 @@ class Channel:
 def _size(entry: Entry) -> int:
     _, dtype, shape = entry
     return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
-    for name, weight in weights:
-        if bucket and sum(held.nbytes for _, held in bucket) + weight.nbytes > max_bytes:
-            yield bucket
-            bucket = []
-        bucket.append((name, weight))
-        del weight  # free it with its bucket
-    if bucket:
-        yield bucket

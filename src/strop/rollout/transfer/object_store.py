@@ -11,11 +11,12 @@ BUCKET_BYTES = 256 << 20
 
 
 def weight_buckets(
-    weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, keep: bool
+    weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, keep: bool = True, copy: bool = True
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield lists of weights in CPU memory, of up to ``max_bytes`` or of one larger weight.
+    """Yield lists of weights, of up to ``max_bytes`` or of one larger weight.
 
-    Without ``keep`` (a rank that only takes part in the gathers) yield equally many empty lists.
+    ``copy`` them to CPU memory. Without ``keep`` (a rank that only takes part in the gathers) yield equally
+    many empty lists.
     """
     bucket: list[tuple[str, Tensor]] = []
     used = 0
@@ -24,7 +25,8 @@ def weight_buckets(
             yield bucket
             bucket, used = [], 0
         used += weight.nbytes
-        if keep:
-            bucket.append((name, weight.to("cpu", copy=True)))  # a copy, which later updates do not change
+        if keep:  # a copy is not changed by later updates
+            bucket.append((name, weight.to("cpu", copy=True) if copy else weight))
+        del weight  # free it before the next one is gathered
     if used:
         yield bucket
