@@ -224,7 +224,7 @@ def test_async_functions_score_at_the_same_time_in_order(judging: Callable[..., 
     started = time.monotonic()
     found = list(process.evaluate_all(asked(*map(str, range(40)), seconds=0.2)))
     assert [outcome.score for outcome in found] == list(range(40))
-    assert 0.8 <= time.monotonic() - started < 4.0  # one after the other: 8 s
+    assert 0.8 <= time.monotonic() - started < 7.5  # one after the other: 8 s
     assert process._child.process.poll() is None
 
 

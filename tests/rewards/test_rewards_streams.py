@@ -146,7 +146,7 @@ def test_a_sample_that_cannot_be_made_stops_the_scoring(make: Make, running: Run
     feed.end()
     with pytest.raises(LookupError, match=naming("no such token")):
         list(make(workers).evaluate_all(feed))
-    assert none_within(running, 2.0)
+    assert none_within(running, 20.0)
 
 
 @pytest.mark.parametrize(("workers", "code"), [(1, HANG), (1, "result = 1.0"), (WORKERS, HANG)])
@@ -157,8 +157,8 @@ def test_cancelling_does_not_wait_for_the_samples(make: Make, running: Running, 
     started = time.monotonic()
     with pytest.raises(Cancelled):
         list(scorers.evaluate_all(feed))
-    assert time.monotonic() - started < 5
-    assert none_within(running, 2.0)  # each had a sample
+    assert time.monotonic() - started < 30
+    assert none_within(running, 20.0)  # each had a sample
     assert scores(scorers, ["result = 7.0"]) == [7.0]
 
 
@@ -167,7 +167,7 @@ def test_leaving_early_ends_the_processes_that_have_samples(make: Make, running:
     outcomes = scorers.evaluate_all(samples(["result = 3.0", *[HANG] * 20]))
     assert next(outcomes).score == 3.0
     outcomes.close()
-    assert none_within(running, 2.0)
+    assert none_within(running, 20.0)
     assert scores(scorers, ["result = 7.0"]) == [7.0]
 
 
@@ -181,7 +181,7 @@ def test_ctrl_c_while_samples_are_scored_mixes_nothing_up(make: Make, running: R
             list(outcomes)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert none_within(running, 2.0)
+    assert none_within(running, 20.0)
     assert scores(scorers, ["result = 100 + NUMBER"] * 20) == [*range(100, 120)]
 
 
