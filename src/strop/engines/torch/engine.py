@@ -156,7 +156,7 @@ class TorchEngine:
             use_liger(module.hugging_face_model)
         compiled = model.compile is True
         if model.compile == "auto":
-            compiled = spec.device.type == "cuda" and not reason and module.routers is None
+            compiled = spec.device.type == "cuda" and not reason and not module.is_mixture
             compiled = compiled and model.gradient_checkpointing != "selective"
         weights: Weights | None = base
         if model.lora is not None:
