@@ -183,6 +183,22 @@ def enforce_eager(config: Config) -> bool:
     return config.actor_rollout_ref.rollout.enforce_eager if written else not rollout_on_gpu(config)
 
 
+def generates_beside_the_learner(config: Config) -> bool:
+    """Return True if the rollout generates while another thread of its process learns."""
+    return config.trainer.async_steps > 0 and not config.trainer.val_only and not runs_on_ray(config)
+
+
+def seed_per_sample(config: Config) -> bool | None:
+    """Return whether each sample has a seed, instead of each call; None: decided by the engine's speed.
+
+    Beside a learner each has one: without it vLLM draws from the process's generators.
+    """
+    written = config.actor_rollout_ref.rollout.seed_per_sample
+    if written != "auto":
+        return written
+    return True if generates_beside_the_learner(config) else None
+
+
 def tensor_parallel_size(config: Config) -> int:
     """Return the ranks that run one rollout engine together; a default that does not suit the ranks means 1.
 

@@ -14,12 +14,14 @@ from strop.config.memory.facts import read_model_facts
 from strop.config.placement import (
     SMALL_ON_A_GPU,
     Placement,
+    generates_beside_the_learner,
     honours,
     is_small,
     process_count,
     rollout_dtype,
     rollout_on_gpu,
     runs_on_ray,
+    seed_per_sample,
     tensor_parallel_size,
 )
 from strop.config.roles import roles_of, uses_critic, uses_full_kl
@@ -239,17 +241,13 @@ def weights_at_start(config: Config) -> Iterator[Finding]:
 
 def seeds(config: Config) -> Iterator[Finding]:
     """Refuse a seed for each call where other threads draw from the same generators meanwhile."""
-    steps = config.trainer.async_steps
-    if (
-        not honours(config, "seed_per_sample")
-        or config.actor_rollout_ref.rollout.seed_per_sample is not False
-    ):
+    if not honours(config, "seed_per_sample") or seed_per_sample(config) is not False:
         return
-    if steps and not config.trainer.val_only and not runs_on_ray(config):
+    if generates_beside_the_learner(config):
         yield error(
-            f"actor_rollout_ref.rollout.seed_per_sample=False with trainer.async_steps={steps} on "
-            "threads: vLLM draws from the process's generators while the learner uses them; set "
-            "trainer.worker_group=ray, or seed_per_sample=auto"
+            f"actor_rollout_ref.rollout.seed_per_sample=False with trainer.async_steps="
+            f"{config.trainer.async_steps} on threads: vLLM draws from the process's generators while the "
+            "learner uses them; set trainer.worker_group=ray, or seed_per_sample=auto"
         )
 
 
