@@ -126,7 +126,32 @@ def test_options_that_save_memory(model):
     assert memory.phases["generation: KV cache"] == 2 * 30 * 2 * 2 * 8 * 2
     # 100 tokens: the inputs of 2 layers in 2 bytes, and one layer's activations at 34 bytes
     activations = 100 * 16 * 2 * 2 + 100 * 16 * 34
-    assert memory.phases["actor update: activations, logits"] == activations + 100 * 50 * 4 * 3
+    copies = 2 * parameters  # of the weights, with which one rank computes
+    assert memory.phases["actor update: activations, logits"] == activations + 100 * 50 * 4 * 3 + copies
+
+
+@pytest.mark.parametrize(
+    ("gpus", "dtype", "ranks", "in_16_bits"),
+    [
+        ("", "auto", 1, False),
+        ("0", "auto", 1, True),
+        ("0", "float32", 1, False),
+        ("", "bfloat16", 1, True),
+        ("0,1", "auto", 2, False),  # two ranks gather one layer at a time
+    ],
+)
+def test_one_rank_copies_its_weights_where_it_computes_in_16_bits(
+    model, monkeypatch, gpus, dtype, ranks, in_16_bits
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    options = (
+        f"critic.model.compute_dtype={dtype}", f"trainer.n_gpus_per_node={ranks}", "trainer.device=auto",
+        "critic.model.fsdp_config.use_no_sync_for_gradient_accumulation=False",
+        "critic.use_dynamic_bsz=True", "critic.ppo_max_token_len_per_gpu=100",
+    )  # fmt: skip
+    update = forecast_of(model[0], *options).phases["critic update: activations"]
+    activations = 100 * 2 * 16 * (34 if dtype == "bfloat16" else 68)
+    assert update == activations + in_16_bits * 2 * model[1]
 
 
 def test_ranks_that_share_sequences_have_a_part_of_the_activations(model):

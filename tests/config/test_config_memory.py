@@ -201,7 +201,7 @@ def test_vllms_share_of_a_gpu_and_what_the_trainer_keeps_there_fit_together(on_g
                    gpus=8) == []  # fmt: skip
 
 
-def test_a_rollout_on_gpus_of_its_own_shares_them_with_nobody(on_gpus):
+def test_a_uses_gpus_of_its_own_shares_them_with_nobody(on_gpus):
     apart = (
         "actor_rollout_ref.hybrid_engine=False", "trainer.resource_pools={learner: [4], rollout: [4]}",
         "trainer.placement={Rollout: rollout}",

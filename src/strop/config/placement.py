@@ -172,15 +172,15 @@ def rollout_dtype(config: Config) -> str:
     return dtype
 
 
-def rollout_on_gpu(config: Config) -> bool:
-    """Return True if the rollout's engine computes on a GPU of this machine."""
+def uses_gpu(config: RootConfig) -> bool:
+    """Return True if the models of the run compute on GPUs of this machine."""
     return config.trainer.device != "cpu" and visible_gpus() > 0
 
 
 def enforce_eager(config: Config) -> bool:
     """Return True if vLLM must not record CUDA graphs; unwritten, it records them where there are GPUs."""
     written = _is_written(config, "enforce_eager")
-    return config.actor_rollout_ref.rollout.enforce_eager if written else not rollout_on_gpu(config)
+    return config.actor_rollout_ref.rollout.enforce_eager if written else not uses_gpu(config)
 
 
 def generates_beside_the_learner(config: Config) -> bool:
@@ -210,7 +210,7 @@ def tensor_parallel_size(config: Config) -> int:
     placement = Placement.from_config(config)
     ranks = placement.ranks(placement.rollout_role)
     if not _is_written(config, "tensor_model_parallel_size"):
-        return size if ranks % size == 0 and rollout_on_gpu(config) else 1
+        return size if ranks % size == 0 and uses_gpu(config) else 1
     if ranks % size:
         raise ConfigError(
             f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide the {ranks} ranks of the rollout"

@@ -30,6 +30,7 @@ from strop.config.placement import (
     rollout_dtype,
     sequences_of_engine,
     tensor_parallel_size,
+    uses_gpu,
 )
 from strop.config.roles import (
     has_kl_in_reward,
@@ -38,7 +39,7 @@ from strop.config.roles import (
     uses_reference,
     why_old_log_probs_are_computed_apart,
 )
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import FsdpConfig
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
@@ -89,7 +90,7 @@ def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> For
         tokens = _tokens_at_once(plan.actor, length, plan.actor.sharing)
         activations = _activations(policy, tokens, actor)
         ranks = Placement.from_config(config).ranks_of_pass("actor")
-        whole = _gathered(policy, actor, config.actor_rollout_ref.actor.fsdp_config, ranks)
+        whole = _beside_its_part(config, policy, actor, config.actor_rollout_ref.actor.fsdp_config, ranks)
         phases["actor update: activations, logits"] = _sum(activations, _logits(policy, tokens), whole)
     if _is_in(config, _rollout_role(config), pool):
         back_end = ROLLOUTS[config.actor_rollout_ref.rollout.name]
@@ -100,7 +101,7 @@ def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> For
         critic = read_model_facts(config.critic.model.path)
         tokens = _tokens_at_once(plan.critic, length, plan.critic.sharing)
         ranks = Placement.from_config(config).ranks_of_pass("critic")
-        whole = _gathered(critic, config.critic.model, config.critic.model.fsdp_config, ranks)
+        whole = _beside_its_part(config, critic, config.critic.model, config.critic.model.fsdp_config, ranks)
         phases["critic update: activations"] = _sum(_activations(critic, tokens, config.critic.model), whole)
     return Forecast(resident, phases)
 
@@ -148,7 +149,7 @@ def supervised_forecast(config: SupervisedConfig) -> Forecast:
     size_of_group = config.model.fsdp_config.fsdp_size
     shards = min(size_of_group, ranks) if size_of_group > 0 else ranks
     logits = 0 if isinstance(config, RewardModellingConfig) else _logits(model, tokens)
-    whole = _gathered(model, config.model, config.model.fsdp_config, ranks)
+    whole = _beside_its_part(config, model, config.model, config.model.fsdp_config, ranks)
     return Forecast(
         {"model: weights, gradients, AdamW": _trained(model, config.model, shards)},
         {"update: activations, logits": _sum(_activations(model, tokens, config.model), logits, whole)},
@@ -364,10 +365,18 @@ def _adapters(facts: ModelFacts, model: ModelConfig) -> int:
     return model.lora_rank * facts.layers * 25 * facts.hidden
 
 
-def _gathered(facts: ModelFacts | None, model: ModelConfig, fsdp: FsdpConfig, ranks: int) -> int | None:
-    """Return the bytes of parameters and gradients that an update on several ranks holds whole."""
+def cast_weights(config: RootConfig, facts: ModelFacts | None, model: ModelConfig) -> int | None:
+    """Return the bytes of the copies of its weights with which one rank computes in 16 bits."""
+    on_gpu = model.compute_dtype == "auto" and uses_gpu(config)
+    return _times(facts, 2, 1) if model.compute_dtype == "bfloat16" or on_gpu else 0
+
+
+def _beside_its_part(
+    config: RootConfig, facts: ModelFacts | None, model: ModelConfig, fsdp: FsdpConfig, ranks: int
+) -> int | None:
+    """Return the bytes of whole weights and gradients that an update holds beside a rank's own part."""
     if ranks == 1:
-        return 0
+        return cast_weights(config, facts, model)
     kept = 0 if fsdp.reshard_after_forward else _times(facts, _number_bytes(model), 1)
     return _sum(kept, whole_gradients(facts, model) if fsdp.use_no_sync_for_gradient_accumulation else 0)
 
