@@ -135,7 +135,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def forget(self) -> None:
-        """Free what is unused, and count the peak of memory anew."""
+        """Free what is unused, and reset the peak of memory."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -58,7 +58,9 @@ def test_a_warning_above_the_memory_and_an_error_above_twice_it(model, installed
             n_warnings,
             n_errors,
         )
-    assert mentions(memory_lines(result.errors)[0], "generation: KV cache", "micro_batch_size_per_gpu")
+    assert mentions(
+        memory_lines(result.errors)[0], "generation: weights' copy, KV cache", "micro_batch_size_per_gpu"
+    )
 
 
 def test_processes_on_this_machine_share_its_memory(model, installed):

@@ -54,7 +54,7 @@ class PeakMemory:
 
 
 PEAKS = PeakMemory()
-"""Of this process: its workers share the memory."""
+"""Peaks of this process, whose workers share its memory."""
 
 
 def phase(name: str) -> Callable[[Method], Method]:

@@ -1,4 +1,4 @@
-"""Values that nobody wrote, chosen from the forecast of memory: token caps, and when gradients are reduced.
+"""Values of unwritten keys, chosen from the forecast of memory: token caps, and when gradients are reduced.
 
 Both change the order of sums, and so the last bits of a result. They are therefore chosen once, when a
 configuration is loaded, and are values of it from then on: all processes have the same, and the
@@ -56,7 +56,7 @@ _SHARE_OF_A_PASS, _SHARE_OF_GRADIENTS = 0.5, 0.25
 def with_choices(config: Root) -> Root:
     """Return ``config`` with a token cap for each pass that is cut by tokens, and how gradients are reduced.
 
-    A value that is not written is that of an earlier run of the model in the same folder, or is chosen:
+    A value that is not written is that of an earlier run of the model in the same folder, or chosen:
 
     - a cap: the power of two that fits into half of the memory beside the models, at most ``MOST_TOKENS``, so
       that machines of about equal size choose the same; in any case the longest row. A model of unknown size

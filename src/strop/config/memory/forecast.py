@@ -247,13 +247,18 @@ def _shards(config: Config, name: str, fsdp_size: int) -> int:
 
 
 def sample_caches(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
-    """Return the memory of rollout ``hf``: KV caches of the samples generated at once."""
+    """Return the memory of rollout ``hf``: a copy of the weights, and caches of samples generated at once."""
     cache = None
     if facts is not None:
         samples = min(plan.samples // plan.ranks, samples_at_once(config, facts))
         number = _number_bytes(config.actor_rollout_ref.model)
         cache = samples * longest_row(config.data)[0] * _cache_bytes(facts, number)
-    return Forecast({}, {"generation: KV cache": cache})
+    return Forecast({}, {"generation: weights' copy, KV cache": _sum(_copy_of_hf(config, facts), cache)})
+
+
+def _copy_of_hf(config: Config, facts: ModelFacts | None) -> int | None:
+    """Return the bytes of weights in the compute dtype: cast, packed on a CPU, or beside a sharded actor."""
+    return _times(facts, _number_bytes(config.actor_rollout_ref.model), 1)
 
 
 def samples_at_once(config: Config, facts: ModelFacts) -> int:
@@ -269,8 +274,7 @@ def samples_at_once(config: Config, facts: ModelFacts) -> int:
     pool = Placement.from_config(config).roles[_rollout_role(config)]
     held = _sum(*resident_weights(config, pool).values())
     number = _number_bytes(config.actor_rollout_ref.model)
-    copy = _times(facts, number, 1)  # packed, or beside a sharded actor
-    free = own // 2 if held is None else own - held - (copy or 0)
+    free = own // 2 if held is None else own - held - (_copy_of_hf(config, facts) or 0)
     tokens, logits = longest_row(config.data)[0], 2 * _FLOAT32 * facts.vocabulary
     cache = tokens * _cache_bytes(facts, number)
     sample = cache * (facts.layers + 1) // max(facts.layers, 1) + logits  # grows by a layer
