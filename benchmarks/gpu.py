@@ -35,11 +35,13 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2 import modeling_qwen2
 
 from strop.algorithms import output_layer
 from strop.algorithms.logprobs import token_log_probs
@@ -558,7 +560,9 @@ class Case:
         why = why_not_compiled(device) if on_gpu else "no GPU"
         self.variant("compiled layers", why_not=why, compiled=True)
         why = "" if on_gpu and find_spec("liger_kernel") else "no GPU" if not on_gpu else "not installed"
-        self.variant("Liger's kernels", why_not=why, liger=True)
+        rotate = modeling_qwen2.apply_rotary_pos_emb
+        with mock.patch.object(modeling_qwen2, "apply_rotary_pos_emb", rotate):  # Liger replaces it for all
+            self.variant("Liger's kernels", why_not=why, liger=True)
         with group_of_one(device):
             for name, settings in (
                 ("FSDP2", ShardingSettings()),
@@ -588,7 +592,11 @@ class Case:
         if self.clock.device.type == "cuda":
             torch.cuda.empty_cache()
             torch._C._accelerator_setAllocatorSettings(setting)
-        engine = engine_of(self.size, self.clock.device, "bfloat16", packed=packed, **options)
+        try:
+            engine = engine_of(self.size, self.clock.device, "bfloat16", packed=packed, **options)
+        except torch.cuda.OutOfMemoryError:
+            self.table.add({"model": self.name, "phase": phase, "note": "out of memory"})
+            return
         loss = policy_loss(float(batch.batch["response_mask"].sum()))
 
         def step() -> None:
