@@ -6,7 +6,8 @@ First rightness: log-probs and gradients on the GPU against the CPU's, packed ro
 padded rows, the output layer against whole logits and float64, bfloat16 against float32, and the log-probs of
 the hf rollout against a forward pass. Then speed: generation, log-probs and update of random models with
 Qwen2.5's sizes, beside a plain training step of transformers on the same tokens (the floor), and the output
-layer alone, with Triton's kernels and with torch's operations. Needs no network and no data. Cases that the
+layer alone, with Triton's kernels and with torch's operations. The update is measured again with one setting
+changed at a time. Needs no network and no data. Cases that the
 budget (seconds) or the memory leaves out are named.
 
 MFU counts 6 operations a parameter and trained token (2 without gradient) and the attention's, each prompt
@@ -27,16 +28,20 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2 import modeling_qwen2
 
 from strop.algorithms import output_layer
 from strop.algorithms.logprobs import token_log_probs
@@ -45,10 +50,14 @@ from strop.controller.rendezvous import LOOPBACK, open_store
 from strop.engines.base import Loss, OptimizerSettings
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.engine import TorchEngine
+from strop.engines.torch.sharding import ShardingSettings
+from strop.models.passes.compiled import why_not_compiled
+from strop.models.passes.liger import use_liger
 from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
 from strop.rollout.base import SamplingParams
 from strop.rollout.hf.engine import HFRollout
+from strop.rollout.hf.replica import _replace_parameters
 from strop.rollout.transfer.broadcast import Channel
 
 BUDGET = "GPU_BUDGET_S"
@@ -128,7 +137,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def forget(self) -> None:
-        """Free what is unused, and count the peak of memory anew."""
+        """Free what is unused, and reset the peak of memory."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -179,20 +188,52 @@ def engine_of(
     dtype: str,
     *,
     packed: bool,
-    checkpointing: bool = False,
     trains: bool = True,
-    offloaded: bool = False,
+    sharding: ShardingSettings | None = None,
+    liger: bool = False,
+    **options: Any,
 ) -> TorchEngine:
+    """Build an engine, with ``sharding`` over the process group; ``options`` are those of the engine."""
     settings = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.01, eps=1e-8, grad_clip=1.0)
+    model, weights = build(size, device), None
+    if sharding is not None:
+        weights = InMemory({name: weight.detach() for name, weight in model.named_parameters()})
+        _replace_parameters(model, lambda weight: weight.to("meta"))
+        model.requires_grad_()
+    module = PolicyModel(model, packed=packed)
+    if liger:
+        use_liger(model)
     return TorchEngine(
-        PolicyModel(build(size, device), packed=packed),
+        module,
         device=device,
         compute_dtype=dtype,
         optimizer=settings if trains else None,
-        gradient_checkpointing=checkpointing,
-        offload_parameters=offloaded,
-        offload_moments=offloaded,
+        sharding=sharding,
+        weights=weights,
+        **options,
     )
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Weights of a model to shard."""
+
+    weights: dict[str, Tensor]
+    readable: bool = True
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.weights.items()
+
+
+@contextlib.contextmanager
+def group_of_one(device: torch.device) -> Generator[None]:
+    """Make this process the only rank of a process group, over which FSDP2 can shard."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def policy_loss(tokens: float) -> Loss:
@@ -494,7 +535,8 @@ class Case:
 
     def update(self, checkpointing: bool) -> None:
         """Measure optimizer steps over all samples."""
-        engine = engine_of(self.size, self.clock.device, "bfloat16", packed=True, checkpointing=checkpointing)
+        options = {"packed": True, "gradient_checkpointing": checkpointing}
+        engine = engine_of(self.size, self.clock.device, "bfloat16", **options)
         for kind, batch in self.batches.items():
             loss = policy_loss(float(batch.batch["response_mask"].sum()))
 
@@ -506,26 +548,62 @@ class Case:
             self.measure(phase, step, batch=batch, lengths=kind, trains=True)
 
     def variants(self) -> None:
-        """Measure the update with one thing else each: rows instead of tokens, offloading, fixed segments."""
-        batch = self.batches["uneven"]
+        """Measure the update with one thing else each; FSDP2 over one rank copies, and sends nothing."""
+        device, on_gpu = self.clock.device, self.clock.device.type == "cuda"
+        apart = batch_of(self.prompts * self.n, 1, self.width, self.width, self.size.vocabulary, uneven=True)
+        self.variant("segments of fixed size", setting="expandable_segments:False")
+        self.variant("8 rows a pass", micro=MicroBatching(rows=8))
+        self.variant("padded", packed=False)
+        self.variant("no shared prompts", batch=apart, n=1)
+        self.variant("selective checkpointing", gradient_checkpointing="selective")
+        self.variant("offloaded", offload_parameters=True, offload_moments=True)
+        why = why_not_compiled(device) if on_gpu else "no GPU"
+        self.variant("compiled layers", why_not=why, compiled=True)
+        why = "" if on_gpu and find_spec("liger_kernel") else "no GPU" if not on_gpu else "not installed"
+        rotate = modeling_qwen2.apply_rotary_pos_emb
+        with mock.patch.object(modeling_qwen2, "apply_rotary_pos_emb", rotate):  # Liger replaces it for all
+            self.variant("Liger's kernels", why_not=why, liger=True)
+        with group_of_one(device):
+            for name, settings in (
+                ("FSDP2", ShardingSettings()),
+                ("FSDP2, reshard_after_forward=False", ShardingSettings(reshard_after_forward=False)),
+                ("FSDP2, use_no_sync_for_gradient_accumulation", ShardingSettings(reduce_once=True)),
+            ):
+                self.variant(name, sharding=settings)
+
+    def variant(
+        self,
+        name: str,
+        *,
+        batch: DataProto | None = None,
+        n: int | None = None,
+        micro: MicroBatching | None = None,
+        setting: str = EXPANDABLE,
+        why_not: str = "",
+        packed: bool = True,
+        **options: Any,
+    ) -> None:
+        """Measure the update on rows of uneven lengths; ``options`` are those of ``engine_of``."""
+        phase, batch, micro = f"update, {name}", batch or self.batches["uneven"], micro or self.micro
+        why_not = why_not or ("budget" if self.clock.left() < 0 else "")
+        if why_not:
+            self.table.add({"model": self.name, "phase": phase, "note": f"not run: {why_not}"})
+            return
+        if self.clock.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch._C._accelerator_setAllocatorSettings(setting)
+        try:
+            engine = engine_of(self.size, self.clock.device, "bfloat16", packed=packed, **options)
+        except torch.cuda.OutOfMemoryError:
+            self.table.add({"model": self.name, "phase": phase, "note": "out of memory"})
+            return
         loss = policy_loss(float(batch.batch["response_mask"].sum()))
-        rows, on_gpu = MicroBatching(rows=8), self.clock.device.type == "cuda"
-        for name, micro, offloaded, setting in (
-            ("update, segments of fixed size", self.micro, False, "expandable_segments:False"),
-            ("update, 8 rows a pass", rows, False, EXPANDABLE),
-            ("update, offloaded", self.micro, True, EXPANDABLE),
-        ):
-            if on_gpu:
-                torch.cuda.empty_cache()
-                torch._C._accelerator_setAllocatorSettings(setting)
-            engine = engine_of(self.size, self.clock.device, "bfloat16", packed=True, offloaded=offloaded)
 
-            def step(engine: TorchEngine = engine, micro: MicroBatching = micro) -> None:
-                engine.forward_backward(batch, loss, micro)
-                engine.optimizer_step(1e-6)
+        def step() -> None:
+            engine.forward_backward(batch, loss, micro)
+            engine.optimizer_step(1e-6)
 
-            self.measure(name, step, batch=batch, lengths="uneven", trains=True)
-            del engine, step
+        self.measure(phase, step, batch=batch, lengths="uneven", n=n, trains=True)
 
     def floor(self) -> None:
         """Measure a plain training step of transformers."""

@@ -63,8 +63,7 @@ ONE_CHANGE = {  # key=value: what it is
     "actor_rollout_ref.model.compute_dtype=float32": "passes in float32",
     "data.max_response_length=8192": "responses eight times as long",
     "actor_rollout_ref.rollout.max_num_seqs=1024": "the default number of samples at once",
-    "actor_rollout_ref.rollout.name=hf "
-    "actor_rollout_ref.rollout.micro_batch_size_per_gpu=64": "64 at once, and no second copy of the weights",
+    "actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.micro_batch_size_per_gpu=64": "64 at once",
 }
 
 

@@ -352,7 +352,7 @@ def rows() -> list[tuple[str, list[Cost]]]:
     """Return the lines of the first table."""
     transfers = [
         ("weights to a rollout in the same processes, gathered by all", "gathered"),
-        ("weights to a pool of its own, by broadcast", "broadcast"),
+        ("weights to a separate pool, by broadcast", "broadcast"),
         ("the same through Ray's object store", "object store"),
     ]
     return [

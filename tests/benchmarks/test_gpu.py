@@ -23,12 +23,18 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     assert phases == {
         *("generation (hf)", "log-probs", "update", "update, checkpointing"),
         *("update, segments of fixed size", "update, 8 rows a pass", "update, offloaded"),
+        *("update, padded", "update, no shared prompts", "update, selective checkpointing"),
+        *("update, FSDP2", "update, FSDP2, reshard_after_forward=False"),
+        "update, FSDP2, use_no_sync_for_gradient_accumulation",
         *("floor: transformers' update", "output layer, log-probs, blocks", "output layer, update, blocks"),
     }
     left_out = {line["phase"]: line["note"] for line in figures["speed"] if "s" not in line}
     assert left_out == {
-        f"output layer, {phase}, kernel": "not run: no kernel for this device"
-        for phase in ("log-probs", "update")
+        **dict.fromkeys(("update, compiled layers", "update, Liger's kernels"), "not run: no GPU"),
+        **dict.fromkeys(
+            ("output layer, log-probs, kernel", "output layer, update, kernel"),
+            "not run: no kernel for this device",
+        ),
     }
     assert "WRONG" not in capsys.readouterr().out
 

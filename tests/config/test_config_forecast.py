@@ -105,7 +105,7 @@ def test_the_parts_of_a_run_in_float32(model):
         "critic: weights, gradients, AdamW": 16 * parameters,
     }
     # 12 sequences of 30 tokens; keys and values of 2 layers and 8 numbers, 4 bytes each
-    assert memory.phases["generation: KV cache"] == 12 * 30 * 2 * 2 * 8 * 4
+    assert memory.phases["generation: weights' copy, KV cache"] == 4 * parameters + 12 * 30 * 2 * 2 * 8 * 4
     # 8 sequences at once; 68 bytes for each token, layer and hidden unit
     assert memory.phases["critic update: activations"] == 8 * 30 * 2 * 16 * 68
     logits = 8 * 30 * 50 * 4 * 3
@@ -123,10 +123,35 @@ def test_options_that_save_memory(model):
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100",
     )  # fmt: skip
     assert memory.resident == {"actor: weights, gradients, AdamW": 16 * parameters}
-    assert memory.phases["generation: KV cache"] == 2 * 30 * 2 * 2 * 8 * 2
+    assert memory.phases["generation: weights' copy, KV cache"] == 2 * parameters + 2 * 30 * 2 * 2 * 8 * 2
     # 100 tokens: the inputs of 2 layers in 2 bytes, and one layer's activations at 34 bytes
     activations = 100 * 16 * 2 * 2 + 100 * 16 * 34
-    assert memory.phases["actor update: activations, logits"] == activations + 100 * 50 * 4 * 3
+    copies = 2 * parameters  # of the weights, with which one rank computes
+    assert memory.phases["actor update: activations, logits"] == activations + 100 * 50 * 4 * 3 + copies
+
+
+@pytest.mark.parametrize(
+    ("gpus", "dtype", "ranks", "in_16_bits"),
+    [
+        ("", "auto", 1, False),
+        ("0", "auto", 1, True),
+        ("0", "float32", 1, False),
+        ("", "bfloat16", 1, True),
+        ("0,1", "auto", 2, False),  # two ranks gather one layer at a time
+    ],
+)
+def test_one_rank_copies_its_weights_where_it_computes_in_16_bits(
+    model, monkeypatch, gpus, dtype, ranks, in_16_bits
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    options = (
+        f"critic.model.compute_dtype={dtype}", f"trainer.n_gpus_per_node={ranks}", "trainer.device=auto",
+        "critic.model.fsdp_config.use_no_sync_for_gradient_accumulation=False",
+        "critic.use_dynamic_bsz=True", "critic.ppo_max_token_len_per_gpu=100",
+    )  # fmt: skip
+    update = forecast_of(model[0], *options).phases["critic update: activations"]
+    activations = 100 * 2 * 16 * (34 if dtype == "bfloat16" else 68)
+    assert update == activations + in_16_bits * 2 * model[1]
 
 
 def test_ranks_that_share_sequences_have_a_part_of_the_activations(model):
@@ -148,7 +173,7 @@ def test_a_reward_model_counts_and_an_unknown_model_leaves_the_peak_open(model):
     unknown = forecast_of(folder, "reward_model.enable=True", "reward_model.model.path=/no/model")
     assert unknown.resident["reward model: weights"] is None
     assert unknown.peak is None
-    assert forecast_of("/no/model").phases["generation: KV cache"] is None
+    assert forecast_of("/no/model").phases["generation: weights' copy, KV cache"] is None
 
 
 def test_ranks_share_the_weights(model):
@@ -170,7 +195,7 @@ def test_vllm_has_separate_weights_and_a_separate_cache(model):
     # 6 sequences of at most 30 tokens: two blocks of 128 each
     cache = 6 * 256 * 2 * 2 * 8 * 4
     assert memory.resident["vLLM: KV cache, at most"] == cache
-    assert "generation: KV cache" not in memory.phases
+    assert "generation: weights' copy, KV cache" not in memory.phases
     half = "actor_rollout_ref.model.compute_dtype=bfloat16"
     asleep = forecast_of(folder, *options, half, "trainer.device=cuda")  # it gives its memory back
     assert asleep.phases["generation: vLLM's weights, and KV cache at most"] == 2 * parameters + cache // 2

@@ -58,7 +58,9 @@ def test_a_warning_above_the_memory_and_an_error_above_twice_it(model, installed
             n_warnings,
             n_errors,
         )
-    assert mentions(memory_lines(result.errors)[0], "generation: KV cache", "micro_batch_size_per_gpu")
+    assert mentions(
+        memory_lines(result.errors)[0], "generation: weights' copy, KV cache", "micro_batch_size_per_gpu"
+    )
 
 
 def test_processes_on_this_machine_share_its_memory(model, installed):
@@ -201,7 +203,7 @@ def test_vllms_share_of_a_gpu_and_what_the_trainer_keeps_there_fit_together(on_g
                    gpus=8) == []  # fmt: skip
 
 
-def test_a_rollout_on_gpus_of_its_own_shares_them_with_nobody(on_gpus):
+def test_a_uses_gpus_of_its_own_shares_them_with_nobody(on_gpus):
     apart = (
         "actor_rollout_ref.hybrid_engine=False", "trainer.resource_pools={learner: [4], rollout: [4]}",
         "trainer.placement={Rollout: rollout}",

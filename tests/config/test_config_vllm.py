@@ -15,6 +15,7 @@ from strop.config.placement import (
     processes_per_node,
     rollout_dtype,
     rollout_in_words,
+    seed_per_sample,
     settled,
     tensor_parallel_size,
 )
@@ -155,6 +156,20 @@ def test_cuda_graphs_are_on_where_there_are_gpus(monkeypatch, gpus, options, eag
 )
 def test_one_seed_a_call_is_refused_beside_another_thread(options, parts):
     assert findings(processes.seeds, *options) == ([] if parts is None else [Message(*parts)])
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ([], None),
+        (["trainer.async_steps=1"], True),
+        (["trainer.async_steps=1", "trainer.worker_group=ray"], None),
+        (["trainer.async_steps=1", "trainer.val_only=True"], None),
+        ([f"{ROLLOUT}.seed_per_sample=False"], False),
+    ],
+)
+def test_samples_have_seeds_where_the_learner_uses_the_same_generators(options, chosen):
+    assert seed_per_sample(load_config([f"{ROLLOUT}.name=vllm", *options])) is chosen
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from strop.config.load import load_config
 from strop.engines.base import EngineSpec, ModelSpec, engine_class, pick_device, weights_hash
 from strop.engines.micro_batches import MicroBatching, trim
 from strop.engines.torch.engine import TorchEngine
 from strop.errors import ConfigError
+from strop.models.base import _kept_or_recomputed
 from strop.models.loader import load_causal_lm
 from strop.models.policy import PolicyModel
 
@@ -186,6 +188,17 @@ def test_selective_checkpointing_keeps_products_and_attention_and_changes_no_gra
     assert whole[1] > products == selective[1]
     assert whole[2] > attention == selective[2]
     assert activations < whole[3] == selective[3]
+
+
+def test_selective_checkpointing_keeps_the_kernels_of_a_gpu():
+    """Attention over lengths and the products of experts are operators of other names there."""
+    import torch.nn.attention.varlen  # registers its operator
+
+    kept = [torch.ops.torch_attn._varlen_attn.default, torch.ops.aten._grouped_mm.default]
+    for operator in (*kept, torch.ops.aten.mm.default, torch.ops.aten._flash_attention_forward.default):
+        assert _kept_or_recomputed(None, operator) is CheckpointPolicy.MUST_SAVE, operator
+    for operator in (torch.ops.aten.silu.default, torch.ops.aten.mul.Tensor):
+        assert _kept_or_recomputed(None, operator) is CheckpointPolicy.PREFER_RECOMPUTE, operator
 
 
 class _Counter(TorchDispatchMode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import subprocess
+from functools import partial
 
 import pytest
 import torch
@@ -44,9 +45,9 @@ def test_the_index_is_read_as_torch_reads_it(saved):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_digests_are_left_beside_the_files_that_were_written(saved, tmp_path, background):
-    saving = state.save(saved[1], saved[2], tmp_path, background=background)
-    if saving is not None:
-        state.finish(saving, tmp_path)
+    saving = state.BackgroundSave()
+    saving.begin(partial(state.save, saved[1], saved[2], tmp_path, background=background), tmp_path)
+    saving.finish()
     (shard,) = tmp_path.glob("*.distcp")
     digest = (tmp_path / f"{shard.name}.xxh3_128").read_text()
     assert digest == xxhash.xxh3_128_hexdigest(shard.read_bytes())

@@ -114,6 +114,22 @@ def test_short_sequences_attend_in_float32_under_bfloat16_autocast(attention_cal
     assert (gradient - expected).norm() <= 2e-2 * expected.norm()
 
 
+@pytest.mark.parametrize(
+    ("head", "dtype", "taken"),
+    [
+        (64, torch.bfloat16, True),
+        (256, torch.float16, True),
+        (100, torch.bfloat16, False),  # open_llama_3b
+        (288, torch.bfloat16, False),
+        (64, torch.float32, False),
+    ],
+)
+def test_flash_attention_takes_heads_of_a_multiple_of_8(monkeypatch, head, dtype, taken):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=torch.Size([1, 2, 5, head]))
+    assert attention.takes_lengths(query) is taken
+
+
 def _varlen(query, key, value, q_ends, k_ends, longest_q, longest_k, *, scale, window_size, enable_gqa):
     """Do what torch.nn.attention.varlen.varlen_attn documents, which needs a GPU."""
     assert q_ends.dtype == k_ends.dtype == torch.int32

@@ -10,8 +10,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from strop.engines.base import OptimizerSettings
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.engine import TorchEngine
+from strop.errors import ModelError
 from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
+
+from messages import naming
 
 EXPERTS, TOP_K, COEFFICIENT = 6, 2, 0.5
 SETTINGS = OptimizerSettings(betas=(0.9, 0.999), weight_decay=0.0, eps=1e-8, grad_clip=1e9)
@@ -97,3 +100,9 @@ def test_neither_micro_batches_nor_packing_change_it(options, micro):
     others, found = update(micro=micro, **options)
     assert others == pytest.approx(metrics, rel=1e-5)
     assert apart(found, gradient) < 1e-6
+
+
+@pytest.mark.parametrize("coefficient", [COEFFICIENT, 0.0])
+def test_mixtures_of_experts_are_not_compiled(coefficient):
+    with pytest.raises(ModelError, match=naming("compile=True", "Qwen3MoeForCausalLM")):
+        PolicyModel(model(coefficient)).compile_layers()

@@ -107,7 +107,8 @@ def test_not_where_vllm_sleeps(chosen):
     vllm = ["actor_rollout_ref.rollout.name=vllm", "trainer.resource_pools={a: [1], b: [1]}",
             "+trainer.placement.Critic=b"]  # fmt: skip
     prefer_expandable_segments(load_config(vllm), "ActorRollout", GPU)
-    assert chosen == []
+    prefer_expandable_segments(load_config([*vllm, "trainer.worker_group=local"]), "Critic", GPU)
+    assert chosen == []  # the second: another pool, in the same process
     prefer_expandable_segments(load_config(vllm), "Critic", GPU)
     awake = load_config([*vllm, "actor_rollout_ref.rollout.free_cache_engine=False"])
     prefer_expandable_segments(awake, "ActorRollout", GPU)

@@ -7,6 +7,7 @@ import torch
 import transfer_jobs as jobs
 
 import tiny_model
+from messages import Message
 from ranks import Ranks
 
 
@@ -53,3 +54,10 @@ def test_weights_that_do_not_fit_leave_no_rank_waiting(folder, ranks):
     sent, *errors = ranks.run(3, jobs.give_up, folder)
     assert sent == "sent"
     assert all("weight 0 is no parameter" in error for error in errors)
+
+
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_a_rank_without_memory_for_a_bucket_leaves_no_sender_waiting(ranks, buckets):
+    sent, received = ranks.run(2, jobs.run_out_of_memory, buckets)
+    assert received == "no room"
+    assert sent == Message("weight transfer", "OutOfMemoryError: no room")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -106,3 +107,25 @@ def give_up(folder: Path) -> str:
         assert built.rollout_version is None
         return str(error)
     return "loaded"
+
+
+_UNFINISHED: list[Channel] = []  # gloo ends a group only with its collectives
+
+
+def run_out_of_memory(buckets: int) -> str:
+    """Send weights to a rank that has no memory for a bucket; return the error."""
+    port: list[Any] = [None]
+    if rank() == 0:
+        store, port[0] = open_store(LOOPBACK)
+    dist.broadcast_object_list(port, src=0)
+    try:
+        if rank() == 0:
+            _UNFINISHED.append(Channel(store, 0, 2, torch.device("cpu")))
+            _UNFINISHED[-1].send(weights(0), max_bytes=300 if buckets > 1 else 1 << 20)
+        else:
+            channel = Channel.to_sender(LOOPBACK, port[0], 1, 2, torch.device("cpu"))
+            with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("no room")):
+                list(channel.receive())
+    except (ModelError, torch.OutOfMemoryError) as error:
+        return str(error)
+    return "complete"

@@ -172,15 +172,31 @@ def rollout_dtype(config: Config) -> str:
     return dtype
 
 
-def rollout_on_gpu(config: Config) -> bool:
-    """Return True if the rollout's engine computes on a GPU of this machine."""
+def uses_gpu(config: RootConfig) -> bool:
+    """Return True if the models of the run compute on GPUs of this machine."""
     return config.trainer.device != "cpu" and visible_gpus() > 0
 
 
 def enforce_eager(config: Config) -> bool:
     """Return True if vLLM must not record CUDA graphs; unwritten, it records them where there are GPUs."""
     written = _is_written(config, "enforce_eager")
-    return config.actor_rollout_ref.rollout.enforce_eager if written else not rollout_on_gpu(config)
+    return config.actor_rollout_ref.rollout.enforce_eager if written else not uses_gpu(config)
+
+
+def generates_beside_the_learner(config: Config) -> bool:
+    """Return True if the rollout generates while another thread of its process learns."""
+    return config.trainer.async_steps > 0 and not config.trainer.val_only and not runs_on_ray(config)
+
+
+def seed_per_sample(config: Config) -> bool | None:
+    """Return whether each sample has a seed, instead of each call; None: decided by the engine's speed.
+
+    Beside a learner each has one: without it vLLM draws from the process's generators.
+    """
+    written = config.actor_rollout_ref.rollout.seed_per_sample
+    if written != "auto":
+        return written
+    return True if generates_beside_the_learner(config) else None
 
 
 def tensor_parallel_size(config: Config) -> int:
@@ -194,7 +210,7 @@ def tensor_parallel_size(config: Config) -> int:
     placement = Placement.from_config(config)
     ranks = placement.ranks(placement.rollout_role)
     if not _is_written(config, "tensor_model_parallel_size"):
-        return size if ranks % size == 0 and rollout_on_gpu(config) else 1
+        return size if ranks % size == 0 and uses_gpu(config) else 1
     if ranks % size:
         raise ConfigError(
             f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide the {ranks} ranks of the rollout"

@@ -177,7 +177,7 @@ class Tree(Generic[Root]):
                 written.discard(ROLLOUT_NAME)
 
     def _cut_by_tokens(self, tree: DictConfig, written: Collection[str]) -> None:
-        """Set ``use_dynamic_bsz`` of passes for which nobody wrote it: False if a size in rows is written.
+        """Set ``use_dynamic_bsz`` of passes where it is not written: False if a size in rows is.
 
         Each pass is decided by its own sizes, so a key does not follow an unwritten one of another pass.
         """

@@ -33,8 +33,8 @@ Runs = tuple[tuple[int, int], ...]
 _FLOAT32_UP_TO = 512
 """Longest sequence that attends in float32 on a CPU. There torch's bfloat16 attention is slower than float32
 with casts: forward and backward 3.0x with 96 tokens, 1.8-2.3x with 128, 1.2x with 256, 1.0x with 512."""
-_LARGEST_HEAD = 256
-"""Largest head size of flash-attention."""
+_LARGEST_HEAD, _HEAD_STEP = 256, 8
+"""Largest head size of flash-attention, and the number that its head sizes are multiples of."""
 _ALIKE = 0.8
 """Pieces of sequences of at least this share of the longest are padded to it and attend in one call."""
 # No mask functions are registered for these two, so transformers makes no mask.
@@ -347,6 +347,7 @@ def takes_lengths(query: Tensor) -> bool:
         query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] <= _LARGEST_HEAD
+        and query.shape[-1] % _HEAD_STEP == 0  # sdpa pads others
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 

@@ -25,7 +25,7 @@ from strop.models.packing import Packing, check_packable, check_packed_pass, pac
 from strop.models.passes.compiled import CompiledLayers
 from strop.models.passes.rms_norm import replace_rms_norms
 from strop.models.prompts_once import PromptsOnce
-from strop.models.routing import Routers
+from strop.models.routing import Routers, experts_of
 from strop.models.ulysses import SequenceGroup, check_shareable
 
 
@@ -33,7 +33,8 @@ def _kept_or_recomputed(context: Any, operator: Any, *arguments: Any, **options:
     """Keep the results of matrix products and of attention kernels."""
     del context, arguments, options
     name = operator.name().partition(".")[0]
-    keeps = name in ("aten::mm", "aten::addmm", "aten::bmm") or "attention" in name or "flash_attn" in name
+    # mm, addmm, bmm and _grouped_mm of experts; torch_attn::_varlen_attn, flash_attn::_flash_attn_forward
+    keeps = name.endswith("mm") or "attention" in name or "attn" in name
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -156,12 +157,17 @@ class RoleModel(nn.Module):
 
         Raises ``ModelError`` for mixtures of experts, whose routers are watched from outside.
         """
-        if self.routers is not None:
+        if self.is_mixture:
             raise ModelError(
                 f"compile=True: {type(self.hugging_face_model).__name__} is a mixture of experts, which is "
                 "not compiled; set it to auto or False"
             )
         self.compiled = CompiledLayers(self.hugging_face_model)
+
+    @property
+    def is_mixture(self) -> bool:
+        """True if the model has routed experts, also without an auxiliary loss."""
+        return experts_of(self.hugging_face_model.config.get_text_config()) > 0
 
     def sequences(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the sequences that a pass over ``batch`` computes: by default one for each row."""

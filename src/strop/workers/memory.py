@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from strop.config.placement import Placement
+from strop.config.placement import Placement, runs_on_ray
 from strop.config.schema import Config, RootConfig
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -54,7 +54,7 @@ class PeakMemory:
 
 
 PEAKS = PeakMemory()
-"""Of this process: its workers share the memory."""
+"""Peaks of this process, whose workers share its memory."""
 
 
 def phase(name: str) -> Callable[[Method], Method]:
@@ -106,6 +106,7 @@ def prefer_expandable_segments(config: RootConfig, role: str, device: torch.devi
         rollout, placed = config.actor_rollout_ref.rollout, Placement.from_config(config)
         pool = placed.roles[placed.rollout_role]
         own_pool = placed.roles.get(role, pool)  # a role of the user's: unknown
-        if rollout.name == "vllm" and rollout.free_cache_engine and own_pool == pool:
+        shares = own_pool == pool or not runs_on_ray(config)  # without Ray all pools are in one process
+        if rollout.name == "vllm" and rollout.free_cache_engine and shares:
             return
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

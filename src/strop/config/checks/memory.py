@@ -31,8 +31,8 @@ from strop.config.placement import (
     enforce_eager,
     honours,
     rollout_dtype,
-    rollout_on_gpu,
     tensor_parallel_size,
+    uses_gpu,
 )
 from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
@@ -82,7 +82,7 @@ def supervised(config: SupervisedConfig) -> Iterator[Finding]:
 def vllm(config: Config, plan: BatchPlan) -> Iterator[Finding]:
     """Compare the share of a GPU that vLLM takes with what vLLM needs, and with what the trainer keeps."""
     memory = memory_for(config)
-    if not (honours(config, "gpu_memory_utilization") and rollout_on_gpu(config)) or memory.processes > 1:
+    if not (honours(config, "gpu_memory_utilization") and uses_gpu(config)) or memory.processes > 1:
         return
     facts, rollout = read_model_facts(config.actor_rollout_ref.model.path), config.actor_rollout_ref.rollout
     if facts is None or facts.parameters is None:

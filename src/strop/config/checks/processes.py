@@ -14,13 +14,15 @@ from strop.config.memory.facts import read_model_facts
 from strop.config.placement import (
     SMALL_ON_A_GPU,
     Placement,
+    generates_beside_the_learner,
     honours,
     is_small,
     process_count,
     rollout_dtype,
-    rollout_on_gpu,
     runs_on_ray,
+    seed_per_sample,
     tensor_parallel_size,
+    uses_gpu,
 )
 from strop.config.roles import roles_of, uses_critic, uses_full_kl
 from strop.config.schema import Config, RootConfig
@@ -239,24 +241,20 @@ def weights_at_start(config: Config) -> Iterator[Finding]:
 
 def seeds(config: Config) -> Iterator[Finding]:
     """Refuse a seed for each call where other threads draw from the same generators meanwhile."""
-    steps = config.trainer.async_steps
-    if (
-        not honours(config, "seed_per_sample")
-        or config.actor_rollout_ref.rollout.seed_per_sample is not False
-    ):
+    if not honours(config, "seed_per_sample") or seed_per_sample(config) is not False:
         return
-    if steps and not config.trainer.val_only and not runs_on_ray(config):
+    if generates_beside_the_learner(config):
         yield error(
-            f"actor_rollout_ref.rollout.seed_per_sample=False with trainer.async_steps={steps} on "
-            "threads: vLLM draws from the process's generators while the learner uses them; set "
-            "trainer.worker_group=ray, or seed_per_sample=auto"
+            f"actor_rollout_ref.rollout.seed_per_sample=False with trainer.async_steps="
+            f"{config.trainer.async_steps} on threads: vLLM draws from the process's generators while the "
+            "learner uses them; set trainer.worker_group=ray, or seed_per_sample=auto"
         )
 
 
 def eager_generation(config: Config) -> Iterator[Finding]:
     """Warn of hf on a GPU, except for small models."""
     path, rollout = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout
-    if rollout.name == "hf" and rollout_on_gpu(config) and not is_small(path, SMALL_ON_A_GPU):
+    if rollout.name == "hf" and uses_gpu(config) and not is_small(path, SMALL_ON_A_GPU):
         install = "" if ROLLOUTS["vllm"].installed else "pip install 'strop[vllm]' and "
         yield warning(
             "actor_rollout_ref.rollout.name=hf on a GPU: it launches every operation of a decoding step from "
@@ -268,7 +266,7 @@ def precision(config: Config) -> Iterator[Finding]:
     """Warn if vLLM's precision differs from the trainer's: the sampler is then another policy."""
     section = config.actor_rollout_ref
     sampler, trainer = rollout_dtype(config), section.model.compute_dtype
-    computed = {"auto": "bfloat16" if rollout_on_gpu(config) else "float32"}
+    computed = {"auto": "bfloat16" if uses_gpu(config) else "float32"}
     corrected = section.actor.rollout_is is not None or section.actor.use_rollout_log_probs
     if computed.get(sampler, sampler) != computed.get(trainer, trainer) and not corrected:
         yield warning(

@@ -48,7 +48,7 @@ class OptimizerSteps(NamedTuple):
 
 
 def few_steps(steps: OptimizerSteps) -> Iterator[Finding]:
-    """Warn of a run that ends before a model can learn, unless somebody chose its number of steps."""
+    """Warn of a run that ends before a model can learn, unless its number of steps is written."""
     if steps.epochs is not None and steps.total < _FEW_STEPS:
         per_epoch = steps.total // steps.epochs
         yield warning(

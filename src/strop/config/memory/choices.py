@@ -1,4 +1,4 @@
-"""Values that nobody wrote, chosen from the forecast of memory: token caps, and when gradients are reduced.
+"""Values of unwritten keys, chosen from the forecast of memory: token caps, and when gradients are reduced.
 
 Both change the order of sums, and so the last bits of a result. They are therefore chosen once, when a
 configuration is loaded, and are values of it from then on: all processes have the same, and the
@@ -27,7 +27,13 @@ from strop.config.identity import value_in
 from strop.config.keys import longest_row, value_at
 from strop.config.machine import memory_for
 from strop.config.memory.facts import read_model_facts
-from strop.config.memory.forecast import forecast, supervised_forecast, tokens_in, whole_gradients
+from strop.config.memory.forecast import (
+    cast_weights,
+    forecast,
+    supervised_forecast,
+    tokens_in,
+    whole_gradients,
+)
 from strop.config.paths import expand
 from strop.config.placement import Placement, Root, pools_of, process_count
 from strop.config.schema import Config, RootConfig
@@ -50,7 +56,7 @@ _SHARE_OF_A_PASS, _SHARE_OF_GRADIENTS = 0.5, 0.25
 def with_choices(config: Root) -> Root:
     """Return ``config`` with a token cap for each pass that is cut by tokens, and how gradients are reduced.
 
-    A value that is not written is that of an earlier run of the model in the same folder, or is chosen:
+    A value that is not written is that of an earlier run of the model in the same folder, or chosen:
 
     - a cap: the power of two that fits into half of the memory beside the models, at most ``MOST_TOKENS``, so
       that machines of about equal size choose the same; in any case the longest row. A model of unknown size
@@ -89,6 +95,8 @@ class _Pass:
     """Key of ``use_no_sync_for_gradient_accumulation``; None for a pass that does not train."""
     reduces: bool = False
     """Several ranks reduce its gradients."""
+    alone: bool = True
+    """One rank computes it, with a whole model."""
 
     def undecided(self, config: RootConfig) -> Iterator[str]:
         """Yield the keys without a value."""
@@ -124,7 +132,8 @@ class _Pass:
             return None if whole is None else whole <= free * _SHARE_OF_GRADIENTS
         # the reward model computes like the policy
         options = model if isinstance(model, ModelConfig) else value_at(config, "actor_rollout_ref.model")
-        memory = int(free * _SHARE_OF_A_PASS)
+        copy = (cast_weights(config, facts, options) or 0) if self.alone else 0
+        memory = int(max(free - copy, 0) * _SHARE_OF_A_PASS)
         tokens = tokens_in(memory, facts, options, trains=self.trains, has_logits=self.has_logits)
         return self._bounded(1 << max(tokens, 1).bit_length() - 1)
 
@@ -146,6 +155,7 @@ def _passes(config: RootConfig) -> Iterator[_Pass]:
             has_logits=not isinstance(config, RewardModellingConfig),
             sync=f"model.fsdp_config.{_SYNC}",
             reduces=process_count(config) > 1,
+            alone=process_count(config) == 1,
         )
     if not isinstance(config, Config):
         return
@@ -164,6 +174,7 @@ def _passes(config: RootConfig) -> Iterator[_Pass]:
                 has_logits=name not in models,
                 sync=f"{_SHARDED[name]}.{_SYNC}" if name in _SHARDED else None,
                 reduces=ranks > 1 and strategy_of(config, name) != "megatron",
+                alone=ranks == 1,
             )
 
 

@@ -34,7 +34,7 @@ class ModelFacts:
     experts: int = 0
     """Routed experts of a layer."""
     expert_parameters: int = 0
-    """Those of ``parameters`` that are in routed experts."""
+    """Numbers in routed experts, out of ``parameters``."""
 
 
 def read_model_facts(path: str) -> ModelFacts | None:

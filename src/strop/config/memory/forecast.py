@@ -30,6 +30,7 @@ from strop.config.placement import (
     rollout_dtype,
     sequences_of_engine,
     tensor_parallel_size,
+    uses_gpu,
 )
 from strop.config.roles import (
     has_kl_in_reward,
@@ -38,7 +39,7 @@ from strop.config.roles import (
     uses_reference,
     why_old_log_probs_are_computed_apart,
 )
-from strop.config.schema import Config
+from strop.config.schema import Config, RootConfig
 from strop.config.schema.base import FsdpConfig
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import RewardModellingConfig, SupervisedConfig
@@ -89,7 +90,7 @@ def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> For
         tokens = _tokens_at_once(plan.actor, length, plan.actor.sharing)
         activations = _activations(policy, tokens, actor)
         ranks = Placement.from_config(config).ranks_of_pass("actor")
-        whole = _gathered(policy, actor, config.actor_rollout_ref.actor.fsdp_config, ranks)
+        whole = _beside_its_part(config, policy, actor, config.actor_rollout_ref.actor.fsdp_config, ranks)
         phases["actor update: activations, logits"] = _sum(activations, _logits(policy, tokens), whole)
     if _is_in(config, _rollout_role(config), pool):
         back_end = ROLLOUTS[config.actor_rollout_ref.rollout.name]
@@ -100,7 +101,7 @@ def forecast(config: Config, plan: BatchPlan, *, pool: str | None = None) -> For
         critic = read_model_facts(config.critic.model.path)
         tokens = _tokens_at_once(plan.critic, length, plan.critic.sharing)
         ranks = Placement.from_config(config).ranks_of_pass("critic")
-        whole = _gathered(critic, config.critic.model, config.critic.model.fsdp_config, ranks)
+        whole = _beside_its_part(config, critic, config.critic.model, config.critic.model.fsdp_config, ranks)
         phases["critic update: activations"] = _sum(_activations(critic, tokens, config.critic.model), whole)
     return Forecast(resident, phases)
 
@@ -148,7 +149,7 @@ def supervised_forecast(config: SupervisedConfig) -> Forecast:
     size_of_group = config.model.fsdp_config.fsdp_size
     shards = min(size_of_group, ranks) if size_of_group > 0 else ranks
     logits = 0 if isinstance(config, RewardModellingConfig) else _logits(model, tokens)
-    whole = _gathered(model, config.model, config.model.fsdp_config, ranks)
+    whole = _beside_its_part(config, model, config.model, config.model.fsdp_config, ranks)
     return Forecast(
         {"model: weights, gradients, AdamW": _trained(model, config.model, shards)},
         {"update: activations, logits": _sum(_activations(model, tokens, config.model), logits, whole)},
@@ -246,13 +247,18 @@ def _shards(config: Config, name: str, fsdp_size: int) -> int:
 
 
 def sample_caches(config: Config, plan: BatchPlan, facts: ModelFacts | None) -> Forecast:
-    """Return the memory of rollout ``hf``: KV caches of the samples generated at once."""
+    """Return the memory of rollout ``hf``: a copy of the weights, and caches of samples generated at once."""
     cache = None
     if facts is not None:
         samples = min(plan.samples // plan.ranks, samples_at_once(config, facts))
         number = _number_bytes(config.actor_rollout_ref.model)
         cache = samples * longest_row(config.data)[0] * _cache_bytes(facts, number)
-    return Forecast({}, {"generation: KV cache": cache})
+    return Forecast({}, {"generation: weights' copy, KV cache": _sum(_copy_of_hf(config, facts), cache)})
+
+
+def _copy_of_hf(config: Config, facts: ModelFacts | None) -> int | None:
+    """Return the bytes of weights in the compute dtype: cast, packed on a CPU, or beside a sharded actor."""
+    return _times(facts, _number_bytes(config.actor_rollout_ref.model), 1)
 
 
 def samples_at_once(config: Config, facts: ModelFacts) -> int:
@@ -268,8 +274,7 @@ def samples_at_once(config: Config, facts: ModelFacts) -> int:
     pool = Placement.from_config(config).roles[_rollout_role(config)]
     held = _sum(*resident_weights(config, pool).values())
     number = _number_bytes(config.actor_rollout_ref.model)
-    copy = _times(facts, number, 1)  # packed, or beside a sharded actor
-    free = own // 2 if held is None else own - held - (copy or 0)
+    free = own // 2 if held is None else own - held - (_copy_of_hf(config, facts) or 0)
     tokens, logits = longest_row(config.data)[0], 2 * _FLOAT32 * facts.vocabulary
     cache = tokens * _cache_bytes(facts, number)
     sample = cache * (facts.layers + 1) // max(facts.layers, 1) + logits  # grows by a layer
@@ -364,10 +369,18 @@ def _adapters(facts: ModelFacts, model: ModelConfig) -> int:
     return model.lora_rank * facts.layers * 25 * facts.hidden
 
 
-def _gathered(facts: ModelFacts | None, model: ModelConfig, fsdp: FsdpConfig, ranks: int) -> int | None:
-    """Return the bytes of parameters and gradients that an update on several ranks holds whole."""
+def cast_weights(config: RootConfig, facts: ModelFacts | None, model: ModelConfig) -> int | None:
+    """Return the bytes of the copies of its weights with which one rank computes in 16 bits."""
+    on_gpu = model.compute_dtype == "auto" and uses_gpu(config)
+    return _times(facts, 2, 1) if model.compute_dtype == "bfloat16" or on_gpu else 0
+
+
+def _beside_its_part(
+    config: RootConfig, facts: ModelFacts | None, model: ModelConfig, fsdp: FsdpConfig, ranks: int
+) -> int | None:
+    """Return the bytes of whole weights and gradients that an update holds beside a rank's own part."""
     if ranks == 1:
-        return 0
+        return cast_weights(config, facts, model)
     kept = 0 if fsdp.reshard_after_forward else _times(facts, _number_bytes(model), 1)
     return _sum(kept, whole_gradients(facts, model) if fsdp.use_no_sync_for_gradient_accumulation else 0)
 

@@ -171,7 +171,7 @@ class RolloutConfig(VLLMSamplingConfig):
     weight_transfer: Annotated[
         Literal["auto", "broadcast", "object_store"],
         no_effect(
-            "unless hybrid_engine=False, and actor and rollout have pools of their own on Ray",
+            "unless hybrid_engine=False, and actor and rollout have separate pools on Ray",
             lambda at: at.value != "auto" and (at.config.actor_rollout_ref.hybrid_engine or not at.on_ray),
             "weights are copied within each process",
         ),

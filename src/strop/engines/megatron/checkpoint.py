@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -21,35 +20,17 @@ class Checkpoints:
 
     def __init__(self, weights: Weights, optimizer: Optimizer | None) -> None:
         self._weights, self._optimizer = weights, optimizer
-        self._saving: tuple[Future, Path] | None = None
-        self._beginning = threading.Lock()
+        self.saving = state.BackgroundSave()
 
     def save(self, folder: Path, *, background: bool) -> None:
         """See ``Engine.save``."""
-        self._wait()
-        with self._beginning:
-            self._saving = None
+
+        def start() -> Future | None:
             # Copied here: torch's stager fails on parts of tensors that are not parameters.
-            saving = state.write(
-                self._collect(copy=background), folder, background=background, copied=background
-            )
-            self._saving = None if saving is None else (saving, folder)
+            collected = self._collect(copy=background)
+            return state.write(collected, folder, background=background, copied=background)
 
-    def is_done(self) -> bool:
-        """See ``Engine.save_is_done``."""
-        saving = self._saving
-        return saving is None or saving[0].done()
-
-    def finish(self) -> None:
-        """See ``Engine.finish_save``."""
-        with self._beginning:
-            saving = self._saving
-        if saving is not None:
-            state.finish(*saving)
-
-    def _wait(self) -> None:
-        if self._saving is not None:
-            wait([self._saving[0]])
+        self.saving.begin(start, folder)
 
     def _collect(self, *, copy: bool) -> dict[str, Tensor]:
         """Return this rank's share of the state; each rank with the same chunks writes a part of them.
@@ -76,7 +57,7 @@ class Checkpoints:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """See ``Engine.load``; this rank reads the parts that it holds, a few tensors at a time."""
-        self._wait()
+        self.saving.wait()
         kinds = MOMENTS if self._optimizer is not None else ()
         wanted = {_MODEL + place.name: place.shape for place in self._weights.places}
         wanted |= {f"{_OPTIMIZER}{p.name}.{kind}": p.shape for p in self._weights.places for kind in kinds}

@@ -352,11 +352,11 @@ class MegatronEngine:
 
     def save_is_done(self) -> bool:
         """See ``Engine.save_is_done``."""
-        return self._checkpoints.is_done()
+        return self._checkpoints.saving.is_done()
 
     def finish_save(self) -> None:
         """See ``Engine.finish_save``."""
-        self._checkpoints.finish()
+        self._checkpoints.saving.finish()
 
     def load(self, folder: Path) -> None:
         """See ``Engine.load``."""

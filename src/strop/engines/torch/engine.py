@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -104,8 +102,7 @@ class TorchEngine:
         self.compute_dtype = None if dtype == torch.float32 else dtype
         self._settings = optimizer
         self._optimizer: torch.optim.AdamW | None = None
-        self._saving: tuple[Future, Path] | None = None
-        self._beginning_save = threading.Lock()
+        self._saving = state.BackgroundSave()
         self._sharded = sharding is not None
         self._reduces_once = sharding is not None and sharding.reduce_once
         if compiled:
@@ -156,7 +153,7 @@ class TorchEngine:
             use_liger(module.hugging_face_model)
         compiled = model.compile is True
         if model.compile == "auto":
-            compiled = spec.device.type == "cuda" and not reason and module.routers is None
+            compiled = spec.device.type == "cuda" and not reason and not module.is_mixture
             compiled = compiled and model.gradient_checkpointing != "selective"
         weights: Weights | None = base
         if model.lora is not None:
@@ -354,31 +351,20 @@ class TorchEngine:
 
     def save(self, folder: Path, *, background: bool = False) -> None:
         """See ``Engine.save``."""
-        self._wait_for_save()
-        with self._beginning_save:
-            self._saving = None
-            saving = state.save(self.module, self._optimizer, folder, background=background)
-            self._saving = None if saving is None else (saving, folder)
+        start = partial(state.save, self.module, self._optimizer, folder, background=background)
+        self._saving.begin(start, folder)
 
     def save_is_done(self) -> bool:
         """See ``Engine.save_is_done``."""
-        saving = self._saving
-        return saving is None or saving[0].done()
+        return self._saving.is_done()
 
     def finish_save(self) -> None:
-        """See ``Engine.finish_save``; the future is kept, so that an interrupted caller can wait again."""
-        with self._beginning_save:
-            saving = self._saving
-        if saving is not None:
-            state.finish(*saving)
-
-    def _wait_for_save(self) -> None:
-        if self._saving is not None:
-            wait([self._saving[0]])
+        """See ``Engine.finish_save``."""
+        self._saving.finish()
 
     def load(self, folder: Path) -> None:
         """See ``Engine.load``."""
-        self._wait_for_save()
+        self._saving.wait()
         state.load(self.module, self._optimizer, folder)
 
     def export(

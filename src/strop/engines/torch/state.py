@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 import warnings
-from collections.abc import Generator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ def write(
 ) -> Future | None:
     """Write tensors, whole ones or this rank's parts, into ``folder``. Collective.
 
-    With ``background`` they are copied to CPU memory, unless they are ``copied``, and written by a thread;
-    pass the returned future to ``finish``. Raises ``CheckpointError`` if writing fails.
+    With ``background`` they are copied to CPU memory, unless they are ``copied``, and written by a thread:
+    see ``BackgroundSave`` for the returned future. Raises ``CheckpointError`` if writing fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     options = _process_group(folder)
@@ -93,10 +94,40 @@ def write(
         return saving
 
 
-def finish(saving: Future, folder: Path) -> None:
-    """Wait for a background save; ``CheckpointError`` if it failed. Thread-safe."""
-    with _as_checkpoint_error(f"cannot write the checkpoint {folder}"):
-        saving.result()
+class BackgroundSave:
+    """The latest save of an engine, which may go on while it trains."""
+
+    def __init__(self) -> None:
+        self._saving: tuple[Future, Path] | None = None
+        self._beginning = threading.Lock()
+
+    def begin(self, start: Callable[[], Future | None], folder: Path) -> None:
+        """Call ``start``, which returns a future like ``write``, once the save before is done."""
+        self.wait()
+        with self._beginning:
+            self._saving = None
+            saving = start()
+            self._saving = None if saving is None else (saving, folder)
+
+    def is_done(self) -> bool:
+        """See ``Engine.save_is_done``."""
+        saving = self._saving
+        return saving is None or saving[0].done()
+
+    def finish(self) -> None:
+        """See ``Engine.finish_save``; the future is kept, so that an interrupted caller can wait again."""
+        with self._beginning:
+            saving = self._saving
+        if saving is None:
+            return
+        future, folder = saving
+        with _as_checkpoint_error(f"cannot write the checkpoint {folder}"):
+            future.result()
+
+    def wait(self) -> None:
+        """Wait for the save, also if it fails."""
+        if self._saving is not None:
+            wait([self._saving[0]])
 
 
 def load(module: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:

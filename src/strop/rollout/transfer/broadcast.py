@@ -11,6 +11,7 @@ receiver loads weights past the checks of ``VLLMRollout.update_weights``, which 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strop.controller.rendezvous import PATIENCE, stay_on_this_machine
+from strop.errors import ModelError
 from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
+
+_POLL_S = 5e-4
 
 Entry = tuple[str, torch.dtype, list[int]]
 """Name, dtype and shape of a weight in a bucket."""
@@ -50,7 +54,7 @@ class Channel:
     def send(self, weights: Iterable[tuple[str, Tensor]], max_bytes: int = BUCKET_BYTES) -> None:
         """Broadcast weights of one dtype, in buckets of ``max_bytes`` or of one larger weight.
 
-        Return when all receivers have them.
+        Return when all receivers have them; ``ModelError`` if one fails to take part.
         """
         number, before = 0, None
         for number, bucket in enumerate(weight_buckets(weights, max_bytes, copy=False), start=1):
@@ -60,18 +64,43 @@ class Channel:
             self._store.set(self._key(number), json.dumps(entries))
             work = self._group.broadcast(flat, 0)
             if before is not None:
-                before[0].wait()
+                self._complete(before[0])
             before = work, flat  # NCCL reads it until then
         self._store.set(self._key(number + 1), "[]")
         if before is not None:
-            before[0].wait()
-        self._store.wait([self._key("received")], PATIENCE)
+            self._complete(before[0])
+        self._require_receivers()
         for key in (*range(1, number + 2), "received", "receivers"):
             self._store.delete_key(self._key(key))
         self._transfers += 1
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the sender's next transfer. Iterate to the end: the others wait for it."""
+        try:
+            yield from self._arriving()
+        except BaseException as error:  # the sender would wait for this rank
+            self._store.set(self._key("received"), f"{type(error).__name__}: {error}")
+            raise
+        if self._store.add(self._key("receivers"), 1) == self._size - 1:
+            self._store.set(self._key("received"), "")
+        self._transfers += 1
+
+    def _complete(self, work: Any) -> None:
+        """Wait for a broadcast, in which a receiver that has failed takes no part."""
+        while not work.is_completed():
+            if self._store.check([self._key("received")]):
+                self._require_receivers()
+            time.sleep(_POLL_S)
+        work.wait()
+
+    def _require_receivers(self) -> None:
+        """Wait until all receivers are done; ``ModelError`` if one failed."""
+        if problem := self._store.get(self._key("received")).decode():
+            raise ModelError(
+                f"weight transfer: a process of the rollout failed to receive weights: {problem}"
+            )
+
+    def _arriving(self) -> Iterator[tuple[str, Tensor]]:
         number = 1
         arriving = self._begin(number)
         while arriving is not None:
@@ -82,9 +111,6 @@ class Channel:
             parts = flat.split([_size(entry) for entry in entries])
             for (name, dtype, shape), part in zip(entries, parts, strict=True):
                 yield name, part.view(dtype).view(shape)
-        if self._store.add(self._key("receivers"), 1) == self._size - 1:
-            self._store.set(self._key("received"), "")
-        self._transfers += 1
 
     def _key(self, part: int | str) -> str:
         return f"{self._transfers}/{part}"

@@ -27,7 +27,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from strop.config.placement import extra_sampling
+from strop.config.placement import extra_sampling, seed_per_sample
 from strop.errors import ConfigError, ModelError, TrainingError
 from strop.models.checkpoint_layout import CheckpointLayout, Waiting
 from strop.models.deferred import defer_causal_lm
@@ -132,7 +132,6 @@ class VLLMRollout:
     def build(cls, spec: RolloutSpec) -> VLLMRollout:
         """See ``RolloutEngine.build``; the weights come with the first update."""
         model, _ = defer_causal_lm(**spec.model)
-        seeds = spec.config.actor_rollout_ref.rollout.seed_per_sample
         return cls(
             model,
             engine_arguments(spec, model.config),
@@ -141,7 +140,7 @@ class VLLMRollout:
             eos_token_ids=end_token_ids(model, spec.tokenizer),
             hidden_token_ids=hidden_token_ids(model, spec.tokenizer),
             sampling=extra_sampling(spec.config),
-            seed_per_sample=None if seeds == "auto" else seeds,
+            seed_per_sample=seed_per_sample(spec.config),
             rank=spec.rank,
             world_size=spec.world_size,
         )
