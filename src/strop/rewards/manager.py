@@ -63,7 +63,8 @@ class RewardManager(Reward):
     (:class:`strop.rewards.batch.ErrorBudget`) scoring raises. ``memory_limit_mb`` limits the private memory
     of a scoring process, and of each that it starts.
 
-    ``num_examine`` samples of each data source in every batch go to ``printer`` (default: the log) as text.
+    ``num_examine`` samples of each data source in every batch go to ``printer`` (default: the log) as text,
+    unless the batch's ``meta_info["examine"]`` is False.
 
     Raises:
         ConfigError: ``compute_score`` cannot be called as above or cannot be pickled, or ``parts`` is wrong.
@@ -230,7 +231,8 @@ class RewardManager(Reward):
             penalty_B = parts[NON_STOP_PENALTY] = self.composition.penalty(batch, scores_B)
             added[NON_STOP_PENALTY] = penalty_B.nan_to_num()
             scores_B = scores_B + added[NON_STOP_PENALTY]
-        self._print(batch, samples, scores_B, parts, errors)
+        if batch.meta_info.get("examine", True):
+            self._print(batch, samples, scores_B, parts, errors)
         return RewardOutput(
             token_level_scores=at_last_token(scores_B, batch.batch["response_mask"]),
             parts=parts,
