@@ -234,6 +234,8 @@ def test_keys_and_words_are_completed():
     assert "data.train_files=" in keys("data.tr")
     assert keys("trainer.device=") == ["trainer.device=auto", "trainer.device=cpu", "trainer.device=cuda"]
     assert keys("trainer.val_only=") == ["trainer.val_only=True", "trainer.val_only=False"]
+    assert "algorithm.adv_estimator=rloo" in keys("algorithm.adv_estimator=r")
+    assert "update.loss=simpo" in _Keys("dpo")("update.loss=")
     assert "model.path=" in _Keys("sft")("")
 
 

@@ -41,6 +41,8 @@ def problems_of(*overrides: str, **options) -> list[str]:
         ([f"{ACTOR}.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron"],
          f"{ACTOR}.strategy", "megatron"),
         ([f"+{ACTOR}.megatron.dtype=float32"], "actor_rollout_ref.model.compute_dtype", "float32"),
+        (["+actor_rollout_ref.model.torch_dtype=bfloat16"],
+         "actor_rollout_ref.model.compute_dtype", "bfloat16"),
         ([f"{ACTOR}.policy_loss.loss_mode=gspo"], f"{ACTOR}.policy_loss", "gspo"),
         ([f"+{ACTOR}.policy_loss={{loss_mode: vanilla, dro_beta: null}}"], f"{ACTOR}.policy_loss", "ppo"),
         ([f"{ACTOR}.fsdp_config.{SHARED}=2"], f"{ACTOR}.{SHARED}", 2),
@@ -123,6 +125,8 @@ reward_model: {strategy: megatron, megatron: *layout}
     ("written", "parts"),
     [
         (["actor_rollout_ref.model.lora.rank=8"], ["lora.rank=8", "lora_rank", "fsdp", "leave it out"]),
+        ([f"+{ACTOR}.megatron.use_megatron_fsdp=True"], ["use_megatron_fsdp=True", "strategy=fsdp"]),
+        (["+critic.optim.min_lr_factor=1.0"], ["min_lr_factor=1.0", "leave it out"]),
         ([f"{ACTOR}.optim.lr_warmup_steps=10"], ["lr_warmup_steps=10", "lr_warmup_steps_ratio"]),
         (["model_engine=veomni"], ["model_engine", "veomni", "fsdp, megatron"]),
         ([f"+{ACTOR}.veomni.fsdp_size=4"], ["veomni.fsdp_size=4", "fsdp and megatron"]),
@@ -262,6 +266,11 @@ def test_unwritten_keys_that_mean_something_else_than_in_verl_are_listed():
     assert [line.split()[0] for line in found[:-1]] == [f"{ACTOR}.clip_ratio_c"]
     in_loss = load_config([*group, f"{ACTOR}.use_kl_loss=True"])
     assert not any(line.startswith(KL) for line in changed_from_verl(in_loss, "0.9.1"))
+    megatron = load_config([*group, f"{ACTOR}.strategy=megatron"])
+    old = list(changed_from_verl(megatron, "0.3.0.post1"))
+    assert mentions(old[-1], f"{ACTOR}.megatron.tensor_model_parallel_size=4")
+    assert "critic" not in old[-1]
     old = list(changed_from_verl(load_config(group), "0.3.0.post1"))
+    assert "megatron" not in old[-1]
     assert mentions(old[0], KL, "0.001 in verl 0.3.0.post1", "0.005")
     assert not any("entropy_coeff" in line for line in old)

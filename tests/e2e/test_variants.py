@@ -184,6 +184,14 @@ def test_an_update_without_a_transfer_fails_at_the_next_generation(inputs, tmp_p
         _run(inputs, tmp_path)
 
 
+def test_samples_of_the_first_and_last_validation_are_logged(inputs, tmp_path, caplog):
+    options = ["trainer.total_training_steps=3", "trainer.test_freq=1", "trainer.val_before_train=True"]
+    with caplog.at_level("INFO"):
+        train(overrides(inputs, tmp_path, *options))
+    assert len(list(tmp_path.glob("validation/*.parquet"))) == 4
+    assert caplog.text.count("[ground truth]") == 2
+
+
 def test_every_metric_of_the_reference_documents_is_there(inputs, tmp_path):
     train(overrides(inputs, tmp_path, "trainer.test_freq=1"))
     assert len(pq.read_table(tmp_path / "validation" / "step_000002.parquet")) == 6

@@ -7,11 +7,13 @@ import gzip
 import http.client
 import json
 import re
+import shutil
 import socket
 import struct
 import threading
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from test_tracking_samples import Letters
@@ -21,7 +23,7 @@ from strop.errors import DataError
 from strop.protocol import DataProto
 from strop.tracking.page.files import RunFiles
 from strop.tracking.page.server import PageServer
-from strop.tracking.samples import write_samples
+from strop.tracking.samples import TOKEN_TEXTS, write_samples
 
 from browser import CHROMIUM, DRIVER, Browser
 from messages import mentions
@@ -306,6 +308,28 @@ def test_a_browser_shows_hostile_texts_as_text(server, browser, run_dir, tmp_pat
         assert browser.run("return window.hacked === undefined")
         assert browser.run("return document.documentElement.scrollWidth <= 390")  # as wide as a phone
         assert browser.errors() == []
+
+
+def test_bars_of_a_histogram_of_lengths_hold_equally_many_of_them(server, browser):
+    browser.open(f"{server.url}#samples")
+    browser.until("document.querySelectorAll('.list li').length >= 30")
+    script = (
+        "const bars = [...histogram('', arguments[0]).querySelectorAll('rect')];"
+        "return bars.map((bar) => bar.textContent)"
+    )
+    assert browser.run(script, [0, 1, 1]) == ["0 to 0: 1", "1 to 1: 2"]
+    counts = [int(bar.rpartition(" ")[2]) for bar in browser.run(script, list(range(50, 101)))]
+    assert counts == [2] * 25 + [1]
+
+
+def test_token_texts_that_cannot_be_read_leave_the_ids(run_dir, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    path = folder / "rollouts" / "step_000002.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({TOKEN_TEXTS: b"{}"}), path)
+    [record] = RunFiles(folder).rows("rollouts", 2, [5], tokens=True)
+    assert record["tokens"]["texts"] == [None, None]
 
 
 def test_a_browser_follows_a_run_that_writes(browser, tmp_path):

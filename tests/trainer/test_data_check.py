@@ -7,7 +7,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.cli.check import check_inputs
+from strop.cli.train import train_once
 from strop.config.load import load_config
+from strop.errors import ModelError, RewardError
+from strop.trainer.ray_trainer import RayPPOTrainer
 
 from messages import Message
 from runs import make_inputs, overrides
@@ -80,7 +83,7 @@ def with_truth(response, ground_truth):
     return {"score": float(response == ground_truth), "length": len(response)}
 
 def trl(completions, answer, **columns):
-    assert len(completions) == 1 and completions[0][0]["role"] == "assistant"
+    assert len(completions) == 2 and completions[0][0]["role"] == "assistant"  # a group
     return [float(one[0]["content"] == right) for one, right in zip(completions, answer)]
 
 async def without_answer(response):
@@ -88,6 +91,15 @@ async def without_answer(response):
 
 def failing(response, ground_truth):
     raise ValueError("cannot read it")
+
+def strict(response, answer):
+    return float(response.split("####")[1] == answer.split("####")[1])
+
+def of_row(response, number):
+    return 1 / number
+
+async def judge(response):
+    raise ValueError("called")
 
 def misspelt(response, anwser):
     return 0.0
@@ -124,6 +136,10 @@ def test_the_first_row_is_scored_with_the_answer_that_the_function_reads(
 
 
 def check_custom(inputs, tmp_path, name, answered):
+    return check_inputs(load_config(custom(inputs, tmp_path, name, answered)))
+
+
+def custom(inputs, tmp_path, name, answered):
     rows = pq.read_table(inputs / "train.parquet").drop_columns("ability").to_pylist()
     for row in rows:
         target = row["reward_model"] if answered else row.pop("reward_model")
@@ -136,7 +152,33 @@ def check_custom(inputs, tmp_path, name, answered):
         f"custom_reward_function.path={tmp_path}/reward.py",
         f"custom_reward_function.name={name}",
     ]
-    return check_inputs(load_config(overrides(inputs, tmp_path / "run", *options)))
+    return overrides(inputs, tmp_path / "run", *options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "stopped", "shown"),
+    [
+        ("failing", [], True, "cannot read it"),
+        ("failing", ["reward_model.max_error_rate=1"], False, "cannot read it"),
+        ("strict", [], True, "IndexError"),
+        ("of_row", [], False, "ZeroDivisionError"),  # of the first row alone
+        ("judge", [], False, ""),
+        ("second", [], False, "its column 'answer' as the response: '0': 1 ("),
+    ],
+)
+def test_train_tries_the_reward_function_before_a_model_loads(
+    inputs, tmp_path, monkeypatch, caplog, name, options, stopped, shown
+):
+    def load(self):
+        raise ModelError("a model is loaded")
+
+    monkeypatch.setattr(RayPPOTrainer, "init_workers", load)
+    config = load_config([*custom(inputs, tmp_path, name, True), *options])
+    with caplog.at_level("INFO"), pytest.raises(RewardError if stopped else ModelError) as error:
+        train_once(config)
+    said = str(error.value) if stopped else caplog.text
+    assert shown in said
+    assert (name in said) == (shown != "" and name != "second")
 
 
 def test_a_function_without_ground_truths_is_warned_of_and_one_that_fails_is_an_error(inputs, tmp_path):

@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import time
 from dataclasses import replace
 from logging.handlers import MemoryHandler
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.syntax import Syntax
@@ -42,11 +40,8 @@ from strop.config.schema import Config, RootConfig
 from strop.config.schema.supervised import SupervisedConfig
 from strop.config.trees import TREES, tree_of
 from strop.config.verl import versions
-from strop.errors import Attempts, ConfigError, RewardError, problems_of
+from strop.errors import Attempts, ConfigError, problems_of
 from strop.terminal import literal
-
-if TYPE_CHECKING:
-    from strop.trainer.ray_trainer import RayPPOTrainer
 
 _FORWARD_NAMES = {
     "log_prob": "old log-probs",
@@ -136,7 +131,7 @@ def check_inputs(config: RootConfig) -> tuple[list[str], list[str], str]:
 
     Returns warnings, errors, and the result for that row; "" if only built-in scorers are used.
     """
-    from strop.trainer.build import build_trainer  # torch and transformers: seconds
+    from strop.trainer.build import build_trainer, try_reward  # torch and transformers: seconds
     from strop.trainer.supervised import TRAINERS, build
 
     log = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize)
@@ -153,46 +148,11 @@ def check_inputs(config: RootConfig) -> tuple[list[str], list[str], str]:
         logger.removeHandler(log)
     scored, doubt = "", ""
     if trainer is not None and isinstance(config, Config):
-        scored, doubt = attempt(lambda: _score_one_row(trainer)) or ("", "")
+        scored, doubt = attempt(lambda: try_reward(trainer)) or ("", "")
         trainer.reward_fn.close()
         trainer.val_reward_fn.close()
     warnings = [record.getMessage().removeprefix("warning: ") for record in log.buffer]
     return [*warnings, doubt] if doubt else warnings, attempt.lines, scored
-
-
-def _score_one_row(trainer: RayPPOTrainer) -> tuple[str, str]:
-    """Score the first row with its right answer as the response; return the result in words, and a warning.
-
-    Raises ``RewardError`` if the user's function fails.
-    """
-    from strop.protocol import DataProto
-    from strop.rewards.manager import RewardManager
-
-    val_only = trainer.config.trainer.val_only
-    manager = trainer.val_reward_fn if val_only else trainer.reward_fn
-    loader = trainer.val_loader if val_only else trainer.train_loader
-    if not isinstance(manager, RewardManager):
-        return "", ""
-    prompts = loader.collate_fn([loader.dataset[0]])
-    started = time.monotonic()
-    found = manager.score_example(
-        prompts.union(DataProto.from_dict(non_tensors={"uid": ["0-0"]})),
-        has_reward_model=trainer.config.reward_model.enable,
-    )
-    if found is None:
-        return "", ""
-    outcome = found.outcome
-    where = manager.scorer.own.where
-    taken = ", ".join(sorted(manager.scorer.wanted)) if manager.scorer.wanted else "everything (**kwargs)"
-    response = f": {found.response!r:.80}" if found.response else ""
-    of_row = f"the first row, with {found.what} as the response{response}"
-    if outcome.error:
-        raise RewardError(f"{where} (it takes {taken}) fails for {of_row}\n{outcome.error.strip()}")
-    score = "None: it does not apply" if outcome.score is None else f"{outcome.score:g}"
-    parts = "".join(f", {name} {value:g}" for name, value in outcome.parts.items())
-    seconds = time.monotonic() - started
-    result = f"{where} takes {taken}\nscore of {of_row}: {score}{parts} ({seconds:.2f} s)"
-    return result, f"{where}: {found.doubt}" if found.doubt else ""
 
 
 def render(result: CheckResult, config: RootConfig, *, full: bool = False) -> Group:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 from typing import Any
 
+from strop.config.names import estimators, policy_losses, preference_losses
 from strop.errors import MissingExtraError
 
 
@@ -20,6 +21,14 @@ def complete(parser: argparse.ArgumentParser, command: str) -> None:
         if own.dest == "overrides":
             own.completer = _Keys(command)  # type: ignore[attr-defined] # where argcomplete looks for it
     argcomplete.autocomplete(parser, always_complete_options=False)
+
+
+_NAMES = {
+    "algorithm.adv_estimator": estimators,
+    "actor_rollout_ref.actor.policy_loss": policy_losses,
+    "update.loss": preference_losses,
+}
+"""Keys with named functions, which a user's import path may replace."""
 
 
 class _Keys:
@@ -43,4 +52,6 @@ class _Keys:
             return [f"{path}=True", f"{path}=False"]
         if expected.startswith("one of "):
             return [f"{path}={word}" for word in expected.removeprefix("one of ").split(", ")]
+        if path in _NAMES:
+            return [f"{path}={name}" for name in _NAMES[path]()]
         return [f"{path}={file}" for file in completers.FilesCompleter()(value)]

@@ -54,11 +54,12 @@ def evaluate(
     """
     from strop.data.fetch import progress_bar  # torch and transformers: seconds
     from strop.tracking.samples import write_table
-    from strop.trainer.build import build_trainer
+    from strop.trainer.build import build_trainer, report_reward
     from strop.trainer.run_folder import RunFolder
 
     trainer = build_trainer(config, rows=rows, functions=functions)
     try:
+        report_reward(trainer)
         trainer.init_workers()
         total = len(trainer.val_loader.dataset) * config.actor_rollout_ref.rollout.val_kwargs.n
         started = time.perf_counter()

@@ -188,7 +188,7 @@ def train_once(
     """
     trainer: Any  # the modules import torch and transformers: seconds
     if isinstance(config, Config):
-        from strop.trainer.build import build_trainer
+        from strop.trainer.build import build_trainer, report_reward
 
         trainer = build_trainer(config, rows=rows, functions=functions)
     elif isinstance(config, SupervisedConfig):
@@ -196,6 +196,8 @@ def train_once(
 
         trainer = build(TRAINERS[type(config)], config, rows=rows)
     try:
+        if isinstance(config, Config):
+            report_reward(trainer)
         trainer.init_workers()
         trainer.fit()
         return not trainer.upload_failed

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from strop.errors import ConfigError
 from strop.protocol import DataProto
 from strop.rewards.reward_output import RewardOutput
+
+if TYPE_CHECKING:
+    from strop.rewards.example import Example
 
 
 class PendingReward(Protocol):
@@ -73,6 +76,17 @@ class Reward(Protocol):
     def warn_without_ground_truths(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Warn if a function compares with ground truths, and no row has one."""
         return
+
+    def score_example(
+        self, prompts: DataProto, *, n: int, has_reward_model: bool, is_check: bool
+    ) -> Example | None:
+        """Score one row, as a check, with its right answer as the response; None: there is nothing to try.
+
+        ``prompts`` is a batch of one row; a function for a batch gets ``n`` copies of the sample. Without
+        ``is_check`` no ``async`` function is called, whose answers may cost, and one for a batch may require
+        a size.
+        """
+        return None
 
     def is_built_in(self, source: str) -> bool:
         """Return True if a built-in scorer judges this data source."""

@@ -19,6 +19,7 @@ from strop.rewards.arguments import Function
 from strop.rewards.base import BatchReward, PendingReward, Reward
 from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, log_first, name_row, with_errors
 from strop.rewards.custom import CustomReward
+from strop.rewards.example import Example, doubt, example_answers
 from strop.rewards.parts import Composition, UnusedParts, part_scorers
 from strop.rewards.reward_output import (
     RewardOutput,
@@ -28,14 +29,7 @@ from strop.rewards.reward_output import (
     score_metrics,
 )
 from strop.rewards.router import BuiltInScorer, Router
-from strop.rewards.sample_values import (
-    Example,
-    SampleValues,
-    doubt,
-    example_answers,
-    row_fields,
-    warn_without_ground_truths,
-)
+from strop.rewards.sample_values import SampleValues, row_fields, warn_without_ground_truths
 from strop.rewards.scorer import Scorer
 from strop.rewards.worker.feed import Feed
 from strop.rewards.worker.pool import reward_process
@@ -69,7 +63,8 @@ class RewardManager(Reward):
     (:class:`strop.rewards.batch.ErrorBudget`) scoring raises. ``memory_limit_mb`` limits the private memory
     of a scoring process, and of each that it starts.
 
-    ``num_examine`` samples of each data source in every batch go to ``printer`` (default: the log) as text.
+    ``num_examine`` samples of each data source in every batch go to ``printer`` (default: the log) as text,
+    unless the batch's ``meta_info["examine"]`` is False.
 
     Raises:
         ConfigError: ``compute_score`` cannot be called as above or cannot be pickled, or ``parts`` is wrong.
@@ -236,7 +231,8 @@ class RewardManager(Reward):
             penalty_B = parts[NON_STOP_PENALTY] = self.composition.penalty(batch, scores_B)
             added[NON_STOP_PENALTY] = penalty_B.nan_to_num()
             scores_B = scores_B + added[NON_STOP_PENALTY]
-        self._print(batch, samples, scores_B, parts, errors)
+        if batch.meta_info.get("examine", True):
+            self._print(batch, samples, scores_B, parts, errors)
         return RewardOutput(
             token_level_scores=at_last_token(scores_B, batch.batch["response_mask"]),
             parts=parts,
@@ -307,31 +303,44 @@ class RewardManager(Reward):
         """Warn if a user's function names the ground truth, and no row has one."""
         warn_without_ground_truths(self._own_functions(), rows)
 
-    def score_example(self, prompts: DataProto, *, has_reward_model: bool) -> Example | None:
-        """Score one row, as a check, with its right answer as the response.
+    def score_example(
+        self, prompts: DataProto, *, n: int, has_reward_model: bool, is_check: bool
+    ) -> Example | None:
+        """See ``Reward.score_example``.
 
-        ``prompts`` is a batch of one row. Returns None without a function of the user's. The response is the
-        ground truth if a function takes it; else one of the columns that they name, the first with a score
-        above 0; else the ground truth, or empty without one.
+        The response is the ground truth if a function takes it; else one of the columns that they name, the
+        first with a score above 0; else the ground truth, or empty without one.
         """
         own = self._own_functions()
         if not own and (self._router is None or not self._router.has_own):
+            return None
+        if self.scorer.is_async and not is_check:
             return None
         (parts,) = self._required(prompts, has_model=has_reward_model)
         if not parts:
             return None
         (fields,) = row_fields(prompts, self.reward_fn_key)
         values = SampleValues(self.scorer, self.tokenizer, prompts, self.prompt_key)
+        taken = (
+            "everything (**kwargs)" if self.scorer.wanted is None else ", ".join(sorted(self.scorer.wanted))
+        )
+        function = f"{self.scorer.own.where} takes {taken}"
 
         def score(what: str, text: str) -> Example:
             ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
             sample = self._sample(values, 0, fields, parts, ids, truncated=False)
-            (outcome,) = self._process.evaluate_all(Feed.of([sample]))
-            return Example(what, text, outcome)
+            copies = n if self.scorer.is_batch else 1
+            outcome, *_ = self._process.evaluate_all(Feed.of([sample] * copies))
+            return Example(what, text, outcome, function)
 
         answers, is_taken = example_answers(own, prompts, self.prompt_key, self.reward_fn_key)
         first, *others = answers
         example = score(*first)
+        if example.outcome.error:
+            was_ended = example.outcome.status != "raised"
+            example.always_fails = (is_check or not self.scorer.is_batch) and (
+                was_ended or all(score(*answer).outcome.error for answer in (*others, ("", "")))
+            )
         if not example.is_without_reward() or not is_taken or self._router is not None:
             return example
         scored = [example]
@@ -340,7 +349,8 @@ class RewardManager(Reward):
             if (scored[-1].outcome.score or 0.0) > 0:
                 return scored[-1]
         columns = {name: column[0] for name, column in prompts.non_tensor_batch.items()}
-        example.doubt = doubt(scored, score("", ""), self.scorer.own.numbers(columns))
+        if found := doubt(scored, score("", ""), self.scorer.own.numbers(columns)):
+            example.doubt = f"{self.scorer.own.where}: {found}"
         return example
 
     def _own_functions(self) -> list[Function]:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.arguments import BATCH_NAMES, SAMPLE_NAMES, Function, Row, named_values
+from strop.rewards.arguments import Function, Row, named_values
 from strop.rewards.scorer import Scorer
-from strop.rewards.worker.records import Outcome
 
 logger = logging.getLogger(__name__)
 
-_GROUND_TRUTHS = {"ground_truth", "ground_truths"}
-_OF_EVERY_ROW = ("index", "uid")  # columns that strop adds
+GROUND_TRUTHS = {"ground_truth", "ground_truths"}
+"""Parameters that are the ground truth."""
 
 
 def ground_truth_of(record: Mapping[str, Any] | None, column: Any) -> Any:
@@ -85,7 +83,7 @@ class SampleValues:
 
 def warn_without_ground_truths(functions: Iterable[Function], rows: Iterable[Mapping[str, Any]]) -> None:
     """Warn if one of the functions names the ground truth, and no row has one."""
-    taking = [function for function in functions if function.names & _GROUND_TRUTHS]
+    taking = [function for function in functions if function.names & GROUND_TRUTHS]
     if not taking:
         return
     columns: set[str] = set()
@@ -100,67 +98,3 @@ def warn_without_ground_truths(functions: Iterable[Function], rows: Iterable[Map
         "(data.answer_key), or take it as a parameter of the function; the columns are %s",
         taking[0].where, found,
     )  # fmt: skip
-
-
-@dataclass
-class Example:
-    """One row, scored with what may be its right answer as the response."""
-
-    what: str
-    """Where the response is from, in words."""
-    response: str
-    outcome: Outcome
-    doubt: str = ""
-    """A warning about the score."""
-
-    def is_without_reward(self) -> bool:
-        """Return True if the response has a score, of 0 or less."""
-        return not self.outcome.error and self.outcome.score is not None and self.outcome.score <= 0
-
-
-def doubt(examples: Sequence[Example], empty: Example, remarks: Iterable[str]) -> str:
-    """Return a warning if none of the right answers in ``examples`` scores more than an empty response.
-
-    ``remarks`` say why that may be.
-    """
-    lowest = empty.outcome.score
-    scores = {
-        example.what: example.outcome.score
-        for example in examples
-        if not example.outcome.error and example.outcome.score is not None
-    }
-    if empty.outcome.error or lowest is None or not scores or max(scores.values()) > lowest:
-        return ""
-    found = ", ".join(f"{what} scores {score:g}" for what, score in scores.items())
-    reasons = [*remarks, "a function may expect more than the bare answer, such as a tag around it"]
-    return (
-        f"as the response, {found}, and an empty text {lowest:g}; expected more for a right answer: "
-        + "; ".join(reasons)
-    )
-
-
-def example_answers(
-    functions: Sequence[Function], prompts: DataProto, prompt_key: str, reward_fn_key: str
-) -> tuple[list[tuple[str, str]], bool]:
-    """Return what may be the right answer of a batch of one row, and True if the functions take it.
-
-    Each is what it is in words, and its text; the likeliest is first.
-    """
-    ((_, ground_truth, _),) = row_fields(prompts, reward_fn_key)
-    if ground_truth is None or not any(function.names & _GROUND_TRUTHS for function in functions):
-        known = {*SAMPLE_NAMES, *BATCH_NAMES, *_OF_EVERY_ROW, prompt_key, reward_fn_key}
-        columns = {name: column[0] for name, column in prompts.non_tensor_batch.items() if name not in known}
-        named = {
-            f"its column {name!r}": str(columns[name])
-            for function in functions
-            for name in function.ordered
-            if isinstance(columns.get(name), str | int | float)
-        }
-        if named:
-            return list(named.items()), True
-        if ground_truth is None:
-            return [
-                ("an empty text (the row has no ground truth, and no column that the function names)", "")
-            ], False
-        return [("its ground truth", str(ground_truth))], False
-    return [("its ground truth", str(ground_truth))], True

@@ -196,8 +196,11 @@ def pack_texts(texts: Mapping[int, str]) -> bytes:
 
 
 def unpack_texts(packed: bytes) -> dict[str, str]:
-    """Return the text of each token by its id, as a string."""
-    return json.loads(zlib.decompress(base64.b64decode(packed)))
+    """Return the text of each token by its id, as a string; none of a file that packs them otherwise."""
+    try:
+        return json.loads(zlib.decompress(base64.b64decode(packed)))
+    except (ValueError, zlib.error):
+        return {}
 
 
 def _token_texts(ids: pa.ListArray, tokenizer: Any) -> dict[int, str]:

@@ -35,6 +35,7 @@ from strop.manifest import IF_ON_PURPOSE, covering, require_unchanged
 from strop.models.attention import attention_for, score_cap
 from strop.models.loader import import_external_lib, load_model_config, load_tokenizer
 from strop.rewards.base import Reward
+from strop.rewards.example import score_first_row
 from strop.rewards.loading import load_reward_manager
 from strop.rewards.router import UnknownSourceError
 from strop.tracking.trackers import resolve_tracker
@@ -310,6 +311,25 @@ def require_checkpoint(checkpoints: Checkpoints, config: RootConfig) -> None:
 
 _ROWS_WITH_ANSWERS = 1000
 """Rows, from the first, in which a ground truth is looked for."""
+
+
+def try_reward(trainer: RayPPOTrainer, *, is_check: bool = True) -> tuple[str, str]:
+    """Score the first row; see ``strop.rewards.example.score_first_row``."""
+    config = trainer.config
+    sampling = config.actor_rollout_ref.rollout
+    reward_fn, loader, n = trainer.reward_fn, trainer.train_loader, sampling.n
+    if config.trainer.val_only:
+        reward_fn, loader, n = trainer.val_reward_fn, trainer.val_loader, sampling.val_kwargs.n
+    return score_first_row(config.reward_model, reward_fn, loader, n=n, is_check=is_check)
+
+
+def report_reward(trainer: RayPPOTrainer) -> None:
+    """Log the result of ``try_reward``, before any model loads; raises as it does."""
+    result, warning = try_reward(trainer, is_check=False)
+    if result:
+        logger.info("%s", result.splitlines()[-1])
+    if warning:
+        logger.warning("warning: %s", warning)
 
 
 def _require_scorers(trainer: RayPPOTrainer) -> None:

@@ -56,6 +56,7 @@ class Run(ABC):
                 self.start()
                 with self.tracking:
                     self.iterate()
+            self._say_where()
             self._publish()
 
     def start(self) -> None:
@@ -209,6 +210,14 @@ class Run(ABC):
             logger.warning("warning: the token lengths could not be drawn (%s)", error)
         else:
             self.tracking.log_image(self.trainer.global_step, LENGTHS_NAME, path)
+
+    def _say_where(self) -> None:
+        """Log where the trained model is, for a user who set no folder for it."""
+        model = newest_model(self.folder.path)
+        if model is None or self.settings.val_only:
+            return
+        exported = model / self.trained[0] / "huggingface"
+        logger.info("trained model: %s", exported if exported.is_dir() else model)
 
     def _publish(self) -> None:
         """Upload the trained model; a failure is a warning, and ``upload_failed`` of the trainer."""

@@ -294,6 +294,7 @@ class ReinforcementRun(Run):
         self.trained = trainer.trained
         super().__init__(trainer)
         self.best = BestValidation()
+        self.has_validated = False
         self.async_steps_before = 0
 
     def fit(self) -> None:
@@ -382,7 +383,11 @@ class ReinforcementRun(Run):
         with self.trainer.timer.phase("testing"):
             if self.trainer.pipeline is not None:
                 self.trainer.pipeline.wait()
-            samples = self.trainer.validator.samples(self.trainer.timer)
+            is_last = step == self.trainer.total_steps
+            samples = self.trainer.validator.samples(
+                self.trainer.timer, examine=is_last or not self.has_validated
+            )
+            self.has_validated = True
             report = self.trainer.validator.report(samples, show=settings.log_val_generations)
             self.write(write_table, self.folder.validation(step), samples)
             text = json.dumps(report.as_json(), indent=2) + "\n"

@@ -157,12 +157,15 @@ class Validator:
         self._warn_of_hidden_tokens = warn_of_hidden_tokens
         self._n, self._seed = config.actor_rollout_ref.rollout.val_kwargs.n, config.trainer.seed
 
-    def samples(self, timer: PhaseTimer, *, progress: Progress | None = None) -> pa.Table:
+    def samples(
+        self, timer: PhaseTimer, *, progress: Progress | None = None, examine: bool = True
+    ) -> pa.Table:
         """Return every validation prompt answered and scored (columns: ``strop.tracking.samples``).
 
         The random stream depends on the prompt's batch alone: all validations of a run draw the same noise.
+        ``examine``: log ``reward_model.val_num_examine`` of the samples.
         """
-        batch = self._scored(timer, progress)
+        batch = self._scored(timer, progress, examine=examine)
         self._warn_of_hidden_tokens(batch)
         return samples_table(batch, self._tokenizer)
 
@@ -178,7 +181,7 @@ class Validator:
 
         return make_report(samples, n=self._n, extractor_of=extractor_of, seed=self._seed, show=show)
 
-    def _scored(self, timer: PhaseTimer, progress: Progress | None) -> DataProto:
+    def _scored(self, timer: PhaseTimer, progress: Progress | None, *, examine: bool) -> DataProto:
         scored, waiting, done = [], None, 0
         limits = self._config.reward_model
         check = ScoreCheck(error_score=limits.error_score, max_error_rate=limits.max_error_rate)
@@ -191,7 +194,9 @@ class Validator:
                 finished = scores.finished
                 if progress is not None:
                     finished = _counting(progress, done, finished)
-                scores.complete(self._generate(prompts, seeds_PN, timer, mode="validate", finished=finished))
+                batch = self._generate(prompts, seeds_PN, timer, mode="validate", finished=finished)
+                batch.meta_info["examine"] = examine
+                scores.complete(batch)
             previous, waiting = waiting, scores
             if previous is not None:  # scored while this batch was generated
                 scored.append(previous.get())

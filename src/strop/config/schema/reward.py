@@ -125,7 +125,7 @@ class RewardModelConfig(Section):
     num_examine: Count
     """Training samples per data source to log with their score, each iteration."""
     val_num_examine: Count
-    """Validation samples per data source to log with their score."""
+    """Validation samples per data source to log with their score, in the first and the last validation."""
 
 
 class CustomRewardFunctionConfig(Section):

@@ -80,16 +80,22 @@ function histogram(title, values) {
   if (!known.length) return figure;
   let low = Infinity, high = -Infinity;
   for (const value of known) { low = Math.min(low, value); high = Math.max(high, value); }
-  const n = high === low ? 1 : Math.min(30, Math.max(2, new Set(known.slice(0, 2000)).size));
+  const last = high, whole = high > low && known.every(Number.isInteger);
+  let n = high === low ? 1 : Math.min(30, Math.max(2, new Set(known.slice(0, 2000)).size));
+  if (whole) {  // each bar has as many whole numbers, or some would be twice as high as their neighbours
+    const each = Math.ceil((high - low + 1) / 30);
+    n = Math.ceil((high - low + 1) / each);
+    high = low + n * each;
+  }
   const counts = new Array(n).fill(0);
-  for (const value of known) counts[high === low ? 0 : Math.min(n - 1, Math.floor(((value - low) / (high - low)) * n))] += 1;
+  for (const value of known) counts[high === low ? 0 : Math.min(n - 1, Math.floor(((value - low) * n) / (high - low)))] += 1;
   const most = Math.max(...counts);
   const bars = counts.map((count, i) => {
-    const from = low + ((high - low) * i) / n, to = low + ((high - low) * (i + 1)) / n;
+    const from = low + ((high - low) * i) / n, to = low + ((high - low) * (i + 1)) / n - (whole ? 1 : 0);
     return svg("rect", { x: i * (300 / n) + 0.75, width: 300 / n - 1.5, y: 60 - (58 * count) / most, height: (58 * count) / most },
       svg("title", {}, `${short(from)} to ${short(to)}: ${count.toLocaleString("en")}`));
   });
   figure.append(svg("svg", { viewBox: "0 0 300 60", preserveAspectRatio: "none", role: "img" }, ...bars),
-    el("div", { class: "ends" }, el("span", {}, short(low)), el("span", {}, `mean ${short(mean(known))}`), el("span", {}, short(high))));
+    el("div", { class: "ends" }, el("span", {}, short(low)), el("span", {}, `mean ${short(mean(known))}`), el("span", {}, short(last))));
   return figure;
 }
