@@ -211,6 +211,18 @@ def test_what_cannot_be_adapted_is_refused_by_name(folder, tmp_path, trained):
         lora.build(tmp_path / "adapter")
 
 
+def test_an_embedding_that_was_trained_apart_from_its_output_layer_is_refused(
+    folder, trained_whole, tmp_path
+):
+    """peft's default; the model has one weight for both."""
+    trained_whole.export(tmp_path, load_tokenizer(folder))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["ensure_weight_tying"] is True
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "ensure_weight_tying": False}))
+    with pytest.raises(ModelError, match=naming("lora_adapter_path", "ensure_weight_tying", "apart")):
+        lora.build(folder, rank=0, folder=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("init_lora_weights", "olora"), ("layer_replication", [[0, 2], [1, 2]])]
 )
