@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -74,68 +75,30 @@ class Adapters:
         """
         try:
             import peft
-            from peft.tuners.lora import Linear
         except ImportError as error:
             raise MissingExtraError("peft", "peft", f"{settings.key}.lora_rank") from error
         self._settings, self._model = settings, model
-        self._has_head = isinstance(getattr(model, "score", None), nn.Linear) and not model.can_generate()
+        has_head = isinstance(getattr(model, "score", None), nn.Linear) and not model.can_generate()
         names = {id(weight): name for name, weight in model.named_parameters()}
         self._config: Any = _read_config(peft, settings) if settings.folder else _new_config(peft, settings)
-        self._config.task_type = "SEQ_CLS" if self._has_head else "CAUSAL_LM"  # all-linear without the head
+        self._config.task_type = "SEQ_CLS" if has_head else "CAUSAL_LM"  # all-linear without the head
         whole = _modules_to_save(model, settings, self._config.modules_to_save or settings.modules_to_save)
-        self._config.modules_to_save = None  # peft would wrap them
-        if self._has_head:
+        _inject(model, self._config, settings, list(whole))
+        if has_head:
             whole.setdefault("score", model.get_submodule("score"))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the checks below say more
-                peft.inject_adapter_in_model(self._config, model, adapter_name=_ADAPTER)
-        except ValueError as error:
-            raise ConfigError(
-                f"{settings.key}.target_modules={settings.target_modules} with exclude_modules="
-                f"{settings.exclude_modules}: {type(model).__name__} cannot be adapted so: {error}"
-            ) from error
-        self._layers: dict[str, Any] = {}
-        unfit = {
-            id(model.get_output_embeddings()): "the output layer",
-            id(getattr(model, "score", None)): "the head",
-        }
-        for name, layer in model.named_modules():
-            if not hasattr(layer, "base_layer"):
-                continue
-            base = layer.get_base_layer()
-            reason = unfit.get(id(layer)) or unfit.get(id(base))
-            if reason is None and (
-                type(layer) is not Linear or layer.lora_variant or layer.lora_bias[_ADAPTER]
-            ):
-                reason = f"a {type(base).__name__} under peft's {type(layer).__name__}"
-            if reason is not None:
-                given = (
-                    "target_modules" if settings.folder is None else f"lora_adapter_path={settings.folder}"
-                )
-                raise ConfigError(
-                    f"{settings.key}.{given}: {name} is {reason}; only linear layers inside the decoder can "
-                    "have adapters, without DoRA and biases, and routed experts cannot; name others, for "
-                    f"example target_modules={ATTENTION}, or train it whole by modules_to_save"
-                )
-            if outer := next((each for each in whole if f"{name}.".startswith(f"{each}.")), None):
-                raise ConfigError(
-                    f"{settings.key}.modules_to_save: {outer} is trained whole, and {name} in it has an "
-                    f"adapter as well; name it in {settings.key}.exclude_modules"
-                )
-            self._layers[name] = layer
+        self._layers = _adapted_layers(model, settings)
         self._names = {
             name: names.get(id(weight)) for name, weight in model.named_parameters() if id(weight) in names
         }
-        self._whole: dict[str, list[str]] = {}
-        """Weights that are trained whole, with all names of each; tied ones have several."""
         weights = [(outer, weight) for outer, module in whole.items() for weight in module.parameters()]
         chosen = {id(weight): names[id(weight)] for _, weight in weights}
         self._modules = {
             outer if chosen[id(weight)].startswith(f"{outer}.") else chosen[id(weight)].rpartition(".")[0]
             for outer, weight in weights
         }
-        """Modules of these weights; instead of a tied output layer, the embedding."""
+        """Modules that are trained whole; instead of a tied output layer, the embedding."""
+        self._whole: dict[str, list[str]] = {}
+        """Their weights, with all names of each; tied ones have several."""
         for name, weight in model.named_parameters(remove_duplicate=False):
             if id(weight) in chosen:
                 weight.requires_grad_(True)
@@ -311,6 +274,57 @@ def _modules_to_save(
             f"ends in {sorted(unused)}; names of its modules end in {known}"
         )
     return found
+
+
+def _inject(model: PreTrainedModel, config: Any, settings: LoraSettings, whole: list[str]) -> None:
+    """Put peft's layers into ``model``, but not into modules that are trained whole."""
+    import peft
+
+    given = config.exclude_modules
+    patterns = [rf"{re.escape(name)}(\..*)?" for name in whole]
+    if isinstance(given, str):
+        patterns.append(given)
+    elif given:
+        patterns += [rf"(.*\.)?{re.escape(end)}" for end in given]
+    config.exclude_modules = "|".join(f"({pattern})" for pattern in patterns) or None
+    config.modules_to_save = None  # peft would wrap them
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # later checks say more
+            peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    except ValueError as error:
+        raise ConfigError(
+            f"{settings.key}.target_modules={settings.target_modules} with exclude_modules="
+            f"{settings.exclude_modules}: {type(model).__name__} cannot be adapted so: {error}"
+        ) from error
+    config.exclude_modules = given
+
+
+def _adapted_layers(model: PreTrainedModel, settings: LoraSettings) -> dict[str, Any]:
+    """Return peft's layers in ``model``; ``ConfigError`` if one is not a linear layer of the decoder."""
+    from peft.tuners.lora import Linear
+
+    layers = {}
+    unfit = {
+        id(model.get_output_embeddings()): "the output layer",
+        id(getattr(model, "score", None)): "the head",
+    }
+    for name, layer in model.named_modules():
+        if not hasattr(layer, "base_layer"):
+            continue
+        base = layer.get_base_layer()
+        reason = unfit.get(id(layer)) or unfit.get(id(base))
+        if reason is None and (type(layer) is not Linear or layer.lora_variant or layer.lora_bias[_ADAPTER]):
+            reason = f"a {type(base).__name__} under peft's {type(layer).__name__}"
+        if reason is not None:
+            given = "target_modules" if settings.folder is None else f"lora_adapter_path={settings.folder}"
+            raise ConfigError(
+                f"{settings.key}.{given}: {name} is {reason}; only linear layers inside the decoder can "
+                "have adapters, without DoRA and biases, and routed experts cannot; name others, for "
+                f"example target_modules={ATTENTION}, or train it whole by modules_to_save"
+            )
+        layers[name] = layer
+    return layers
 
 
 def _part(weight: Tensor) -> Tensor:
