@@ -53,6 +53,24 @@ def test_parameters_are_counted_over_all_shards(tmp_path):
     assert read_model_facts(str(tmp_path)).parameters == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize("ends", [["embed_tokens"], ["lm_head", "norm"], ["embed_tokens", "lm_head"]])
+def test_modules_that_are_trained_whole_beside_adapters_are_counted(model, ends):
+    """Weight, gradient and two moments; all weights have that of the base model."""
+    folder, _ = model
+    loaded = LlamaForCausalLM.from_pretrained(folder)
+    chosen = [module for name, module in loaded.named_modules() if any(name.endswith(end) for end in ends)]
+    numbers = sum({weight: weight.numel() for module in chosen for weight in module.parameters()}.values())
+
+    def held(*more):
+        options = ["data.train_files=train.parquet", f"actor_rollout_ref.model.path={folder}", *more]
+        config = load_config([*options, "actor_rollout_ref.model.lora_rank=2"])
+        plan = BatchPlan.from_config(config)
+        return forecast(config, plan).resident["actor: weights, gradients, AdamW"]
+
+    whole = held(f"actor_rollout_ref.model.modules_to_save=[{','.join(ends)}]")
+    assert whole - held() == 4 * 4 * numbers
+
+
 def test_without_weights_the_number_is_unknown(model, tmp_path):
     (tmp_path / "config.json").write_text((model[0] / "config.json").read_text())
     facts = read_model_facts(str(tmp_path))

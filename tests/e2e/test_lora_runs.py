@@ -26,7 +26,12 @@ needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="needs peft: pip install 'strop[peft]'"
 )
 ACTOR = "actor_rollout_ref.model"
-LORA = (f"{ACTOR}.lora_rank=4", "critic.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=True")
+LORA = (
+    f"{ACTOR}.lora_rank=4",
+    f"{ACTOR}.modules_to_save=[embed_tokens,norm]",
+    "critic.model.lora_rank=4",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +98,7 @@ def test_a_killed_run_continues_to_the_same_numbers(inputs, tmp_path, point, ite
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "train-rm", "dpo"])
 def test_a_killed_supervised_run_continues_to_the_same_numbers(answers, tmp_path, kind):
-    lora = ("model.lora_rank=4", "trainer.save_freq=1")
+    lora = ("model.lora_rank=4", "model.modules_to_save=[embed_tokens]", "trainer.save_freq=1")
     supervised_runs.train(kind, supervised_runs.overrides(answers, tmp_path / "whole", *lora))
     options = supervised_runs.overrides(answers, tmp_path / "killed", *lora)
     done = forked.run(supervised_runs.train, kind, options, env={"STROP_CRASH_AT": "log:3"})
@@ -110,7 +115,7 @@ def test_a_killed_supervised_run_continues_to_the_same_numbers(answers, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "train-rm", "dpo"])
 def test_supervised_runs_export_an_adapter_or_the_merged_model(answers, tmp_path, kind):
-    options = ["model.lora_rank=4", "trainer.total_training_steps=2"]
+    options = ["model.lora_rank=4", "model.modules_to_save=[norm]", "trainer.total_training_steps=2"]
     supervised_runs.train(kind, supervised_runs.overrides(answers, tmp_path / "run", *options))
     final = tmp_path / "run" / "final_model"
     assert json.loads((final / "adapter_config.json").read_text())["r"] == 4
@@ -127,7 +132,7 @@ def test_supervised_runs_export_an_adapter_or_the_merged_model(answers, tmp_path
 @needs_peft
 @pytest.mark.slow
 def test_the_reference_of_dpo_is_the_base_of_an_adapter_that_is_trained_further(answers, tmp_path):
-    options = ["model.lora_rank=4", "trainer.total_training_steps=2"]
+    options = ["model.lora_rank=4", "model.modules_to_save=[norm]", "trainer.total_training_steps=2"]
     supervised_runs.train("dpo", supervised_runs.overrides(answers, tmp_path / "first", *options))
     adapter = tmp_path / "first" / "final_model"
     further = [f"model.lora_adapter_path={adapter}", "trainer.total_training_steps=2"]
@@ -162,6 +167,9 @@ def test_wrong_adapters_are_found_before_a_model_is_loaded(inputs, tmp_path):
     (quantized / "config.json").write_text(json.dumps(config))
     errors = problems(inputs, lora, f"{ACTOR}.path={quantized}")[0]
     assert any("routed experts" in line and f"{ACTOR}.target_modules=[q_proj," in line for line in errors)
+    errors = problems(inputs, lora, f"{ACTOR}.modules_to_save=[embed_tokens,lm_head,norm,nonesuch]")[0]
+    assert [line for line in errors if "modules_to_save" in line and "ends in nonesuch" in line] == errors
+    assert any("modules_to_save" in line for line in problems(inputs, f"{ACTOR}.modules_to_save=[norm]")[1])
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "the/base"}')
     errors = problems(inputs, f"{ACTOR}.path={tmp_path / 'adapter'}")[0]

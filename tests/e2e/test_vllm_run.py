@@ -59,7 +59,11 @@ def test_sampler_and_trainer_agree_after_every_update(undisturbed):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: pip install 'strop[peft]'")
 def test_lora_adapters_arrive_merged(inputs, tmp_path):
-    lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.verify_weights_every=1")
+    lora = (
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.modules_to_save=[embed_tokens,norm]",
+        "actor_rollout_ref.rollout.verify_weights_every=1",
+    )
     train(overrides(inputs, tmp_path, *VLLM, *lora, "algorithm.adv_estimator=grpo"))
     lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line["step"]]
     assert len(lines) == 2

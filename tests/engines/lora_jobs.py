@@ -62,9 +62,9 @@ def train(folder: Path, kind: str, settings: dict[str, Any]):
     return start, jobs.weights(engine), base
 
 
-def save_everything(folder: Path, out: Path, kind: str) -> str:
+def save_everything(folder: Path, out: Path, kind: str, **settings: Any) -> str:
     """Train, write the state and both exports; the hash of the weights one step later."""
-    engine = build(folder, kind)
+    engine = build(folder, kind, **settings)
     update(engine, kind)
     engine.save(out / "state", background=True)
     update(engine, kind, steps=1, first=9)
@@ -77,9 +77,9 @@ def save_everything(folder: Path, out: Path, kind: str) -> str:
     return weights_hash(engine.named_weights())
 
 
-def resume(folder: Path, out: Path, kind: str) -> str:
+def resume(folder: Path, out: Path, kind: str, **settings: Any) -> str:
     """The same step from the saved state, by an engine whose adapters began with other values."""
-    engine = build(folder, kind, seed=2)
+    engine = build(folder, kind, seed=2, **settings)
     engine.load(out / "state")
     update(engine, kind, steps=1, first=9)
     return weights_hash(engine.named_weights())

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="needs peft: pip install 'strop[peft]'"
 )
 
+WHOLE = {"modules_to_save": ("embed_tokens", "norm")}
 AUTO = {"policy": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
 
 
@@ -50,6 +51,19 @@ def trained(folder):
 
 
 @pytest.fixture(scope="module")
+def trained_whole(folder):
+    """The same with the embedding, which is the output layer too, and all norms trained whole."""
+    engine = lora.build(folder, **WHOLE)
+    lora.update(engine, "policy")
+    return engine
+
+
+@pytest.fixture(params=["trained", "trained_whole"])
+def either(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
 def ranks():
     with Ranks(2) as found:
         yield found
@@ -61,10 +75,11 @@ def logits(model):
         return model.eval()(ids_BL).logits
 
 
+@pytest.mark.parametrize("settings", [{}, WHOLE])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["policy", "value"])
-def test_an_adapted_model_begins_as_its_base_bit_for_bit(folder, kind, packed):
-    adapted = lora.build(folder, kind, packed=packed, checkpointing=True)
+def test_an_adapted_model_begins_as_its_base_bit_for_bit(folder, kind, packed, settings):
+    adapted = lora.build(folder, kind, packed=packed, checkpointing=True, **settings)
     base = lora.build(folder, kind, lora=False, trained=False, packed=packed)
     samples = jobs.samples()
     for name, figure in base.infer(samples, lora.MICRO).items():
@@ -72,14 +87,16 @@ def test_an_adapted_model_begins_as_its_base_bit_for_bit(folder, kind, packed):
     assert weights_hash(adapted.named_weights()) == weights_hash(base.named_weights())
 
 
+@pytest.mark.parametrize("settings", [{}, WHOLE])
 @pytest.mark.parametrize("kind", ["policy", "value"])
-def test_only_adapters_and_a_head_move_and_have_moments(folder, kind):
-    engine = lora.build(folder, kind)
+def test_only_what_is_trained_moves_and_has_moments(folder, kind, settings):
+    engine = lora.build(folder, kind, **settings)
+    whole = ("lora_", "score", "embed_tokens", "norm") if settings else ("lora_", "score")
     before = {name: weight.clone() for name, weight in engine.module.named_parameters()}
     lora.update(engine, kind)
     after = dict(engine.module.named_parameters())
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {name for name in before if "lora_" in name or "score" in name}
+    assert moved == {name for name in before if any(part in name for part in whole)}
     assert any("score" in name for name in moved) == (kind == "value")
     trained = sum(after[name].numel() for name in moved)
     states = engine._optimizer.state.values()
@@ -87,44 +104,56 @@ def test_only_adapters_and_a_head_move_and_have_moments(folder, kind):
     assert moments == 8 * trained
 
 
-def test_with_adapters_off_it_is_the_base_and_afterwards_itself_again(folder, trained):
+def test_with_adapters_off_it_is_the_base_and_afterwards_itself_again(folder, either):
     base, samples = lora.build(folder, lora=False, trained=False), jobs.samples()
-    now = trained.infer(samples, lora.MICRO)["log_prob"]
+    now, weights = either.infer(samples, lora.MICRO)["log_prob"], weights_hash(either.named_weights())
     expected = base.infer(samples, lora.MICRO)["log_prob"]
-    with trained.base_model():
-        assert torch.equal(trained.infer(samples, lora.MICRO)["log_prob"], expected)
-        assert weights_hash(trained.named_weights()) == weights_hash(base.named_weights())
-    assert torch.equal(trained.infer(samples, lora.MICRO)["log_prob"], now)
+    with either.base_model():
+        assert torch.equal(either.infer(samples, lora.MICRO)["log_prob"], expected)
+        assert weights_hash(either.named_weights()) == weights_hash(base.named_weights())
+    assert torch.equal(either.infer(samples, lora.MICRO)["log_prob"], now)
+    assert weights_hash(either.named_weights()) == weights
     assert (now - expected).abs().max() > 1e-3
-    assert all(weight.requires_grad for weight in trained.module.trainable())
+    assert all(weight.requires_grad for weight in either.module.trainable())
 
 
-def test_weights_are_sent_merged_under_the_names_and_shapes_of_the_base(folder, trained):
+def test_weights_are_sent_merged_under_the_names_and_shapes_of_the_base(folder, either):
     shapes = {
         name: weight.shape for name, weight in AUTO["policy"].from_pretrained(folder).named_parameters()
     }
     ledger = WeightLedger(shapes)
     ledger.begin()
-    exact = dict(trained.named_weights())
-    for name, weight in trained.named_weights(dtype=torch.bfloat16):
+    exact = dict(either.named_weights())
+    for name, weight in either.named_weights(dtype=torch.bfloat16):
         ledger.take(name, weight)
         assert torch.equal(weight, exact[name].bfloat16()), name  # merged in float32, and rounded once
     ledger.end()
 
 
-def test_generation_runs_on_the_adapted_module(trained):
-    HFRollout(trained.module.hugging_face_model, pad_token_id=0, eos_token_ids=[1])  # checks its decoding
+def test_generation_runs_on_the_adapted_module(either):
+    HFRollout(either.module.hugging_face_model, pad_token_id=0, eos_token_ids=[1])  # checks its decoding
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, WHOLE, {"modules_to_save": ("head", "mlp"), "exclude_modules": ".*q_proj"}]
+)
 @pytest.mark.parametrize("kind", ["policy", "value"])
-def test_exports_are_what_transformers_and_peft_load(folder, tmp_path, kind):
-    lora.save_everything(folder, tmp_path, kind)
-    engine = lora.build(folder, kind)
+def test_exports_are_what_transformers_and_peft_load(folder, tmp_path, kind, settings):
+    if kind == "value" and "head" in settings.get("modules_to_save", ()):
+        settings = {"modules_to_save": ("score", "mlp"), "exclude_modules": ["q_proj"]}
+    lora.save_everything(folder, tmp_path, kind, **settings)
+    engine = lora.build(folder, kind, **settings)
     engine.load(tmp_path / "state")
     expected = logits(engine.module.hugging_face_model)
     options = {"num_labels": 1} if kind == "value" else {}
     by_peft = AUTO[kind].from_pretrained(tmp_path / "adapter", **options)
     assert torch.allclose(logits(by_peft), expected, atol=1e-6)
+    base = AUTO[kind].from_pretrained(folder, **options)
+    by_peft = importlib.import_module("peft").PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert torch.allclose(logits(by_peft), expected, atol=1e-6)
+    by_peft = by_peft.merge_and_unload()
+    assert (logits(by_peft) - expected).abs().max() < 1e-5
+    assert kind == "value" or by_peft.lm_head.weight is by_peft.model.embed_tokens.weight
     merged = AUTO[kind].from_pretrained(tmp_path / "merged")
     assert (logits(merged) - expected).abs().max() < 1e-5
     whole = export(tmp_path / "adapter", tmp_path / "by command", merge=True)
@@ -135,9 +164,10 @@ def test_exports_are_what_transformers_and_peft_load(folder, tmp_path, kind):
     load_tokenizer(whole)
 
 
-def test_files_hold_what_is_trained_and_little_else(tmp_path):
+@pytest.mark.parametrize("settings", [{}, WHOLE])
+def test_files_hold_what_is_trained_and_little_else(tmp_path, settings):
     folder = tiny_model.save(tmp_path / "model", hidden=128)
-    engine = lora.build(folder, rank=8)
+    engine = lora.build(folder, rank=8, **settings)
     trained = sum(weight.numel() for weight in engine.module.trainable())
     engine.save(tmp_path / "state")
     engine.export(tmp_path / "adapter", load_tokenizer(folder))
@@ -146,12 +176,18 @@ def test_files_hold_what_is_trained_and_little_else(tmp_path):
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size <= 1.1 * 4 * trained
 
 
-def test_an_adapter_of_a_folder_is_trained_further(folder, trained, tmp_path):
-    trained.export(tmp_path, load_tokenizer(folder))
+def test_an_adapter_of_a_folder_is_trained_further(folder, either, tmp_path):
+    either.export(tmp_path, load_tokenizer(folder))
     again = lora.build(folder, rank=0, folder=tmp_path)
-    assert weights_hash(again.named_weights()) == weights_hash(trained.named_weights())
+    assert weights_hash(again.named_weights()) == weights_hash(either.named_weights())
+    names = [[name for name, _ in engine.module.saved_parameters()] for engine in (again, either)]
+    assert names[0] == names[1]
+    base = lora.build(folder, lora=False, trained=False)
+    with again.base_model():
+        assert weights_hash(again.named_weights()) == weights_hash(base.named_weights())
+    assert weights_hash(again.named_weights()) == weights_hash(either.named_weights())
     with safe_open(tmp_path / "adapter_model.safetensors", framework="pt") as tensors:
-        assert all(name.startswith("base_model.model.model.layers.") for name in tensors.keys())  # noqa: SIM118
+        assert all(name.startswith("base_model.model.") for name in tensors.keys())  # noqa: SIM118
     with pytest.raises(ConfigError, match=naming("lora_rank=8", "rank 4")):
         lora.build(folder, rank=8, folder=tmp_path)
 
@@ -160,6 +196,9 @@ def test_what_cannot_be_adapted_is_refused_by_name(folder, tmp_path, trained):
     for modules in ("all", ["nonesuch"], ["lm_head"], ["embed_tokens"]):
         with pytest.raises(ConfigError, match=naming("target_modules")):
             lora.build(folder, target_modules=modules)
+    for name in ("nonesuch", "rotary_emb"):
+        with pytest.raises(ConfigError, match=naming("modules_to_save", name)):
+            lora.build(folder, modules_to_save=("norm", name))
     with pytest.raises(ConfigError, match=naming("score")):
         lora.build(folder, "value", target_modules=["score", "q_proj"])
     trained.export(tmp_path / "adapter", load_tokenizer(folder))
@@ -168,6 +207,18 @@ def test_what_cannot_be_adapted_is_refused_by_name(folder, tmp_path, trained):
         lora.build(other, rank=0, folder=tmp_path / "adapter")
     with pytest.raises(ModelError, match=naming("LoRA adapter", str(folder), "lora_adapter_path", "--merge")):
         lora.build(tmp_path / "adapter")
+
+
+def test_an_embedding_that_was_trained_apart_from_its_output_layer_is_refused(
+    folder, trained_whole, tmp_path
+):
+    """peft's default; the model has one weight for both."""
+    trained_whole.export(tmp_path, load_tokenizer(folder))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["ensure_weight_tying"] is True
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "ensure_weight_tying": False}))
+    with pytest.raises(ModelError, match=naming("lora_adapter_path", "ensure_weight_tying", "apart")):
+        lora.build(folder, rank=0, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -220,9 +271,11 @@ def test_an_export_that_rank_zero_cannot_write_keeps_no_other_rank_waiting(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whole", [{}, WHOLE])
 @pytest.mark.parametrize("kind", ["policy", "value"])
-def test_two_ranks_are_one(folder, ranks, tmp_path, kind):
+def test_two_ranks_are_one(folder, ranks, tmp_path, kind, whole):
     for settings in ({"packed": True, "checkpointing": True}, {}):
+        settings = {**settings, **whole}
         start, end, base = lora.train(folder, kind, settings)
         for found in ranks.run(2, lora.train, folder, kind, settings):
             for expected, weights in zip((start, end, base), found, strict=True):
@@ -230,11 +283,11 @@ def test_two_ranks_are_one(folder, ranks, tmp_path, kind):
                 for name, weight in expected.items():
                     torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=0)
             assert all(torch.equal(found[0][name], weight) for name, weight in start.items())
-    by_two, _ = ranks.run(2, lora.save_everything, folder, tmp_path / "2", kind)
-    assert ranks.run(2, lora.resume, folder, tmp_path / "2", kind) == [by_two, by_two]
-    by_one = lora.save_everything(folder, tmp_path / "1", kind)
-    assert lora.resume(folder, tmp_path / "1", kind) == by_one
-    assert lora.build(folder, kind, trained=False).load(tmp_path / "2" / "state") is None
+    by_two, _ = ranks.run(2, partial(lora.save_everything, **whole), folder, tmp_path / "2", kind)
+    assert ranks.run(2, partial(lora.resume, **whole), folder, tmp_path / "2", kind) == [by_two, by_two]
+    by_one = lora.save_everything(folder, tmp_path / "1", kind, **whole)
+    assert lora.resume(folder, tmp_path / "1", kind, **whole) == by_one
+    assert lora.build(folder, kind, trained=False, **whole).load(tmp_path / "2" / "state") is None
     for export_of in ("adapter", "merged"):
         files = [
             tmp_path / n / export_of / f

@@ -29,7 +29,10 @@ _MAY_CHANGE = re.compile(
 """Keys of the sections below that say how the run computes, not what it trains."""
 _SECTIONS = ("data", "reward_model", "custom_reward_function")
 _MODELS = ("model.path", "actor_rollout_ref.model.path", "critic.model.path")
-_ADAPTER_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+_ADAPTER_KEYS = (
+    *("lora_rank", "lora_alpha", "target_modules", "exclude_modules"),
+    *("modules_to_save", "lora_adapter_path"),
+)
 _ADAPTERS_OF = {
     section: {f"{section}{name}" for name in _ADAPTER_KEYS}
     for section in (key.removesuffix("path") for key in _MODELS)

@@ -60,7 +60,7 @@ class ModelSpec:
     """Compile the decoder layers; auto: on a GPU, where that is possible."""
     use_liger: bool = False
     lora: LoraSettings | None = None
-    """Adapters that are trained instead of the weights; those are frozen, but for a scalar head."""
+    """Adapters that are trained instead of the weights, but for a scalar head and ``modules_to_save``."""
     keeps_reference_head: bool = False
     """Keep a frozen copy of the output layer as loaded, for the full KL."""
 
@@ -147,7 +147,7 @@ class Engine(Protocol):
         ...
 
     def base_model(self) -> AbstractContextManager[None]:
-        """Switch LoRA adapters off in the body: passes and weights are those of the model under them."""
+        """Run the base model, without LoRA adapters, in the body: passes and weights are its own."""
         ...
 
     def named_weights(

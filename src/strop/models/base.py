@@ -94,7 +94,7 @@ class RoleModel(nn.Module):
             yield name, whole(weight)
 
     def adapt(self, settings: LoraSettings) -> Adapters:
-        """Put LoRA adapters into the model, which alone are trained and saved from now on."""
+        """Put LoRA adapters into the model; they and ``modules_to_save`` alone are trained and saved."""
         self.adapters = Adapters(self.hugging_face_model, settings)
         return self.adapters
 

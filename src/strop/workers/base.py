@@ -116,6 +116,7 @@ class Worker(Generic[Root]):
             alpha=model.lora_alpha,
             target_modules=model.target_modules,
             exclude_modules=model.exclude_modules,
+            modules_to_save=tuple(model.modules_to_save),
             folder=None if folder is None else local_path(folder, self.config.data.cache_dir),
             seed=self.config.trainer.seed,
             key=key,

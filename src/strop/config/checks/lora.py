@@ -10,10 +10,11 @@ from pathlib import Path
 from strop.config.backends import ENGINES
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.checks.learning import trained_models
-from strop.config.memory.facts import read_model_facts
+from strop.config.memory.facts import read_model_facts, trained_whole
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION, expand, is_url
 from strop.config.roles import reference_is_the_actor, uses_reference
 from strop.config.schema import Config, RootConfig
+from strop.config.schema.supervised import RewardModellingConfig
 
 
 def adapters(config: RootConfig) -> Iterator[Finding]:
@@ -38,6 +39,13 @@ def adapters(config: RootConfig) -> Iterator[Finding]:
                 "quantized weights (QLoRA) are not supported; set the path to the unquantized model"
             )
         yield from _folder(key, model.lora_adapter_path)
+        has_head = key == "critic.model" or isinstance(config, RewardModellingConfig)
+        for end in model.modules_to_save if model.lora_adapter_path is None else ():
+            if trained_whole(model.path, end) == {} and not (has_head and "score".endswith(end)):
+                yield error(
+                    f"{key}.modules_to_save={model.modules_to_save}: {key}.path={model.path} has no module "
+                    f"whose name ends in {end}; expected ends of names such as embed_tokens or norm"
+                )
         facts = read_model_facts(model.path) if model.lora_adapter_path is None else None
         if facts and facts.experts and model.target_modules == "all-linear" and not model.exclude_modules:
             yield error(

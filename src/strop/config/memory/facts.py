@@ -41,10 +41,7 @@ def read_model_facts(path: str) -> ModelFacts | None:
     """Return facts about the model in the folder `path`; None if it is not local or lacks them."""
     if not path or is_url(path):
         return None
-    folder = Path(expand(path))
-    if not (folder / "config.json").is_file() and may_be_a_hub_name(path):
-        cached = try_to_load_from_cache(path, "config.json")
-        folder = Path(cached).parent if isinstance(cached, str) else folder
+    folder = _folder_of(path)
     if not (folder / "config.json").is_file():
         return None
     try:
@@ -55,6 +52,44 @@ def read_model_facts(path: str) -> ModelFacts | None:
         return replace(facts, expert_parameters=experts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None  # loading the model reports a broken folder
+
+
+def trained_whole(path: str, end: str) -> dict[str, int] | None:
+    """Return the weights of modules whose names end so, with their numbers; None if that is not known.
+
+    Known are local safetensors files, but for models whose files have other names than their modules
+    (experts). A file without an output layer has an embedding that is tied to it.
+    """
+    facts, sizes = read_model_facts(path), {}
+    if facts is None or facts.parameters is None or facts.experts:
+        return None
+    for file in _folder_of(path).glob("*.safetensors"):
+        with safe_open(file, framework="numpy") as tensors:
+            sizes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    tied = "lm_head.weight" not in sizes
+    found = {}
+    for name, shape in sizes.items():
+        is_embedding = shape == [facts.vocabulary, facts.hidden]
+        names = [name, "lm_head.weight"] if tied and is_embedding else [name]
+        if any(_is_in_module(each, end) for each in names):
+            found[name] = math.prod(shape)
+    return found
+
+
+def _is_in_module(weight: str, end: str) -> bool:
+    """Return True if the weight's module or one around it is called so; files may lack a common prefix."""
+    words = weight.split(".")[:-1]
+    modules = [".".join(words[:n]) for n in range(1, len(words) + 1)]
+    return any(module.endswith(end) or end.endswith(f".{module}") for module in modules)
+
+
+def _folder_of(path: str) -> Path:
+    """Return the folder of a local model, or of one from the hub in the cache."""
+    folder = Path(expand(path))
+    if not (folder / "config.json").is_file() and may_be_a_hub_name(path):
+        cached = try_to_load_from_cache(path, "config.json")
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    return folder
 
 
 SHAPE_KEYS = (

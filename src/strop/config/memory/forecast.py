@@ -10,6 +10,7 @@ counted as if they shared one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from strop.config.backends import ROLLOUTS, load_backend
 from strop.config.batch_plan import (
@@ -23,7 +24,8 @@ from strop.config.batch_plan import (
 )
 from strop.config.keys import longest_row, value_at
 from strop.config.machine import memory_for
-from strop.config.memory.facts import ModelFacts, read_model_facts
+from strop.config.memory.facts import ModelFacts, count_parameters, read_model_facts, trained_whole
+from strop.config.paths import ADAPTER_WEIGHTS, expand
 from strop.config.placement import (
     Placement,
     pools_of,
@@ -314,10 +316,13 @@ def _times(facts: ModelFacts | None, bytes_each: int, shards: int) -> int | None
 
 
 def _trained(facts: ModelFacts | None, model: ModelConfig, shards: int) -> int | None:
-    """Return the bytes of a rank's part of a model that is trained; of adapters about those of all-linear."""
+    """Return the bytes of a rank's part of a model that is trained; of LoRA see ``_trained_numbers``.
+
+    A module that is trained whole beside adapters is held twice, once as in the base model.
+    """
     if not model.has_adapters or facts is None:
         return _times(facts, _TRAINED, shards)
-    return _sum(_times(facts, _FLOAT32, shards), _TRAINED * _adapters(facts, model) // shards)
+    return _sum(_times(facts, _FLOAT32, shards), _TRAINED * _trained_numbers(facts, model) // shards)
 
 
 def _sum(*parts: int | None) -> int | None:
@@ -357,16 +362,23 @@ def tokens_in(memory: int, facts: ModelFacts, model: ModelConfig, *, trains: boo
 
 
 def whole_gradients(facts: ModelFacts | None, model: ModelConfig) -> int | None:
-    """Return the bytes of unsharded float32 gradients; of adapters about those of all-linear."""
+    """Return the bytes of unsharded float32 gradients; of LoRA see ``_trained_numbers``."""
     if not model.has_adapters or facts is None:
         return _times(facts, _FLOAT32, 1)
-    return _FLOAT32 * _adapters(facts, model)
+    return _FLOAT32 * _trained_numbers(facts, model)
 
 
-def _adapters(facts: ModelFacts, model: ModelConfig) -> int:
-    """Return about the number of parameters of adapters of all-linear."""
+def _trained_numbers(facts: ModelFacts, model: ModelConfig) -> int:
+    """Return the number of parameters of modules trained whole, and about that of adapters of all-linear."""
+    folder = model.lora_adapter_path
+    if folder is not None:
+        file = Path(expand(folder)) / ADAPTER_WEIGHTS
+        return count_parameters(file) if file.is_file() else 0
+    whole: dict[str, int] = {}
+    for end in model.modules_to_save:
+        whole |= trained_whole(model.path, end) or {}
     # Widths in and out of the seven matrices of a layer; a feed-forward part is about four times as wide.
-    return model.lora_rank * facts.layers * 25 * facts.hidden
+    return sum(whole.values()) + model.lora_rank * facts.layers * 25 * facts.hidden
 
 
 def cast_weights(config: RootConfig, facts: ModelFacts | None, model: ModelConfig) -> int | None:

@@ -12,6 +12,7 @@ from strop.config.schema.base import (
     Expected,
     Limit,
     Modules,
+    Names,
     PositiveFloat,
     Required,
     Section,
@@ -113,6 +114,8 @@ class ModelConfig(Section):
     """Layers with adapters: all-linear, a list of names' ends (q_proj), or a regular expression of names."""
     exclude_modules: Annotated[ModuleNames | None, _no_lora(None), _of_new_adapters(None)]
     """Layers without adapters: a list of names' ends, or a regular expression of names."""
+    modules_to_save: Annotated[Names, _no_lora([]), _of_new_adapters([])]
+    """Ends of names of modules trained whole beside adapters, for example [embed_tokens,norm]."""
     lora_adapter_path: Text | None
     """Folder of an adapter of peft's to start from; it decides rank, alpha and layers."""
     lora_merge: Annotated[bool, _no_lora(False)]

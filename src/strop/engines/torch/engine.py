@@ -29,6 +29,7 @@ from strop.engines.torch.sharding import (
     Offload,
     ShardingSettings,
     clip_gradients,
+    keep_part,
     materialize,
     reshard,
     sequence_group,
@@ -173,9 +174,12 @@ class TorchEngine:
             offload_moments=spec.section.model_dump().get("optimizer_offload", False),
         )
         with engine.on_device():
+            if module.adapters is not None:
+                module.adapters.keep_base(keep_part)
             engine._require_eager_figures(model)
             if model.keeps_reference_head and isinstance(module, PolicyModel):
-                module.keep_reference_head()
+                with engine.base_model():
+                    module.keep_reference_head()
         return engine
 
     def _require_eager_figures(self, spec: ModelSpec) -> None:
