@@ -16,8 +16,10 @@ import itertools
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from strop.errors import ConfigError, ModelError
+from strop.models.passes.short_attention import attends_by_products, attention_by_products
 from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup
 
 Runs = tuple[tuple[int, int], ...]
@@ -37,6 +40,10 @@ _LARGEST_HEAD = 256
 """Largest head size of flash-attention."""
 _ALIKE = 0.8
 """Pieces of sequences of at least this share of the longest are padded to it and attend in one call."""
+_ONE_CALL = 2048
+"""Pairs of a query and a key that take about the time of a call's fixed cost, in a small model on a CPU."""
+_LARGEST_MASK = 1 << 20
+"""Numbers in a mask of its own for each sequence of a run."""
 # No mask functions are registered for these two, so transformers makes no mask.
 _PACKED = "strop_packed"
 _PACKED_EAGER = "strop_packed_eager"
@@ -114,7 +121,7 @@ def _packed_attention(
     outputs = []
     for (sequences, length), tokens in zip(sequence_runs, parts, strict=True):
         heads = [part.unflatten(0, (sequences, length)).transpose(1, 2) for part in tokens]
-        mask_KK = _causal_mask(0, length, sliding_window, query.device)
+        mask_KK = _mask([0], length, length, sliding_window, query.device)
         outputs.append(attend_once(module, *heads, mask_KK, **options).flatten(0, 1))
     return torch.cat(outputs)[None], None
 
@@ -124,11 +131,14 @@ def attend(
 ) -> Tensor:
     """Call transformers' ``sdpa``: query [S, Q, T, D], key and value [S, G, K, D] -> [S, T, Q, D].
 
-    ``mask`` [1, 1, T, K] is True for the keys that a query attends to; None: causal.
+    ``mask`` [1 or S, 1, T, K] is float32, -inf for the keys that a query does not attend to; None: causal.
     """
     in_float32 = query.device.type == "cpu" and key.shape[2] <= _FLOAT32_UP_TO
-    heads = [states.float() if in_float32 else states for states in (query, key, value)]
     with torch.autocast("cpu", enabled=False) if in_float32 else nullcontext():
+        if attends_by_products(query, key, value) and not options.get("dropout"):
+            return attention_by_products(query, key, value, mask, options.get("scaling"))
+        heads = [states.float() if in_float32 else states for states in (query, key, value)]
+        mask = mask if mask is None else mask.to(heads[0].dtype)
         output, _ = sdpa_attention_forward(module, *heads, attention_mask=mask, **options)
     return output.to(value.dtype)
 
@@ -139,10 +149,8 @@ def attend_eagerly(
     """Call the family's own eager attention, with its caps and sinks; shapes and mask as in ``attend``."""
     if mask is None:
         length = key.shape[2]
-        mask = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()[None, None]
-    added = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-    added = added.masked_fill(~mask, torch.finfo(query.dtype).min)
-    output, _ = _eager_function(module)(module, query, key, value, added, **options)
+        mask = torch.full((1, 1, length, length), -torch.inf, device=key.device).triu(1)
+    output, _ = _eager_function(module)(module, query, key, value, mask.to(query.dtype), **options)
     return output.to(value.dtype)
 
 
@@ -170,17 +178,23 @@ def run_outside_graphs() -> None:
         AttentionInterface.register(name, torch.compiler.disable(functions[name]))
 
 
-def _causal_mask(first: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return the mask [1, 1, T, K] of queries ``first`` to ``end`` over keys 0 to ``end``.
+def _mask(
+    firsts: list[int], queries: int, keys: int, window: int | None, device: torch.device
+) -> Tensor | None:
+    """Return the mask [1 or S, 1, T, K] of T queries from each of ``firsts`` on over the first K keys.
 
     None for plain causal attention: the same tokens as queries and keys, within the window.
     """
-    if first == 0 and (window is None or end <= window):
+    if not any(firsts) and (window is None or keys <= window):
         return None
-    place_K = torch.arange(end, device=device)
-    distance_TK = place_K[first:, None] - place_K
-    seen_TK = distance_TK >= 0
-    return (seen_TK if window is None else seen_TK & (distance_TK < window))[None, None]
+    firsts_S = torch.tensor(firsts if len(set(firsts)) > 1 else firsts[:1], device=device)
+    # Queries that are padding may lie behind the last key: they must attend to something, too.
+    place_ST = (firsts_S[:, None] + torch.arange(queries, device=device)).clamp(max=keys - 1)
+    distance_STK = place_ST[..., None] - torch.arange(keys, device=device)
+    hidden_STK = distance_STK < 0
+    if window is not None:
+        hidden_STK |= distance_STK >= window
+    return torch.zeros(hidden_STK.shape, device=device).masked_fill_(hidden_STK, -torch.inf)[:, None]
 
 
 @contextmanager
@@ -228,18 +242,39 @@ def is_flash(implementation: str | None) -> bool:
     return implementation is not None and implementation.startswith("flash_attention")
 
 
-class _Run(NamedTuple):
-    """Sequences that attend in one call: tokens ``first`` to ``end``, to all tokens before them."""
+@dataclass
+class _Run:
+    """Pieces of sequences that attend in one call: from ``firsts`` on, to all tokens before them."""
 
     rows: list[int]
-    first: int
-    end: int
+    firsts: list[int]
+    lengths: list[int]
+    queries: int
+    """The longest piece, to which the others are padded."""
+    keys: int
+    """The last end of a piece; the others have more keys, which none of their queries attends to."""
+
+    def add(self, row: int, first: int, end: int) -> None:
+        self.rows.append(row)
+        self.firsts.append(first)
+        self.lengths.append(end - first)
+        self.queries, self.keys = max(self.queries, end - first), max(self.keys, end)
+
+    def padding_with(self, first: int, end: int) -> int | None:
+        """Return the pairs of a query and a key that one more piece adds to its own; None: too many."""
+        queries, keys = max(self.queries, end - first), max(self.keys, end)
+        pairs = (len(self.rows) + 1) * queries * keys
+        added = pairs - len(self.rows) * self.queries * self.keys - (end - first) * end
+        same = set(self.firsts) == {first}
+        if same and min(self.queries, end - first) >= _ALIKE * queries:
+            return added
+        return added if added <= _ONE_CALL and (same or pairs <= _LARGEST_MASK) else None
 
 
 class WholeSequences:
     """Attention layout for shared prompts: each prompt once, each response over its prompt and itself.
 
-    A run pads sequences to the longest. The padding follows a sequence, so none of its tokens attends to it.
+    A run pads pieces to the longest. The padding follows a piece, so none of its tokens attends to it.
     """
 
     def __init__(
@@ -258,11 +293,18 @@ class WholeSequences:
         self._runs = _runs(starts, lengths)
         queries, keys, laid_BK, laid = [], [], torch.zeros_like(place_BK), 0
         for run in self._runs:
-            queries.append(place_BK[run.rows, run.first : run.end].flatten())
-            keys.append(place_BK[run.rows, : run.end].flatten())
-            places = torch.arange(laid, laid + len(queries[-1]), device=laid_BK.device)
-            laid_BK[run.rows, run.first : run.end] = places.view(len(run.rows), -1)
-            laid += len(places)
+            rows_S1, firsts_S1, lengths_S1 = (
+                torch.tensor(column, device=place_BK.device)[:, None]
+                for column in (run.rows, run.firsts, run.lengths)
+            )
+            steps_T = torch.arange(run.queries, device=place_BK.device)
+            tokens_ST = (firsts_S1 + steps_T).clamp(max=place_BK.shape[1] - 1)
+            queries.append(place_BK[rows_S1, tokens_ST].flatten())
+            keys.append(place_BK[run.rows, : run.keys].flatten())
+            real_ST = steps_T < lengths_S1
+            places_ST = torch.arange(laid, laid + real_ST.numel(), device=laid_BK.device).view_as(real_ST)
+            laid_BK[rows_S1.expand_as(real_ST)[real_ST], tokens_ST[real_ST]] = places_ST[real_ST]
+            laid += real_ST.numel()
         self._queries_M, self._keys_M = torch.cat(queries), torch.cat(keys)
         self._laid_N = laid_BK.gather(1, token_BL)[computed_BL]
         self._masks: dict[int | None, list[Tensor | None]] = {}
@@ -284,12 +326,12 @@ class WholeSequences:
             return self._attend_by_lengths(query, key, value, window, options.get("scaling"))
         if window not in self._masks:
             self._masks[window] = [
-                _causal_mask(run.first, run.end, window, query.device) for run in self._runs
+                _mask(run.firsts, run.queries, run.keys, window, query.device) for run in self._runs
             ]
         # One selection and a split: a selection per run would allocate a gradient of full size each.
-        sizes = [len(run.rows) * (run.end - run.first) for run in self._runs]
+        sizes = [len(run.rows) * run.queries for run in self._runs]
         queries = _tokens(query).index_select(0, self._queries_M).split(sizes)
-        sizes = [len(run.rows) * run.end for run in self._runs]
+        sizes = [len(run.rows) * run.keys for run in self._runs]
         keys, values = (_tokens(states).index_select(0, self._keys_M).split(sizes) for states in (key, value))
         outputs = []
         for run, mask, *tokens in zip(self._runs, self._masks[window], queries, keys, values, strict=True):
@@ -374,12 +416,12 @@ def _pieces(starts: list[list[int]], lengths: list[int]) -> list[tuple[int, int,
 
 
 def _runs(starts: list[list[int]], lengths: list[int]) -> list[_Run]:
-    """Group pieces that begin at the same token and have similar lengths."""
+    """Group pieces in which padding costs little, or less than a call for each of them."""
     runs: list[_Run] = []
-    for first, end, row in sorted(_pieces(starts, lengths), key=lambda piece: (piece[0], -piece[1])):
-        longest = runs[-1] if runs else None
-        if longest and first == longest.first and end - first >= _ALIKE * (longest.end - first):
-            longest.rows.append(row)
+    for first, end, row in sorted(_pieces(starts, lengths), key=lambda piece: (-piece[1], piece[0])):
+        fitting = [(padding, run) for run in runs if (padding := run.padding_with(first, end)) is not None]
+        if fitting:
+            min(fitting, key=itemgetter(0))[1].add(row, first, end)
         else:
-            runs.append(_Run([row], first, end))
+            runs.append(_Run([row], [first], [end - first], end - first, end))
     return runs
