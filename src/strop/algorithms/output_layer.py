@@ -409,7 +409,7 @@ def _places(ids_N: Tensor, words: slice) -> tuple[Tensor, Tensor]:
 def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
     """Add a @ b to ``total``, which is float32; b has the dtype of the products, a too or it is float32.
 
-    A product of 16 bits is rounded where torch has no other: a sum over few chunks of the vocabulary is then as
+    A 16-bit product is rounded where torch has no other: a sum over few chunks of the vocabulary is then as
     near as the product of a linear layer, which is rounded once (``benchmarks/accumulation.py``).
     """
     if b.dtype != torch.float32 and _has_wide_products(b.device.type):
