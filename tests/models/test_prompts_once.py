@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from strop.engines.micro_batches import MicroBatching
 from strop.models import attention
+from strop.models.passes import runs
 from strop.models.policy import PolicyModel
 from strop.models.prompts_once import first_with_prompt
 from strop.protocol import DataProto
@@ -100,7 +101,7 @@ def test_sequences_of_like_length_attend_together_and_a_shared_prompt_once(
     attention_calls, monkeypatch, groups, one_call, expected
 ):
     packed, seen = attention_calls
-    monkeypatch.setattr(attention, "_ONE_CALL", one_call)
+    monkeypatch.setattr(runs, "_ONE_CALL", one_call)
     with torch.no_grad():
         packed(families.samples(groups, order=0))
     shapes = [(len(query), query.shape[2], key.shape[2]) for query, key, _ in seen]

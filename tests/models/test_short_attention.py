@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from strop.models import attention
 from strop.models.passes import short_attention
+from strop.models.passes.runs import runs_of
 
 SEQUENCES, QUERIES, KEYS, WIDTH = 4, 20, 32, 16
 
@@ -51,10 +52,10 @@ def test_results_and_gradients_are_those_of_float64_but_for_roundings(groups, fi
 
 
 def test_pieces_share_a_call_only_where_padding_costs_less_than_a_call():
-    short = attention._runs([[0, 30]] * 4 + [[0, 40]] * 4, [60, 50, 45, 40, 80, 70, 60, 45])
+    short = runs_of([[0, 30]] * 4 + [[0, 40]] * 4, [60, 50, 45, 40, 80, 70, 60, 45])
     assert len(short) < 8
     assert sorted(length for run in short for length in run.lengths) == sorted(
         [30, 20, 15, 10, 40, 30, 20, 5] + 4 * [30] + 4 * [40]
     )
-    long = attention._runs([[0], [0], [0], [0, 900]], [2000, 1500, 1450, 1000])
+    long = runs_of([[0], [0], [0], [0, 900]], [2000, 1500, 1450, 1000])
     assert [run.rows for run in long] == [[0], [1, 2], [3], [3]]

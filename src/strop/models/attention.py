@@ -12,13 +12,10 @@ of all runs, Q query heads, G key-value heads, A of either, D head size; B padde
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property, partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from strop.errors import ConfigError, ModelError
+from strop.models.passes.runs import pieces_of, runs_of
 from strop.models.passes.short_attention import attends_by_products, attention_by_products
 from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup
 
@@ -34,16 +32,11 @@ Runs = tuple[tuple[int, int], ...]
 """(S, K) of each run: that many neighbouring sequences of the same length."""
 
 _FLOAT32_UP_TO = 512
-"""Longest sequence that attends in float32 on a CPU. There torch's bfloat16 attention is slower than float32
-with casts: forward and backward 3.0x with 96 tokens, 1.8-2.3x with 128, 1.2x with 256, 1.0x with 512."""
+"""Longest sequence that attends in float32 on a CPU, if not by products. There torch's bfloat16 attention is
+slower than float32 with casts: forward and backward 3.0x with 96 tokens, 1.8-2.3x with 128, 1.2x with 256,
+1.0x with 512."""
 _LARGEST_HEAD = 256
 """Largest head size of flash-attention."""
-_ALIKE = 0.8
-"""Pieces of sequences of at least this share of the longest are padded to it and attend in one call."""
-_ONE_CALL = 2048
-"""Pairs of a query and a key that take about the time of a call's fixed cost, in a small model on a CPU."""
-_LARGEST_MASK = 1 << 20
-"""Numbers in a mask of its own for each sequence of a run."""
 # No mask functions are registered for these two, so transformers makes no mask.
 _PACKED = "strop_packed"
 _PACKED_EAGER = "strop_packed_eager"
@@ -242,35 +235,6 @@ def is_flash(implementation: str | None) -> bool:
     return implementation is not None and implementation.startswith("flash_attention")
 
 
-@dataclass
-class _Run:
-    """Pieces of sequences that attend in one call: from ``firsts`` on, to all tokens before them."""
-
-    rows: list[int]
-    firsts: list[int]
-    lengths: list[int]
-    queries: int
-    """The longest piece, to which the others are padded."""
-    keys: int
-    """The last end of a piece; the others have more keys, which none of their queries attends to."""
-
-    def add(self, row: int, first: int, end: int) -> None:
-        self.rows.append(row)
-        self.firsts.append(first)
-        self.lengths.append(end - first)
-        self.queries, self.keys = max(self.queries, end - first), max(self.keys, end)
-
-    def padding_with(self, first: int, end: int) -> int | None:
-        """Return the pairs of a query and a key that one more piece adds to its own; None: too many."""
-        queries, keys = max(self.queries, end - first), max(self.keys, end)
-        pairs = (len(self.rows) + 1) * queries * keys
-        added = pairs - len(self.rows) * self.queries * self.keys - (end - first) * end
-        same = set(self.firsts) == {first}
-        if same and min(self.queries, end - first) >= _ALIKE * queries:
-            return added
-        return added if added <= _ONE_CALL and (same or pairs <= _LARGEST_MASK) else None
-
-
 class WholeSequences:
     """Attention layout for shared prompts: each prompt once, each response over its prompt and itself.
 
@@ -290,7 +254,7 @@ class WholeSequences:
         place_BK = place_BL.new_zeros(len(lengths), max(lengths))
         rows, columns = mask_BL.nonzero(as_tuple=True)
         place_BK[rows, token_BL[rows, columns]] = place_BL[rows, columns]
-        self._runs = _runs(starts, lengths)
+        self._runs = runs_of(starts, lengths)
         queries, keys, laid_BK, laid = [], [], torch.zeros_like(place_BK), 0
         for run in self._runs:
             rows_S1, firsts_S1, lengths_S1 = (
@@ -363,7 +327,7 @@ class WholeSequences:
     def _by_lengths(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
         """Queries and keys of all pieces, tokens' places among the queries, ends, and the longest pieces."""
         device, columns = self._place_BK.device, self._place_BK.shape[1]
-        pieces = torch.tensor(_pieces(self._starts, self._lengths), dtype=torch.long)
+        pieces = torch.tensor(pieces_of(self._starts, self._lengths), dtype=torch.long)
         first_S, end_S, row_S = pieces.t()
         q_lengths_S = end_S - first_S
         queries_M, q_ends = _ranges(row_S * columns + first_S, q_lengths_S)
@@ -403,25 +367,3 @@ def _ranges(start_S: Tensor, length_S: Tensor) -> tuple[Tensor, Tensor]:
 def _tokens(heads: Tensor) -> Tensor:
     """Convert [1, A, N, D] to [N, A, D]."""
     return heads.transpose(1, 2)[0]
-
-
-def _pieces(starts: list[list[int]], lengths: list[int]) -> list[tuple[int, int, int]]:
-    """Return (first, end, row) of the tokens that attend together, to all tokens of the row before them."""
-    return [
-        (first, end, row)
-        for row, (begins, length) in enumerate(zip(starts, lengths, strict=True))
-        for first, end in itertools.pairwise([*begins, length])
-        if end > first
-    ]
-
-
-def _runs(starts: list[list[int]], lengths: list[int]) -> list[_Run]:
-    """Group pieces in which padding costs little, or less than a call for each of them."""
-    runs: list[_Run] = []
-    for first, end, row in sorted(_pieces(starts, lengths), key=lambda piece: (-piece[1], piece[0])):
-        fitting = [(padding, run) for run in runs if (padding := run.padding_with(first, end)) is not None]
-        if fitting:
-            min(fitting, key=itemgetter(0))[1].add(row, first, end)
-        else:
-            runs.append(_Run([row], [first], [end - first], end - first, end))
-    return runs
