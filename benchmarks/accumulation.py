@@ -6,9 +6,10 @@ A policy without layers (a matrix, a norm and an output layer, float32 weights u
 policy-gradient steps with an entropy bonus, once with each way to sum the gradient of the hidden states over
 the blocks of ``strop.algorithms.output_layer``:
 
-    float32             operands and products of blocks in float32 (the output layer on a CPU)
+    float32             operands and products of blocks in float32
     bfloat16 operands   rounded logits' gradients, products in float32 (the output layer on a GPU)
-    rounded products    products rounded to bfloat16, summed in float32
+    rounded products    products rounded to bfloat16, summed in float32 (the output layer on a CPU, but it
+                        multiplies chunks of many blocks)
     bfloat16 sum        products rounded to bfloat16, summed in bfloat16
     all logits          one product over the whole vocabulary, rounded once: a linear layer under autograd
 
@@ -27,6 +28,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from machine import description
@@ -55,7 +57,9 @@ def way(name: str) -> Callable:
     return register
 
 
-BLOCKS["float32"] = output_layer._add_product
+@way("float32")
+def _float32(a: Tensor, b: Tensor, total: Tensor) -> None:
+    total.addmm_(a, b.float())
 
 
 @way("bfloat16 operands")
@@ -90,13 +94,14 @@ def _float64(a: Tensor, b: Tensor, total: Tensor) -> None:
 @contextmanager
 def summed(name: str, width: int, tokens: int) -> Iterator[None]:
     """Use another way to sum, and blocks of ``width`` words."""
-    kept = output_layer._add_product, output_layer._BLOCK_ON_CPU, output_layer._KEPT
-    output_layer._add_product = BLOCKS.get(name, kept[0])
-    output_layer._BLOCK_ON_CPU, output_layer._KEPT = width * tokens, 0
-    try:
+    settings = {
+        "_add_product": BLOCKS.get(name, output_layer._add_product),
+        "_BLOCK_ON_CPU": width * tokens,
+        "_CHUNK_ON_CPU": 0,  # a block is a chunk
+        "_KEPT": 0,
+    }
+    with mock.patch.multiple(output_layer, **settings):
         yield
-    finally:
-        output_layer._add_product, output_layer._BLOCK_ON_CPU, output_layer._KEPT = kept
 
 
 class Policy:

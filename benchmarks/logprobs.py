@@ -5,11 +5,9 @@
 
 Log-probs, entropies and their gradients with respect to hidden states and output layer, on one CPU thread, in
 float32 or with bfloat16 autocast. Two implementations alternate: with all logits (log_softmax, gather,
--sum p log p and autograd), and in blocks of the vocabulary (strop.algorithms.output_layer). With bfloat16 a
-third one rounds the product of each block before it is added to the gradient of the hidden states, which is
-faster and less exact (benchmarks/accumulation.py). Each measurement is a separate process.
-Memory is the process's peak above its inputs and their gradients; seconds are CPU time. Figures are medians
-over the rounds, ratios are ratios of medians.
+-sum p log p and autograd), and in blocks of the vocabulary (strop.algorithms.output_layer). Each measurement
+is a separate process. Memory is the process's peak above its inputs and their gradients; seconds are CPU
+time. Figures are medians over the rounds, ratios are ratios of medians.
 
 Logits of 4096 tokens and 151,936 words take 2.5 GB per copy, and several copies exist at once: the
 implementation with all logits is skipped where they do not fit into free memory.
@@ -31,10 +29,8 @@ import torch
 from machine import description
 from torch import Tensor
 
-from strop.algorithms import output_layer
 from strop.algorithms.output_layer import OutputLayer, log_probs_and_entropy
 
-ROUNDED = "rounded products"
 WAYS = ("all logits", "in blocks")
 _COPIES = 7
 """Copies of the logits at the peak of the implementation with all logits, plus a reserve."""
@@ -50,10 +46,6 @@ def with_all_logits(hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor) -> tupl
 def in_blocks(hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
     """Compute log-probs and entropies as strop's policy does."""
     return log_probs_and_entropy(hidden_NH, OutputLayer(weight_VH), ids_N, temperature=1.0)
-
-
-def _add_rounded(a: Tensor, b: Tensor, total: Tensor) -> None:
-    total += a.to(b.dtype) @ b
 
 
 def measure(way: str, dtype: str, tokens: int, hidden: int, vocabulary: int) -> dict[str, float]:
@@ -72,8 +64,6 @@ def measure(way: str, dtype: str, tokens: int, hidden: int, vocabulary: int) -> 
     for tensor in (hidden_NH, weight_VH):
         tensor.requires_grad_()
     function = with_all_logits if way == "all logits" else in_blocks
-    if way == ROUNDED:
-        output_layer._add_product = _add_rounded
     start = time.process_time()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         log_probs_N, entropy_N = function(hidden_NH, weight_VH, ids_N)
@@ -121,7 +111,6 @@ def compare(
     """Return the medians of each implementation; None for one that does not fit into memory."""
     needed = _COPIES * 4 * tokens * vocabulary
     ways = [way for way in WAYS if way == "in blocks" or needed < available()]
-    ways += [ROUNDED] if dtype == "bfloat16" else []
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way in ways:
@@ -130,23 +119,22 @@ def compare(
         way: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         for way, runs in found.items()
     }
-    return {way: medians.get(way) for way in (*WAYS, ROUNDED)}
+    return {way: medians.get(way) for way in WAYS}
 
 
 def row(vocabulary: int, found: dict[str, dict[str, float] | None]) -> str:
     """Format a Markdown table row."""
-    whole, blocks, rounded = (found[way] for way in (*WAYS, ROUNDED))
+    whole, blocks = (found[way] for way in WAYS)
     assert blocks is not None  # it always fits
-    last = [] if rounded is None else [f"{rounded['seconds']:.2f}", f"{rounded['memory']:,.0f}"]
     cells = [f"{vocabulary:,}", f"{blocks['seconds']:.2f}", f"{blocks['memory']:,.0f}"]
     if whole is None:
         cells[1:1], cells[3:3] = ["does not fit"], ["does not fit"]
-        return "| " + " | ".join([*cells, "", "", *last]) + " |"
+        return "| " + " | ".join([*cells, "", ""]) + " |"
     apart = max(abs(whole[name] / blocks[name] - 1) for name in ("hidden", "weight"))
     cells[1:1] = [f"{whole['seconds']:.2f}"]
     cells[3:3] = [f"{whole['memory']:,.0f}"]
     cells += [f"{blocks['seconds'] / whole['seconds']:.2f}", f"{apart:.0e}"]
-    return "| " + " | ".join([*cells, *last]) + " |"
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -164,12 +152,8 @@ def main() -> None:
         return
     print(description("torch", threads=1))
     print(f"{args.tokens} tokens, hidden {args.hidden}, {args.dtype}, medians of {args.rounds}\n")
-    third = " s, rounded products | MiB |" if args.dtype == "bfloat16" else ""
-    heading = (
-        "| words | s, all logits | s, in blocks | MiB, all logits | MiB, in blocks | ratio | norms apart |"
-    )
-    print(heading + third)
-    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |" + (" ---: | ---: |" if third else ""))
+    print("| words | s, all logits | s, in blocks | MiB, all logits | MiB, in blocks | ratio | norms apart |")
+    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for vocabulary in args.vocabularies:
         print(
             row(vocabulary, compare(args.dtype, args.tokens, args.hidden, vocabulary, args.rounds)),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from strop.engines.micro_batches import MicroBatching
 from strop.models import attention
+from strop.models.passes import runs
 from strop.models.policy import PolicyModel
 from strop.models.prompts_once import first_with_prompt
 from strop.protocol import DataProto
@@ -86,15 +87,21 @@ def attention_calls(monkeypatch):
 
 
 # Without their last tokens, the responses of the first have 10, 9, 8, 2 and 0 tokens.
-CALLS: list[tuple[Groups, list[tuple[int, int, int]]]] = [
-    ([(7, [11, 10, 9, 3, 1])], [(1, 7, 7), (3, 10, 17), (1, 2, 9)]),
-    ([(7, [4]), (6, [3]), (2, [2])], [(2, 10, 10), (1, 3, 3)]),
+CALLS: list[tuple[Groups, int, list[tuple[int, int, int]]]] = [
+    ([(7, [11, 10, 9, 3, 1])], 0, [(3, 10, 17), (1, 2, 9), (1, 7, 7)]),
+    ([(7, [4]), (6, [3]), (2, [2])], 0, [(2, 10, 10), (1, 3, 3)]),
+    ([(7, [11, 10, 9, 3, 1])], 200, [(5, 10, 17)]),
 ]
 
 
-@pytest.mark.parametrize(("groups", "expected"), CALLS, ids=["a shared prompt", "nothing shared"])
-def test_sequences_of_like_length_attend_together_and_a_shared_prompt_once(attention_calls, groups, expected):
+@pytest.mark.parametrize(
+    ("groups", "one_call", "expected"), CALLS, ids=["a shared prompt", "nothing shared", "little padding"]
+)
+def test_sequences_of_like_length_attend_together_and_a_shared_prompt_once(
+    attention_calls, monkeypatch, groups, one_call, expected
+):
     packed, seen = attention_calls
+    monkeypatch.setattr(runs, "_ONE_CALL", one_call)
     with torch.no_grad():
         packed(families.samples(groups, order=0))
     shapes = [(len(query), query.shape[2], key.shape[2]) for query, key, _ in seen]

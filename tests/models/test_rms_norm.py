@@ -35,6 +35,8 @@ def test_forward_is_that_of_transformers_and_gradients_are_those_of_float64(dtyp
     states, upstream = states.transpose(0, 1), upstream.transpose(0, 1)  # not contiguous
     found, expected = _gradients(ours, states, upstream), _gradients(own, states, upstream)
     assert torch.equal(found[0], expected[0])
+    with torch.no_grad():
+        assert torch.equal(ours(states), expected[0])
     leaf = states.double().requires_grad_()
     scale = (leaf.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
     (leaf * scale * exact.weight).backward(upstream.double())

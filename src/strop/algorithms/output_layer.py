@@ -39,6 +39,8 @@ _BLOCK_ON_CPU, _BLOCK = 1 << 20, 1 << 25
 _NARROWEST = 64
 _KEPT = 1 << 24
 """Largest number of logits saved for the backward pass: 64 MiB are cheaper than recomputing them."""
+_CHUNK_ON_CPU = 1 << 24
+"""Logits' gradients in 16 bits that a CPU multiplies at once, 32 MiB: few products, each of them rounded."""
 _CHUNK, _WIDEST_CHUNK = 1 << 27, 1 << 14
 """Numbers in a buffer of the kernels, 256 MiB in 16 bits; words in it, few enough for a float32 sum."""
 _LONG = 1 << 11
@@ -144,7 +146,12 @@ class _Blocks:
         n_tokens, vocabulary = len(hidden_NH), len(layer.weight_VH)
         size = _BLOCK_ON_CPU if hidden_NH.device.type == "cpu" else _BLOCK
         width = max(min(max(size // max(n_tokens, 1), _NARROWEST), vocabulary), 1)
-        self.words = [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
+        self.words = _slices(vocabulary, width)
+        self.chunks = self.words
+        """Words of one product in the backward pass: a block, in 16 bits on a CPU several."""
+        if hidden_NH.device.type == "cpu" and hidden_NH.dtype != torch.float32:
+            numbers = n_tokens if layer.weight_VH.dtype == hidden_NH.dtype else max(hidden_NH.shape)
+            self.chunks = _slices(vocabulary, max(_CHUNK_ON_CPU // max(numbers, 1) // width, 1) * width)
         self._kept = kept
         numbers = (0, 1, 2) if kept is None else (1, 2)
         self._rooms = {n: torch.empty(n_tokens * width, device=hidden_NH.device) for n in numbers}
@@ -200,10 +207,28 @@ class _Blocks:
         return Sums(picked_N, highest_N, sum_N, weighted_N)
 
     def gradient(self, words: slice, upstream: Upstream, *, with_sums: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the gradient of hidden weight^T + bias [N, v], valid for one block, and its sums [v]."""
+        """Return the gradient of hidden weight^T + bias [N, v] of a chunk, and its sums [v].
+
+        It is float32 and valid for one block, or of several blocks in the dtype of the products.
+        """
+        blocks = [block for block in self.words if words.start <= block.start < words.stop]
+        if len(blocks) == 1:
+            gradient_Nv = self._block_gradient(words, upstream)
+            return gradient_Nv, gradient_Nv.sum(dim=0) if with_sums else None
+        chunk_Nv = self.hidden_NH.new_empty(len(self.hidden_NH), words.stop - words.start)
+        sums = []
+        for block, part_Nv in zip(
+            blocks, chunk_Nv.split(blocks[0].stop - blocks[0].start, dim=1), strict=True
+        ):
+            gradient_Nv = self._block_gradient(block, upstream)
+            part_Nv.copy_(gradient_Nv)
+            if with_sums:
+                sums.append(gradient_Nv.sum(dim=0))
+        return chunk_Nv, torch.cat(sums) if with_sums else None
+
+    def _block_gradient(self, words: slice, upstream: Upstream) -> Tensor:
         logits_Nv = self.logits(words) if self._kept is None else self.logits_room(words)
-        gradient_Nv = self._through_layer(self._logit_gradient(words, logits_Nv, upstream), logits_Nv)
-        return gradient_Nv, gradient_Nv.sum(dim=0) if with_sums else None
+        return self._through_layer(self._logit_gradient(words, logits_Nv, upstream), logits_Nv)
 
     def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: Upstream) -> Tensor:
         """Return g (1[id] - p) - e p (log p + H) [N, v]; g, e are the gradients of log-prob and entropy H."""
@@ -238,12 +263,12 @@ class _Tiles:
     def __init__(
         self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: Tensor | None
     ) -> None:
-        """Choose the chunks of words, ``words``, of the backward pass. No logits are kept."""
+        """Choose the chunks of words of the backward pass. No logits are kept."""
         from strop.algorithms import output_kernel
 
         self._kernel = output_kernel
         self.hidden_NH, self.layer = hidden_NH.contiguous(), layer
-        self.words = self._chunks(len(hidden_NH))
+        self.chunks = self._chunks(len(hidden_NH))
         self._converted: tuple[slice, Tensor] | None = None
         self._room = hidden_NH.new_empty(0)
         factors = output_kernel.Factors.of(layer.scale, layer.soft_cap, temperature)
@@ -254,8 +279,7 @@ class _Tiles:
         width = min(_CHUNK // max(numbers_per_word, 1), _WIDEST_CHUNK)
         width = max(width // self._kernel.WORDS, 1) * self._kernel.WORDS
         vocabulary = len(self.layer.weight_VH)
-        starts = range(0, max(vocabulary, 1), width)  # a rank may have no words
-        return [slice(start, min(start + width, vocabulary)) for start in starts]
+        return _slices(vocabulary, width) or [slice(0, 0)]  # a rank may have no words
 
     def weight(self, words: slice) -> Tensor:
         """See ``_Blocks.weight``; keeps the last one."""
@@ -348,6 +372,10 @@ def _difference_of_kernel(device: torch.device, dtype: torch.dtype) -> float:
     return max(float((ours - theirs).abs().max()) for ours, theirs in zip(*found, strict=True))
 
 
+def _slices(vocabulary: int, width: int) -> list[slice]:
+    return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
+
+
 def _matrix(memory: Tensor, first_word: int, words: slice, n_tokens: int) -> Tensor:
     width = words.stop - words.start
     return memory[n_tokens * first_word : n_tokens * (first_word + width)].view(n_tokens, width)
@@ -361,7 +389,7 @@ def _differentiate(
     hidden_gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if wanted[0] else None
     weight_gradient_VH = torch.empty_like(layer.weight_VH) if wanted[1] else None
     bias_gradient_V = torch.empty_like(layer.bias_V) if wanted[2] and layer.bias_V is not None else None
-    for words in blocks.words:
+    for words in blocks.chunks:
         gradient_Nv, sums_v = blocks.gradient(words, upstream, with_sums=bias_gradient_V is not None)
         if bias_gradient_V is not None and sums_v is not None:
             bias_gradient_V[words] = sums_v
@@ -381,15 +409,17 @@ def _places(ids_N: Tensor, words: slice) -> tuple[Tensor, Tensor]:
 def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
     """Add a @ b to ``total``, which is float32; b has the dtype of the products, a too or it is float32.
 
-    Never rounds the product itself: the sum over hundreds of blocks would have hundreds of rounding errors of
-    bfloat16 where a linear layer has one.
+    A 16-bit product is rounded where torch has no other: a sum over few chunks of the vocabulary is then as
+    near as the product of a linear layer, which is rounded once (``benchmarks/accumulation.py``).
     """
     if b.dtype != torch.float32 and _has_wide_products(b.device.type):
         total += torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
+    elif b.dtype != torch.float32:
+        total += a.to(b.dtype) @ b
     elif len(b) < _LONG:
-        total.addmm_(a.float(), b.float())
+        total.addmm_(a, b)
     else:
-        total += a.float() @ b.float()
+        total += a @ b
 
 
 @functools.cache

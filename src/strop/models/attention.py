@@ -12,12 +12,11 @@ of all runs, Q query heads, G key-value heads, A of either, D head size; B padde
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +24,19 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from strop.errors import ConfigError, ModelError
+from strop.models.passes.runs import pieces_of, runs_of
+from strop.models.passes.short_attention import attends_by_products, attention_by_products
 from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup
 
 Runs = tuple[tuple[int, int], ...]
 """(S, K) of each run: that many neighbouring sequences of the same length."""
 
 _FLOAT32_UP_TO = 512
-"""Longest sequence that attends in float32 on a CPU. There torch's bfloat16 attention is slower than float32
-with casts: forward and backward 3.0x with 96 tokens, 1.8-2.3x with 128, 1.2x with 256, 1.0x with 512."""
+"""Longest sequence that attends in float32 on a CPU, if not by products. There torch's bfloat16 attention is
+slower than float32 with casts: forward and backward 3.0x with 96 tokens, 1.8-2.3x with 128, 1.2x with 256,
+1.0x with 512."""
 _LARGEST_HEAD, _HEAD_STEP = 256, 8
 """Largest head size of flash-attention, and the number that its head sizes are multiples of."""
-_ALIKE = 0.8
-"""Pieces of sequences of at least this share of the longest are padded to it and attend in one call."""
 # No mask functions are registered for these two, so transformers makes no mask.
 _PACKED = "strop_packed"
 _PACKED_EAGER = "strop_packed_eager"
@@ -114,7 +114,7 @@ def _packed_attention(
     outputs = []
     for (sequences, length), tokens in zip(sequence_runs, parts, strict=True):
         heads = [part.unflatten(0, (sequences, length)).transpose(1, 2) for part in tokens]
-        mask_KK = _causal_mask(0, length, sliding_window, query.device)
+        mask_KK = _mask([0], length, length, sliding_window, query.device)
         outputs.append(attend_once(module, *heads, mask_KK, **options).flatten(0, 1))
     return torch.cat(outputs)[None], None
 
@@ -124,11 +124,14 @@ def attend(
 ) -> Tensor:
     """Call transformers' ``sdpa``: query [S, Q, T, D], key and value [S, G, K, D] -> [S, T, Q, D].
 
-    ``mask`` [1, 1, T, K] is True for the keys that a query attends to; None: causal.
+    ``mask`` [1 or S, 1, T, K] is float32, -inf for the keys that a query does not attend to; None: causal.
     """
     in_float32 = query.device.type == "cpu" and key.shape[2] <= _FLOAT32_UP_TO
-    heads = [states.float() if in_float32 else states for states in (query, key, value)]
     with torch.autocast("cpu", enabled=False) if in_float32 else nullcontext():
+        if attends_by_products(query, key, value) and not options.get("dropout"):
+            return attention_by_products(query, key, value, mask, options.get("scaling"))
+        heads = [states.float() if in_float32 else states for states in (query, key, value)]
+        mask = mask if mask is None else mask.to(heads[0].dtype)
         output, _ = sdpa_attention_forward(module, *heads, attention_mask=mask, **options)
     return output.to(value.dtype)
 
@@ -139,10 +142,8 @@ def attend_eagerly(
     """Call the family's own eager attention, with its caps and sinks; shapes and mask as in ``attend``."""
     if mask is None:
         length = key.shape[2]
-        mask = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()[None, None]
-    added = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-    added = added.masked_fill(~mask, torch.finfo(query.dtype).min)
-    output, _ = _eager_function(module)(module, query, key, value, added, **options)
+        mask = torch.full((1, 1, length, length), -torch.inf, device=key.device).triu(1)
+    output, _ = _eager_function(module)(module, query, key, value, mask.to(query.dtype), **options)
     return output.to(value.dtype)
 
 
@@ -170,17 +171,23 @@ def run_outside_graphs() -> None:
         AttentionInterface.register(name, torch.compiler.disable(functions[name]))
 
 
-def _causal_mask(first: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return the mask [1, 1, T, K] of queries ``first`` to ``end`` over keys 0 to ``end``.
+def _mask(
+    firsts: list[int], queries: int, keys: int, window: int | None, device: torch.device
+) -> Tensor | None:
+    """Return the mask [1 or S, 1, T, K] of T queries from each of ``firsts`` on over the first K keys.
 
     None for plain causal attention: the same tokens as queries and keys, within the window.
     """
-    if first == 0 and (window is None or end <= window):
+    if not any(firsts) and (window is None or keys <= window):
         return None
-    place_K = torch.arange(end, device=device)
-    distance_TK = place_K[first:, None] - place_K
-    seen_TK = distance_TK >= 0
-    return (seen_TK if window is None else seen_TK & (distance_TK < window))[None, None]
+    firsts_S = torch.tensor(firsts if len(set(firsts)) > 1 else firsts[:1], device=device)
+    # Queries that are padding may lie behind the last key: they must attend to something, too.
+    place_ST = (firsts_S[:, None] + torch.arange(queries, device=device)).clamp(max=keys - 1)
+    distance_STK = place_ST[..., None] - torch.arange(keys, device=device)
+    hidden_STK = distance_STK < 0
+    if window is not None:
+        hidden_STK |= distance_STK >= window
+    return torch.zeros(hidden_STK.shape, device=device).masked_fill_(hidden_STK, -torch.inf)[:, None]
 
 
 @contextmanager
@@ -228,18 +235,10 @@ def is_flash(implementation: str | None) -> bool:
     return implementation is not None and implementation.startswith("flash_attention")
 
 
-class _Run(NamedTuple):
-    """Sequences that attend in one call: tokens ``first`` to ``end``, to all tokens before them."""
-
-    rows: list[int]
-    first: int
-    end: int
-
-
 class WholeSequences:
     """Attention layout for shared prompts: each prompt once, each response over its prompt and itself.
 
-    A run pads sequences to the longest. The padding follows a sequence, so none of its tokens attends to it.
+    A run pads pieces to the longest. The padding follows a piece, so none of its tokens attends to it.
     """
 
     def __init__(
@@ -255,14 +254,21 @@ class WholeSequences:
         place_BK = place_BL.new_zeros(len(lengths), max(lengths))
         rows, columns = mask_BL.nonzero(as_tuple=True)
         place_BK[rows, token_BL[rows, columns]] = place_BL[rows, columns]
-        self._runs = _runs(starts, lengths)
+        self._runs = runs_of(starts, lengths)
         queries, keys, laid_BK, laid = [], [], torch.zeros_like(place_BK), 0
         for run in self._runs:
-            queries.append(place_BK[run.rows, run.first : run.end].flatten())
-            keys.append(place_BK[run.rows, : run.end].flatten())
-            places = torch.arange(laid, laid + len(queries[-1]), device=laid_BK.device)
-            laid_BK[run.rows, run.first : run.end] = places.view(len(run.rows), -1)
-            laid += len(places)
+            rows_S1, firsts_S1, lengths_S1 = (
+                torch.tensor(column, device=place_BK.device)[:, None]
+                for column in (run.rows, run.firsts, run.lengths)
+            )
+            steps_T = torch.arange(run.queries, device=place_BK.device)
+            tokens_ST = (firsts_S1 + steps_T).clamp(max=place_BK.shape[1] - 1)
+            queries.append(place_BK[rows_S1, tokens_ST].flatten())
+            keys.append(place_BK[run.rows, : run.keys].flatten())
+            real_ST = steps_T < lengths_S1
+            places_ST = torch.arange(laid, laid + real_ST.numel(), device=laid_BK.device).view_as(real_ST)
+            laid_BK[rows_S1.expand_as(real_ST)[real_ST], tokens_ST[real_ST]] = places_ST[real_ST]
+            laid += real_ST.numel()
         self._queries_M, self._keys_M = torch.cat(queries), torch.cat(keys)
         self._laid_N = laid_BK.gather(1, token_BL)[computed_BL]
         self._masks: dict[int | None, list[Tensor | None]] = {}
@@ -284,12 +290,12 @@ class WholeSequences:
             return self._attend_by_lengths(query, key, value, window, options.get("scaling"))
         if window not in self._masks:
             self._masks[window] = [
-                _causal_mask(run.first, run.end, window, query.device) for run in self._runs
+                _mask(run.firsts, run.queries, run.keys, window, query.device) for run in self._runs
             ]
         # One selection and a split: a selection per run would allocate a gradient of full size each.
-        sizes = [len(run.rows) * (run.end - run.first) for run in self._runs]
+        sizes = [len(run.rows) * run.queries for run in self._runs]
         queries = _tokens(query).index_select(0, self._queries_M).split(sizes)
-        sizes = [len(run.rows) * run.end for run in self._runs]
+        sizes = [len(run.rows) * run.keys for run in self._runs]
         keys, values = (_tokens(states).index_select(0, self._keys_M).split(sizes) for states in (key, value))
         outputs = []
         for run, mask, *tokens in zip(self._runs, self._masks[window], queries, keys, values, strict=True):
@@ -321,7 +327,7 @@ class WholeSequences:
     def _by_lengths(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
         """Queries and keys of all pieces, tokens' places among the queries, ends, and the longest pieces."""
         device, columns = self._place_BK.device, self._place_BK.shape[1]
-        pieces = torch.tensor(_pieces(self._starts, self._lengths), dtype=torch.long)
+        pieces = torch.tensor(pieces_of(self._starts, self._lengths), dtype=torch.long)
         first_S, end_S, row_S = pieces.t()
         q_lengths_S = end_S - first_S
         queries_M, q_ends = _ranges(row_S * columns + first_S, q_lengths_S)
@@ -362,25 +368,3 @@ def _ranges(start_S: Tensor, length_S: Tensor) -> tuple[Tensor, Tensor]:
 def _tokens(heads: Tensor) -> Tensor:
     """Convert [1, A, N, D] to [N, A, D]."""
     return heads.transpose(1, 2)[0]
-
-
-def _pieces(starts: list[list[int]], lengths: list[int]) -> list[tuple[int, int, int]]:
-    """Return (first, end, row) of the tokens that attend together, to all tokens of the row before them."""
-    return [
-        (first, end, row)
-        for row, (begins, length) in enumerate(zip(starts, lengths, strict=True))
-        for first, end in itertools.pairwise([*begins, length])
-        if end > first
-    ]
-
-
-def _runs(starts: list[list[int]], lengths: list[int]) -> list[_Run]:
-    """Group pieces that begin at the same token and have similar lengths."""
-    runs: list[_Run] = []
-    for first, end, row in sorted(_pieces(starts, lengths), key=lambda piece: (piece[0], -piece[1])):
-        longest = runs[-1] if runs else None
-        if longest and first == longest.first and end - first >= _ALIKE * (longest.end - first):
-            longest.rows.append(row)
-        else:
-            runs.append(_Run([row], first, end))
-    return runs

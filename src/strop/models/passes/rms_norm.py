@@ -69,6 +69,8 @@ def _forward(self: Any, hidden_states: Tensor) -> Tensor:
         return type(self).forward(self, hidden_states)
     if hidden_states.device.type != "cpu":
         return functional.rms_norm(hidden_states, weight.shape, weight, eps)
+    if not torch.is_grad_enabled():  # with the weight, torch would round once instead of twice
+        return functional.rms_norm(hidden_states, weight.shape, None, eps).mul_(weight)
     return _RMSNorm.apply(hidden_states, weight, eps)
 
 
