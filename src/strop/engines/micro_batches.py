@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.errors import ConfigError
+from strop.models.passes.micro_batch import MicroBatch
 from strop.models.prompts_once import first_with_prompt
 from strop.protocol import DataProto
 
@@ -117,7 +118,7 @@ def _extents(batch: DataProto) -> tuple[Tensor, Tensor]:
     return first_B.clamp(max=max(boundary - 1, 0)), end_B.clamp(min=boundary + 1)
 
 
-def columns_of(batch: DataProto, rows: Tensor, device: torch.device) -> dict[str, Tensor]:
+def columns_of(batch: DataProto, rows: Tensor, device: torch.device) -> MicroBatch:
     """Return the trimmed columns of a micro-batch on ``device``; of an empty one those of a masked row.
 
     Another rank has a micro-batch then, and this one must take part in its collectives.
@@ -126,7 +127,7 @@ def columns_of(batch: DataProto, rows: Tensor, device: torch.device) -> dict[str
         batch, rows = batch[torch.zeros(1, dtype=torch.long)], torch.zeros(1, dtype=torch.long)
         if "response_mask" in batch:
             batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
-    return {name: tensor.to(device) for name, tensor in trim(batch[rows]).items()}
+    return MicroBatch.on(device, trim(batch[rows]))
 
 
 def restore(pieces: list[dict[str, Tensor]], rows: list[Tensor], response_width: int) -> dict[str, Tensor]:

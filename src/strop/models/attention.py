@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from strop.errors import ConfigError, ModelError
+from strop.models.passes.micro_batch import send
 from strop.models.passes.runs import pieces_of, runs_of
 from strop.models.passes.short_attention import attends_by_products, attention_by_products
 from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup
@@ -180,7 +181,7 @@ def _mask(
     """
     if not any(firsts) and (window is None or keys <= window):
         return None
-    firsts_S = torch.tensor(firsts if len(set(firsts)) > 1 else firsts[:1], device=device)
+    firsts_S = send(torch.tensor(firsts if len(set(firsts)) > 1 else firsts[:1]), device)
     # Queries that are padding may lie behind the last key: they must attend to something, too.
     place_ST = (firsts_S[:, None] + torch.arange(queries, device=device)).clamp(max=keys - 1)
     distance_STK = place_ST[..., None] - torch.arange(keys, device=device)
@@ -242,9 +243,15 @@ class WholeSequences:
     """
 
     def __init__(
-        self, mask_BL: Tensor, computed_BL: Tensor, place_BL: Tensor, starts: list[list[int]]
+        self,
+        mask_BL: Tensor,
+        computed_BL: Tensor,
+        place_BL: Tensor,
+        starts: list[list[int]],
+        *,
+        device: torch.device,
     ) -> None:
-        """Lay out the queries and keys of all runs.
+        """Lay out the queries and keys of all runs for attention on ``device``, from tensors on the CPU.
 
         ``mask_BL`` marks real tokens, ``computed_BL`` those in the packed row, ``place_BL`` is each token's
         place there. ``starts`` has, for each row, the tokens at which a separately attending piece begins.
@@ -258,19 +265,19 @@ class WholeSequences:
         queries, keys, laid_BK, laid = [], [], torch.zeros_like(place_BK), 0
         for run in self._runs:
             rows_S1, firsts_S1, lengths_S1 = (
-                torch.tensor(column, device=place_BK.device)[:, None]
-                for column in (run.rows, run.firsts, run.lengths)
+                torch.tensor(column)[:, None] for column in (run.rows, run.firsts, run.lengths)
             )
-            steps_T = torch.arange(run.queries, device=place_BK.device)
+            steps_T = torch.arange(run.queries)
             tokens_ST = (firsts_S1 + steps_T).clamp(max=place_BK.shape[1] - 1)
             queries.append(place_BK[rows_S1, tokens_ST].flatten())
             keys.append(place_BK[run.rows, : run.keys].flatten())
             real_ST = steps_T < lengths_S1
-            places_ST = torch.arange(laid, laid + real_ST.numel(), device=laid_BK.device).view_as(real_ST)
+            places_ST = torch.arange(laid, laid + real_ST.numel()).view_as(real_ST)
             laid_BK[rows_S1.expand_as(real_ST)[real_ST], tokens_ST[real_ST]] = places_ST[real_ST]
             laid += real_ST.numel()
-        self._queries_M, self._keys_M = torch.cat(queries), torch.cat(keys)
-        self._laid_N = laid_BK.gather(1, token_BL)[computed_BL]
+        self._queries_M, self._keys_M = send(torch.cat(queries), device), send(torch.cat(keys), device)
+        self._laid_N = send(laid_BK.gather(1, token_BL)[computed_BL], device)
+        self._device = device
         self._masks: dict[int | None, list[Tensor | None]] = {}
         self._place_BK, self._starts, self._lengths = place_BK, starts, lengths
         self._token_N, self._row_N = token_BL[computed_BL], computed_BL.nonzero()[:, 0]
@@ -326,22 +333,21 @@ class WholeSequences:
     @cached_property
     def _by_lengths(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
         """Queries and keys of all pieces, tokens' places among the queries, ends, and the longest pieces."""
-        device, columns = self._place_BK.device, self._place_BK.shape[1]
+        device, columns = self._device, self._place_BK.shape[1]
         pieces = torch.tensor(pieces_of(self._starts, self._lengths), dtype=torch.long)
         first_S, end_S, row_S = pieces.t()
         q_lengths_S = end_S - first_S
         queries_M, q_ends = _ranges(row_S * columns + first_S, q_lengths_S)
         keys_M, k_ends = _ranges(row_S * columns, end_S)
-        queries_M, keys_M = queries_M.to(device), keys_M.to(device)
-        laid = torch.zeros(self._place_BK.numel(), dtype=torch.long, device=device)
-        laid[queries_M] = torch.arange(len(queries_M), device=device)
+        laid = torch.zeros(self._place_BK.numel(), dtype=torch.long)
+        laid[queries_M] = torch.arange(len(queries_M))
         places = self._place_BK.flatten()
         return (
-            places[queries_M],
-            places[keys_M],
-            laid[self._row_N * columns + self._token_N],
-            q_ends.to(device, torch.int32),
-            k_ends.to(device, torch.int32),
+            send(places[queries_M], device),
+            send(places[keys_M], device),
+            send(laid[self._row_N * columns + self._token_N], device),
+            send(q_ends.int(), device),
+            send(k_ends.int(), device),
             int(q_lengths_S.max()),
             int(end_S.max()),
         )

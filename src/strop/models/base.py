@@ -23,6 +23,7 @@ from strop.models.heads import check_causal, decoder_of, model_errors
 from strop.models.lora import Adapters, LoraSettings
 from strop.models.packing import Packing, check_packable, check_packed_pass, packed_hidden_states
 from strop.models.passes.compiled import CompiledLayers
+from strop.models.passes.micro_batch import on_cpu, places_of
 from strop.models.passes.rms_norm import replace_rms_norms
 from strop.models.prompts_once import PromptsOnce
 from strop.models.routing import Routers, experts_of
@@ -180,7 +181,8 @@ class RoleModel(nn.Module):
         by_sequence = not is_flash(self.hugging_face_model.config._attn_implementation)
         if by_sequence and self.sequence_group is None and "response_mask" in batch:
             return PromptsOnce(batch, with_last=self.with_last)
-        return Packing(batch["attention_mask"], self.sequence_group)
+        mask_BL, device = on_cpu(batch, "attention_mask"), batch["input_ids"].device
+        return Packing(mask_BL, device, self.sequence_group)
 
     def figures(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return what a pass computes, as it runs: [B, T] or [B] float32; see ``strop.models.comparison``."""
@@ -195,13 +197,15 @@ class RoleModel(nn.Module):
     ) -> Tensor:
         """Return the last hidden states [n, H] of the tokens where ``chosen_BL`` is True, row by row.
 
-        The result is undefined for tokens that another rank holds.
+        ``chosen_BL`` is on the CPU. The result is undefined for tokens that another rank holds.
         """
         watching = nullcontext() if self.routers is None else self.routers.watching(batch, packing)
         with watching, nullcontext() if self.compiled is None else self.compiled.on():
             if packing is None:
-                return hidden_states(self.hugging_face_model, batch)[chosen_BL]
-            return packed_hidden_states(self.hugging_face_model, batch, packing)[packing.places(chosen_BL)]
+                hidden = hidden_states(self.hugging_face_model, batch).flatten(0, 1)
+                return hidden.index_select(0, places_of(chosen_BL, hidden.device))
+            hidden = packed_hidden_states(self.hugging_face_model, batch, packing)
+            return hidden.index_select(0, packing.places(chosen_BL))
 
     def scalar_head(self, hidden: Tensor) -> Tensor:
         """Return the scalar head's float32 figure [...] of hidden states [..., H]."""
@@ -221,25 +225,29 @@ class ResponseTokens:
     """
 
     def __init__(self, batch: Mapping[str, Tensor], packing: Packing | None) -> None:
-        self._mask_BT = batch["response_mask"].bool()
-        width, response_width = batch["input_ids"].shape[1], self._mask_BT.shape[1]
+        kept_BT = on_cpu(batch, "response_mask").bool()
+        width, response_width = batch["input_ids"].shape[1], kept_BT.shape[1]
         # response token t is predicted at column P + t - 1
         first = width - response_width - 1
         if packing is not None:
-            self._mask_BT = self._mask_BT & packing.own_BL[:, first:-1]
-        self.kept_BT = self._mask_BT
-        if not self._mask_BT.any():  # the pass must still reach every parameter: other ranks wait for it
-            self.kept_BT = torch.zeros_like(self._mask_BT)
-            self.kept_BT[0, 0] = True
-        self.before_BL = nn.functional.pad(self.kept_BT, (first, 1))
+            kept_BT = kept_BT & packing.own_BL[:, first:-1]
+        self._none = not kept_BT.any()
+        if self._none:  # the pass must still reach every parameter: other ranks wait for it
+            kept_BT = torch.zeros_like(kept_BT)
+            kept_BT[0, 0] = True
+        self.before_BL = nn.functional.pad(kept_BT, (first, 1))
+        """The tokens before them, on the CPU."""
+        self._shape, self._places_N = kept_BT.shape, places_of(kept_BT, batch["input_ids"].device)
+
+    def select(self, column: Tensor) -> Tensor:
+        """Return the entries [n, ...] of a column [B, T, ...]."""
+        return column.flatten(0, 1).index_select(0, self._places_N)
 
     def spread(self, values: Tensor) -> Tensor:
         """Scatter [n, ...] to [B, T, ...], 0 where the mask is 0."""
-        more = (1,) * (values.dim() - 1)
-        kept, mask = (rows_BT.view(*rows_BT.shape, *more) for rows_BT in (self.kept_BT, self._mask_BT))
-        zeros = values.new_zeros(*self._mask_BT.shape, *values.shape[1:])
-        spread = zeros.masked_scatter(kept, values)
-        return spread if self.kept_BT is self._mask_BT else spread * mask
+        zeros = values.new_zeros(self._shape.numel(), *values.shape[1:])
+        spread = zeros.index_copy(0, self._places_N, values).unflatten(0, self._shape)
+        return spread * 0.0 if self._none else spread
 
 
 class Unpadded:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from strop.errors import ModelError
 from strop.models.attention import Runs, is_flash, packed_attention, portable_attention, row_attention
 from strop.models.heads import decoder_of, require_numbers
+from strop.models.passes.micro_batch import on_cpu, places_of, send
 from strop.models.ulysses import SequenceGroup, SharedRow
 
 _WINDOW = 2
@@ -31,28 +33,38 @@ _WINDOW = 2
 class Packing:
     """Places of the real tokens of padded rows in one packed row, or in the pieces of a ``group``."""
 
-    def __init__(self, attention_mask_BL: Tensor, group: SequenceGroup | None = None) -> None:
-        self._mask_BL = attention_mask_BL.bool()
+    def __init__(
+        self, attention_mask_BL: Tensor, device: torch.device, group: SequenceGroup | None = None
+    ) -> None:
+        """Lay out the row of a mask on the CPU, for columns on ``device``."""
+        self._mask_BL = self._computed_BL = attention_mask_BL.bool()
+        self._device = device
         lengths = self._mask_BL.sum(dim=1).tolist()
         self._lengths = [length for length in lengths if length]
         self.group = group
 
     def pack(self, values_BL: Tensor) -> Tensor:
-        """Return the real columns [1, N], row after row; with a group, this rank's piece."""
-        row_N = values_BL[self._mask_BL]
+        """Return the computed columns [1, N], row after row; with a group, this rank's piece."""
+        row_N = values_BL.flatten().index_select(0, self._computed_N)
         return (row_N if self.group is None else self.group.piece(row_N))[None]
 
     def places(self, chosen_BL: Tensor) -> Tensor:
         """Return the places in the packed row of the ``chosen_BL`` tokens, none of which may be padding.
 
-        With a group: the places within their pieces.
+        ``chosen_BL`` is on the CPU. With a group: the places within their pieces.
         """
         places = self._place_BL[chosen_BL]
-        return places if self.group is None else places % self.group.piece_length(sum(self._lengths))
+        if self.group is not None:
+            places = places % self.group.piece_length(sum(self._lengths))
+        return send(places, self._device)
+
+    @cached_property
+    def _computed_N(self) -> Tensor:  # noqa: N802 - a tensor
+        return places_of(self._computed_BL, self._device)
 
     @property
     def own_BL(self) -> Tensor:  # noqa: N802 - a tensor
-        """Real tokens that this rank holds."""
+        """Real tokens that this rank holds, on the CPU."""
         if self.group is None:
             return self._mask_BL
         length = self.group.piece_length(sum(self._lengths))
@@ -72,7 +84,7 @@ class Packing:
         options: dict[str, Any] = {}
         if is_flash(implementation):
             ends = list(itertools.accumulate(self._lengths, initial=0))
-            ends_S = torch.tensor(ends, dtype=torch.int32, device=self._mask_BL.device)
+            ends_S = send(torch.tensor(ends, dtype=torch.int32), self._device)
             options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_S)
             options |= dict.fromkeys(("max_length_q", "max_length_k"), max(self._lengths))
         else:
@@ -142,7 +154,7 @@ def check_packed_pass(model: PreTrainedModel, key: str, group: SequenceGroup | N
         padded_NH = decoder_of(model)(**batch, use_cache=False).last_hidden_state[mask_BL.bool()]
         require_numbers(model, padded_NH)
         try:
-            packed_NH = _whole_hidden_states(model, batch, Packing(mask_BL, group))
+            packed_NH = _whole_hidden_states(model, batch, Packing(mask_BL.cpu(), model.device, group))
         except (TypeError, ModelError) as error:  # a layer rejects the option or does not pass it on
             raise ModelError(f"{key}=True: {type(model).__name__}: {error}; set {key}=False") from error
     difference = float((packed_NH - padded_NH).float().norm() / padded_NH.float().norm())
@@ -159,8 +171,8 @@ def _whole_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], pa
     hidden_nH = packed_hidden_states(model, batch, packing)
     if packing.group is None:
         return hidden_nH
-    mask_BL, own_BL = batch["attention_mask"].bool(), packing.own_BL
-    own_N = own_BL[mask_BL]
+    own_BL = packing.own_BL
+    own_N = own_BL[on_cpu(batch, "attention_mask").bool()]
     hidden_NH = hidden_nH.new_zeros(len(own_N), hidden_nH.shape[1])
     hidden_NH[own_N] = hidden_nH[packing.places(own_BL)]
     return packing.group.sum_of_parts(hidden_NH)

@@ -164,11 +164,11 @@ class PolicyModel(RoleModel):
         hidden_NH = self.hidden_states_at(batch, tokens.before_BL, packing)
         reference = None
         if with_full_kl:
-            reference = (batch["ref_hidden"][tokens.kept_BT], self._reference_projection())
+            reference = (tokens.select(batch["ref_hidden"]), self._reference_projection())
         found = token_log_probs(
             hidden_NH,
             self.projection.current(),
-            batch["responses"][tokens.kept_BT],
+            tokens.select(batch["responses"]),
             temperature=temperature,
             with_entropy=with_entropy,
             chunk_size=_CHUNK,

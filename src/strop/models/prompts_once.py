@@ -19,6 +19,7 @@ from torch import Tensor
 
 from strop.models.attention import WholeSequences
 from strop.models.packing import Packing
+from strop.models.passes.micro_batch import on_cpu
 
 
 def prompt_width(batch: Mapping[str, Tensor]) -> int:
@@ -27,10 +28,10 @@ def prompt_width(batch: Mapping[str, Tensor]) -> int:
 
 
 def first_with_prompt(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return for each row [B] the first row with the same prompt, which may be the row itself."""
+    """Return for each row [B] the first row with the same prompt, which may be the row itself; on the CPU."""
     width = prompt_width(batch)
-    mask_BP = batch["attention_mask"][:, :width].bool()
-    prompts_BP = batch["input_ids"][:, :width].masked_fill(~mask_BP, -1)
+    mask_BP = on_cpu(batch, "attention_mask")[:, :width].bool()
+    prompts_BP = on_cpu(batch, "input_ids")[:, :width].masked_fill(~mask_BP, -1)
     prompt_B = prompts_BP.unique(dim=0, return_inverse=True)[1]
     rows_B = torch.arange(len(prompt_B), device=prompt_B.device)
     return torch.full_like(rows_B, len(rows_B)).scatter_reduce(0, prompt_B, rows_B, "amin")[prompt_B]
@@ -41,11 +42,11 @@ class PromptsOnce(Packing):
 
     def __init__(self, batch: Mapping[str, Tensor], *, with_last: bool) -> None:
         """Lay out the row; with ``with_last`` the last token of each response is computed, too."""
-        mask_BL, width = batch["attention_mask"].bool(), prompt_width(batch)
+        mask_BL, width = on_cpu(batch, "attention_mask").bool(), prompt_width(batch)
         if not with_last:
             follows_BL = mask_BL.flip(1).cumsum(1).flip(1) > 1
             mask_BL = torch.cat([mask_BL[:, :width], (mask_BL & follows_BL)[:, width:]], dim=1)
-        super().__init__(mask_BL)
+        super().__init__(mask_BL, batch["input_ids"].device)
         first_B = first_with_prompt(batch)
         repeats_B = first_B != torch.arange(len(first_B), device=first_B.device)
         self._computed_BL = mask_BL.clone()
@@ -59,15 +60,12 @@ class PromptsOnce(Packing):
             for prompt, samples in zip(prompts, samples_B.tolist(), strict=True)
         ]
 
-    def pack(self, values_BL: Tensor) -> Tensor:
-        """Return the computed columns [1, N], row after row."""
-        return values_BL[self._computed_BL][None]
-
     @property
     def _place_BL(self) -> Tensor:  # noqa: N802 - a tensor
         return self._shared_place_BL
 
     def options(self, implementation: str) -> dict[str, Any]:
         """Return the option that gives attention the layout of whole sequences."""
-        whole = WholeSequences(self._mask_BL, self._computed_BL, self._shared_place_BL, self._starts)
+        layout = (self._mask_BL, self._computed_BL, self._shared_place_BL, self._starts)
+        whole = WholeSequences(*layout, device=self._device)
         return {"whole_sequences": whole}

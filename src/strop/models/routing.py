@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from strop.models.heads import decoder_of
 from strop.models.packing import Packing
+from strop.models.passes.micro_batch import on_cpu, places_of, send
 
 
 class SequenceTokens(NamedTuple):
@@ -41,16 +42,16 @@ class SequenceTokens(NamedTuple):
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], packing: Packing | None) -> SequenceTokens:
         """Return the tokens of a micro-batch; with a packing that ranks share, those of this rank."""
-        mask_BL = batch["attention_mask"].bool()
+        mask_BL, device = on_cpu(batch, "attention_mask").bool(), batch["input_ids"].device
         counted_BL = mask_BL & (mask_BL.flip(1).cumsum(1).flip(1) > 1)
-        length_B = counted_BL.sum(dim=1).clamp(min=1).float()
+        length_B = send(counted_BL.sum(dim=1).clamp(min=1).float(), device)
         if packing is None:
-            token_S = counted_BL.flatten().nonzero()[:, 0]
+            token_S = places_of(counted_BL, device)
         else:
             if packing.group is not None:
                 counted_BL = counted_BL & packing.own_BL
             token_S = packing.places(counted_BL)
-        row_S = counted_BL.nonzero()[:, 0]
+        row_S = send(counted_BL.nonzero()[:, 0], device)
         return cls(token_S, row_S, length_B, learning_rows(batch).float())
 
     def within(self, start: int, end: int) -> SequenceTokens:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from strop.models.base import ResponseTokens, RoleModel, Unpadded
+from strop.models.passes.micro_batch import MicroBatch, on_cpu, places_of
 from strop.models.prompts_once import prompt_width
 
 REWARD_MEAN, REWARD_STD = "strop_reward_mean", "strop_reward_std"
@@ -77,15 +78,16 @@ class SequenceScorer(RoleModel):
 
     def uncentred_scores(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the head's scores [B] float32. The mask marks the last token, never the pad id."""
-        mask_BL = batch["attention_mask"].bool()
-        positions_BL = torch.arange(mask_BL.shape[1], device=mask_BL.device).expand_as(mask_BL)
+        mask_BL = on_cpu(batch, "attention_mask").bool()
+        positions_BL = torch.arange(mask_BL.shape[1]).expand_as(mask_BL)
         last_B = torch.where(mask_BL, positions_BL, 0).amax(dim=1)
         is_last_BL, packing = positions_BL == last_B[:, None], self.packing(batch)
         if packing is not None:
             is_last_BL &= packing.own_BL
         hidden_nH = self.hidden_states_at(batch, is_last_BL, packing)
         scores_n = self.scalar_head(hidden_nH)
-        scores_B = scores_n.new_zeros(len(mask_BL)).masked_scatter(is_last_BL.any(dim=1), scores_n)
+        rows_n = places_of(is_last_BL.any(dim=1), scores_n.device)
+        scores_B = scores_n.new_zeros(len(mask_BL)).index_copy(0, rows_n, scores_n)
         return self.whole({"scores": scores_B})["scores"]
 
     def figures(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -117,8 +119,10 @@ class PairScorer(SequenceScorer):
         return {"chosen_scores": chosen_B, "rejected_scores": rejected_B}
 
 
-def as_sequences(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def as_sequences(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Convert B pairs to 2 B sequences in the layout of rollouts: the chosen ones, then the rejected ones."""
+    if isinstance(batch, MicroBatch):
+        return batch.converted(as_sequences)
     width = prompt_width(batch)
     prompts_BP, prompt_mask_BP = batch["input_ids"][:, :width], batch["attention_mask"][:, :width]
     responses = torch.cat([batch["responses"], batch["rejected"]])

@@ -41,7 +41,7 @@ from strop.models.packing import Packing
 from strop.models.routing import Balance, learning_rows
 from strop.protocol import DataProto
 
-Columns = dict[str, Tensor]
+Columns = Mapping[str, Tensor]
 
 
 class MegatronEngine:
