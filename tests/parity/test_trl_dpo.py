@@ -93,4 +93,7 @@ def test_loss_and_gradients_are_those_of_trl(batch, name, layout):
     ours = trl_dpo.summary(trl_dpo.gradients(policy))
     assert ours.keys() == RECORD[name]["gradients"].keys()
     for parameter, expected in RECORD[name]["gradients"].items():
-        assert ours[parameter] == pytest.approx(expected, abs=1e-5, rel=1e-5), parameter
+        largest = max(
+            1.0, *map(abs, expected)
+        )  # 15 for ipo, where float32 padded and packed is 6e-6 off float64
+        assert ours[parameter] == pytest.approx(expected, abs=3e-6 * largest, rel=1e-5), parameter

@@ -202,4 +202,4 @@ def test_a_row_that_is_padding_is_scored_alike_packed_and_padded(inputs, impleme
         gradients = torch.cat([weight.grad.flatten() for weight in model.parameters()])
         found[packed] = (outputs["chosen_scores"], outputs["rejected_scores"], loss, gradients)
     for ours, theirs in zip(found[True], found[False], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(ours, theirs, atol=3e-6, rtol=1e-5)
