@@ -93,7 +93,6 @@ def test_loss_and_gradients_are_those_of_trl(batch, name, layout):
     ours = trl_dpo.summary(trl_dpo.gradients(policy))
     assert ours.keys() == RECORD[name]["gradients"].keys()
     for parameter, expected in RECORD[name]["gradients"].items():
-        largest = max(
-            1.0, *map(abs, expected)
-        )  # 15 for ipo, where float32 padded and packed is 6e-6 off float64
-        assert ours[parameter] == pytest.approx(expected, abs=3e-6 * largest, rel=1e-5), parameter
+        # Sums of ipo's gradient reach 15: padded or packed, float32 is up to 6e-6 away from float64 there.
+        bound = max(1e-5, 3e-6 * max(map(abs, expected)))
+        assert ours[parameter] == pytest.approx(expected, abs=bound, rel=1e-5), parameter
