@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import time
@@ -84,16 +85,20 @@ def forced_ends(
 @contextlib.contextmanager
 def _vllm_ends(setting: Setting) -> Generator[None]:
     """Patch the vLLM rollout: every sample is a separate request with its own limit and no stop token."""
+    from strop.rollout.in_flight import InFlight
     from strop.rollout.vllm.engine import VLLMRollout
 
     sampling, requests = VLLMRollout._sampling, iter(range(1 << 40))
 
-    def sampling_with_end(self: Any, params: SamplingParams, *request: Any) -> Any:
-        iteration, row = divmod(next(requests), setting.samples)
+    def sampling_with_end(self: Any, batch: InFlight, row: int, *request: Any) -> Any:
+        iteration, sample = divmod(next(requests), setting.samples)
         lengths = setting.planned_lengths(iteration)
         assert lengths is not None
-        ends = {"max_tokens": lengths[row], "stop_token_ids": (), "ignore_eos": True}
-        return sampling(self, dataclasses.replace(params, **ends), *request)
+        own = copy.copy(batch)
+        own.params = dataclasses.replace(
+            batch.params, max_tokens=lengths[sample], stop_token_ids=(), ignore_eos=True
+        )
+        return sampling(self, own, row, *request)
 
     VLLMRollout._sampling = sampling_with_end
     try:
