@@ -245,8 +245,9 @@ class ResponseTokens:
 
     def spread(self, values: Tensor) -> Tensor:
         """Scatter [n, ...] to [B, T, ...], 0 where the mask is 0."""
-        zeros = values.new_zeros(self._shape.numel(), *values.shape[1:])
-        spread = zeros.index_copy(0, self._places_N, values).unflatten(0, self._shape)
+        zeros = values.new_zeros(*self._shape, *values.shape[1:])
+        row_N, column_N = self._places_N // self._shape[1], self._places_N % self._shape[1]
+        spread = zeros.index_put((row_N, column_N), values)  # no view, whose hooks FSDP2 may lose
         return spread * 0.0 if self._none else spread
 
 
