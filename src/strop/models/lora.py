@@ -26,7 +26,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from strop.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ATTENTION
@@ -112,7 +111,7 @@ class Adapters:
             )
         self._config.ensure_weight_tying = tied
         self._base: dict[str, Tensor] = {}
-        """What these are in the base model, this rank's parts."""
+        """What these are in the base model, sharded as they are."""
         self._start = _start_of(model, settings, self._whole)
         if not next(model.parameters()).is_meta:
             with torch.no_grad():
@@ -144,7 +143,7 @@ class Adapters:
         """
         for name in self._whole:
             weight = self._model.get_parameter(name)
-            self._base[name] = _part(weight).clone()
+            self._base[name] = weight.detach().clone()
             if name in self._start:
                 write(weight, self._start[name]())
 
@@ -200,7 +199,7 @@ class Adapters:
     def _exchange(self) -> None:
         """Exchange the values of weights that are trained whole with those of the base model, in place."""
         for name, kept in self._base.items():
-            weight = _part(self._model.get_parameter(name))
+            weight = self._model.get_parameter(name)
             now = weight.clone()
             weight.copy_(kept)
             kept.copy_(now)
@@ -325,12 +324,6 @@ def _adapted_layers(model: PreTrainedModel, settings: LoraSettings) -> dict[str,
             )
         layers[name] = layer
     return layers
-
-
-def _part(weight: Tensor) -> Tensor:
-    """Return this rank's part of a weight, detached."""
-    weight = weight.detach()
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _start_of(
