@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.engines.micro_batches import MicroBatching
-from strop.models import attention
+from strop.models import attention, prompts_once
 from strop.models.passes import runs
 from strop.models.policy import PolicyModel
 from strop.models.prompts_once import first_with_prompt
@@ -102,6 +102,7 @@ def test_sequences_of_like_length_attend_together_and_a_shared_prompt_once(
 ):
     packed, seen = attention_calls
     monkeypatch.setattr(runs, "_ONE_CALL", one_call)
+    prompts_once._layout.cache_clear()  # layouts of other bounds
     with torch.no_grad():
         packed(families.samples(groups, order=0))
     shapes = [(len(query), query.shape[2], key.shape[2]) for query, key, _ in seen]
@@ -174,3 +175,23 @@ def test_attention_by_lengths_on_a_gpu_has_the_figures_and_gradients_of_padded_r
     for groups in ([(7, [6, 1, 5, 0]), (1, [1]), (4, [2, 3])], [(3, [1])], [(2, [5, 5]), (6, [4])]):
         families.assert_same(packed, padded, families.samples(groups, order=1))
     assert len(calls) == 3 * 2  # one call a layer
+
+
+def test_policy_and_critic_share_the_layout_of_the_same_samples(monkeypatch):
+    laid_out, lay_out = [], attention.WholeSequences.__init__
+    monkeypatch.setattr(
+        attention.WholeSequences, "__init__", lambda *args, **own: laid_out.append(1) or lay_out(*args, **own)
+    )
+    batch = families.samples([(5, [3, 4]), (2, [3])], order=0)
+    models = [families.pair(role, "Qwen2")[0] for role in ("actor", "critic")]
+    laid_out.clear()
+    with torch.no_grad():
+        for model in models:
+            model(batch)
+        assert len(laid_out) == 1
+        other = batch["input_ids"].clone()
+        width = other.shape[1] - batch["response_mask"].shape[1]
+        other[1, :width] = (other[1, :width] + 1) % int(other.max())  # no longer the prompt of the first row
+        shared, apart = (models[0]({**batch, "input_ids": ids}) for ids in (batch["input_ids"], other))
+    assert len(laid_out) == 2
+    assert not torch.equal(shared["log_prob"][1], apart["log_prob"][1])

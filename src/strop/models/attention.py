@@ -11,6 +11,7 @@ of all runs, Q query heads, G key-value heads, A of either, D head size; B padde
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -281,6 +282,12 @@ class WholeSequences:
         self._masks: dict[int | None, list[Tensor | None]] = {}
         self._place_BK, self._starts, self._lengths = place_BK, starts, lengths
         self._token_N, self._row_N = token_BL[computed_BL], computed_BL.nonzero()[:, 0]
+
+    def without_masks(self) -> WholeSequences:
+        """Return the layout for one more pass: masks can be large, and live as long as a pass."""
+        layout = copy.copy(self)
+        layout._masks = {}
+        return layout
 
     def attend(
         self,

@@ -23,7 +23,7 @@ from strop.models.heads import check_causal, decoder_of, model_errors
 from strop.models.lora import Adapters, LoraSettings
 from strop.models.packing import Packing, check_packable, check_packed_pass, packed_hidden_states
 from strop.models.passes.compiled import CompiledLayers
-from strop.models.passes.micro_batch import on_cpu, places_of
+from strop.models.passes.micro_batch import on_cpu, places_of, send
 from strop.models.passes.rms_norm import replace_rms_norms
 from strop.models.prompts_once import PromptsOnce
 from strop.models.routing import Routers, experts_of
@@ -180,7 +180,7 @@ class RoleModel(nn.Module):
             return None
         by_sequence = not is_flash(self.hugging_face_model.config._attn_implementation)
         if by_sequence and self.sequence_group is None and "response_mask" in batch:
-            return PromptsOnce(batch, with_last=self.with_last)
+            return PromptsOnce.of(batch, with_last=self.with_last)
         mask_BL, device = on_cpu(batch, "attention_mask"), batch["input_ids"].device
         return Packing(mask_BL, device, self.sequence_group)
 
@@ -237,17 +237,17 @@ class ResponseTokens:
             kept_BT[0, 0] = True
         self.before_BL = nn.functional.pad(kept_BT, (first, 1))
         """The tokens before them, on the CPU."""
-        self._shape, self._places_N = kept_BT.shape, places_of(kept_BT, batch["input_ids"].device)
+        self._shape = kept_BT.shape
+        self._index = tuple(send(place_n, batch["input_ids"].device) for place_n in kept_BT.nonzero().t())
 
     def select(self, column: Tensor) -> Tensor:
         """Return the entries [n, ...] of a column [B, T, ...]."""
-        return column.flatten(0, 1).index_select(0, self._places_N)
+        return column[*self._index]
 
     def spread(self, values: Tensor) -> Tensor:
         """Scatter [n, ...] to [B, T, ...], 0 where the mask is 0."""
         zeros = values.new_zeros(*self._shape, *values.shape[1:])
-        row_N, column_N = self._places_N // self._shape[1], self._places_N % self._shape[1]
-        spread = zeros.index_put((row_N, column_N), values)  # no view, whose hooks FSDP2 may lose
+        spread = zeros.index_put(self._index, values)  # no view, whose hooks FSDP2 may lose
         return spread * 0.0 if self._none else spread
 
 

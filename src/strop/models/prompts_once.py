@@ -12,6 +12,7 @@ Shapes: B padded rows of L columns, P of them prompt; N tokens that are computed
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -32,23 +33,18 @@ def first_with_prompt(batch: Mapping[str, Tensor]) -> Tensor:
     width = prompt_width(batch)
     mask_BP = on_cpu(batch, "attention_mask")[:, :width].bool()
     prompts_BP = on_cpu(batch, "input_ids")[:, :width].masked_fill(~mask_BP, -1)
-    prompt_B = prompts_BP.unique(dim=0, return_inverse=True)[1]
-    rows_B = torch.arange(len(prompt_B), device=prompt_B.device)
-    return torch.full_like(rows_B, len(rows_B)).scatter_reduce(0, prompt_B, rows_B, "amin")[prompt_B]
+    firsts: dict[bytes, int] = {}  # torch.unique(dim=0) takes ten times as long
+    rows = enumerate(prompts_BP.numpy())
+    return torch.tensor([firsts.setdefault(prompt.tobytes(), row) for row, prompt in rows])
 
 
 class PromptsOnce(Packing):
     """One packed row with the prompt of each first sample, and the responses of all."""
 
-    def __init__(self, batch: Mapping[str, Tensor], *, with_last: bool) -> None:
-        """Lay out the row; with ``with_last`` the last token of each response is computed, too."""
-        mask_BL, width = on_cpu(batch, "attention_mask").bool(), prompt_width(batch)
-        if not with_last:
-            follows_BL = mask_BL.flip(1).cumsum(1).flip(1) > 1
-            mask_BL = torch.cat([mask_BL[:, :width], (mask_BL & follows_BL)[:, width:]], dim=1)
-        super().__init__(mask_BL, batch["input_ids"].device)
-        first_B = first_with_prompt(batch)
-        repeats_B = first_B != torch.arange(len(first_B), device=first_B.device)
+    def __init__(self, mask_BL: Tensor, first_B: Tensor, width: int, device: torch.device) -> None:
+        """Lay out the tokens of a mask on the CPU; P = ``width``, ``first_B`` as of ``first_with_prompt``."""
+        super().__init__(mask_BL, device)
+        repeats_B = first_B != torch.arange(len(first_B))
         self._computed_BL = mask_BL.clone()
         self._computed_BL[repeats_B, :width] = False
         self._shared_place_BL = self._computed_BL.flatten().cumsum(0).view_as(mask_BL) - 1
@@ -60,12 +56,34 @@ class PromptsOnce(Packing):
             for prompt, samples in zip(prompts, samples_B.tolist(), strict=True)
         ]
 
+    @classmethod
+    def of(cls, batch: Mapping[str, Tensor], *, with_last: bool) -> PromptsOnce:
+        """Return the layout of a micro-batch; with ``with_last`` the last token of each response is computed.
+
+        Passes over the same samples share it: by the policy and the critic, and of all epochs.
+        """
+        mask_BL, width = on_cpu(batch, "attention_mask").bool(), prompt_width(batch)
+        if not with_last:
+            follows_BL = mask_BL.flip(1).cumsum(1).flip(1) > 1
+            mask_BL = torch.cat([mask_BL[:, :width], (mask_BL & follows_BL)[:, width:]], dim=1)
+        firsts = tuple(first_with_prompt(batch).tolist())
+        return _layout(mask_BL.numpy().tobytes(), firsts, width, batch["input_ids"].device)
+
     @property
     def _place_BL(self) -> Tensor:  # noqa: N802 - a tensor
         return self._shared_place_BL
 
     def options(self, implementation: str) -> dict[str, Any]:
         """Return the option that gives attention the layout of whole sequences."""
+        return {"whole_sequences": self._whole.without_masks()}
+
+    @cached_property
+    def _whole(self) -> WholeSequences:
         layout = (self._mask_BL, self._computed_BL, self._shared_place_BL, self._starts)
-        whole = WholeSequences(*layout, device=self._device)
-        return {"whole_sequences": whole}
+        return WholeSequences(*layout, device=self._device)
+
+
+@lru_cache(maxsize=32)
+def _layout(mask: bytes, firsts: tuple[int, ...], width: int, device: torch.device) -> PromptsOnce:
+    mask_BL = torch.frombuffer(bytearray(mask), dtype=torch.bool).view(len(firsts), -1)
+    return PromptsOnce(mask_BL, torch.tensor(firsts), width, device)

@@ -59,10 +59,17 @@ def pieces_of(starts: list[list[int]], lengths: list[int]) -> list[tuple[int, in
 def runs_of(starts: list[list[int]], lengths: list[int]) -> list[Run]:
     """Group pieces in which padding costs little, or less than a call for each of them."""
     runs: list[Run] = []
+    before, run = None, None
     for first, end, row in sorted(pieces_of(starts, lengths), key=lambda piece: (-piece[1], piece[0])):
+        if run is not None and before == (first, end) and run.padding_with(first, end) is not None:
+            run.add(row, first, end)  # where the one before found the least padding there is the least again
+            continue
+        before = first, end
         fitting = [(padding, run) for run in runs if (padding := run.padding_with(first, end)) is not None]
         if fitting:
-            min(fitting, key=itemgetter(0))[1].add(row, first, end)
+            run = min(fitting, key=itemgetter(0))[1]
+            run.add(row, first, end)
         else:
-            runs.append(Run([row], [first], [end - first], end - first, end))
+            run = Run([row], [first], [end - first], end - first, end)
+            runs.append(run)
     return runs
