@@ -25,7 +25,7 @@ from strop.config.batch_plan import (
 )
 from strop.config.identity import value_in
 from strop.config.keys import longest_row, value_at
-from strop.config.machine import memory_for
+from strop.config.machine import memory_for, on_gpus
 from strop.config.memory.facts import read_model_facts
 from strop.config.memory.forecast import (
     cast_weights,
@@ -42,11 +42,13 @@ from strop.config.schema.supervised import RewardModellingConfig, SupervisedConf
 from strop.config.trees import recorded_run
 from strop.errors import ConfigError
 
-MOST_TOKENS = 8192
-"""More tokens in a pass make it no faster.
+MOST_TOKENS, MOST_ON_A_GPU = 4096, 8192
+"""More tokens in a pass make it no faster, but larger.
 
-An update of 5 million parameters on one core takes with 512, 1k, 2k, 4k, 8k and 16k tokens 1.31, 1.15, 1.04,
-1.03, 1 and 1.02 of the least time in bfloat16, and in float32 1.18, 1.15, 1, 1.09, 1.07 and 1.16.
+An update on one core takes with 512, 1k, 2k, 4k and 8k tokens, relative to the least time: of 5 million
+parameters 1.24, 1.03, 1, 1 and 1 in float32, 1.34, 1.13, 1.04, 1 and 1.10 in bfloat16; of 30 million with 1k
+to 8k 1.02, 1.06, 1 and 1.10, and 1.05, 1.08, 1 and 1.01. With 4k instead of 8k a run takes a quarter less
+memory (5 million parameters, float32).
 """
 _ROWS_OF_AN_UNKNOWN_MODEL = 8
 # Of the memory beside the models; the rest is for samples, what allocators keep, and the system.
@@ -58,9 +60,9 @@ def with_choices(config: Root) -> Root:
 
     A value that is not written is that of an earlier run of the model in the same folder, or chosen:
 
-    - a cap: the power of two that fits into half of the memory beside the models, at most ``MOST_TOKENS``, so
-      that machines of about equal size choose the same; in any case the longest row. A model of unknown size
-      (on the hub, not downloaded) gets eight rows.
+    - a cap: the power of two that fits into half of the memory beside the models, at most ``MOST_TOKENS`` (on
+      a GPU ``MOST_ON_A_GPU``), so that machines of about equal size choose the same; in any case the longest
+      row. A model of unknown size (on the hub, not downloaded) gets eight rows.
     - ``use_no_sync_for_gradient_accumulation`` of several ranks: True if whole gradients fit into a quarter.
     """
     before, values, chosen = _earlier_run(config), dict[str, Any](), list[tuple[_Pass, str]]()
@@ -88,6 +90,8 @@ class _Pass:
     """Section of its model."""
     longest: int
     """Tokens of the longest row on one rank."""
+    most: int
+    """Tokens beyond which a pass gets no faster."""
     pool: str = ""
     trains: bool = True
     has_logits: bool = True
@@ -138,7 +142,7 @@ class _Pass:
         return self._bounded(1 << max(tokens, 1).bit_length() - 1)
 
     def _bounded(self, tokens: int) -> int:
-        return max(min(tokens, MOST_TOKENS), self.longest)
+        return max(min(tokens, self.most), self.longest)
 
 
 _SYNC = "use_no_sync_for_gradient_accumulation"
@@ -146,18 +150,21 @@ _SHARDED = {"actor": "actor_rollout_ref.actor.fsdp_config", "critic": "critic.mo
 
 
 def _passes(config: RootConfig) -> Iterator[_Pass]:
+    if not isinstance(config, SupervisedConfig | Config):
+        return
+    most = MOST_ON_A_GPU if on_gpus(config) else MOST_TOKENS
     if isinstance(config, SupervisedConfig):
         longest = sequences_of_a_row(config) * longest_row(config.data)[0]
         yield _Pass(
             SUPERVISED_MICRO_BATCH,
             "model",
             longest,
+            most,
             has_logits=not isinstance(config, RewardModellingConfig),
             sync=f"model.fsdp_config.{_SYNC}",
             reduces=process_count(config) > 1,
             alone=process_count(config) == 1,
         )
-    if not isinstance(config, Config):
         return
     models = {"critic": "critic.model", "values": "critic.model", "reward_model": "reward_model.model"}
     for name, keys in MICRO_BATCHES.items():
@@ -169,6 +176,7 @@ def _passes(config: RootConfig) -> Iterator[_Pass]:
                 keys,
                 models.get(name, "actor_rollout_ref.model"),
                 -(-longest_row_of(config, name)[0] // sharing),
+                most,
                 pool=placement.pool_of_pass(name),
                 trains=name in _SHARDED,
                 has_logits=name not in models,
