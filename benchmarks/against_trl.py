@@ -52,6 +52,12 @@ class System:
 
 STROP = System("strop", Path(sys.executable), "strop_run")
 VLLM = replace(STROP, name="strop, vLLM", changes={"rollout": "vllm"})
+SAMPLER = replace(
+    STROP,
+    name="strop, rollout's log-probs",
+    options=("actor_rollout_ref.actor.use_rollout_log_probs=True",),
+)
+"""TRL's PPO takes old log-probs from generation, too; by default strop computes them from the samples."""
 BFLOAT16 = replace(STROP, name="strop, bfloat16", changes={"precision": "bfloat16"})
 GRPO = System("TRL", HERE / ".venv-trl/bin/python", "trl_grpo")
 PPO = System("TRL 1.12", HERE / ".venv-trl-ppo/bin/python", "trl_ppo")
@@ -78,7 +84,7 @@ def comparisons(options: argparse.Namespace, inputs: Path) -> list[Comparison]:
         found.append(Comparison(setting, (STROP, VLLM, GRPO), GRPO.name))
     for model, more in itertools.product(options.models, ({}, {"kl_coef": 0.05}, {"n": 1})):
         setting = Setting(model, "ppo", "limit", 64, "float32", **more, **shared)
-        found.append(Comparison(setting, (STROP, BFLOAT16, PPO), PPO.name))
+        found.append(Comparison(setting, (STROP, SAMPLER, BFLOAT16, PPO), PPO.name))
     return [comparison for comparison in found if options.only in comparison.setting.name]
 
 

@@ -3,8 +3,8 @@
     python benchmarks/floors.py [--rounds 3] [--threads 2] [--models 5M 30M] [--out FILE.md]
 
 Two baselines alternate with strop in the same run. Plain torch: forward (or forward, backward, clipping and
-AdamW) over the packed real tokens of the same batch in micro-batches of the same number of rows, with
-attention one sequence at a time (``plain_qwen2.py``). Peak: floating-point operations per second relative to
+AdamW) over the packed real tokens of the same batch in the same micro-batches, with attention one sequence at
+a time (``plain_qwen2.py``). Peak: floating-point operations per second relative to
 those of a large matrix product. A batch has 64 samples of planned lengths, of 8 prompts or of 64; strop
 computes each prompt once for its samples, plain torch does not. Speed is plain seconds over strop's seconds:
 1 is as fast as plain torch. The phase "iteration" is all of one, with generation; its share of the peak
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from strop.config.load import load_config
+from strop.engines.micro_batches import MicroBatching
 from strop.protocol import DataProto
 from strop.trainer.build import build_trainer
 from strop.trainer.metrics import PhaseTimer
@@ -46,25 +47,22 @@ from side_by_side.setting import Setting
 from side_by_side.strop_run import overrides
 from work import DTYPES, iteration_operations, peak, seconds
 
-MICRO_BATCH = 8
-
 
 class Plain:
     """Straightforward training loop in plain torch, without padding."""
 
-    def __init__(self, name: str, batch: DataProto, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, batch: DataProto, dtype: torch.dtype, micro: MicroBatching) -> None:
         self.model = PlainQwen2(build(name))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
         self.dtype = dtype
         columns = batch.batch
         self.tokens = columns["response_mask"].sum()
-        order = columns["attention_mask"].sum(1).argsort(descending=True)
         self.pieces = [
             {
                 name: columns[name][rows]
                 for name in ("input_ids", "attention_mask", "response_mask", "advantages")
             }
-            for rows in order.split(MICRO_BATCH)
+            for rows in micro.split(batch, packed=True)
         ]
 
     def log_probs(self, piece: dict[str, Tensor]) -> Tensor:
@@ -103,12 +101,14 @@ class Strop:
     """Trainer after one iteration, with the phases to measure."""
 
     def __init__(self, setting: Setting, folder: Path) -> None:
-        self.trainer: RayPPOTrainer = build_trainer(load_config(overrides(setting, folder)))
+        config = load_config(overrides(setting, folder))
+        self.trainer: RayPPOTrainer = build_trainer(config)
         self.trainer.init_workers()
         self._ends = planned_ends(setting)
         self._ends.__enter__()
         self._prompts = iter(self.trainer.train_loader)
         self.batch, _ = self.trainer.step(next(self._prompts))
+        self.micro = MicroBatching(max_tokens=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
 
     def close(self) -> None:
         self._ends.__exit__(None, None, None)
@@ -129,7 +129,7 @@ class Strop:
 def compare(setting: Setting, rounds: int, folder: Path) -> list[str]:
     """Measure both phases; return their table rows."""
     strop = Strop(setting, folder / "run")
-    plain = Plain(setting.model, strop.batch, DTYPES[setting.precision])
+    plain = Plain(setting.model, strop.batch, DTYPES[setting.precision], strop.micro)
     limit, lines = peak(DTYPES[setting.precision]), []
     for phase in ("infer", "update"):
         found = {}

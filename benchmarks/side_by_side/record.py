@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
+import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,23 @@ class Record:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began = now
 
-    def write(self, path: str | Path) -> None:
-        """Write JSON with the peak resident MB of this process plus its largest finished child."""
-        peak = sum(
-            resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-        )
-        Path(path).write_text(json.dumps({"iterations": self.iterations, "peak_mb": peak / 1024}))
+    def write(self, path: str | Path, memory_mb: float | None = None) -> None:
+        """Write JSON with the peak resident MB, by default those of ``peak_mb``."""
+        memory_mb = peak_mb() if memory_mb is None else memory_mb
+        Path(path).write_text(json.dumps({"iterations": self.iterations, "peak_mb": memory_mb}))
+
+
+def peak_mb() -> float:
+    """Return the sum of the peak resident MB of this process and of those that it started and still run.
+
+    Not by ``getrusage``: that counts for a started program also the size of the process that started it.
+    """
+    return sum(_peaks_kb(os.getpid())) / 1024
+
+
+def _peaks_kb(process: int) -> Iterator[int]:
+    folder = Path(f"/proc/{process}")
+    yield int((folder / "status").read_text().partition("VmHWM:")[2].split()[0])
+    for thread in (folder / "task").iterdir():
+        for child in (thread / "children").read_text().split():
+            yield from _peaks_kb(int(child))

@@ -13,14 +13,12 @@ from typing import Any
 
 from side_by_side.inputs import LONGEST
 from side_by_side.planned_ends import planned_ends
-from side_by_side.record import Record
+from side_by_side.record import Record, peak_mb
 from side_by_side.setting import Setting
 from strop.config.load import load_config
 from strop.trainer.build import build_trainer
 from strop.trainer.ray_trainer import RayPPOTrainer
 
-MICRO_BATCH = 16
-"""Samples per forward and backward pass: 2 to 8% faster than 8; 32 and 64 are no faster."""
 _PHASES = {
     "generation": ("gen", "sync_weights"),
     "log-probs": ("old_log_prob", "ref", "values"),
@@ -50,8 +48,6 @@ def overrides(setting: Setting, run: Path) -> list[str]:
         f"actor_rollout_ref.rollout.n={setting.n}",
         f"actor_rollout_ref.rollout.ignore_eos={setting.lengths == 'limit'}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
-        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={MICRO_BATCH}",
-        f"critic.ppo_micro_batch_size_per_gpu={MICRO_BATCH}",
         "actor_rollout_ref.actor.entropy_coeff=0",
         f"custom_reward_function.path={Path(__file__).with_name('reward.py')}",
         "reward_model.val_num_examine=0",
@@ -95,6 +91,7 @@ def main() -> None:
         lengths = record_lengths(trainer)
         trainer.init_workers()
         trainer.fit()
+        memory = peak_mb()
         trainer.shutdown()
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     record, before = Record(), 0.0
@@ -104,7 +101,7 @@ def main() -> None:
         record.responses(responses)
         record.end_iteration(line["time/from_scratch"] - before)
         before = line["time/from_scratch"]
-    record.write(sys.argv[2])
+    record.write(sys.argv[2], memory)
 
 
 if __name__ == "__main__":
