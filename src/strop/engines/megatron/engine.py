@@ -94,9 +94,13 @@ class MegatronEngine:
         )
         for chunk in self._chunks:
             chunk.to(spec.device)
-            for layer in chunk.decoder.layers if self.compute_dtype is not None else ():
-                # around each layer, as megatron-core computes layers again outside the forward pass
-                layer.forward = self._autocast()(layer.forward)
+            if self.compute_dtype is not None:
+                if chunk.pre_process:
+                    # megatron-core 0.16 adds in the layers' dtype, 0.19 in that of the embeddings
+                    chunk.embedding.register_forward_hook(lambda *call: call[-1].to(dtype))
+                for layer in chunk.decoder.layers:
+                    # around each layer, as megatron-core computes layers again outside the forward pass
+                    layer.forward = self._autocast()(layer.forward)
             for parameter in chunk.parameters():
                 parameter.data.zero_()  # rows that pad the vocabulary stay 0
                 parameter.requires_grad_(spec.optimizer is not None)
