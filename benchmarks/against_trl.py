@@ -84,7 +84,8 @@ def comparisons(options: argparse.Namespace, inputs: Path) -> list[Comparison]:
         found.append(Comparison(setting, (STROP, VLLM, GRPO), GRPO.name))
     for model, more in itertools.product(options.models, ({}, {"kl_coef": 0.05}, {"n": 1})):
         setting = Setting(model, "ppo", "limit", 64, "float32", **more, **shared)
-        found.append(Comparison(setting, (STROP, SAMPLER, BFLOAT16, PPO), PPO.name))
+        sampler = [SAMPLER] if setting.kl_coef else []  # otherwise one optimizer step needs no old log-probs
+        found.append(Comparison(setting, (STROP, *sampler, BFLOAT16, PPO), PPO.name))
     return [comparison for comparison in found if options.only in comparison.setting.name]
 
 
