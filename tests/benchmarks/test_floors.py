@@ -31,13 +31,13 @@ def test_plain_log_probs_are_strops_and_rows_are_complete(tmp_path: Path):
     setting = Setting("140k", "grpo", "uneven", 16, "float32", str(tmp_path), samples=8, n=4)
     write_inputs([setting])
     strop = floors.Strop(setting, tmp_path / "run")
-    plain = floors.Plain("140k", strop.batch, torch.float32)
+    plain = floors.Plain("140k", strop.batch, torch.float32, strop.micro)
     mask = strop.batch.batch["response_mask"]
     assert mask.sum(1).int().tolist() == setting.planned_lengths(0)
     with torch.no_grad():
         found = plain.log_probs({**plain.pieces[0]})
     # the learning rate is so small that the one update made no difference that counts
-    order = strop.batch.batch["attention_mask"].sum(1).argsort(descending=True)
+    [order] = strop.micro.split(strop.batch, packed=True)
     expected = strop.batch.batch["old_log_probs"][order][mask[order].bool()]
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
