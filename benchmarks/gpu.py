@@ -4,16 +4,18 @@
 
 First rightness: log-probs and gradients on the GPU against the CPU's, packed rows and shared prompts against
 padded rows, the output layer against whole logits and float64, bfloat16 against float32, and the log-probs of
-the hf rollout against a forward pass. Then speed: generation, log-probs and update of random models with
-Qwen2.5's sizes, beside a plain training step of transformers on the same tokens (the floor), and the output
-layer alone, with Triton's kernels and with torch's operations. The update is measured again with one setting
-changed at a time. Needs no network and no data. Cases that the
-budget (seconds) or the memory leaves out are named.
+the hf rollout against a forward pass. Then speed: the output layer alone, with Triton's kernels and with
+torch's operations; generation, log-probs and update of random models with Qwen2.5's sizes, beside a plain
+training step of transformers on the same tokens (the floor); generation by vLLM where it is installed, in a
+process of its own; and the update again, with one setting changed at a time. Needs no network and no data.
+Cases that the budget (seconds) leaves out are named. A model whose training does not fit into the memory is
+trained with fewer layers, which are named: "7B, 9 of 28 layers".
 
 MFU counts 6 operations a parameter and trained token (2 without gradient) and the attention's, each prompt
 once for all of its samples, relative to the GPU's own speed in a matrix product of 8192 x 8192, measured in
-the same run. Tokens per second count the prompt of every sample. Without a GPU everything
-runs on the CPU with a tiny model, as a test of this program.
+the same run. Tokens per second of an update and of log-probs count the prompt of every sample, those of
+generation new tokens only. Without a GPU everything runs on the CPU with a tiny model, as a test of this
+program.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,7 +59,7 @@ from strop.models.passes.compiled import why_not_compiled
 from strop.models.passes.liger import use_liger
 from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
-from strop.rollout.base import SamplingParams
+from strop.rollout.base import RolloutEngine, SamplingParams
 from strop.rollout.hf.engine import HFRollout
 from strop.rollout.hf.replica import _replace_parameters
 from strop.rollout.transfer.broadcast import Channel
@@ -99,9 +103,23 @@ class Size:
             bos_token_id=None,
         )
 
+    def parameters(self) -> int:
+        with torch.device("meta"):
+            return Qwen2ForCausalLM(self.config()).num_parameters()
+
+    def fitting(self, memory: float, tokens: int) -> Size:
+        """Return this size with as many layers as can be trained on ``tokens`` at once in ``memory`` bytes.
+
+        A parameter takes 18 bytes (float32 weight, gradient and two moments, a copy in 16 bits), a token in a
+        layer about 8 hidden states and 4 of the MLP's, and an eighth of the memory is left.
+        """
+        none, one = (replace(self, layers=layers).parameters() for layers in (0, 1))
+        layer = 18 * (one - none) + 2 * tokens * (8 * self.hidden + 4 * self.intermediate)
+        return replace(self, layers=max(min(self.layers, int((memory * 7 / 8 - 18 * none) / layer)), 0))
+
 
 SIZES = {
-    "tiny": Size(64, 128, 2, 4, 2, 512),
+    "tiny": Size(64, 128, 2, 2, 1, 512),
     "0.5B": Size(896, 4864, 24, 14, 2),
     "1.5B": Size(1536, 8960, 28, 12, 2),
     "7B": Size(3584, 18_944, 28, 28, 4, 152_064, tied=False),
@@ -455,18 +473,16 @@ class Case:
     """One model and its samples."""
 
     name: str
+    size: Size
     clock: Clock
     matrix_speed: float
     table: Table
 
     def __post_init__(self) -> None:
         on_gpu = self.clock.device.type == "cuda"
-        self.size = SIZES[self.name]
         self.prompts, self.n, self.width = (8, 8, 512) if on_gpu else (2, 2, 16)
         self.micro = MicroBatching(max_tokens=8192 if on_gpu else 128)
-        with torch.device("meta"):
-            model = Qwen2ForCausalLM(self.size.config())
-        self.parameters = model.num_parameters()
+        self.parameters = self.size.parameters()
         self.batches = {
             kind: batch_of(
                 self.prompts, self.n, self.width, self.width, self.size.vocabulary, uneven=kind == "uneven"
@@ -502,36 +518,94 @@ class Case:
         figures = {"s": took, "tokens/s": count / took, "MFU": share, "GiB": self.clock.peak()}
         self.table.add(line | figures)
 
-    def run(self) -> None:
-        """Measure all phases; each frees its model at its end."""
-        self.inference()
-        needed = 16 * self.parameters / 2**30
-        if self.clock.device.type == "cuda" and needed > 0.8 * torch.cuda.mem_get_info()[1] / 2**30:
-            note = f"AdamW in float32 needs {needed:.0f} GiB"
-            self.table.add({"model": self.name, "phase": "update", "note": note})
-            return
-        for checkpointing in (False, True):
-            self.update(checkpointing)
-        self.variants()
-        self.floor()
+    def that_fits(self) -> Case:
+        """Return the case with as many layers as can be trained on this device."""
+        if self.clock.device.type == "cpu":
+            return self
+        size = self.size.fitting(torch.cuda.mem_get_info()[1], self.micro.max_tokens)
+        if size == self.size:
+            return self
+        return replace(self, name=f"{self.name}, {size.layers} of {self.size.layers} layers", size=size)
 
     def inference(self) -> None:
         """Measure generation and log-probs."""
         engine = engine_of(self.size, self.clock.device, "bfloat16", packed=True, trains=False)
         model = engine.module.hugging_face_model
         rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[1], compute_dtype=engine.compute_dtype)
+        self.generation("hf", rollout)
+        for kind, batch in self.batches.items():
+            work = partial(engine.infer, batch, self.micro)
+            self.measure("log-probs", work, batch=batch, lengths=kind)
+
+    def generation(self, name: str, rollout: RolloutEngine) -> None:
+        """Measure the generation of a quarter of the columns, from prompts of as many."""
         new = self.width // 4
         request = _prompts(self.size, self.prompts, new, self.n)
         params = SamplingParams(max_tokens=new, n=self.n, ignore_eos=True)
         self.measure(
-            "generation (hf)",
+            f"generation ({name})",
             lambda: rollout.generate(request, params),
             batch=batch_of(self.prompts, self.n, new, new, self.size.vocabulary, uneven=False),
             count=self.prompts * self.n * new,
         )
-        for kind, batch in self.batches.items():
-            work = partial(engine.infer, batch, self.micro)
-            self.measure("log-probs", work, batch=batch, lengths=kind)
+
+    def vllm_here(self) -> None:
+        """Measure vLLM's generation as strop sets it up, and the transfer of the weights to it."""
+        from strop.rollout.vllm.engine import VLLMRollout
+
+        device, on_gpu = self.clock.device, self.clock.device.type == "cuda"
+        model = build(self.size, device).to(torch.bfloat16)
+        self.clock.forget()  # the float32 weights: vLLM counts what is reserved
+        with tempfile.TemporaryDirectory() as folder:
+            self.size.config().save_pretrained(folder)
+            arguments = {
+                "model": folder,
+                "skip_tokenizer_init": True,
+                "dtype": "bfloat16",
+                "load_format": "dummy",
+                "max_model_len": 2 * self.width,
+                "max_num_seqs": self.prompts * self.n,
+                "max_num_batched_tokens": 8192,
+                "enforce_eager": not on_gpu,
+                **({"gpu_memory_utilization": 0.6} if on_gpu else {"kv_cache_memory_bytes": 64 << 20}),
+            }
+            rollout = VLLMRollout(model, arguments, device=device, pad_token_id=0, eos_token_ids=[1])
+        took = self.clock.seconds(lambda: rollout.update_weights(model.named_parameters()))
+        self.table.add({"model": self.name, "phase": "weights to vLLM in the process", "s": took})
+        self.generation("vllm", rollout)
+
+    def vllm(self) -> None:
+        """Run ``vllm_here`` in a process of its own, which frees vLLM's memory at its end."""
+        phase: Line = {"model": self.name, "phase": "generation (vllm)"}
+        why_not = "budget" if self.clock.left() < 0 else "" if find_spec("vllm") else "not installed"
+        if why_not:
+            self.table.add(phase | {"note": f"not run: {why_not}"})
+            return
+        self.clock.forget()
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "vllm.json"
+            command = [sys.executable, __file__, "--vllm", self.name, str(self.matrix_speed), str(out)]
+            try:
+                child = subprocess.run(
+                    command, capture_output=True, text=True, timeout=max(self.clock.left(), 1), check=False
+                )
+            except subprocess.TimeoutExpired:
+                self.table.add(phase | {"note": "not finished: budget"})
+                return
+            if child.returncode:
+                self.table.add(phase | {"note": f"failed: {child.stderr.strip().splitlines()[-1]}"})
+                return
+            for line in json.loads(out.read_text()):
+                self.table.add(line)
+
+    def training(self) -> None:
+        """Measure the update, and its floor; each frees its model at its end."""
+        if not self.size.layers:
+            self.table.add({"model": self.name, "phase": "update", "note": "not run: memory"})
+            return
+        for checkpointing in (False, True):
+            self.update(checkpointing)
+        self.floor()
 
     def update(self, checkpointing: bool) -> None:
         """Measure optimizer steps over all samples."""
@@ -549,6 +623,8 @@ class Case:
 
     def variants(self) -> None:
         """Measure the update with one thing else each; FSDP2 over one rank copies, and sends nothing."""
+        if not self.size.layers:
+            return
         device, on_gpu = self.clock.device, self.clock.device.type == "cuda"
         apart = batch_of(self.prompts * self.n, 1, self.width, self.width, self.size.vocabulary, uneven=True)
         self.variant("segments of fixed size", setting="expandable_segments:False")
@@ -668,9 +744,16 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=float(os.environ.get(BUDGET, "540")), help="seconds")
     parser.add_argument("--models", nargs="+", choices=SIZES, help="default: all, or tiny without a GPU")
     parser.add_argument("--out", type=Path, help="also write OUT.md and OUT.json")
+    parser.add_argument("--vllm", nargs=3, help=argparse.SUPPRESS)  # of Case.vllm
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clock = Clock(device, time.perf_counter() + options.budget)
+    if options.vllm:
+        model, speed, out = options.vllm
+        case = Case(model, SIZES[model], clock, float(speed), Table([]))
+        case.vllm_here()
+        Path(out).write_text(json.dumps(case.table.lines))
+        return 0
     if device.type == "cuda":
         torch._C._accelerator_setAllocatorSettings(EXPANDABLE)  # as workers have it
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -693,13 +776,19 @@ def main() -> int:
     models = options.models or (
         [size for size in SIZES if size != "tiny"] if device.type == "cuda" else ["tiny"]
     )
-    for model in models:
-        if clock.left() < 0:
-            table.add({"model": model, "phase": "all", "note": "not run: budget"})
-        else:
-            Case(model, clock, peak, table).run()
     for line in head_speed(clock):
         table.add(line)
+    cases = [Case(model, SIZES[model], clock, peak, table) for model in models]
+    for case in cases:
+        if clock.left() < 0:
+            table.add({"model": case.name, "phase": "all", "note": "not run: budget"})
+        else:
+            case.inference()
+            case.that_fits().training()
+    for case in cases:
+        case.vllm()
+    for case in cases:
+        case.that_fits().variants()
     text += [row(line) for line in table.lines]
     text += ["\nPublished by peers for their own trainers and machines:\n"]
     text += [f"- {who}: {what}: MFU {share}" for who, what, share in PUBLISHED]

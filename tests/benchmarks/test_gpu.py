@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     phases = {line["phase"] for line in figures["speed"] if line.get("s", 0) > 0}
     assert phases == {
         *("generation (hf)", "log-probs", "update", "update, checkpointing"),
+        *("weights to vLLM in the process", "generation (vllm)"),
         *("update, segments of fixed size", "update, 8 rows a pass", "update, offloaded"),
         *("update, padded", "update, no shared prompts", "update, selective checkpointing"),
         *("update, FSDP2", "update, FSDP2, reshard_after_forward=False"),
@@ -46,6 +48,19 @@ def test_a_difference_fails_and_the_budget_names_what_it_leaves_out(monkeypatch,
     printed = capsys.readouterr().out
     assert "| log-probs | 5.0e-01 | 1e-04 | WRONG |" in printed
     assert "| tiny | all |  |  |  |  |  | not run: budget |" in printed
+
+
+def test_a_model_is_trained_with_as_many_layers_as_fit():
+    seven = gpu.SIZES["7B"]
+    fitted = seven.fitting(80e9, 8192)
+    one_more = dataclasses.replace(seven, layers=fitted.layers + 1)
+
+    def needed(size):  # 18 bytes a parameter, and activations
+        return 18 * size.parameters() + size.layers * 8192 * 2 * (8 * size.hidden + 4 * size.intermediate)
+
+    assert needed(fitted) <= 70e9 < needed(one_more)  # an eighth of the memory is left
+    assert seven.fitting(400e9, 8192) == seven
+    assert seven.fitting(10e9, 8192).layers == 0
 
 
 def test_the_output_layers_kernel_can_be_switched_off(monkeypatch):
