@@ -55,6 +55,7 @@ from strop.engines.base import Loss, OptimizerSettings
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.engine import TorchEngine
 from strop.engines.torch.sharding import ShardingSettings
+from strop.models.flex_attention import FLEX
 from strop.models.passes.compiled import why_not_compiled
 from strop.models.passes.liger import use_liger
 from strop.models.policy import PolicyModel
@@ -207,6 +208,7 @@ def engine_of(
     *,
     packed: bool,
     trains: bool = True,
+    attention: str = "sdpa",
     sharding: ShardingSettings | None = None,
     liger: bool = False,
     **options: Any,
@@ -218,6 +220,7 @@ def engine_of(
         weights = InMemory({name: weight.detach() for name, weight in model.named_parameters()})
         _replace_parameters(model, lambda weight: weight.to("meta"))
         model.requires_grad_()
+    model.config._attn_implementation = attention
     module = PolicyModel(model, packed=packed)
     if liger:
         use_liger(model)
@@ -284,9 +287,14 @@ def rightness(device: torch.device) -> list[tuple[str, float, float]]:
     wanted_gradients = gradients(cpu, batch, whole)
 
     def compare(
-        name: str, dtype: str, packed: bool, micro: MicroBatching, bounds: tuple[float, float]
+        name: str,
+        dtype: str,
+        packed: bool,
+        micro: MicroBatching,
+        bounds: tuple[float, float],
+        **options: Any,
     ) -> None:
-        engine = engine_of(size, device, dtype, packed=packed)
+        engine = engine_of(size, device, dtype, packed=packed, **options)
         engine.module.load_state_dict(cpu.module.state_dict())
         found = engine.infer(batch, micro)["log_prob"]
         lines.append((f"{name}: log-probs", float((found - wanted).abs().max()), bounds[0]))
@@ -299,6 +307,8 @@ def rightness(device: torch.device) -> list[tuple[str, float, float]]:
     compare("float32, padded, against the CPU", "float32", False, whole, exact)
     compare("float32, packed, shared prompts, split", "float32", True, split, exact)
     compare("bfloat16, packed, against float32 on the CPU", "bfloat16", True, split, rounded)
+    if device.type == "cuda":
+        compare("float32, packed, FlexAttention", "float32", True, split, exact, attention=FLEX)
     lines.append(("output layer in blocks against whole logits: gradients", _head(device), 1e-5))
     for name in ("kernel", "blocks") if _has_kernel(device) else ("blocks",):
         with head_by(name):
@@ -634,6 +644,7 @@ class Case:
         self.variant("selective checkpointing", gradient_checkpointing="selective")
         self.variant("offloaded", offload_parameters=True, offload_moments=True)
         why = why_not_compiled(device) if on_gpu else "no GPU"
+        self.variant("FlexAttention", why_not=why, attention=FLEX)
         self.variant("compiled layers", why_not=why, compiled=True)
         why = "" if on_gpu and find_spec("liger_kernel") else "no GPU" if not on_gpu else "not installed"
         rotate = modeling_qwen2.apply_rotary_pos_emb

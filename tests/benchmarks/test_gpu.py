@@ -32,7 +32,10 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     }
     left_out = {line["phase"]: line["note"] for line in figures["speed"] if "s" not in line}
     assert left_out == {
-        **dict.fromkeys(("update, compiled layers", "update, Liger's kernels"), "not run: no GPU"),
+        **dict.fromkeys(
+            ("update, FlexAttention", "update, compiled layers", "update, Liger's kernels"),
+            "not run: no GPU",
+        ),
         **dict.fromkeys(
             ("output layer, log-probs, kernel", "output layer, update, kernel"),
             "not run: no kernel for this device",

@@ -129,10 +129,8 @@ def test_a_run_without_such_settings_has_no_warnings(warnings, overrides):
     assert warnings(*overrides) == []
 
 
-def test_attention_by_mask_matrices_cannot_be_packed(warnings):
-    packed = ("model.use_remove_padding=True", "model.attn_implementation=flex_attention")
-    with pytest.raises(ConfigError, match=naming("model.use_remove_padding=True")):
-        warnings(*packed)
-    assert warnings(packed[0]) == warnings(packed[1]) == []
+def test_flex_attention_on_a_cpu_and_megatron_are_refused(warnings):
+    with pytest.raises(ConfigError, match=naming("model.attn_implementation=flex_attention", "GPU")):
+        warnings("model.use_remove_padding=True", "model.attn_implementation=flex_attention")
     with pytest.raises(ConfigError, match=naming("update.strategy=megatron", "strop dpo")):
         warnings("update.strategy=megatron")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import families
@@ -16,6 +17,8 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from strop.errors import ModelError
+from strop.models import flex_attention
+from strop.models.packing import Packing
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
 
@@ -148,6 +151,54 @@ def test_flash_attention_receives_the_ends_of_sequences(monkeypatch):
     assert calls == [(7, 7)] * 2
 
 
+@pytest.fixture
+def flex_on_a_cpu(monkeypatch):
+    """Let torch compute FlexAttention's gradient on a CPU: it has one, from all scores, and refuses it."""
+    flex = torch.nn.attention.flex_attention
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+@pytest.mark.usefixtures("flex_on_a_cpu")
+@pytest.mark.parametrize("groups", EDGES.values(), ids=EDGES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("role", families.ROLES)
+def test_flex_attention_gives_what_eager_attention_gives_padded(role, family, groups):
+    packed, padded = families.pair(role, family)
+    packed.hugging_face_model.config._attn_implementation = "flex_attention"
+    padded.hugging_face_model.config._attn_implementation = "eager"  # has Gemma 2's cap of scores, too
+    batch = families.samples(groups)
+    if batch["response_mask"].any() or role == "reward model":
+        assert_same(packed, padded, batch)
+
+
+@pytest.mark.usefixtures("flex_on_a_cpu")
+def test_flex_attention_shares_prompts_and_may_be_checkpointed(monkeypatch):
+    packed, padded = families.pair("actor", "Qwen2 with windows")
+    packed.hugging_face_model.config._attn_implementation = "flex_attention"
+    packed.train().enable_gradient_checkpointing()
+    lengths = []
+    attend = flex_attention.flex_attention
+
+    def counting(query, *states, **options):
+        lengths.append(query.shape[2])
+        return attend(query, *states, **options)
+
+    monkeypatch.setattr(flex_attention, "flex_attention", counting)
+    assert_same(packed, padded, families.samples([(7, [6, 2, 5]), (3, [4])]))
+    assert set(lengths) == {7 + 6 + 2 + 5 + 3 + 4 - 4}  # last tokens are not computed
+    assert len(lengths) == 4  # two layers, again in the backward pass
+
+
+def test_flex_attention_reads_no_mask_of_all_pairs_on_large_rows():
+    """Blocks that no pair of tokens needs are left out of the mask."""
+    packing = Packing(torch.ones(8, 256, dtype=torch.bool), torch.device("cpu"))
+    mask = packing.options("flex_attention")["pieces"].mask(None)
+    dense = mask.to_dense()[0, 0]  # blocks of 128 tokens: two for each sequence, three of four visible
+    assert dense.shape == (16, 16)
+    assert torch.equal(dense, torch.block_diag(*[torch.tensor([[1, 0], [1, 1]])] * 8).int())
+
+
 # ------------------------------------------------------------------------------------------------ refusals
 
 
@@ -200,10 +251,11 @@ def test_a_family_whose_windows_are_in_its_mask_alone_is_refused(family):
     PolicyModel(families.model(family, **without), packed=True)
 
 
-def test_attention_by_masks_is_refused_by_the_name_of_the_critics_key():
-    model = families.model("Llama", "ForSequenceClassification")
-    model.config._attn_implementation = "flex_attention"
-    with pytest.raises(ModelError, match=naming("critic.model.use_remove_padding=True", "flex_attention")):
+def test_a_critic_that_cannot_be_packed_is_refused_by_the_name_of_its_key():
+    config = copy.deepcopy(REFUSED["AttentionInterface"])
+    config.num_labels = 1
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    with pytest.raises(ModelError, match=naming("critic.model.use_remove_padding=True")):
         ValueModel(model, packed=True)
 
 

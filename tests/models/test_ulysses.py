@@ -127,6 +127,14 @@ def test_flash_attention_gets_whole_rows_of_some_heads(ranks, folders):
             assert calls == {("flash_attention_2", 4 // size, kv_heads, 18, 0, 7, 13, 18)}
 
 
+def test_flex_attention_gets_the_mask_of_whole_rows(ranks, folders):
+    folder, lengths = folders["Qwen2, windows"], [(2, 3), (5, 1), (1, 6), (7, 4)]
+    [expected] = ranks.run(1, jobs.log_probs_by, "sdpa", folder, lengths, *jobs.PACKED)
+    for size, keys in ((1, jobs.PACKED), (2, jobs.sharing(2)), (4, jobs.sharing(4))):
+        for found in ranks.run(size, jobs.log_probs_by, "flex_attention", folder, lengths, *keys):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_bfloat16_passes_are_shared_too(ranks, folders):
     batches, rows = [[(4, 3), (2, 6), (7, 1)]], MicroBatching(rows=3)
     arguments = folders["Llama, 2 kv heads"], Role.Actor, batches, rows, "token-mean"

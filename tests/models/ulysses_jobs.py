@@ -181,6 +181,13 @@ def with_flash_attention(folder: Path, lengths: Lengths, *keys: str) -> tuple[to
     return found, calls
 
 
+def log_probs_by(attention: str, folder: Path, lengths: Lengths, *keys: str) -> torch.Tensor:
+    """Return log-probs by an attention back-end of packed rows."""
+    built = worker_jobs.worker(folder, Role.Actor, *keys)
+    built.engine.module.hugging_face_model.config._attn_implementation = attention
+    return built.compute_log_prob(samples(lengths)).batch["old_log_probs"]
+
+
 def refusal(folder: Path, role: Role, *keys: str) -> str:
     """Return the error of building a worker with these keys."""
     try:

@@ -1,9 +1,10 @@
 """Attention of packed rows, in which each sequence attends to itself alone.
 
 ``packed_attention`` replaces a model's ``sdpa`` or ``eager`` by one call per run of equally long sequences;
-flash-attention takes the lengths itself. ``WholeSequences`` is the layout of rows with shared prompts: each
-prompt attends to itself once, each response to prompt and itself. ``portable_attention`` is for checks on a
-CPU. ``attention_for`` selects the back-end with which a model is loaded.
+flash-attention takes the lengths itself, FlexAttention a mask (``strop.models.flex_attention``).
+``WholeSequences`` is the layout of rows with shared prompts: each prompt attends to itself once, each
+response to prompt and itself. ``portable_attention`` is for padded passes that run everywhere.
+``attention_for`` selects the back-end with which a model is loaded.
 
 Shapes: N tokens of the packed row, S sequences of one length K (a run) with T queries each, M queries or keys
 of all runs, Q query heads, G key-value heads, A of either, D head size; B padded rows of L columns.
@@ -25,6 +26,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from strop.errors import ConfigError, ModelError
+from strop.models.flex_attention import FLEX, PACKED_FLEX
 from strop.models.passes.micro_batch import send
 from strop.models.passes.runs import pieces_of, runs_of
 from strop.models.passes.short_attention import attends_by_products, attention_by_products
@@ -207,7 +209,7 @@ def attention_set_to(model: PreTrainedModel, implementation: str) -> Generator[N
 def packed_attention(
     model: PreTrainedModel, group: SequenceGroup | None = None
 ) -> AbstractContextManager[None]:
-    """Replace ``sdpa`` or ``eager`` by attention per sequence; flash-attention takes the lengths itself.
+    """Replace the model's attention by attention per sequence; flash-attention takes the lengths itself.
 
     With a ``group`` either is called on whole rows, of which the model has a piece. Temporary, because a
     rollout generates with the same model, from padded prompts and with a cache.
@@ -223,13 +225,20 @@ def row_attention(implementation: str) -> str:
     """
     if is_flash(implementation):
         return implementation
+    if implementation in (FLEX, PACKED_FLEX):
+        return PACKED_FLEX
     return _PACKED_EAGER if implementation in ("eager", _PACKED_EAGER) else _PACKED
 
 
 def portable_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Replace flash-attention by ``sdpa`` in the body: it runs neither on a CPU nor in float32."""
+    """Replace flash-attention and FlexAttention in the body: they need a GPU, and make masks of their own.
+
+    By ``sdpa`` where it computes the same, else ``eager``.
+    """
     implementation = model.config._attn_implementation
-    return attention_set_to(model, "sdpa" if is_flash(implementation) else implementation)
+    if is_flash(implementation) or implementation == FLEX:
+        implementation = "sdpa" if model._supports_sdpa and score_cap(model.config) is None else "eager"
+    return attention_set_to(model, implementation)
 
 
 def is_flash(implementation: str | None) -> bool:

@@ -1,9 +1,10 @@
 """Forward passes without padding: the real tokens of a micro-batch in one row.
 
 Every layer but attention treats tokens independently and runs on the packed row unchanged. Attention is
-variable-length (``strop.models.attention``): flash-attention's kernel, or ``sdpa`` or ``eager`` per sequence,
-so that nothing grows with the square of the packed length. ``check_packable`` (by configuration) and
-``check_packed_pass`` (by a comparison with a padded pass) refuse model families for which this is wrong.
+variable-length (``strop.models.attention``): flash-attention's kernel, FlexAttention with a mask by blocks,
+or ``sdpa`` or ``eager`` per sequence, so that no memory grows with the square of the packed length.
+``check_packable`` (by configuration) and ``check_packed_pass`` (by a comparison with a padded pass) refuse
+model families for which this is wrong.
 
 Shapes: B padded rows of L columns, N real tokens, n tokens of this rank's piece, H hidden.
 """
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from strop.errors import ModelError
 from strop.models.attention import Runs, is_flash, packed_attention, portable_attention, row_attention
+from strop.models.flex_attention import FLEX, Pieces
 from strop.models.heads import decoder_of, require_numbers
 from strop.models.passes.micro_batch import on_cpu, places_of, send
 from strop.models.ulysses import SequenceGroup, SharedRow
@@ -87,12 +89,21 @@ class Packing:
             ends_S = send(torch.tensor(ends, dtype=torch.int32), self._device)
             options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_S)
             options |= dict.fromkeys(("max_length_q", "max_length_k"), max(self._lengths))
+        elif implementation == FLEX:
+            options["pieces"] = self._pieces
         else:
             options["sequence_runs"] = self.runs
         if self.group is not None:
             row = SharedRow(self.group, sum(self._lengths), row_attention(implementation))
             options["shared_row"] = row
         return options
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        rows_N = self._mask_BL.nonzero()[:, 0]
+        places_N = (self._mask_BL.cumsum(dim=1) - 1)[self._mask_BL]
+        columns = (rows_N, torch.full_like(rows_N, -1), places_N)
+        return Pieces(*(send(column, self._device) for column in columns), {})
 
 
 def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], packing: Packing) -> Tensor:
@@ -117,7 +128,6 @@ def check_packable(model: PreTrainedModel, key: str) -> None:
     ``key`` is the configuration key that requested packed passes.
     """
     config = model.config.get_text_config()
-    implementation = model.config._attn_implementation
     kinds = set(getattr(config, "layer_types", None) or ())  # families of one kind have no such field
     unknown = sorted(kinds - {"full_attention", "sliding_attention"})
     if unknown:
@@ -126,10 +136,6 @@ def check_packable(model: PreTrainedModel, key: str) -> None:
         reason = "has an encoder"
     elif not (model._supports_attention_backend and model._can_set_attn_implementation()):
         reason = "does not let its attention be replaced (transformers' AttentionInterface)"
-    elif implementation not in ("sdpa", "eager") and not is_flash(implementation):
-        reason = (
-            f"attends with attn_implementation={implementation}, expected sdpa, eager or flash_attention_2"
-        )
     else:
         return
     raise ModelError(f"{key}=True: {type(model).__name__} {reason}; set {key}=False")

@@ -3,8 +3,9 @@
 In a causal model a response does not change the hidden states of its prompt, so samples share the prompt's
 tokens in every layer, forward and backward: of 8 samples with prompts as long as responses, 7 tokens of 16
 are saved. The last token of a response predicts nothing and is left out. Responses still attend to whole
-sequences: to copies of the prompt's keys and values, whose gradients add up. The gradient equals that of
-padded passes. Flash-attention and shared sequences compute every prompt again.
+sequences: to copies of the prompt's keys and values, whose gradients add up, or with FlexAttention to the
+prompt's own. The gradient equals that of padded passes. Flash-attention and shared sequences compute every
+prompt again.
 
 Shapes: B padded rows of L columns, P of them prompt; N tokens that are computed.
 """
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 from strop.models.attention import WholeSequences
+from strop.models.flex_attention import FLEX, Pieces
 from strop.models.packing import Packing
-from strop.models.passes.micro_batch import on_cpu
+from strop.models.passes.micro_batch import on_cpu, send
 
 
 def prompt_width(batch: Mapping[str, Tensor]) -> int:
@@ -44,6 +46,7 @@ class PromptsOnce(Packing):
     def __init__(self, mask_BL: Tensor, first_B: Tensor, width: int, device: torch.device) -> None:
         """Lay out the tokens of a mask on the CPU; P = ``width``, ``first_B`` as of ``first_with_prompt``."""
         super().__init__(mask_BL, device)
+        self._first_B, self._width = first_B, width
         repeats_B = first_B != torch.arange(len(first_B))
         self._computed_BL = mask_BL.clone()
         self._computed_BL[repeats_B, :width] = False
@@ -75,12 +78,23 @@ class PromptsOnce(Packing):
 
     def options(self, implementation: str) -> dict[str, Any]:
         """Return the option that gives attention the layout of whole sequences."""
+        if implementation == FLEX:
+            return {"pieces": self._pieces}
         return {"whole_sequences": self._whole.without_masks()}
 
     @cached_property
     def _whole(self) -> WholeSequences:
         layout = (self._mask_BL, self._computed_BL, self._shared_place_BL, self._starts)
         return WholeSequences(*layout, device=self._device)
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        rows_N, columns_N = self._computed_BL.nonzero(as_tuple=True)
+        responds_N = columns_N >= self._width
+        pieces_N = rows_N + responds_N * len(self._first_B)
+        prompts_N = self._first_B[rows_N].masked_fill(~responds_N, -1)
+        places_N = (self._mask_BL.cumsum(dim=1) - 1)[self._computed_BL]
+        return Pieces(*(send(column, self._device) for column in (pieces_N, prompts_N, places_N)), {})
 
 
 @lru_cache(maxsize=32)

@@ -70,19 +70,18 @@ class ModelConfig(Section):
         ),
     ]
     """Recompute activations in the backward pass; selective: all but matrix products and attention."""
-    use_remove_padding: Annotated[
-        bool,
-        refused(
-            "if True with attn_implementation flex_attention",
-            lambda at: at.value and at.section.attn_implementation == "flex_attention",
-            "packed rows need attention by lengths, and this attn_implementation takes a mask matrix; set it "
-            "to null, sdpa, eager or flash_attention_2",
-        ),
-    ]
+    use_remove_padding: bool
     """Pack sequences without padding: the same numbers in less time."""
     trust_remote_code: bool
     """Run Python code that comes with the model."""
-    attn_implementation: AttentionName | None
+    attn_implementation: Annotated[
+        AttentionName | None,
+        refused(
+            "if flex_attention on a CPU",
+            lambda at: at.value == "flex_attention" and at.on_cpu,
+            "torch computes its gradient on a GPU only; set it to null, sdpa or eager",
+        ),
+    ]
     """Attention kernel of transformers; null: its choice, or eager with attn_logit_softcapping."""
     compute_dtype: ComputeDtype
     """Precision of the passes; auto: bfloat16 on a GPU, float32 on a CPU. Weights stay float32."""

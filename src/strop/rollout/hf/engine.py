@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from strop.config.memory.facts import SHAPE_KEYS, ModelFacts, facts_of
 from strop.config.memory.forecast import samples_at_once
 from strop.errors import ModelError
+from strop.models.attention import portable_attention
 from strop.models.heads import model_errors
 from strop.models.loader import end_token_ids, hidden_token_ids
 from strop.models.passes.low_precision import low_precision
@@ -76,7 +77,12 @@ class HFRollout:
                 f"rollout.name=hf: {type(model).__name__} does not take {', '.join(sorted(missing))}"
             )
         self.compute_dtype: torch.dtype | None = None
-        with torch.no_grad(), _eval_mode(model), model_errors(model, "rollout.name=hf: "):
+        with (
+            torch.no_grad(),
+            _eval_mode(model),
+            portable_attention(model),
+            model_errors(model, "rollout.name=hf: "),
+        ):
             check_decoding(model, self.generate)
         self.compute_dtype = compute_dtype  # set after the check, which bfloat16 rounding would blur
 
@@ -160,6 +166,7 @@ class HFRollout:
         longest = 0  # most new tokens of an awaited sample: the others get as many, however many run at once
         with (
             _eval_mode(self.model),
+            portable_attention(self.model),  # contexts are padded, and the cache has a mask of its own
             packs as packed,
             low_precision(self.model, self.compute_dtype, besides=packed),
         ):

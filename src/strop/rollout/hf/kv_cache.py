@@ -191,7 +191,8 @@ AttentionInterface.register(_GROUPED, _grouped_attention)
 def decoding_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Replace ``sdpa`` by grouped attention in the body.
 
-    ``eager`` stays: some families (Gemma 2) cap attention scores only there.
+    ``eager`` stays: some families (Gemma 2) cap attention scores only there. Call it under
+    ``portable_attention``.
     """
     implementation = model.config._attn_implementation
     return attention_set_to(model, _GROUPED if implementation == "sdpa" else implementation)
@@ -200,14 +201,8 @@ def decoding_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
 def attention_windows(config: PreTrainedConfig) -> list[int | None]:
     """Return each layer's attention window in tokens, including the current one; None: unlimited.
 
-    Raises ``ModelError`` for layers whose state is not keys and values of every token, and for attention
-    back-ends whose masks are not matrices.
+    Raises ``ModelError`` for layers whose state is not keys and values of every token.
     """
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise ModelError(
-            f"rollout.name=hf generates with attn_implementation sdpa or eager, not "
-            f"{config._attn_implementation!r}; set actor_rollout_ref.model.attn_implementation=sdpa"
-        )
     text = config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None)  # absent without windows
     kinds = getattr(text, "layer_types", None)

@@ -1,0 +1,108 @@
+"""Attention of packed rows by torch's FlexAttention, for models loaded with ``flex_attention``.
+
+One call attends over the whole row, with a mask that tells which token sees which: no keys are copied for
+samples that share a prompt, and their gradients add up inside the kernel. Blocks of 128 x 128 tokens in which
+no token sees another are skipped. The kernel is compiled at the first pass. Without a GPU torch computes all
+N x N scores, and refuses gradients.
+
+Shapes: N tokens of the packed row, Q query heads, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers import AttentionInterface
+
+from strop.errors import ModelError
+
+FLEX = "flex_attention"
+PACKED_FLEX = "strop_packed_flex"
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+class Pieces(NamedTuple):
+    """What each token of a packed row attends to: earlier tokens of its piece, and all of one other piece."""
+
+    piece_N: Tensor
+    """Number of each token's piece: a sequence, a prompt or a response."""
+    prompt_N: Tensor
+    """Number of the piece before each token's own, -1 for none."""
+    place_N: Tensor
+    """Index of each token in its sequence, for sliding windows."""
+    masks: dict[int | None, BlockMask]
+    """Masks by window, for all layers of a pass."""
+
+    def mask(self, window: int | None) -> BlockMask:
+        """Return the mask for layers with a window of that many tokens, None for all."""
+        if window not in self.masks:
+            piece_N, prompt_N, place_N, _ = self
+
+            def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                same = (piece_N[query] == piece_N[key]) & (key <= query)
+                seen = same | (prompt_N[query] == piece_N[key])
+                return seen if window is None else seen & (place_N[query] - place_N[key] < window)
+
+            tokens, device = len(piece_N), piece_N.device
+            on_gpu = device.type == "cuda"  # compiled: without the whole N x N mask
+            self.masks[window] = create_block_mask(
+                sees, None, None, tokens, tokens, device=device, _compile=on_gpu
+            )
+        return self.masks[window]
+
+
+def _packed_flex(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    pieces: Pieces | None = None,
+    sliding_window: int | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend: query [1, Q, N, D], key and value [1, G, N, D] -> [1, N, Q, D]."""
+    if pieces is None:
+        raise ModelError(
+            f"{type(module).__name__} does not pass the lengths of packed sequences to attention"
+        )
+    cap = softcap or 0.0
+    unknown = [name for name in ("s_aux", "position_bias", "dropout") if _is_set(options.get(name))]
+    if unknown:
+        raise ModelError(f"{type(module).__name__} attends with {unknown[0]}, which flex_attention has not")
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    attend = _compiled() if query.device.type == "cuda" else flex_attention
+    output = attend(
+        query.to(value.dtype),
+        key.to(value.dtype),
+        value,
+        score_mod=capped if cap else None,
+        block_mask=pieces.mask(sliding_window),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2), None
+
+
+def _is_set(option: object) -> bool:
+    return option is not None and not (isinstance(option, float) and option == 0)
+
+
+# No mask function is registered, so transformers makes no mask. The frame stays outside of the graphs of
+# compiled layers, the kernel inside it is compiled by itself.
+AttentionInterface.register(PACKED_FLEX, torch.compiler.disable(_packed_flex, recursive=False))
