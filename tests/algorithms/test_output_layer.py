@@ -34,7 +34,7 @@ def distance(found, expected):
 
 def small_blocks(patch, words, n_tokens, keeps):
     patch.setattr(output_layer, "_BLOCK_ON_CPU", words * n_tokens)
-    patch.setattr(output_layer, "_NARROWEST", 1)
+    patch.setattr(output_layer, "_STEP", 1)
     patch.setattr(output_layer, "_KEPT", 1 << 24 if keeps else 0)
 
 
