@@ -58,16 +58,19 @@ class Record:
 
 
 def peak_mb() -> float:
-    """Return the sum of the peak resident MB of this process and of those that it started and still run.
+    """Return the sum of the peaks of resident MB of this process and of those below it that run now.
 
-    Not by ``getrusage``: that counts for a started program also the size of the process that started it.
+    Pages that a fork shares count for each. Not by ``getrusage``: that counts for a started program also the
+    size of the process that started it.
     """
     return sum(_peaks_kb(os.getpid())) / 1024
 
 
 def _peaks_kb(process: int) -> Iterator[int]:
     folder = Path(f"/proc/{process}")
-    yield int((folder / "status").read_text().partition("VmHWM:")[2].split()[0])
-    for thread in (folder / "task").iterdir():
-        for child in (thread / "children").read_text().split():
-            yield from _peaks_kb(int(child))
+    with contextlib.suppress(OSError):  # it may end meanwhile
+        peak = (folder / "status").read_text().partition("VmHWM:")[2]
+        yield int(peak.split()[0]) if peak else 0  # one that ended and was not waited for has none
+        for thread in (folder / "task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield from _peaks_kb(int(child))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import statistics
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,20 @@ def test_the_share_of_the_peak_counts_the_matrix_products_of_a_model() -> None:
     assert work.iteration_operations(setting, lengths) == 4 * found
     runs = [{"iterations": [{"iteration": s, "lengths": lengths} for s in (9.0, 2.0)]}]
     assert against_trl.share_of_peak(setting, runs, found) == 2.0
+
+
+def test_the_peak_of_memory_counts_running_children_and_none_that_ended():
+    from side_by_side.record import peak_mb
+
+    alone = peak_mb()
+    with subprocess.Popen(["sleep", "60"]) as child:
+        child.kill()
+        while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        assert peak_mb() == pytest.approx(alone, rel=0.1)
+        script = "data = bytearray(100 << 20); print(1, flush=True); input()"
+        command = [sys.executable, "-c", script]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            other.stdout.readline()
+            assert peak_mb() > alone + 100
+            other.communicate(b"\n")

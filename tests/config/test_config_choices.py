@@ -10,7 +10,7 @@ from strop.cli.check import render
 from strop.config.batch_plan import MICRO_BATCHES, BatchPlan, MicroBatchSize, resolve_micro_batch
 from strop.config.checks.check import check
 from strop.config.load import load_config, load_tree, to_yaml
-from strop.config.memory.choices import MOST_TOKENS
+from strop.config.memory.choices import MOST_ON_A_GPU, MOST_TOKENS
 from strop.config.memory.facts import ModelFacts
 from strop.config.memory.forecast import forecast
 from strop.config.trees import DPO, REWARD_MODELLING, SFT
@@ -69,6 +69,14 @@ EVERYWHERE = dict.fromkeys(MICRO_BATCHES, MOST_TOKENS)
 )
 def test_tokens_decide_for_each_pass_unless_rows_are_written_for_it(overrides, rows):
     assert sizes(*overrides) == EVERYWHERE | {name: -number for name, number in rows.items()}
+
+
+def test_a_gpu_gets_more_tokens_a_pass(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("strop.config.machine.gpu_memory", lambda: 80 << 30)
+    on_gpu = dict.fromkeys(MICRO_BATCHES, MOST_ON_A_GPU)
+    assert sizes("trainer.device=cuda") == sizes("trainer.device=auto") == on_gpu
+    assert sizes() == EVERYWHERE
 
 
 def test_a_script_of_verl_that_writes_sizes_gets_them():
@@ -215,7 +223,7 @@ def test_check_shows_the_cut_of_a_supervised_run(tmp_path, installed, capsys):
     shape = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=50)).save_pretrained(tmp_path)
     for overrides, words in (
-        ([], f"up to {MOST_TOKENS:,} tokens each, chosen from the memory"),
+        (["trainer.device=cpu"], f"up to {MOST_TOKENS:,} tokens each, chosen from the memory"),
         (["update.max_token_len_per_gpu=2048"], "up to 2,048 tokens each"),
         (["update.micro_batch_size_per_gpu=3"], "3 rows each"),
     ):

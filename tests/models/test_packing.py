@@ -190,6 +190,22 @@ def test_flex_attention_shares_prompts_and_may_be_checkpointed(monkeypatch):
     assert len(lengths) == 4  # two layers, again in the backward pass
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("flex_on_a_cpu")
+def test_flex_attention_in_compiled_layers_makes_one_mask_a_pass(monkeypatch):
+    packed, padded = families.pair("actor", "Qwen2")
+    packed.hugging_face_model.config._attn_implementation = "flex_attention"
+    packed.compile_layers()
+    made, make = [], flex_attention.create_block_mask
+    monkeypatch.setattr(
+        flex_attention, "create_block_mask", lambda *args, **own: made.append(1) or make(*args, **own)
+    )
+    for groups in ([(7, [6, 2, 5]), (3, [4])], [(5, [6, 1])], [(2, [3, 4, 4])]):
+        made.clear()
+        assert_same(packed, padded, families.samples(groups))
+        assert len(made) == 1
+
+
 def test_flex_attention_reads_no_mask_of_all_pairs_on_large_rows():
     """Blocks that no pair of tokens needs are left out of the mask."""
     packing = Packing(torch.ones(8, 256, dtype=torch.bool), torch.device("cpu"))

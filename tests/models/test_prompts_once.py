@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import families
@@ -20,6 +21,11 @@ from strop.models.prompts_once import first_with_prompt
 from strop.protocol import DataProto
 
 from builders import random_samples
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_layouts(monkeypatch):
+    monkeypatch.setattr(prompts_once, "_recent", OrderedDict())
 
 
 @pytest.mark.parametrize(("role", "reads_last"), [("actor", 0), ("critic", 0), ("reward model", 1)])
@@ -102,7 +108,6 @@ def test_sequences_of_like_length_attend_together_and_a_shared_prompt_once(
 ):
     packed, seen = attention_calls
     monkeypatch.setattr(runs, "_ONE_CALL", one_call)
-    prompts_once._layout.cache_clear()  # layouts of other bounds
     with torch.no_grad():
         packed(families.samples(groups, order=0))
     shapes = [(len(query), query.shape[2], key.shape[2]) for query, key, _ in seen]
@@ -178,9 +183,9 @@ def test_attention_by_lengths_on_a_gpu_has_the_figures_and_gradients_of_padded_r
 
 
 def test_policy_and_critic_share_the_layout_of_the_same_samples(monkeypatch):
-    laid_out, lay_out = [], attention.WholeSequences.__init__
+    laid_out, lay_out = [], attention.SharedPrompts.__init__
     monkeypatch.setattr(
-        attention.WholeSequences, "__init__", lambda *args, **own: laid_out.append(1) or lay_out(*args, **own)
+        attention.SharedPrompts, "__init__", lambda *args, **own: laid_out.append(1) or lay_out(*args, **own)
     )
     batch = families.samples([(5, [3, 4]), (2, [3])], order=0)
     models = [families.pair(role, "Qwen2")[0] for role in ("actor", "critic")]
@@ -195,3 +200,16 @@ def test_policy_and_critic_share_the_layout_of_the_same_samples(monkeypatch):
         shared, apart = (models[0]({**batch, "input_ids": ids}) for ids in (batch["input_ids"], other))
     assert len(laid_out) == 2
     assert not torch.equal(shared["log_prob"][1], apart["log_prob"][1])
+
+
+def test_layouts_are_remembered_up_to_a_number_of_tokens(monkeypatch):
+    packed, _ = families.pair("actor", "Qwen2")
+    batches = [families.samples([(5, [3, length])], order=0) for length in (1, 2, 3, 4)]
+    sizes = [batch["attention_mask"].numel() for batch in batches]
+    monkeypatch.setattr(prompts_once, "_REMEMBERED", sum(sizes[2:]))
+    layouts = [packed.packing(batch) for batch in batches]
+    assert packed.packing(batches[2]) is layouts[2]
+    assert packed.packing(batches[3]) is layouts[3]
+    assert packed.packing(batches[0]) is not layouts[0]
+    monkeypatch.setattr(prompts_once, "_REMEMBERED", 0)  # one that is too large is remembered alone
+    assert packed.packing(batches[1]) is packed.packing(batches[1])

@@ -50,7 +50,7 @@ def test_the_layout_of_flash_attention_reads_nothing_from_the_device(monkeypatch
     seen = []
 
     def by_lengths(self, query, key, value, window, scaling):
-        seen.append(self._by_lengths)
+        seen.append(self._prompts.by_lengths)
         return query.transpose(1, 2)
 
     monkeypatch.setattr("strop.models.attention.takes_lengths", lambda query: True)

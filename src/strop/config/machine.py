@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from strop.config.placement import Root, pools_of, visible_gpus
+from strop.config.placement import Root, pools_of, uses_gpu
 
 _GROUPS = Path("/sys/fs/cgroup")
 
@@ -27,14 +27,9 @@ class Memory(NamedTuple):
     """Processes that share it."""
 
 
-def on_gpus(config: Root) -> bool:
-    """Return True if a run on this machine would be on its GPUs."""
-    return config.trainer.device != "cpu" and visible_gpus() > 0
-
-
 def memory_for(config: Root) -> Memory:
     """Return the memory for the processes of a run on this machine: its own, or that of its smallest GPU."""
-    if on_gpus(config) and (size := gpu_memory()):
+    if uses_gpu(config) and (size := gpu_memory()):
         return Memory(size, "a GPU of this machine", 1)
     processes = sum(max(on_nodes) for on_nodes in pools_of(config).values())
     return Memory(machine_memory(), "this machine", processes)

@@ -2,9 +2,9 @@
 
 ``packed_attention`` replaces a model's ``sdpa`` or ``eager`` by one call per run of equally long sequences;
 flash-attention takes the lengths itself, FlexAttention a mask (``strop.models.flex_attention``).
-``WholeSequences`` is the layout of rows with shared prompts: each prompt attends to itself once, each
-response to prompt and itself. ``portable_attention`` is for padded passes that run everywhere.
-``attention_for`` selects the back-end with which a model is loaded.
+``SharedPrompts`` lays out rows with shared prompts, in which each prompt attends to itself once, each
+response to prompt and itself; ``WholeSequences`` attends. ``portable_attention`` is for padded passes that
+run everywhere. ``attention_for`` selects the back-end with which a model is loaded.
 
 Shapes: N tokens of the packed row, S sequences of one length K (a run) with T queries each, M queries or keys
 of all runs, Q query heads, G key-value heads, A of either, D head size; B padded rows of L columns.
@@ -12,7 +12,6 @@ of all runs, Q query heads, G key-value heads, A of either, D head size; B padde
 
 from __future__ import annotations
 
-import copy
 import importlib
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -28,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from strop.errors import ConfigError, ModelError
 from strop.models.flex_attention import FLEX, PACKED_FLEX
 from strop.models.passes.micro_batch import send
-from strop.models.passes.runs import pieces_of, runs_of
+from strop.models.passes.runs import Run, pieces_of, runs_of
 from strop.models.passes.short_attention import attends_by_products, attention_by_products
 from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup
 
@@ -246,10 +245,10 @@ def is_flash(implementation: str | None) -> bool:
     return implementation is not None and implementation.startswith("flash_attention")
 
 
-class WholeSequences:
-    """Attention layout for shared prompts: each prompt once, each response over its prompt and itself.
+class SharedPrompts:
+    """Places of queries and keys of rows with shared prompts: each prompt once, and each response.
 
-    A run pads pieces to the longest. The padding follows a piece, so none of its tokens attends to it.
+    A response attends to its prompt and itself. Laid out for the kind of attention that asks first.
     """
 
     def __init__(
@@ -261,19 +260,27 @@ class WholeSequences:
         *,
         device: torch.device,
     ) -> None:
-        """Lay out the queries and keys of all runs for attention on ``device``, from tensors on the CPU.
+        """Prepare the layout for attention on ``device``, from tensors on the CPU.
 
         ``mask_BL`` marks real tokens, ``computed_BL`` those in the packed row, ``place_BL`` is each token's
         place there. ``starts`` has, for each row, the tokens at which a separately attending piece begins.
         """
-        lengths = mask_BL.sum(dim=1).tolist()
+        self._starts, self._lengths, self._device = starts, mask_BL.sum(dim=1).tolist(), device
         token_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
-        place_BK = place_BL.new_zeros(len(lengths), max(lengths))
+        self._place_BK = place_BL.new_zeros(len(self._lengths), max(self._lengths))
         rows, columns = mask_BL.nonzero(as_tuple=True)
-        place_BK[rows, token_BL[rows, columns]] = place_BL[rows, columns]
-        self._runs = runs_of(starts, lengths)
+        self._place_BK[rows, token_BL[rows, columns]] = place_BL[rows, columns]
+        self._token_N, self._row_N = token_BL[computed_BL], computed_BL.nonzero()[:, 0]
+
+    @cached_property
+    def runs(self) -> tuple[list[Run], Tensor, Tensor, Tensor]:
+        """Runs, their queries and keys, and the tokens' places among the queries.
+
+        A run pads pieces to the longest. The padding follows a piece, so none of its tokens attends to it.
+        """
+        place_BK, runs = self._place_BK, runs_of(self._starts, self._lengths)
         queries, keys, laid_BK, laid = [], [], torch.zeros_like(place_BK), 0
-        for run in self._runs:
+        for run in runs:
             rows_S1, firsts_S1, lengths_S1 = (
                 torch.tensor(column)[:, None] for column in (run.rows, run.firsts, run.lengths)
             )
@@ -285,69 +292,12 @@ class WholeSequences:
             places_ST = torch.arange(laid, laid + real_ST.numel()).view_as(real_ST)
             laid_BK[rows_S1.expand_as(real_ST)[real_ST], tokens_ST[real_ST]] = places_ST[real_ST]
             laid += real_ST.numel()
-        self._queries_M, self._keys_M = send(torch.cat(queries), device), send(torch.cat(keys), device)
-        self._laid_N = send(laid_BK.gather(1, token_BL)[computed_BL], device)
-        self._device = device
-        self._masks: dict[int | None, list[Tensor | None]] = {}
-        self._place_BK, self._starts, self._lengths = place_BK, starts, lengths
-        self._token_N, self._row_N = token_BL[computed_BL], computed_BL.nonzero()[:, 0]
-
-    def without_masks(self) -> WholeSequences:
-        """Return the layout for one more pass: masks can be large, and live as long as a pass."""
-        layout = copy.copy(self)
-        layout._masks = {}
-        return layout
-
-    def attend(
-        self,
-        attend_once: AttendOnce,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
-        **options: Any,
-    ) -> Tensor:
-        """Attend: query [1, Q, N, D], key and value [1, G, N, D] of computed tokens -> [1, N, Q, D]."""
-        if attend_once is attend and not options.get("dropout") and takes_lengths(query):
-            return self._attend_by_lengths(query, key, value, window, options.get("scaling"))
-        if window not in self._masks:
-            self._masks[window] = [
-                _mask(run.firsts, run.queries, run.keys, window, query.device) for run in self._runs
-            ]
-        # One selection and a split: a selection per run would allocate a gradient of full size each.
-        sizes = [len(run.rows) * run.queries for run in self._runs]
-        queries = _tokens(query).index_select(0, self._queries_M).split(sizes)
-        sizes = [len(run.rows) * run.keys for run in self._runs]
-        keys, values = (_tokens(states).index_select(0, self._keys_M).split(sizes) for states in (key, value))
-        outputs = []
-        for run, mask, *tokens in zip(self._runs, self._masks[window], queries, keys, values, strict=True):
-            heads = [part.unflatten(0, (len(run.rows), -1)).transpose(1, 2) for part in tokens]
-            outputs.append(attend_once(module, *heads, mask, **options).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, self._laid_N)[None]
-
-    def _attend_by_lengths(
-        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
-    ) -> Tensor:
-        """Attend in one call of torch's flash-attention for all pieces, without padding."""
-        queries_M, keys_M, laid_N, q_ends, k_ends, longest_q, longest_k = self._by_lengths
-        # Imported here: it imports torch's compiler, which takes seconds.
-        kernel: Any = importlib.import_module("torch.nn.attention.varlen")
-        output = kernel.varlen_attn(
-            _tokens(query).index_select(0, queries_M),
-            *(_tokens(states).index_select(0, keys_M) for states in (key, value)),
-            q_ends,
-            k_ends,
-            longest_q,
-            longest_k,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return output.index_select(0, laid_N)[None]
+        columns = torch.cat(queries), torch.cat(keys), laid_BK[self._row_N, self._token_N]
+        queries_M, keys_M, laid_N = (send(column, self._device) for column in columns)
+        return runs, queries_M, keys_M, laid_N
 
     @cached_property
-    def _by_lengths(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+    def by_lengths(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
         """Queries and keys of all pieces, tokens' places among the queries, ends, and the longest pieces."""
         device, columns = self._device, self._place_BK.shape[1]
         pieces = torch.tensor(pieces_of(self._starts, self._lengths), dtype=torch.long)
@@ -367,6 +317,63 @@ class WholeSequences:
             int(q_lengths_S.max()),
             int(end_S.max()),
         )
+
+
+class WholeSequences:
+    """Attention of one pass over rows with shared prompts; its masks, which can be large, live as long."""
+
+    def __init__(self, prompts: SharedPrompts) -> None:
+        self._prompts = prompts
+        self._masks: dict[int | None, list[Tensor | None]] = {}
+
+    def attend(
+        self,
+        attend_once: AttendOnce,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        **options: Any,
+    ) -> Tensor:
+        """Attend: query [1, Q, N, D], key and value [1, G, N, D] of computed tokens -> [1, N, Q, D]."""
+        if attend_once is attend and not options.get("dropout") and takes_lengths(query):
+            return self._attend_by_lengths(query, key, value, window, options.get("scaling"))
+        runs, queries_M, keys_M, laid_N = self._prompts.runs
+        if window not in self._masks:
+            self._masks[window] = [
+                _mask(run.firsts, run.queries, run.keys, window, query.device) for run in runs
+            ]
+        # One selection and a split: a selection per run would allocate a gradient of full size each.
+        sizes = [len(run.rows) * run.queries for run in runs]
+        queries = _tokens(query).index_select(0, queries_M).split(sizes)
+        sizes = [len(run.rows) * run.keys for run in runs]
+        keys, values = (_tokens(states).index_select(0, keys_M).split(sizes) for states in (key, value))
+        outputs = []
+        for run, mask, *tokens in zip(runs, self._masks[window], queries, keys, values, strict=True):
+            heads = [part.unflatten(0, (len(run.rows), -1)).transpose(1, 2) for part in tokens]
+            outputs.append(attend_once(module, *heads, mask, **options).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, laid_N)[None]
+
+    def _attend_by_lengths(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
+    ) -> Tensor:
+        """Attend in one call of torch's flash-attention for all pieces, without padding."""
+        queries_M, keys_M, laid_N, q_ends, k_ends, longest_q, longest_k = self._prompts.by_lengths
+        # Imported here: it imports torch's compiler, which takes seconds.
+        kernel: Any = importlib.import_module("torch.nn.attention.varlen")
+        output = kernel.varlen_attn(
+            _tokens(query).index_select(0, queries_M),
+            *(_tokens(states).index_select(0, keys_M) for states in (key, value)),
+            q_ends,
+            k_ends,
+            longest_q,
+            longest_k,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output.index_select(0, laid_N)[None]
 
 
 def takes_lengths(query: Tensor) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,22 +30,24 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-class Pieces(NamedTuple):
+class Pieces:
     """What each token of a packed row attends to: earlier tokens of its piece, and all of one other piece."""
 
-    piece_N: Tensor
-    """Number of each token's piece: a sequence, a prompt or a response."""
-    prompt_N: Tensor
-    """Number of the piece before each token's own, -1 for none."""
-    place_N: Tensor
-    """Index of each token in its sequence, for sliding windows."""
-    masks: dict[int | None, BlockMask]
-    """Masks by window, for all layers of a pass."""
+    def __init__(self, piece_N: Tensor, prompt_N: Tensor, place_N: Tensor) -> None:
+        """Describe tokens on the device.
+
+        Args:
+            piece_N: number of each token's piece: a sequence, a prompt or a response.
+            prompt_N: number of the piece before each token's own, -1 for none.
+            place_N: index of each token in its sequence, for sliding windows.
+        """
+        self._columns = piece_N, prompt_N, place_N
+        self._masks: dict[int | None, BlockMask] = {}
 
     def mask(self, window: int | None) -> BlockMask:
         """Return the mask for layers with a window of that many tokens, None for all."""
-        if window not in self.masks:
-            piece_N, prompt_N, place_N, _ = self
+        if window not in self._masks:
+            piece_N, prompt_N, place_N = self._columns
 
             def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 same = (piece_N[query] == piece_N[key]) & (key <= query)
@@ -54,10 +56,10 @@ class Pieces(NamedTuple):
 
             tokens, device = len(piece_N), piece_N.device
             on_gpu = device.type == "cuda"  # compiled: without the whole N x N mask
-            self.masks[window] = create_block_mask(
+            self._masks[window] = create_block_mask(
                 sees, None, None, tokens, tokens, device=device, _compile=on_gpu
             )
-        return self.masks[window]
+        return self._masks[window]
 
 
 def _packed_flex(

@@ -111,7 +111,7 @@ class Adapters:
             )
         self._config.ensure_weight_tying = tied
         self._base: dict[str, Tensor] = {}
-        """What these are in the base model, sharded as they are."""
+        """Values in the base model of the modules trained whole, sharded as those are."""
         self._start = _start_of(model, settings, self._whole)
         if not next(model.parameters()).is_meta:
             with torch.no_grad():

@@ -103,7 +103,7 @@ class Packing:
         rows_N = self._mask_BL.nonzero()[:, 0]
         places_N = (self._mask_BL.cumsum(dim=1) - 1)[self._mask_BL]
         columns = (rows_N, torch.full_like(rows_N, -1), places_N)
-        return Pieces(*(send(column, self._device) for column in columns), {})
+        return Pieces(*(send(column, self._device) for column in columns))
 
 
 def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], packing: Packing) -> Tensor:

@@ -12,17 +12,24 @@ Shapes: B padded rows of L columns, P of them prompt; N tokens that are computed
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from strop.models.attention import WholeSequences
+from strop.models.attention import SharedPrompts, WholeSequences
 from strop.models.flex_attention import FLEX, Pieces
 from strop.models.packing import Packing
 from strop.models.passes.micro_batch import on_cpu, send
+
+_REMEMBERED = 1 << 19
+"""Tokens of the layouts that are remembered, padding included: 40 MB, of which 16 MB are on the device."""
+_recent: OrderedDict[tuple[bytes, tuple[int, ...], int, torch.device], PromptsOnce] = OrderedDict()
+_one_thread = Lock()
 
 
 def prompt_width(batch: Mapping[str, Tensor]) -> int:
@@ -44,7 +51,7 @@ class PromptsOnce(Packing):
     """One packed row with the prompt of each first sample, and the responses of all."""
 
     def __init__(self, mask_BL: Tensor, first_B: Tensor, width: int, device: torch.device) -> None:
-        """Lay out the tokens of a mask on the CPU; P = ``width``, ``first_B`` as of ``first_with_prompt``."""
+        """Lay out the tokens of a mask on the CPU; P = ``width``, ``first_B`` from ``first_with_prompt``."""
         super().__init__(mask_BL, device)
         self._first_B, self._width = first_B, width
         repeats_B = first_B != torch.arange(len(first_B))
@@ -63,14 +70,21 @@ class PromptsOnce(Packing):
     def of(cls, batch: Mapping[str, Tensor], *, with_last: bool) -> PromptsOnce:
         """Return the layout of a micro-batch; with ``with_last`` the last token of each response is computed.
 
-        Passes over the same samples share it: by the policy and the critic, and of all epochs.
+        Passes over the same samples share it, by policy, critic and reference and in all epochs, as long as
+        their micro-batches are cut alike and the layouts since then had fewer than ``_REMEMBERED`` tokens.
         """
         mask_BL, width = on_cpu(batch, "attention_mask").bool(), prompt_width(batch)
         if not with_last:
             follows_BL = mask_BL.flip(1).cumsum(1).flip(1) > 1
             mask_BL = torch.cat([mask_BL[:, :width], (mask_BL & follows_BL)[:, width:]], dim=1)
         firsts = tuple(first_with_prompt(batch).tolist())
-        return _layout(mask_BL.numpy().tobytes(), firsts, width, batch["input_ids"].device)
+        key = mask_BL.numpy().tobytes(), firsts, width, batch["input_ids"].device
+        with _one_thread:
+            layout = _recent.pop(key, None) or cls(mask_BL, torch.tensor(firsts), width, key[-1])
+            _recent[key] = layout  # the newest are the last
+            while len(_recent) > 1 and sum(len(mask) for mask, *_ in _recent) > _REMEMBERED:
+                _recent.popitem(last=False)
+        return layout
 
     @property
     def _place_BL(self) -> Tensor:  # noqa: N802 - a tensor
@@ -80,12 +94,12 @@ class PromptsOnce(Packing):
         """Return the option that gives attention the layout of whole sequences."""
         if implementation == FLEX:
             return {"pieces": self._pieces}
-        return {"whole_sequences": self._whole.without_masks()}
+        return {"whole_sequences": WholeSequences(self._shared_prompts)}
 
     @cached_property
-    def _whole(self) -> WholeSequences:
+    def _shared_prompts(self) -> SharedPrompts:
         layout = (self._mask_BL, self._computed_BL, self._shared_place_BL, self._starts)
-        return WholeSequences(*layout, device=self._device)
+        return SharedPrompts(*layout, device=self._device)
 
     @cached_property
     def _pieces(self) -> Pieces:
@@ -94,10 +108,4 @@ class PromptsOnce(Packing):
         pieces_N = rows_N + responds_N * len(self._first_B)
         prompts_N = self._first_B[rows_N].masked_fill(~responds_N, -1)
         places_N = (self._mask_BL.cumsum(dim=1) - 1)[self._computed_BL]
-        return Pieces(*(send(column, self._device) for column in (pieces_N, prompts_N, places_N)), {})
-
-
-@lru_cache(maxsize=32)
-def _layout(mask: bytes, firsts: tuple[int, ...], width: int, device: torch.device) -> PromptsOnce:
-    mask_BL = torch.frombuffer(bytearray(mask), dtype=torch.bool).view(len(firsts), -1)
-    return PromptsOnce(mask_BL, torch.tensor(firsts), width, device)
+        return Pieces(*(send(column, self._device) for column in (pieces_N, prompts_N, places_N)))

@@ -62,7 +62,7 @@ def runs_of(starts: list[list[int]], lengths: list[int]) -> list[Run]:
     before, run = None, None
     for first, end, row in sorted(pieces_of(starts, lengths), key=lambda piece: (-piece[1], piece[0])):
         if run is not None and before == (first, end) and run.padding_with(first, end) is not None:
-            run.add(row, first, end)  # where the one before found the least padding there is the least again
+            run.add(row, first, end)  # an equal piece has the same best run
             continue
         before = first, end
         fitting = [(padding, run) for run in runs if (padding := run.padding_with(first, end)) is not None]
