@@ -105,6 +105,6 @@ def _is_set(option: object) -> bool:
     return option is not None and not (isinstance(option, float) and option == 0)
 
 
-# No mask function is registered, so transformers makes no mask. The frame stays outside of the graphs of
-# compiled layers, the kernel inside it is compiled by itself.
-AttentionInterface.register(PACKED_FLEX, torch.compiler.disable(_packed_flex, recursive=False))
+# No mask function is registered, so transformers makes no mask. Outside of the graphs of compiled layers, which
+# would contain the mask of one row; the kernel is a graph of its own.
+AttentionInterface.register(PACKED_FLEX, torch.compiler.disable(_packed_flex))
