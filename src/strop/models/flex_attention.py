@@ -105,6 +105,6 @@ def _is_set(option: object) -> bool:
     return option is not None and not (isinstance(option, float) and option == 0)
 
 
-# No mask function is registered, so transformers makes no mask. Outside of the graphs of compiled layers, which
-# would contain the mask of one row; the kernel is a graph of its own.
+# No mask function is registered, so transformers makes no mask. Outside of the graphs of compiled layers, for
+# which the mask of each row would be new; the kernel is a graph of its own.
 AttentionInterface.register(PACKED_FLEX, torch.compiler.disable(_packed_flex))
