@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,10 +33,11 @@ def distance(found, expected):
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def small_blocks(patch, words, n_tokens, keeps):
+def small_blocks(patch, words, n_tokens, *, kept=0):
+    """Blocks of ``words``; the float32 products of ``kept`` words are saved."""
     patch.setattr(output_layer, "_BLOCK_ON_CPU", words * n_tokens)
     patch.setattr(output_layer, "_STEP", 1)
-    patch.setattr(output_layer, "_KEPT", 1 << 24 if keeps else 0)
+    patch.setattr(output_layer, "_KEPT", 4 * n_tokens * kept)
 
 
 def leaves(n_tokens, hidden, vocabulary, *, with_bias, seed=0):
@@ -72,20 +74,20 @@ LAYERS = st.one_of(
     hidden=st.integers(8, 24),
     vocabulary=st.integers(8, 300),
     words=st.integers(1, 300),
-    keeps=st.booleans(),
+    kept=st.integers(0, 300),
     with_bias=st.booleans(),
     seed=st.integers(0, 1000),
     layer=LAYERS,
 )
 def test_values_and_gradients_are_those_of_whole_logits(
-    n_tokens, hidden, vocabulary, words, keeps, with_bias, seed, layer
+    n_tokens, hidden, vocabulary, words, kept, with_bias, seed, layer
 ):
     """Scaled and capped logits may lose digits, as whole ones do."""
     tensors, generator = leaves(n_tokens, hidden, vocabulary, with_bias=with_bias, seed=seed)
     ids = torch.randint(vocabulary, (n_tokens,), generator=generator)
     upstream = torch.randn(2, n_tokens, generator=generator)
     with pytest.MonkeyPatch.context() as patch:
-        small_blocks(patch, words, n_tokens, keeps)
+        small_blocks(patch, words, n_tokens, kept=kept)
         found = run(blockwise, tensors, ids, upstream, **layer)
     exact = run(whole, tensors, ids, upstream, dtype=torch.float64, **layer)
     usual = run(whole, tensors, ids, upstream, **layer)
@@ -95,10 +97,10 @@ def test_values_and_gradients_are_those_of_whole_logits(
         assert distance(ours, truth) < 1e-6 + lost
 
 
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("kept", [0, 20, 50])
 @pytest.mark.parametrize(("n_tokens", "hidden", "vocabulary"), [(1, 1, 1), (1, 1, 2), (1, 8, 3), (3, 1, 50)])
-def test_the_smallest_shapes(monkeypatch, n_tokens, hidden, vocabulary, keeps):
-    small_blocks(monkeypatch, 2, n_tokens, keeps)
+def test_the_smallest_shapes(monkeypatch, n_tokens, hidden, vocabulary, kept):
+    small_blocks(monkeypatch, 2, n_tokens, kept=kept)
     tensors, _ = leaves(n_tokens, hidden, vocabulary, with_bias=True)
     ids = torch.arange(n_tokens) % vocabulary
     found = log_probs_and_entropy(tensors[0], OutputLayer(*tensors[1:]), ids, temperature=0.9)
@@ -110,7 +112,7 @@ def test_the_smallest_shapes(monkeypatch, n_tokens, hidden, vocabulary, keeps):
 
 @pytest.mark.parametrize("used", [0, 1])
 def test_either_output_alone_has_its_own_gradient(monkeypatch, used):
-    small_blocks(monkeypatch, 30, 9, keeps=False)
+    small_blocks(monkeypatch, 30, 9)
     tensors, _ = leaves(9, 5, 100, with_bias=True)
     ids, layer = torch.arange(9) * 11, OutputLayer(tensors[1], tensors[2])
     found = log_probs_and_entropy(tensors[0], layer, ids, temperature=0.8)[used]
@@ -138,9 +140,9 @@ def test_what_is_frozen_gets_no_gradient(trained):
             assert distance(found[number], tensor.grad) < 1e-6
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_forbidden_words_have_probability_0_and_break_nothing(monkeypatch, keeps):
-    small_blocks(monkeypatch, 10, 8, keeps)
+@pytest.mark.parametrize("kept", [0, 20, 50])
+def test_forbidden_words_have_probability_0_and_break_nothing(monkeypatch, kept):
+    small_blocks(monkeypatch, 10, 8, kept=kept)
     tensors, _ = leaves(8, 4, 40, with_bias=True)
     with torch.no_grad():
         tensors[2][:25] = -math.inf  # two blocks are forbidden as a whole, the first among them
@@ -157,9 +159,29 @@ def test_forbidden_words_have_probability_0_and_break_nothing(monkeypatch, keeps
     assert ours[2].isfinite().all()
 
 
+@pytest.mark.parametrize("layer", [{}, {"temperature": 0.9}, {"scale": 1.1, "soft_cap": 5.0}])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_that_are_kept_change_no_bit(monkeypatch, dtype, with_bias, layer):
+    n_tokens, vocabulary = 20, 200
+    tensors, generator = leaves(n_tokens, 32, vocabulary, with_bias=with_bias)
+    ids = torch.randint(vocabulary, (n_tokens,), generator=generator)
+    upstream = torch.randn(2, n_tokens, generator=generator)
+    runs, product = [], Mock(wraps=output_layer._product)
+    monkeypatch.setattr(output_layer, "_product", product)
+    for kept, products in ((0, 12), (100 * dtype.itemsize // 4, 11), (vocabulary, 8)):  # of 4 blocks
+        small_blocks(monkeypatch, 64, n_tokens, kept=kept)
+        monkeypatch.setattr(output_layer, "_CHUNK_ON_CPU", 0)
+        product.reset_mock()
+        runs.append(run(blockwise, tensors, ids, upstream, dtype=dtype, **layer))
+        assert product.call_count == products
+    for figures in runs[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(figures, runs[0], strict=True))
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_rounds_the_products_and_nothing_else(monkeypatch, autocast):
-    small_blocks(monkeypatch, 64, 20, keeps=False)
+    small_blocks(monkeypatch, 64, 20)
     tensors, _ = leaves(20, 32, 200, with_bias=False)
     ids = torch.arange(20) * 7
     kind = torch.float32 if autocast else torch.bfloat16
@@ -213,7 +235,7 @@ def _wide_mm(a, b, *, out_dtype):
 def test_the_sum_over_blocks_is_as_near_as_the_product_of_a_linear_layer(monkeypatch, wide, words):
     """All 400 blocks contribute; 2.5e-3 is a rounding of the logits' gradients and one of the product."""
     n_tokens, hidden, vocabulary = 16, 32, 4000
-    small_blocks(monkeypatch, 10, n_tokens, keeps=False)
+    small_blocks(monkeypatch, 10, n_tokens)
     monkeypatch.setattr(output_layer, "_has_wide_products", lambda device: wide)
     monkeypatch.setattr(output_layer, "_CHUNK_ON_CPU", n_tokens * words)
     if wide:

@@ -3,9 +3,10 @@
 Shapes: N tokens, H hidden, V vocabulary, v words of one block.
 
 No tensor of [N, V] exists, unless it is small. The forward pass keeps a running maximum, the sum of
-exponentials and the sum of logits weighted by them, and saves three numbers per token. The backward pass
-recomputes the logits, and writes each block of the weight's gradient once, in place: memory does not grow
-with N x V, and on a CPU a block stays in the cache between operations.
+exponentials and the sum of logits weighted by them, and saves three numbers per token, and the products of
+as many words as ``_KEPT`` bytes hold. The backward pass computes the others again, and writes each block of
+the weight's gradient once, in place: memory does not grow with N x V, and on a CPU a block stays in the
+cache between operations.
 
 The vocabulary may be spread over the ranks of a group (``OutputLayer.group``): three numbers per token are
 exchanged in the forward pass, and the hidden states' gradient is summed in the backward pass.
@@ -38,8 +39,8 @@ _BLOCK_ON_CPU, _BLOCK = 1 << 20, 1 << 25
 """Logits per block: few enough for a CPU's cache, enough to keep a GPU busy."""
 _STEP = 64
 """The width of a block is a multiple of it: products of 442 columns run at two thirds of the speed of 448."""
-_KEPT = 1 << 24
-"""Largest number of logits saved for the backward pass: 64 MiB are cheaper than recomputing them."""
+_KEPT = 1 << 28
+"""Bytes of products that are saved for the backward pass, those of the first words: 256 MiB."""
 _CHUNK_ON_CPU = 1 << 24
 """Logits' gradients in 16 bits that a CPU multiplies at once, 32 MiB: few products, each of them rounded."""
 _CHUNK, _WIDEST_CHUNK = 1 << 27, 1 << 14
@@ -94,12 +95,12 @@ class _OutputLayerFunction(torch.autograd.Function):
         scale, soft_cap, temperature, dtype, group = options
         ctx.set_materialize_grads(False)
         ctx.options, ctx.hidden_dtype = options, hidden_NH.dtype
-        n_logits = len(ids_N) * len(weight_VH)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             ctx.has_kernel = _has_kernel(hidden_NH.device, dtype)
-            keeps = any(ctx.needs_input_grad) and n_logits <= _KEPT and not ctx.has_kernel
-            ctx.kept = torch.empty(n_logits, device=hidden_NH.device) if keeps else None
+            keeps = any(ctx.needs_input_grad) and not ctx.has_kernel
             hidden_NH = hidden_NH.to(dtype)
+            n_kept = min(len(ids_N) * len(weight_VH), _KEPT // hidden_NH.element_size()) if keeps else 0
+            ctx.kept = hidden_NH.new_empty(n_kept)
             layer = OutputLayer(weight_VH, bias_V, scale, soft_cap)
             blocks = _Tiles if ctx.has_kernel else _Blocks
             sums = blocks(hidden_NH, layer, temperature, ctx.kept).measure(ids_N)
@@ -135,13 +136,11 @@ class _OutputLayerFunction(torch.autograd.Function):
 class _Blocks:
     """Float32 logits of all N tokens, divided by the temperature, for one block of words at a time."""
 
-    def __init__(
-        self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: Tensor | None
-    ) -> None:
-        """Allocate buffers. ``hidden_NH`` has the dtype of the products; ``kept`` holds all logits [N x V].
+    def __init__(self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: Tensor) -> None:
+        """Allocate buffers. ``hidden_NH`` has the dtype of the products.
 
-        Without ``kept``, computing a block's logits overwrites the previous block's. ``gradient`` expects
-        logits in ``kept``, as a previous ``measure`` left them.
+        ``kept``, flat and of that dtype, is for the products of the first words: all blocks that it can hold.
+        ``measure`` writes them, ``gradient`` reads them.
         """
         self.hidden_NH, self.layer, self.temperature = hidden_NH, layer, temperature
         n_tokens, vocabulary = len(hidden_NH), len(layer.weight_VH)
@@ -155,14 +154,9 @@ class _Blocks:
             numbers = n_tokens if layer.weight_VH.dtype == hidden_NH.dtype else max(hidden_NH.shape)
             self.chunks = _slices(vocabulary, max(_CHUNK_ON_CPU // max(numbers, 1) // width, 1) * width)
         self._kept = kept
-        numbers = (0, 1, 2) if kept is None else (1, 2)
-        self._rooms = {n: torch.empty(n_tokens * width, device=hidden_NH.device) for n in numbers}
-
-    def logits_room(self, words: slice) -> Tensor:
-        """Return the buffer for the logits [N, v] of a block."""
-        if self._kept is None:
-            return self.room(0, words)
-        return _matrix(self._kept, words.start, words, len(self.hidden_NH))
+        self._changes = layer.bias_V is not None or layer.soft_cap is not None
+        self._changes |= layer.scale != 1.0 or temperature != 1.0
+        self._rooms = [torch.empty(n_tokens * width, device=hidden_NH.device) for _ in range(3)]
 
     def room(self, number: int, words: slice) -> Tensor:
         """Return a scratch buffer [N, v], valid for one block; 0 is reserved for logits."""
@@ -172,13 +166,17 @@ class _Blocks:
         """Return the block's rows [v, H], in the dtype of the products."""
         return self.layer.weight_VH[words].to(self.hidden_NH.dtype)
 
-    def logits(self, words: slice) -> Tensor:
-        """Compute the logits [N, v] of a block."""
-        layer, logits_Nv, weight_Hv = self.layer, self.logits_room(words), self.weight(words).t()
-        if self.hidden_NH.dtype == torch.float32:
-            torch.mm(self.hidden_NH, weight_Hv, out=logits_Nv)
-        else:
-            logits_Nv.copy_(self.hidden_NH @ weight_Hv)
+    def logits(self, words: slice, *, again: bool = False) -> Tensor:
+        """Compute the logits [N, v] of a block; ``again``: from the product of the first time, if kept."""
+        layer, logits_Nv, n_tokens = self.layer, self.room(0, words), len(self.hidden_NH)
+        is_kept = n_tokens * words.stop <= len(self._kept)
+        product_Nv = _matrix(self._kept, words.start, words, n_tokens) if is_kept else logits_Nv
+        if not (is_kept and again):
+            _product(self.hidden_NH, self.weight(words).t(), product_Nv)
+        if is_kept and product_Nv.dtype == torch.float32 and not self._changes:
+            return product_Nv
+        if is_kept:
+            logits_Nv.copy_(product_Nv)
         if layer.bias_V is not None:
             logits_Nv += layer.bias_V[words]
         if layer.scale != 1.0:
@@ -229,7 +227,7 @@ class _Blocks:
         return chunk_Nv, torch.cat(sums) if with_sums else None
 
     def _block_gradient(self, words: slice, upstream: Upstream) -> Tensor:
-        logits_Nv = self.logits(words) if self._kept is None else self.logits_room(words)
+        logits_Nv = self.logits(words, again=True)
         return self._through_layer(self._logit_gradient(words, logits_Nv, upstream), logits_Nv)
 
     def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: Upstream) -> Tensor:
@@ -262,10 +260,8 @@ class _Blocks:
 class _Tiles:
     """The same as ``_Blocks``, by Triton kernels that write no logits: ``output_kernel``."""
 
-    def __init__(
-        self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: Tensor | None
-    ) -> None:
-        """Choose the chunks of words of the backward pass. No logits are kept."""
+    def __init__(self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: Tensor) -> None:
+        """Choose the chunks of words of the backward pass. No products are kept."""
         from strop.algorithms import output_kernel
 
         self._kernel = output_kernel
@@ -365,7 +361,7 @@ def _difference_of_kernel(device: torch.device, dtype: torch.dtype) -> float:
     ids_N = torch.arange(24, device=device)
     found: list[list[Tensor]] = []
     for kind in (_Blocks, _Tiles):
-        blocks = kind(hidden_NH, OutputLayer(weight_VH), 1.0, None)
+        blocks = kind(hidden_NH, OutputLayer(weight_VH), 1.0, hidden_NH.new_empty(0))
         known = blocks.measure(ids_N).known()
         ones_N = torch.ones_like(known.log_prob_N)
         upstream = Upstream(ids_N, *known[1:], ones_N, ones_N)
