@@ -22,9 +22,10 @@ from strop.config.load import load_config
 from strop.engines import ranks
 from strop.engines.base import OptimizerSettings, weights_hash
 from strop.engines.micro_batches import MicroBatching
-from strop.engines.torch import sharding
+from strop.engines.torch import offload
 from strop.engines.torch.engine import TorchEngine
-from strop.engines.torch.sharding import Offload, ShardingSettings, part, whole
+from strop.engines.torch.offload import Offload
+from strop.engines.torch.sharding import ShardingSettings, part, whole
 from strop.errors import CheckpointError, StropError
 from strop.models.deferred import WeightSource, defer_causal_lm, defer_scorer
 from strop.models.loader import load_causal_lm, load_scorer, load_tokenizer
@@ -166,11 +167,12 @@ def train_offloaded(folder: Path, micro: MicroBatching, offloads: bool) -> tuple
     """
     trained = engine(folder)
     if offloads:
-        offload = Offload(trained.module, trained._optimizer, trained.device)
-        offload._parameters = offload._moments = True
-        trained._offload = offload
+        trained._offload = Offload(trained.module, trained._optimizer, trained.device)
+        trained._offload._parameters = trained._offload._moments = True
     before = {name: part(weight).data_ptr() for name, weight in trained.module.named_parameters()}
-    with mock.patch.object(sharding, "copied", lambda tensor, device: tensor.to(device, copy=True)):
+    copied = lambda tensor, device: tensor.to(device, copy=True)  # noqa: E731
+    with mock.patch.multiple(offload, copied=copied, _MOVED_AT_ONCE=1 << 14):
+        assert len(list(offload._parts(trained._optimizer))) > 3
         for seed in range(STEPS):
             trained.infer(mine(samples(seed=seed)), micro, temperature=0.9)
             step(trained, "actor", micro, seed=seed)

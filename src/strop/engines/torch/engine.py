@@ -25,8 +25,8 @@ from strop.engines.base import EngineSpec, Loss, ModelSpec, OptimizerSettings, O
 from strop.engines.micro_batches import MicroBatching, columns_of, restore
 from strop.engines.torch import state
 from strop.engines.torch.export import set_entries, write_folder, writing
+from strop.engines.torch.offload import Offload
 from strop.engines.torch.sharding import (
-    Offload,
     ShardingSettings,
     clip_gradients,
     keep_part,
@@ -131,11 +131,11 @@ class TorchEngine:
                 eps=optimizer.eps,
                 fused=True,
             )
-            state.materialize(self._optimizer)
         self._offload = Offload(
             module, self._optimizer, device, parameters=offload_parameters, moments=offload_moments
         )
-        self._offload.park_moments()
+        if self._optimizer is not None:
+            state.materialize(self._optimizer, self._offload.parked_moments)
         self._offload.park_parameters()
 
     @classmethod
@@ -322,11 +322,9 @@ class TorchEngine:
         grad_norm = float(clip(self.module.trainable(), self._settings.grad_clip))
         skipped = not math.isfinite(grad_norm)
         if not skipped:
-            self._offload.bring_moments()
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
-            self._optimizer.step()
-            self._offload.park_moments()
+            self._offload.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._offload.park_parameters()
         return StepResult(grad_norm=grad_norm, skipped=skipped)

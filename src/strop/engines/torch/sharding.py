@@ -1,8 +1,7 @@
-"""FSDP2: sharding of a model, its weights, gradients, and offloading to the CPU.
+"""FSDP2: sharding of a model, its weights and gradients.
 
 Every decoder layer is a unit of sharding; the root holds the rest (embeddings, last norm, head).
-``materialize`` allocates a sharded model and reads its weights one whole tensor at a time. ``Offload`` keeps
-parameters or moments in CPU memory between the phases that use them.
+``materialize`` allocates a sharded model and reads its weights one whole tensor at a time.
 """
 
 from __future__ import annotations
@@ -279,72 +278,3 @@ def _from_first_rank(
             weight = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         dist.broadcast(weight, src=0)
         yield name, weight
-
-
-def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Begin to copy a tensor between a GPU and the CPU, where the copy is in pinned memory."""
-    return tensor.to(device, non_blocking=True)
-
-
-class Offload:
-    """Move a module and its optimizer's moments between the device and the CPU.
-
-    Copies wait in pinned memory, so that transfers run at the bus's full speed, one after the other, and the
-    CPU prepares micro-batches while parameters come back. Gradients are not offloaded: between phases there
-    are none.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        device: torch.device,
-        *,
-        parameters: bool = False,
-        moments: bool = False,
-    ) -> None:
-        """Offload parameters or moments while they are not used; without effect on a CPU."""
-        self._parameters = parameters and device.type != "cpu"
-        self._moments = moments and device.type != "cpu"
-        self._module, self._optimizer, self._device = module, optimizer, device
-
-    def bring_parameters(self) -> None:
-        """Move parameters to the device if they are offloaded."""
-        if self._parameters:
-            self._move_parameters(self._device)
-
-    def park_parameters(self) -> None:
-        """Move parameters to the CPU if ``param_offload`` is on."""
-        if self._parameters:
-            self._move_parameters(torch.device("cpu"))
-
-    def bring_moments(self) -> None:
-        """Move moments to the device if they are offloaded."""
-        if self._moments:
-            self._move_moments(self._device)
-
-    def park_moments(self) -> None:
-        """Move moments to the CPU if ``optimizer_offload`` is on."""
-        if self._moments:
-            self._move_moments(torch.device("cpu"))
-
-    def _move_parameters(self, device: torch.device) -> None:
-        reshard(self._module)  # what is gathered is not moved
-        held = [*self._module.parameters(), *self._module.buffers()]
-        copies = {id(tensor): copied(tensor.detach(), device) for tensor in held}
-        # Before FSDP2 reads them: it pads parts of unequal size as it takes them over.
-        self._wait_for(device)
-        self._module._apply(lambda tensor: copies.get(id(tensor), tensor))
-
-    def _move_moments(self, device: torch.device) -> None:
-        if self._optimizer is None:
-            return
-        for moments in self._optimizer.state.values():
-            for name, tensor in moments.items():
-                moments[name] = copied(tensor, device)
-        self._wait_for(device)
-
-    def _wait_for(self, device: torch.device) -> None:
-        """Wait until copies in CPU memory can be read; those on the GPU are ordered by its stream."""
-        if device.type == "cpu" and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

@@ -41,19 +41,22 @@ _FAILURES = (
 )
 
 
-def materialize(optimizer: torch.optim.AdamW) -> None:
-    """Create AdamW's (zero) moments before the first step.
+def materialize(
+    optimizer: torch.optim.AdamW, parked: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+) -> None:
+    """Create AdamW's (zero) moments before the first step, each parameter's ``parked`` before the next one's.
 
     A checkpoint taken before it would have nothing to save otherwise. Torch's remedy, a step with learning
     rate 0, would count as a step.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
+            moments = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+            optimizer.state[parameter] = parked(moments)
 
 
 def save(
