@@ -77,6 +77,8 @@ def test_a_gpu_gets_more_tokens_a_pass(monkeypatch):
     on_gpu = dict.fromkeys(MICRO_BATCHES, MOST_ON_A_GPU)
     assert sizes("trainer.device=cuda") == sizes("trainer.device=auto") == on_gpu
     assert sizes() == EVERYWHERE
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as on a cluster's node without GPUs
+    assert sizes("trainer.device=cuda", "trainer.worker_group=ray") == on_gpu
 
 
 def test_a_script_of_verl_that_writes_sizes_gets_them():

@@ -173,8 +173,12 @@ def rollout_dtype(config: Config) -> str:
 
 
 def uses_gpu(config: RootConfig) -> bool:
-    """Return True if the models of the run compute on GPUs of this machine."""
-    return config.trainer.device != "cpu" and visible_gpus() > 0
+    """Return True if models compute on GPUs: those of this machine, or as written, where it has none.
+
+    The driver of a cluster often has none.
+    """
+    device = config.trainer.device
+    return device == "cuda" or (device == "auto" and visible_gpus() > 0)
 
 
 def enforce_eager(config: Config) -> bool:
