@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,6 +43,13 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
         ),
     }
     assert "WRONG" not in capsys.readouterr().out
+
+
+def test_it_needs_no_package_beside_torch_and_transformers():
+    """strop's other packages may be missing where a GPU is lent."""
+    absent = [f"sys.modules[{name!r}] = None" for name in ("pydantic", "pyarrow", "ray", "vllm", "rich")]
+    program = "; ".join(["import sys, transformers.models.qwen2.modeling_qwen2", *absent, "import gpu"])
+    subprocess.run([sys.executable, "-c", program], cwd=Path(gpu.__file__).parent, check=True)
 
 
 def test_a_difference_fails_and_the_budget_names_what_it_leaves_out(monkeypatch, capsys):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+from collections.abc import Mapping
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 TRACKERS: dict[str, str] = {
     "console": "strop.tracking.console:console_tracker",
@@ -90,3 +92,13 @@ def missing_module(dotted: str) -> str | None:
 def needs_critic(adv_estimator: str) -> bool:
     """Return True if the estimator takes values. A user's own is not known here and counts as one."""
     return "values" in estimators().get(adv_estimator, ("values",))
+
+
+def sets_noise(override: Mapping[str, Any]) -> bool:
+    """Return True if the values turn on noise that only training passes have, such as dropout."""
+    return any(
+        sets_noise(value)
+        if isinstance(value, Mapping)
+        else ("drop" in key or "jitter" in key) and isinstance(value, int | float) and value > 0
+        for key, value in override.items()
+    )

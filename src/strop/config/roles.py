@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from strop.config.names import needs_critic
+from strop.config.names import needs_critic, sets_noise
 from strop.config.schema import Config
 from strop.config.schema.policy import has_kl_term
 
@@ -137,13 +136,3 @@ def why_old_log_probs_are_computed_apart(config: Config) -> str | None:
     if has_kl_in_reward(config):
         return "the KL in the reward needs them"
     return None
-
-
-def sets_noise(override: Mapping[str, Any]) -> bool:
-    """Return True if the values turn on noise that only training passes have, such as dropout."""
-    return any(
-        sets_noise(value)
-        if isinstance(value, Mapping)
-        else ("drop" in key or "jitter" in key) and isinstance(value, int | float) and value > 0
-        for key, value in override.items()
-    )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from strop.config.names import sets_noise
 from strop.config.paths import MERGED_CONFIG
-from strop.config.roles import sets_noise
 from strop.engines import ranks
 from strop.engines.base import EngineSpec, Loss, ModelSpec, OptimizerSettings, Outputs, StepResult
 from strop.engines.micro_batches import MicroBatching, columns_of, restore

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from strop.config.memory.facts import SHAPE_KEYS, ModelFacts, facts_of
-from strop.config.memory.forecast import samples_at_once
 from strop.errors import ModelError
 from strop.models.attention import portable_attention
 from strop.models.heads import model_errors
@@ -204,6 +203,8 @@ def _parts(rows: Sequence[_Row], awaited: int, size: int) -> Iterator[tuple[Sequ
 
 def rollout_options(spec: RolloutSpec, model: PreTrainedModel) -> dict[str, Any]:
     """Return the options of ``HFRollout`` that a worker's description of it decides."""
+    from strop.config.memory.forecast import samples_at_once  # needs pydantic, which the engine does not
+
     return {
         "pad_token_id": spec.tokenizer.pad_token_id,
         "eos_token_ids": end_token_ids(model, spec.tokenizer),

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from strop.config.placement import rollout_dtype
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import dtype_named
@@ -51,6 +50,8 @@ class HFReplica:
     @classmethod
     def build(cls, spec: RolloutSpec) -> HFReplica:
         """See ``RolloutEngine.build``."""
+        from strop.config.placement import rollout_dtype  # needs pydantic, which the replica does not
+
         model, source = defer_causal_lm(**spec.model)
         weights = source.stream() if spec.weights is None else spec.weights
         dtype = dtype_named(rollout_dtype(spec.config), spec.device)
