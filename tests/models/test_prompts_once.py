@@ -165,18 +165,26 @@ def _varlen(query, key, value, q_ends, k_ends, longest_q, longest_k, *, scale, w
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen2 with windows", "Mistral"])
 @pytest.mark.parametrize("role", ["actor", "reward model"])
+@pytest.mark.parametrize("asks_for_groups", [True, False])
 def test_attention_by_lengths_on_a_gpu_has_the_figures_and_gradients_of_padded_rows(
-    monkeypatch, role, family
+    monkeypatch, asks_for_groups, role, family
 ):
     calls = []
 
-    def counted(*arguments, **options):
+    def counted(*arguments, enable_gqa=False, **options):
         calls.append(arguments)
-        return _varlen(*arguments, **options)
+        return _varlen(*arguments, **options, enable_gqa=enable_gqa)
+
+    def of_torch_211(*arguments, scale, window_size):
+        return counted(*arguments, scale=scale, window_size=window_size, enable_gqa=True)
 
     packed, padded = families.pair(role, family)
     monkeypatch.setattr(attention, "takes_lengths", lambda query: True)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=counted))
+    monkeypatch.setitem(
+        sys.modules,
+        "torch.nn.attention.varlen",
+        SimpleNamespace(varlen_attn=counted if asks_for_groups else of_torch_211),
+    )
     for groups in ([(7, [6, 1, 5, 0]), (1, [1]), (4, [2, 3])], [(3, [1])], [(2, [5, 5]), (6, [4])]):
         families.assert_same(packed, padded, families.samples(groups, order=1))
     assert len(calls) == 3 * 2  # one call a layer

@@ -13,10 +13,11 @@ of all runs, Q query heads, G key-value heads, A of either, D head size; B padde
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -361,8 +362,9 @@ class WholeSequences:
         """Attend in one call of torch's flash-attention for all pieces, without padding."""
         queries_M, keys_M, laid_N, q_ends, k_ends, longest_q, longest_k = self._prompts.by_lengths
         # Imported here: it imports torch's compiler, which takes seconds.
-        kernel: Any = importlib.import_module("torch.nn.attention.varlen")
-        output = kernel.varlen_attn(
+        varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        groups = {"enable_gqa": query.shape[1] != key.shape[1]} if _asks_for_groups(varlen_attn) else {}
+        output = varlen_attn(
             _tokens(query).index_select(0, queries_M),
             *(_tokens(states).index_select(0, keys_M) for states in (key, value)),
             q_ends,
@@ -371,9 +373,15 @@ class WholeSequences:
             longest_k,
             scale=scaling,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
+            **groups,
         )
         return output.index_select(0, laid_N)[None]
+
+
+@cache
+def _asks_for_groups(varlen_attn: Callable[..., Any]) -> bool:
+    """Return True if fewer heads of keys than of queries are an option; torch 2.11 takes them without one."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def takes_lengths(query: Tensor) -> bool:
