@@ -17,7 +17,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from strop.errors import ModelError
-from strop.models import flex_attention
+from strop.models import flex_attention, prompts_once
 from strop.models.packing import Packing
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
@@ -202,6 +202,7 @@ def test_flex_attention_in_compiled_layers_makes_one_mask_a_pass(monkeypatch):
     )
     for groups in ([(7, [6, 2, 5]), (3, [4])], [(5, [6, 1])], [(2, [3, 4, 4])]):
         made.clear()
+        prompts_once._recent.clear()  # of other tests' rows
         assert_same(packed, padded, families.samples(groups))
         assert len(made) == 1
 

@@ -218,16 +218,6 @@ def test_one_seed_a_call_repeats_equal_calls_and_no_others(rollout, policies, un
     assert not torch.equal(rollout.generate(prompts, params).batch["responses"], whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("setting", "told"), [(None, False), (True, False), (False, True)])
-def test_an_engine_says_once_that_its_samples_depend_on_batching(policies, tmp_path, caplog, setting, told):
-    rollout = rollout_of(policies[0], tmp_path, seed_per_sample=setting)
-    rollout.generate(prompts_of([3], n=2), SamplingParams(max_tokens=4, n=2))
-    assert rollout._seed_per_sample is not told  # on a CPU
-    lines = [record.getMessage() for record in caplog.records if "seed_per_sample" in record.getMessage()]
-    assert lines == [Message("seed_per_sample=False", "other samples", "docs/generation.md")] * told
-
-
 def resumed(policies, folder, number):
     rollout = rollout_of(policies[0], folder)
     admit(rollout, range(number, min(number + AHEAD, len(policies))))
@@ -386,3 +376,14 @@ def test_ranks_of_one_engine_stay_in_lockstep(rollout, policies, tmp_path, monke
             assert torch.equal(found, expected[name]), (number, name)
         found = torch.cat([first[number]["rollout_log_probs"], second[number]["rollout_log_probs"]])
         assert (found - expected["rollout_log_probs"]).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "told"), [(None, False), (True, False), (False, True)])
+def test_an_engine_says_once_that_its_samples_depend_on_batching(policies, tmp_path, caplog, setting, told):
+    """The last test of this module: vLLM's groups go with any engine, also those of ``rollout``."""
+    rollout = rollout_of(policies[0], tmp_path, seed_per_sample=setting)
+    rollout.generate(prompts_of([3], n=2), SamplingParams(max_tokens=4, n=2))
+    assert rollout._seed_per_sample is not told  # on a CPU
+    lines = [record.getMessage() for record in caplog.records if "seed_per_sample" in record.getMessage()]
+    assert lines == [Message("seed_per_sample=False", "other samples", "docs/generation.md")] * told

@@ -106,7 +106,7 @@ def decides_what_is_trained(key: str, *, validates_only: bool = False) -> bool:
 
 def is_the_same(key: str, before: Any, now: Any) -> bool:
     """Return True for two names of one reward manager: ``prime`` is ``naive`` with more processes."""
-    return key == "reward_model.reward_manager" and {before, now} <= set(REWARD_MANAGERS)
+    return key == "reward_model.reward_manager" and before in REWARD_MANAGERS and now in REWARD_MANAGERS
 
 
 def files_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
