@@ -133,7 +133,10 @@ def test_everything_that_is_wrong_is_reported_at_once():
     [
         ("data.max_prompt_length=long", "data.max_prompt_length: found 'long', expected int > 0"),
         ("data.prompt_key.0=x", "data.prompt_key: found {'0': 'x'}, expected string"),
-        ("reward_model.reward_manager=[a,b]", "reward_model.reward_manager: found ['a', 'b'], expected string"),
+        (
+            "reward_model.reward_manager=[a,b]",
+            "reward_model.reward_manager: found ['a', 'b'], expected string",
+        ),
         ("trainer.logger.x=console", Message("trainer.logger.x=console")),
     ],
 )
