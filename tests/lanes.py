@@ -1,7 +1,7 @@
 """The suite as two runs of pytest at the same time: tests that compute, and tests that mostly wait.
 
 Two workers compute on two cores; three more wait for deadlines and processes meanwhile. Arguments go to both:
-``python tests/lanes.py tests/config -x``, or ``--all`` for the slow tests too.
+``python tests/lanes.py tests/config -x``, or ``--all`` for the slow tests too, and new random examples.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
             command = [
                 *(sys.executable, "-m", "pytest", "-n", str(workers), "--dist", "loadfile"),
                 *("--no-loadscope-reorder", "-m", "slow or not slow" if slow else "not slow"),
+                *("--hypothesis-profile", "new" if slow else "same"),
                 *("-p", "no:cacheprovider", *arguments),
             ]
             with outputs[name].open("w") as output:
