@@ -102,7 +102,9 @@ def train_interrupted(options: list[str], waits_for: str) -> None:
         return generate(self, prompts, *args, **kwargs)
 
     def evaluated(self: RewardProcess, samples: Any) -> Iterator[Any]:
-        held = waits_for == "scores" and next(scored) == INTERRUPTED
+        # The example's samples, before the first batch, come from the main thread.
+        is_batch = threading.current_thread() is not threading.main_thread()
+        held = waits_for == "scores" and is_batch and next(scored) == INTERRUPTED
         for outcome in evaluate(self, samples):
             yield outcome
             if held:
