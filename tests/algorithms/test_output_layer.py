@@ -255,3 +255,13 @@ def test_the_sum_over_blocks_is_as_near_as_the_product_of_a_linear_layer(monkeyp
     (gradient,) = torch.autograd.grad(figures.sum(), logits)
     exact = gradient @ tensors[1].detach().bfloat16().double()
     assert distance(ours, exact) < 2.8e-3
+
+
+def test_a_second_backward_pass_gives_the_same_gradients():
+    tensors, generator = leaves(9, 8, 50, with_bias=True)
+    ids = torch.randint(50, (9,), generator=generator)
+    log_probs, entropy = log_probs_and_entropy(tensors[0], OutputLayer(*tensors[1:]), ids, temperature=0.9)
+    total = (log_probs + entropy).sum()
+    first = torch.autograd.grad(total, tensors, retain_graph=True)
+    for one, other in zip(first, torch.autograd.grad(total, tensors), strict=True):
+        assert torch.equal(one, other)

@@ -335,3 +335,33 @@ def test_a_model_whose_packed_pass_is_not_its_padded_one_is_refused(damage, fami
     with pytest.raises(ModelError, match=naming(KEY, reason)):
         PolicyModel(model, packed=True)
     PolicyModel(model)
+
+
+def test_flex_attention_on_a_gpu_is_compiled_past_torchs_limit(monkeypatch):
+    """Past it torch would run the operations one by one: all scores of a row."""
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def attend(query, *, block_mask):
+        return query + len(block_mask)
+
+    monkeypatch.setattr(flex_attention, "_compiled", lambda: compiled)
+    compiled = torch.compile(attend, backend=counted)
+    on_gpu = type("OnGPU", (torch.Tensor,), {"device": torch.device("cuda")})  # where a test has no GPU
+    query = torch.zeros(3).as_subclass(on_gpu)
+    masks = [f"{number:0{number}}" for number in range(1, 13)]  # each with guards of its own
+    for mask in masks:
+        flex_attention._attend(query, block_mask=mask)
+    assert len(graphs) == len(masks)
+
+
+def test_dropout_and_sinks_are_refused_by_flex_attention():
+    layer, row = nn.Identity(), torch.zeros(1, 2, 4, 16)
+    pieces = flex_attention.Pieces(torch.zeros(4, dtype=torch.int), torch.full((4,), -1), torch.arange(4))
+    flex_attention._packed_flex(layer, row, row, row, None, pieces=pieces, dropout=0, s_aux=None)
+    for name, value in (("dropout", 0.1), ("s_aux", torch.zeros(2))):
+        with pytest.raises(ModelError, match=naming("Identity", name, "attn_implementation=flex_attention")):
+            flex_attention._packed_flex(layer, row, row, row, None, pieces=pieces, **{name: value})

@@ -127,7 +127,7 @@ class _OutputLayerFunction(torch.autograd.Function):
                 Upstream(ids_N, *known, log_prob_gradient_N, entropy_gradient_N),
                 wanted=ctx.needs_input_grad,
             )
-        ctx.kept = None
+        ctx.kept = ctx.kept.new_empty(0)  # a second backward pass computes the products again
         if hidden is not None and group is not None:
             dist.all_reduce(hidden, group=group)
         return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, *(None,) * 6

@@ -25,9 +25,25 @@ FLEX = "flex_attention"
 PACKED_FLEX = "strop_packed_flex"
 
 
+_GRAPHS = 64
+"""Compilations of the kernel in a process: one by window, count of heads, and with or without gradients."""
+
+
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention)
+
+
+def _attend(*tensors: Tensor, **options: Any) -> Tensor:
+    """Call FlexAttention, compiled on a GPU.
+
+    Past torch's limit of 8 compilations, which an actor and a critic with windows reach, it would silently
+    compute all N x N scores.
+    """
+    if tensors[0].device.type != "cuda":
+        return flex_attention(*tensors, **options)
+    with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
+        return _compiled()(*tensors, **options)
 
 
 class Pieces:
@@ -81,15 +97,18 @@ def _packed_flex(
             f"{type(module).__name__} does not pass the lengths of packed sequences to attention"
         )
     cap = softcap or 0.0
-    unknown = [name for name in ("s_aux", "position_bias", "dropout") if _is_set(options.get(name))]
-    if unknown:
-        raise ModelError(f"{type(module).__name__} attends with {unknown[0]}, which flex_attention has not")
+    unknown = [name for name in ("s_aux", "position_bias") if options.get(name) is not None]
+    if unknown or options.get("dropout"):
+        found = (*unknown, "dropout")[0]
+        raise ModelError(
+            f"{type(module).__name__} uses {found}, which attn_implementation=flex_attention does not "
+            "support; set it to null"
+        )
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    attend = _compiled() if query.device.type == "cuda" else flex_attention
-    output = attend(
+    output = _attend(
         query.to(value.dtype),
         key.to(value.dtype),
         value,
@@ -99,10 +118,6 @@ def _packed_flex(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2), None
-
-
-def _is_set(option: object) -> bool:
-    return option is not None and not (isinstance(option, float) and option == 0)
 
 
 # No mask function is registered, so transformers makes no mask. Outside of the graphs of compiled layers, for

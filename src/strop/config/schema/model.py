@@ -79,7 +79,7 @@ class ModelConfig(Section):
         refused(
             "if flex_attention on a CPU",
             lambda at: at.value == "flex_attention" and at.on_cpu,
-            "torch computes its gradient on a GPU only; set it to null, sdpa or eager",
+            "it needs a GPU; set it to null, sdpa or eager",
         ),
     ]
     """Attention kernel of transformers; null: its choice, or eager with attn_logit_softcapping."""
