@@ -40,10 +40,10 @@ def _attend(*tensors: Tensor, **options: Any) -> Tensor:
     Past torch's limit of 8 compilations, which an actor and a critic with windows reach, it would silently
     compute all N x N scores.
     """
-    if tensors[0].device.type != "cuda":
-        return flex_attention(*tensors, **options)
+    on_gpu = tensors[0].device.type == "cuda"
+    attend: Callable[..., Tensor] = _compiled() if on_gpu else flex_attention
     with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
-        return _compiled()(*tensors, **options)
+        return attend(*tensors, **options)
 
 
 class Pieces:
