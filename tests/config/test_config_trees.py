@@ -132,5 +132,8 @@ def test_a_run_without_such_settings_has_no_warnings(warnings, overrides):
 def test_flex_attention_on_a_cpu_and_megatron_are_refused(warnings):
     with pytest.raises(ConfigError, match=naming("model.attn_implementation=flex_attention", "GPU")):
         warnings("model.use_remove_padding=True", "model.attn_implementation=flex_attention")
+    dropout = "model.override_config={attention_dropout: 0.1}"
+    with pytest.raises(ConfigError, match=naming("flex_attention", "attention_dropout", "sdpa")):
+        warnings("trainer.device=cuda", dropout, "model.attn_implementation=flex_attention")
     with pytest.raises(ConfigError, match=naming("update.strategy=megatron", "strop dpo")):
         warnings("update.strategy=megatron")

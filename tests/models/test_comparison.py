@@ -23,7 +23,7 @@ from strop.config.load import load_config
 from strop.engines.base import EngineSpec, ModelSpec
 from strop.engines.torch.engine import TorchEngine, build_module
 from strop.errors import ConfigError, ModelError
-from strop.models import attention, loader
+from strop.models import attention, flex_attention, loader
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import load_causal_lm
 
@@ -170,12 +170,12 @@ def build(
     patch = pytest.MonkeyPatch()
     if sdpa:
         patch.setattr(loader, "attention_for", lambda config, requested: requested)
-    override = options.pop("override_config", None)
+    loading = {key: options.pop(key, None) for key in ("override_config", "attn_implementation")}
     model = ModelSpec(
         role="the role",
         kind=kind,
         path=folder,
-        options={"attn_implementation": None, "override_config": override},
+        options=loading,
         head_seed=None if kind == "policy" else 1,
         **options,
     )
@@ -191,6 +191,27 @@ def build(
     finally:
         patch.undo()
     assert all(weight.grad is None for weight in engine.module.parameters())
+
+
+def test_attention_by_flex_attention_is_compared(folders, monkeypatch):
+    flex = torch.nn.attention.flex_attention
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # a CPU has gradients, from all scores
+    options = {"packed": True, "attn_implementation": "flex_attention"}
+    build(folders("Gemma2"), **options)
+    attend = flex_attention.flex_attention
+    wrong = lambda *args, score_mod, **own: attend(*args, **own)  # noqa: E731 - no soft cap
+    monkeypatch.setattr(flex_attention, "flex_attention", wrong)
+    with pytest.raises(ModelError, match=naming("=flex_attention", "attn_implementation=eager", "eval")):
+        build(folders("Gemma2"), **options)
+
+
+@pytest.mark.parametrize("options", [{"compile": True}, {"attn_implementation": "flex_attention"}])
+def test_what_is_compiled_needs_a_compiler(folders, monkeypatch, options):
+    monkeypatch.setattr("strop.engines.torch.engine.why_not_compiled", lambda device: "there is no compiler")
+    [(key, value)] = options.items()
+    with pytest.raises(ModelError, match=naming("the role", f"{key}={value}", "there is no compiler")):
+        build(folders("Qwen2"), packed=True, **options)
 
 
 SETTINGS = {

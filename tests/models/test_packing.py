@@ -207,6 +207,39 @@ def test_flex_attention_in_compiled_layers_makes_one_mask_a_pass(monkeypatch):
         assert len(made) == 1
 
 
+@pytest.mark.usefixtures("flex_on_a_cpu")
+def test_flex_attention_has_the_sinks_of_a_family():
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}
+    packed, padded = (families.model("GptOss", **experts) for _ in range(2))
+    for model, attention in ((packed, "flex_attention"), (padded, "eager")):
+        model.config._attn_implementation = attention
+        for number, layer in enumerate(model.model.layers):
+            nn.init.normal_(layer.self_attn.sinks, number, 2.0, generator=torch.Generator().manual_seed(1))
+    batch = families.samples([(7, [6, 2, 5]), (3, [4])])
+    assert_same(PolicyModel(packed, packed=True), PolicyModel(padded), batch)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_as_on_a_gpu_flex_attention_gives_the_same(monkeypatch):
+    """The forward pass: torch has no compiled gradient for a CPU."""
+    packed, padded = families.pair("actor", "Qwen2 with windows")
+    packed.hugging_face_model.config._attn_implementation = "flex_attention"
+    run, ran = flex_attention._run, []
+
+    def as_on_a_gpu(function, on_gpu, *args, **options):
+        ran.append(function.__name__)
+        return run(function, True, *args, **options)
+
+    monkeypatch.setattr(flex_attention, "_run", as_on_a_gpu)
+    prompts_once._recent.clear()  # of other tests' rows
+    for groups in ([(7, [6, 2, 5]), (3, [4])], [(70, [60, 9]), (30, [40])], [(2, [3, 4, 4])]):
+        ran.clear()
+        batch = families.samples(groups)
+        torch.testing.assert_close(packed(batch), padded(batch), atol=1e-5, rtol=1e-5)
+        assert ran == ["create_block_mask", "flex_attention"] * 2  # two layers, one of them with a window
+
+
 def test_flex_attention_reads_no_mask_of_all_pairs_on_large_rows():
     """Blocks that no pair of tokens needs are left out of the mask."""
     packing = Packing(torch.ones(8, 256, dtype=torch.bool), torch.device("cpu"))
@@ -337,7 +370,7 @@ def test_a_model_whose_packed_pass_is_not_its_padded_one_is_refused(damage, fami
     PolicyModel(model)
 
 
-def test_flex_attention_on_a_gpu_is_compiled_past_torchs_limit(monkeypatch):
+def test_flex_attention_is_compiled_past_torchs_limit(monkeypatch):
     """Past it torch would run the operations one by one: all scores of a row."""
     graphs = []
 
@@ -345,23 +378,21 @@ def test_flex_attention_on_a_gpu_is_compiled_past_torchs_limit(monkeypatch):
         graphs.append(graph)
         return graph.forward
 
-    def attend(query, *, block_mask):
-        return query + len(block_mask)
+    def attend(query, mask):
+        return query + len(mask)
 
-    monkeypatch.setattr(flex_attention, "_compiled", lambda: compiled)
     compiled = torch.compile(attend, backend=counted)
-    on_gpu = type("OnGPU", (torch.Tensor,), {"device": torch.device("cuda")})  # where a test has no GPU
-    query = torch.zeros(3).as_subclass(on_gpu)
+    monkeypatch.setattr(flex_attention, "_compiled", lambda function, *, dynamic: compiled)
     masks = [f"{number:0{number}}" for number in range(1, 13)]  # each with guards of its own
     for mask in masks:
-        flex_attention._attend(query, block_mask=mask)
+        flex_attention._run(attend, True, torch.zeros(3), mask)
     assert len(graphs) == len(masks)
 
 
-def test_dropout_and_sinks_are_refused_by_flex_attention():
+def test_dropout_and_biases_are_refused_by_flex_attention():
     layer, row = nn.Identity(), torch.zeros(1, 2, 4, 16)
     pieces = flex_attention.Pieces(torch.zeros(4, dtype=torch.int), torch.full((4,), -1), torch.arange(4))
-    flex_attention._packed_flex(layer, row, row, row, None, pieces=pieces, dropout=0, s_aux=None)
-    for name, value in (("dropout", 0.1), ("s_aux", torch.zeros(2))):
+    flex_attention._packed_flex(layer, row, row, row, None, pieces=pieces, dropout=0, position_bias=None)
+    for name, value in (("dropout", 0.1), ("position_bias", torch.zeros(1, 2, 4, 4))):
         with pytest.raises(ModelError, match=naming("Identity", name, "attn_implementation=flex_attention")):
             flex_attention._packed_flex(layer, row, row, row, None, pieces=pieces, **{name: value})

@@ -1,8 +1,8 @@
 """Attention of packed rows by torch's FlexAttention, for models loaded with ``flex_attention``.
 
-One call attends over the whole row, with a mask that tells which token sees which: no keys are copied for
-samples that share a prompt, and their gradients add up inside the kernel. Blocks of 128 x 128 tokens in which
-no token sees another are skipped. The kernel is compiled at the first pass. Without a GPU torch computes all
+One call attends over the whole row, with a mask of the tokens that attend to each other: no keys are copied
+for samples that share a prompt, and their gradients add up inside the kernel. Blocks of 128 x 128 tokens that
+the mask leaves out are skipped. The kernel is compiled at the first pass. Without a GPU torch computes all
 N x N scores, and refuses gradients.
 
 Shapes: N tokens of the packed row, Q query heads, G key-value heads, D head size.
@@ -11,12 +11,12 @@ Shapes: N tokens of the packed row, Q query heads, G key-value heads, D head siz
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface
 
 from strop.errors import ModelError
@@ -24,26 +24,26 @@ from strop.errors import ModelError
 FLEX = "flex_attention"
 PACKED_FLEX = "strop_packed_flex"
 
-
 _GRAPHS = 64
-"""Compilations of the kernel in a process: one by window, count of heads, and with or without gradients."""
+"""Compilations of each function in a process: by window, count of heads, and with or without gradients."""
 
 
-@lru_cache(maxsize=1)
-def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention)
+@cache
+def _compiled(function: Callable[..., Any], *, dynamic: bool | None) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=dynamic)
 
 
-def _attend(*tensors: Tensor, **options: Any) -> Tensor:
-    """Call FlexAttention, compiled on a GPU.
+def _run(function: Callable[..., Any], on_gpu: bool, *args: Any, **options: Any) -> Any:
+    """Call a function of FlexAttention, compiled ``on_gpu``.
 
-    Past torch's limit of 8 compilations, which an actor and a critic with windows reach, it would silently
-    compute all N x N scores.
+    Operation by operation it would compute all N x N pairs, silently so past torch's limit of 8 compilations,
+    which an actor and a critic with windows reach.
     """
-    on_gpu = tensors[0].device.type == "cuda"
-    attend: Callable[..., Tensor] = _compiled() if on_gpu else flex_attention
+    if on_gpu:
+        # masks depend on the row alone, and are compiled for any length at once
+        function = _compiled(function, dynamic=True if function is create_block_mask else None)
     with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
-        return attend(*tensors, **options)
+        return function(*args, **options)
 
 
 class Pieces:
@@ -71,9 +71,9 @@ class Pieces:
                 return seen if window is None else seen & (place_N[query] - place_N[key] < window)
 
             tokens, device = len(piece_N), piece_N.device
-            on_gpu = device.type == "cuda"  # compiled: without the whole N x N mask
-            self._masks[window] = create_block_mask(
-                sees, None, None, tokens, tokens, device=device, _compile=on_gpu
+            on_gpu = device.type == "cuda"
+            self._masks[window] = _run(
+                create_block_mask, on_gpu, sees, None, None, tokens, tokens, device=device
             )
         return self._masks[window]
 
@@ -96,10 +96,9 @@ def _packed_flex(
         raise ModelError(
             f"{type(module).__name__} does not pass the lengths of packed sequences to attention"
         )
-    cap = softcap or 0.0
-    unknown = [name for name in ("s_aux", "position_bias") if options.get(name) is not None]
-    if unknown or options.get("dropout"):
-        found = (*unknown, "dropout")[0]
+    cap, sinks_Q = softcap or 0.0, options.get("s_aux")
+    if options.get("position_bias") is not None or options.get("dropout"):
+        found = "dropout" if options.get("dropout") else "position_bias"
         raise ModelError(
             f"{type(module).__name__} uses {found}, which attn_implementation=flex_attention does not "
             "support; set it to null"
@@ -108,7 +107,9 @@ def _packed_flex(
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    output = _attend(
+    found = _run(
+        flex_attention,
+        query.device.type == "cuda",
         query.to(value.dtype),
         key.to(value.dtype),
         value,
@@ -116,8 +117,14 @@ def _packed_flex(
         block_mask=pieces.mask(sliding_window),
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=None if sinks_Q is None else AuxRequest(lse=True),
     )
-    return output.transpose(1, 2), None
+    if sinks_Q is None:
+        return found.transpose(1, 2), None
+    output, sums = found
+    # A sink is one more term in the denominator of softmax: e^lse / (e^lse + e^sink) of the weight is left.
+    left_1QN = torch.sigmoid(sums.lse - sinks_Q[:, None])
+    return (output * left_1QN[..., None].to(output.dtype)).transpose(1, 2), None
 
 
 # No mask function is registered, so transformers makes no mask. Outside of the graphs of compiled layers, for

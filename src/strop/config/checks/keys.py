@@ -7,7 +7,7 @@ from typing import Any
 
 from strop.config.checks.finding import Finding, error, warning
 from strop.config.keys import Key, all_keys, value_at
-from strop.config.placement import pools_of, runs_on_ray, visible_gpus
+from strop.config.placement import pools_of, runs_on_ray, uses_gpu
 from strop.config.schema import RootConfig
 from strop.config.schema.base import At, Limit
 from strop.config.verl import other_defaults
@@ -69,8 +69,7 @@ def changed_from_verl(config: RootConfig, version: str) -> Iterator[str]:
 def _looking_at(config: RootConfig) -> Callable[[Key, Any], At]:
     """Return a function that puts a value of a key into its surroundings, for the conditions of markers."""
     one_rank = all(sum(pool) == 1 for pool in pools_of(config).values())
-    on_ray, device = runs_on_ray(config), config.trainer.device
-    on_cpu = device == "cpu" or (device == "auto" and visible_gpus() == 0)
+    on_ray, on_cpu = runs_on_ray(config), not uses_gpu(config)
 
     def at(key: Key, value: Any) -> At:
         section = value_at(config, key.path.rpartition(".")[0])

@@ -81,6 +81,11 @@ class ModelConfig(Section):
             lambda at: at.value == "flex_attention" and at.on_cpu,
             "it needs a GPU; set it to null, sdpa or eager",
         ),
+        refused(
+            "if flex_attention with override_config.attention_dropout",
+            lambda at: at.value == "flex_attention" and at.section.override_config.get("attention_dropout"),
+            "it has no dropout; set attention_dropout to 0, or attn_implementation to null, sdpa or eager",
+        ),
     ]
     """Attention kernel of transformers; null: its choice, or eager with attn_logit_softcapping."""
     compute_dtype: ComputeDtype

@@ -42,6 +42,7 @@ from strop.models.attention import is_flash
 from strop.models.base import RoleModel
 from strop.models.comparison import few_rows, require_eager_figures
 from strop.models.deferred import Weights, WeightSource, defer_causal_lm, defer_scorer
+from strop.models.flex_attention import FLEX
 from strop.models.loader import dtype_named, load_causal_lm, load_scorer
 from strop.models.pair_policy import PairPolicy
 from strop.models.passes.compiled import why_not_compiled
@@ -147,8 +148,13 @@ class TorchEngine:
                 spec.section, sequence_parallel_size=spec.sequence_parallel_size
             )
         reason = why_not_compiled(spec.device)
-        if model.compile is True and reason:
-            raise ModelError(f"{model.role}: compile=True: {reason}; install it, or set compile to False")
+        flex = model.options.get("attn_implementation") == FLEX
+        for value, is_set, other in (
+            ("compile=True", model.compile is True, "False"),
+            (f"attn_implementation={FLEX}", flex, "null"),
+        ):
+            if is_set and reason:
+                raise ModelError(f"{model.role}: {value}: {reason}; install it, or set it to {other}")
         module, base = build_module(model, sharded=sharding is not None)
         if model.use_liger:
             use_liger(module.hugging_face_model)
