@@ -97,13 +97,12 @@ class _OutputLayerFunction(torch.autograd.Function):
         ctx.options, ctx.hidden_dtype = options, hidden_NH.dtype
         with torch.autocast(hidden_NH.device.type, enabled=False):
             ctx.has_kernel = _has_kernel(hidden_NH.device, dtype)
-            keeps = any(ctx.needs_input_grad) and not ctx.has_kernel
-            hidden_NH = hidden_NH.to(dtype)
-            n_kept = min(len(ids_N) * len(weight_VH), _KEPT // hidden_NH.element_size()) if keeps else 0
-            ctx.kept = hidden_NH.new_empty(n_kept)
+            hidden_NH, ctx.kept = hidden_NH.to(dtype), []
             layer = OutputLayer(weight_VH, bias_V, scale, soft_cap)
             blocks = _Tiles if ctx.has_kernel else _Blocks
-            sums = blocks(hidden_NH, layer, temperature, ctx.kept).measure(ids_N)
+            sums = blocks(hidden_NH, layer, temperature, ctx.kept).measure(
+                ids_N, keep=any(ctx.needs_input_grad)
+            )
             known = (sums if group is None else sums.over_ranks(group)).known()
         ctx.save_for_backward(
             hidden_NH, weight_VH, bias_V, ids_N, known.highest_N, known.log_sum_N, known.entropy_N
@@ -127,7 +126,7 @@ class _OutputLayerFunction(torch.autograd.Function):
                 Upstream(ids_N, *known, log_prob_gradient_N, entropy_gradient_N),
                 wanted=ctx.needs_input_grad,
             )
-        ctx.kept = ctx.kept.new_empty(0)  # a second backward pass computes the products again
+        ctx.kept = []  # a second backward pass computes the products again
         if hidden is not None and group is not None:
             dist.all_reduce(hidden, group=group)
         return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, *(None,) * 6
@@ -136,17 +135,16 @@ class _OutputLayerFunction(torch.autograd.Function):
 class _Blocks:
     """Float32 logits of all N tokens, divided by the temperature, for one block of words at a time."""
 
-    def __init__(self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: Tensor) -> None:
+    def __init__(self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: list[Tensor]) -> None:
         """Allocate buffers. ``hidden_NH`` has the dtype of the products.
 
-        ``kept``, flat and of that dtype, is for the products of the first words: all blocks that it can hold.
-        ``measure`` writes them, ``gradient`` reads them.
+        ``kept`` has the products [N, v] of the first blocks: ``measure`` appends, ``gradient`` reads them.
         """
         self.hidden_NH, self.layer, self.temperature = hidden_NH, layer, temperature
         n_tokens, vocabulary = len(hidden_NH), len(layer.weight_VH)
         size = _BLOCK_ON_CPU if hidden_NH.device.type == "cpu" else _BLOCK
         width = max(size // max(n_tokens, 1) // _STEP, 1) * _STEP
-        width = max(min(width, vocabulary), 1)
+        self._width = width = max(min(width, vocabulary), 1)
         self.words = _slices(vocabulary, width)
         self.chunks = self.words
         """Words of one product in the backward pass: a block, in 16 bits on a CPU several."""
@@ -160,22 +158,25 @@ class _Blocks:
 
     def room(self, number: int, words: slice) -> Tensor:
         """Return a scratch buffer [N, v], valid for one block; 0 is reserved for logits."""
-        return _matrix(self._rooms[number], 0, words, len(self.hidden_NH))
+        return _matrix(self._rooms[number], len(self.hidden_NH), words.stop - words.start)
 
     def weight(self, words: slice) -> Tensor:
         """Return the block's rows [v, H], in the dtype of the products."""
         return self.layer.weight_VH[words].to(self.hidden_NH.dtype)
 
-    def logits(self, words: slice, *, again: bool = False) -> Tensor:
-        """Compute the logits [N, v] of a block; ``again``: from the product of the first time, if kept."""
-        layer, logits_Nv, n_tokens = self.layer, self.room(0, words), len(self.hidden_NH)
-        is_kept = n_tokens * words.stop <= len(self._kept)
-        product_Nv = _matrix(self._kept, words.start, words, n_tokens) if is_kept else logits_Nv
-        if not (is_kept and again):
+    def logits(self, words: slice, *, keep: bool = False) -> Tensor:
+        """Compute the logits [N, v] of a block, from its product if that was kept; ``keep`` it."""
+        layer, logits_Nv, block = self.layer, self.room(0, words), words.start // self._width
+        if block < len(self._kept):
+            product_Nv = self._kept[block]
+        else:
+            product_Nv = self.hidden_NH.new_empty(logits_Nv.shape) if keep else logits_Nv
             _product(self.hidden_NH, self.weight(words).t(), product_Nv)
-        if is_kept and product_Nv.dtype == torch.float32 and not self._changes:
-            return product_Nv
-        if is_kept:
+        if keep:  # one tensor a block: malloc gives one larger than 32 MiB back to the system after each use
+            self._kept.append(product_Nv)
+        if product_Nv is not logits_Nv:
+            if product_Nv.dtype == torch.float32 and not self._changes:
+                return product_Nv
             logits_Nv.copy_(product_Nv)
         if layer.bias_V is not None:
             logits_Nv += layer.bias_V[words]
@@ -187,12 +188,16 @@ class _Blocks:
             logits_Nv /= self.temperature
         return logits_Nv
 
-    def measure(self, ids_N: Tensor) -> Sums:
-        """Make one pass over the vocabulary, summing exp(logit - highest) with the highest logit so far."""
+    def measure(self, ids_N: Tensor, *, keep: bool) -> Sums:
+        """Make one pass over the vocabulary, summing exp(logit - highest) with the highest logit so far.
+
+        ``keep``: products of up to ``_KEPT`` bytes for the backward pass.
+        """
+        n_kept = _KEPT // (max(len(ids_N), 1) * self.hidden_NH.element_size()) if keep else 0
         highest_N = torch.full(ids_N.shape, LOWEST, device=ids_N.device)
         picked_N, sum_N, weighted_N = (torch.zeros_like(highest_N) for _ in range(3))
         for words in self.words:
-            logits_Nv = self.logits(words)
+            logits_Nv = self.logits(words, keep=words.stop <= n_kept)
             inside_N, places_N1 = _places(ids_N, words)
             sums = Sums(picked_N, highest_N, sum_N, weighted_N)
             highest_N = torch.maximum(highest_N, logits_Nv.amax(dim=1))
@@ -227,7 +232,7 @@ class _Blocks:
         return chunk_Nv, torch.cat(sums) if with_sums else None
 
     def _block_gradient(self, words: slice, upstream: Upstream) -> Tensor:
-        logits_Nv = self.logits(words, again=True)
+        logits_Nv = self.logits(words)
         return self._through_layer(self._logit_gradient(words, logits_Nv, upstream), logits_Nv)
 
     def _logit_gradient(self, words: slice, logits_Nv: Tensor, upstream: Upstream) -> Tensor:
@@ -260,7 +265,7 @@ class _Blocks:
 class _Tiles:
     """The same as ``_Blocks``, by Triton kernels that write no logits: ``output_kernel``."""
 
-    def __init__(self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: Tensor) -> None:
+    def __init__(self, hidden_NH: Tensor, layer: OutputLayer, temperature: float, kept: list[Tensor]) -> None:
         """Choose the chunks of words of the backward pass. No products are kept."""
         from strop.algorithms import output_kernel
 
@@ -288,7 +293,7 @@ class _Tiles:
     def _bias(self, words: slice) -> Tensor | None:
         return self.layer.bias_V[words] if self.layer.bias_V is not None else None
 
-    def measure(self, ids_N: Tensor) -> Sums:
+    def measure(self, ids_N: Tensor, *, keep: bool) -> Sums:
         """See ``_Blocks.measure``; in chunks only where the weight has to be converted."""
         vocabulary, hidden = self.layer.weight_VH.shape
         is_converted = self.layer.weight_VH.dtype != self.hidden_NH.dtype
@@ -310,7 +315,7 @@ class _Tiles:
         n_tokens, width = len(self.hidden_NH), words.stop - words.start
         if len(self._room) < n_tokens * width:
             self._room = self.hidden_NH.new_empty(n_tokens * width)
-        gradient_Nv = _matrix(self._room, 0, slice(0, width), n_tokens)
+        gradient_Nv = _matrix(self._room, n_tokens, width)
         ids_N, highest_N, log_sum_N, entropy_N, g_N, e_N = upstream
         sums_v = self._kernel.logit_gradient(
             *(gradient_Nv, self.hidden_NH, self.weight(words), self._bias(words), ids_N - words.start),
@@ -361,8 +366,8 @@ def _difference_of_kernel(device: torch.device, dtype: torch.dtype) -> float:
     ids_N = torch.arange(24, device=device)
     found: list[list[Tensor]] = []
     for kind in (_Blocks, _Tiles):
-        blocks = kind(hidden_NH, OutputLayer(weight_VH), 1.0, hidden_NH.new_empty(0))
-        known = blocks.measure(ids_N).known()
+        blocks = kind(hidden_NH, OutputLayer(weight_VH), 1.0, [])
+        known = blocks.measure(ids_N, keep=False).known()
         ones_N = torch.ones_like(known.log_prob_N)
         upstream = Upstream(ids_N, *known[1:], ones_N, ones_N)
         gradients = _differentiate(blocks, upstream, wanted=(True, True, False))
@@ -374,9 +379,8 @@ def _slices(vocabulary: int, width: int) -> list[slice]:
     return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
 
-def _matrix(memory: Tensor, first_word: int, words: slice, n_tokens: int) -> Tensor:
-    width = words.stop - words.start
-    return memory[n_tokens * first_word : n_tokens * (first_word + width)].view(n_tokens, width)
+def _matrix(memory: Tensor, n_tokens: int, width: int) -> Tensor:
+    return memory[: n_tokens * width].view(n_tokens, width)
 
 
 def _differentiate(
