@@ -34,7 +34,6 @@ actor_rollout_ref.rollout.name=vllm
 actor_rollout_ref.rollout.max_num_seqs=64
 actor_rollout_ref.rollout.dtype=bfloat16
 actor_rollout_ref.model.compute_dtype=bfloat16
-actor_rollout_ref.model.use_remove_padding=True
 actor_rollout_ref.model.enable_gradient_checkpointing=True
 actor_rollout_ref.actor.ppo_mini_batch_size=32
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
@@ -50,7 +49,6 @@ ALGORITHMS = {
     "PPO with a critic of the same size and a KL penalty": """
         algorithm.adv_estimator=gae
         critic.model.compute_dtype=bfloat16
-        critic.model.use_remove_padding=True
         critic.model.enable_gradient_checkpointing=True
         critic.ppo_micro_batch_size_per_gpu=4""",
 }

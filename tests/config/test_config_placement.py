@@ -161,7 +161,10 @@ def test_ranks_share_packed_rows_only(eight_ranks):
     assert eight_ranks(f"{ACTOR}=2", f"{PACKED}=True") == []
     assert eight_ranks(f"{ACTOR}=1") == eight_ranks(f"{ACTOR}=2", "trainer.n_gpus_per_node=1") == []
     without_reference = "algorithm.kl_ctrl.kl_coef=0"
-    assert eight_ranks(f"{ACTOR}=2", without_reference) == [Message(f"{ACTOR}=2", f"{PACKED}=True")]
+    assert eight_ranks(f"{ACTOR}=2") == []  # by default
+    assert eight_ranks(f"{ACTOR}=2", f"{PACKED}=False", without_reference) == [
+        Message(f"{ACTOR}=2", f"{PACKED}=True")
+    ]
     critic = "critic.ulysses_sequence_parallel_size=2"
     assert eight_ranks(critic, f"{PACKED}=True", "critic.model.use_remove_padding=False") == [
         Message(critic, "critic.model.use_remove_padding=True")

@@ -49,8 +49,8 @@ OWN_DEFAULTS = {
 }
 """Where the document has names and files of its authors."""
 
-
-BY_TOKENS = {
+OTHER_DEFAULTS = {
+    "actor_rollout_ref.model.use_remove_padding": ("auto", False),
     "actor_rollout_ref.actor.use_dynamic_bsz": (True, False),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": (None, 16384),
 }
@@ -62,12 +62,12 @@ def test_every_key_of_the_document_exists_and_other_defaults_are_the_same(refere
     theirs = dict(leaves(OmegaConf.to_container(OmegaConf.create(reference), resolve=False)))
     assert len(theirs) == 95
     assert theirs.keys() >= OWN_DEFAULTS.keys()
-    assert {path: theirs[path] for path in BY_TOKENS} == {
-        path: there for path, (_, there) in BY_TOKENS.items()
+    assert {path: theirs[path] for path in OTHER_DEFAULTS} == {
+        path: there for path, (_, there) in OTHER_DEFAULTS.items()
     }
-    by_tokens = {path: here for path, (here, _) in BY_TOKENS.items()}
-    assert {path: ours.get(path, "missing") for path in theirs} == {**theirs, **OWN_DEFAULTS, **by_tokens}
-    same = theirs.keys() - OWN_DEFAULTS.keys() - BY_TOKENS.keys()
+    other = {path: here for path, (here, _) in OTHER_DEFAULTS.items()}
+    assert {path: ours.get(path, "missing") for path in theirs} == {**theirs, **OWN_DEFAULTS, **other}
+    same = theirs.keys() - OWN_DEFAULTS.keys() - OTHER_DEFAULTS.keys()
     assert {path: type(ours[path]) for path in same} == {path: type(theirs[path]) for path in same}
 
 
@@ -80,7 +80,7 @@ def document_file(reference, tmp_path):
 def test_the_document_as_a_file_changes_no_other_default(document_file):
     document = load_config(config_path=document_file)
     own = [f"{path}={'null' if value is None else repr(value)}" for path, value in OWN_DEFAULTS.items()]
-    as_there = [f"{path}={there}" for path, (_, there) in BY_TOKENS.items()]
+    as_there = [f"{path}={there}" for path, (_, there) in OTHER_DEFAULTS.items()]
     assert load_config(own, config_path=document_file) == load_config(as_there)
     assert document.trainer.project_name == "verl_examples"
 

@@ -24,8 +24,10 @@ from strop.engines.base import EngineSpec, ModelSpec
 from strop.engines.torch.engine import TorchEngine, build_module
 from strop.errors import ConfigError, ModelError
 from strop.models import attention, flex_attention, loader
+from strop.models.comparison import require_eager_figures
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import load_causal_lm
+from strop.models.policy import PolicyModel
 
 from messages import mentions, naming
 from ranks import Ranks
@@ -217,6 +219,7 @@ def test_what_is_compiled_needs_a_compiler(folders, monkeypatch, options):
 SETTINGS = {
     "float32": {},
     "packed": {"packed": True},
+    "packed by default": {"packed": "auto"},
     "bfloat16": {"compute_dtype": "bfloat16"},
     "as the reference": {"trained": False},
     "checkpointing, packed": {"packed": True, "gradient_checkpointing": True},
@@ -238,7 +241,16 @@ def test_the_other_kinds_of_model_are_compared_too(folders, kind):
     build(folder, kind, packed=True)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_passes_that_differ_when_packed_are_padded_by_default(caplog):
+    module = PolicyModel(families.model("Llama"), packed="auto")
+    figures = module.figures
+    module.figures = lambda batch: figures(batch) + module.packed
+    require_eager_figures(module, name="the role", updates=True, dtype=torch.float32, remedy="")
+    assert not module.packed
+    assert mentions(caplog.text, "padded", "differ")
+
+
+@pytest.mark.parametrize("packed", [False, True, "auto"])
 @pytest.mark.parametrize("kind", ["policy", "value", "score"])
 def test_weights_that_are_not_numbers_are_named_as_the_cause(folders, tmp_path, kind, packed):
     shutil.copytree(folders("Gemma2", KINDS[kind]), tmp_path / "model")

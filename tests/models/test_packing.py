@@ -22,7 +22,7 @@ from strop.models.packing import Packing
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
 
-from messages import naming
+from messages import mentions, naming
 
 KEY = "actor_rollout_ref.model.use_remove_padding=True"
 
@@ -266,6 +266,11 @@ def test_a_family_that_cannot_be_packed_is_refused_by_the_name_of_the_key(reason
     model = transformers.AutoModelForCausalLM.from_config(REFUSED[reason])
     with pytest.raises(ModelError, match=naming(KEY, reason)):
         PolicyModel(model, packed=True)
+    assert not PolicyModel(model, packed="auto").packed
+
+
+def test_auto_packs_a_model_that_supports_it():
+    assert PolicyModel(families.model("Llama"), packed="auto").packed is True
 
 
 WINDOWS = {
@@ -361,13 +366,15 @@ def _take_no_options(model):
         (_take_no_options, "Llama", "unexpected keyword argument"),
     ],
 )
-def test_a_model_whose_packed_pass_is_not_its_padded_one_is_refused(damage, family, reason):
+def test_a_model_whose_packed_pass_is_not_its_padded_one_is_refused(damage, family, reason, caplog):
     window = {"sliding_window": 4096} if family == "Qwen2 with windows" else {}
     model = families.model(family, **window)
     damage(model)
     with pytest.raises(ModelError, match=naming(KEY, reason)):
         PolicyModel(model, packed=True)
-    PolicyModel(model)
+    assert not PolicyModel(model).packed
+    assert not PolicyModel(model, packed="auto").packed
+    assert mentions(caplog.text, KEY, reason)
 
 
 def test_flex_attention_is_compiled_past_torchs_limit(monkeypatch):

@@ -50,8 +50,8 @@ class ModelSpec:
     """Seed of a new scalar head where the folder has none; None: that is an error."""
     compute_dtype: str = "float32"
     """auto, float32 or bfloat16; weights are float32."""
-    packed: bool = False
-    """Run passes on the real tokens alone."""
+    packed: Literal["auto"] | bool = False
+    """Run passes on the real tokens alone; auto: where the model supports it."""
     packing_key: str = "actor_rollout_ref.model.use_remove_padding"
     """Configuration key of ``packed``, for errors."""
     gradient_checkpointing: Literal["selective"] | bool = False

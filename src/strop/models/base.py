@@ -7,9 +7,10 @@ Shapes: B sequences, P prompt tokens, T response tokens, L = P + T, n chosen tok
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ from strop.models.passes.rms_norm import replace_rms_norms
 from strop.models.prompts_once import PromptsOnce
 from strop.models.routing import Routers, experts_of
 from strop.models.ulysses import SequenceGroup, check_shareable
+
+logger = logging.getLogger(__name__)
 
 
 def _kept_or_recomputed(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
@@ -56,17 +59,23 @@ class RoleModel(nn.Module):
     """True if passes run on the real tokens alone; batches and outputs are padded either way."""
 
     def __init__(
-        self, hugging_face_model: PreTrainedModel, *, packed: bool = False, packing_key: str | None = None
+        self,
+        hugging_face_model: PreTrainedModel,
+        *,
+        packed: Literal["auto"] | bool = False,
+        packing_key: str | None = None,
     ) -> None:
         """Wrap and check the model; one on the meta device is checked by ``check`` once it has weights.
 
-        Raises ``ModelError`` if ``packed`` is set and the model does not support it.
+        Raises ``ModelError`` if ``packed`` is True and the model does not support it; with "auto" passes are
+        padded then.
         """
         super().__init__()
         self.hugging_face_model = hugging_face_model
         replace_rms_norms(hugging_face_model)
         self.layout = CheckpointLayout(hugging_face_model)
-        self.packed = packed
+        self.packed = bool(packed)
+        self._may_pad = packed == "auto"
         self.packing_key = packing_key or self.packing_key
         self.sequence_group: SequenceGroup | None = None
         self.adapters: Adapters | None = None
@@ -74,7 +83,8 @@ class RoleModel(nn.Module):
         self.routers = Routers.of(hugging_face_model)
         """Routers with an auxiliary loss; None if the model has none."""
         if packed:
-            check_packable(hugging_face_model, self.packing_key)
+            with self._padded_if_refused():
+                check_packable(hugging_face_model, self.packing_key)
         if not next(hugging_face_model.parameters()).is_meta:
             RoleModel.check(self)
 
@@ -108,11 +118,31 @@ class RoleModel(nn.Module):
 
     def check(self) -> None:
         """Raise ``ModelError`` if the wrapper does not fit the model; needs its weights."""
-        with model_errors(self.hugging_face_model):
-            if self.packed or self.causal:
-                check_causal(self.hugging_face_model)
-            if self.packed:
-                check_packed_pass(self.hugging_face_model, self.packing_key, self.sequence_group)
+        model = self.hugging_face_model
+        if self.causal:
+            with model_errors(model):
+                check_causal(model)
+        if self.packed:
+            with self._padded_if_refused(), model_errors(model):
+                if not self.causal:
+                    check_causal(model)
+                check_packed_pass(model, self.packing_key, self.sequence_group)
+
+    @contextmanager
+    def _padded_if_refused(self) -> Generator[None]:
+        try:
+            yield
+        except ModelError as error:
+            if not self.pad(error):
+                raise
+
+    def pad(self, reason: object) -> bool:
+        """Switch to padded passes and log the reason; return False if ``packed`` was not "auto"."""
+        if self._may_pad and self.packed:
+            self.packed = False
+            logger.warning("Passes are padded, which takes longer; packed ones are refused: %s", reason)
+            return True
+        return False
 
     def share_sequences(self, group: SequenceGroup) -> None:
         """Run passes jointly on the ranks of ``group``, which must get the same batches.
@@ -125,7 +155,7 @@ class RoleModel(nn.Module):
                 f"ulysses_sequence_parallel_size={group.size} shares packed rows; set {self.packing_key}=True"
             )
         check_shareable(self.hugging_face_model, group.size)
-        self.sequence_group = group
+        self.sequence_group, self._may_pad = group, False
 
     def enable_gradient_checkpointing(self, *, selective: bool = False) -> None:
         """Keep only the inputs of layers, and recompute the layers in the backward pass.

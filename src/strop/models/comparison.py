@@ -86,6 +86,8 @@ def require_eager_figures(
             return found
 
         wrong, helps = errors(), False
+        if wrong and module.pad(f"figures differ from the family's own by {max(wrong.values()):.2g}"):
+            wrong = errors()
         if wrong and implementation != "eager" and replaceable:
             with attention_set_to(model, "eager"):
                 helps = not errors()

@@ -70,8 +70,8 @@ class ModelConfig(Section):
         ),
     ]
     """Recompute activations in the backward pass; selective: all but matrix products and attention."""
-    use_remove_padding: bool
-    """Pack sequences without padding: the same numbers in less time."""
+    use_remove_padding: Annotated[Literal["auto"] | bool, Expected("auto, True or False")]
+    """Pack sequences without padding: the same numbers in less time; auto: where the model supports it."""
     trust_remote_code: bool
     """Run Python code that comes with the model."""
     attn_implementation: Annotated[
