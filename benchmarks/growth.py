@@ -6,7 +6,8 @@
 GRPO on the 5M model in float32: 64 samples of 64 tokens, a vocabulary of 4096 and one process; each axis
 varies one of these. Every point is a separate training run (``side_by_side/strop_run.py``) with old log-probs
 in a separate pass, so that their phase is visible. Figures are response tokens per second by phase, medians
-over the rounds. On the ranks axis every rank is a Ray process with one thread. ``--out`` writes a table and a
+over the rounds, and the share of the speed of a large matrix product that the necessary operations of an
+iteration reach. On the ranks axis every rank is a Ray process with one thread. ``--out`` writes a table and a
 plot.
 """
 
@@ -17,27 +18,30 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import machine
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from against_trl import STROP, run
-from side_by_side.inputs import write_inputs
+from side_by_side.inputs import LONGEST, SHORTEST, write_inputs
 from side_by_side.record import PHASES
 from side_by_side.setting import WARM_UP, Setting
+from work import iteration_operations, pass_operations, peak
 
 from rollout_hf import MODELS
 
 AXES = {
-    "samples": (16, 64, 256, 1024),
-    "tokens": (32, 64, 128, 256, 512),
+    "samples": (16, 64, 128, 256, 512),
+    "tokens": (64, 128, 256, 512, 1024),
     "vocabulary": (1024, 4096, 16384, 65536, 151936),
     "ranks": (1, 2),
 }
+OF_PEAK = "of peak"
 APART = "actor_rollout_ref.actor.old_log_prob_from_update=False"
 
 
@@ -66,21 +70,38 @@ def point(axis: str, value: int, base: Setting, threads: int) -> Point:
     return Point(axis, value, base, keys)
 
 
-def measure(place: Point, folder: Path) -> dict[str, float]:
-    """Run one point; return response tokens per second by phase."""
+def measure(place: Point, folder: Path, limits: Mapping[int, float]) -> dict[str, float]:
+    """Run one point; return response tokens per second by phase, and the share of the peak.
+
+    ``limits`` has the operations per second of a large matrix product by number of threads.
+    """
     system = replace(STROP, options=place.keys)
     rows = run(system, place.setting, place.threads, folder)["iterations"][WARM_UP:]
     tokens = sum(sum(row["lengths"]) for row in rows)
-    return {phase: tokens / sum(row[phase] for row in rows) for phase in (*PHASES, "iteration")}
+    speeds = {phase: tokens / sum(row[phase] for row in rows) for phase in (*PHASES, "iteration")}
+    setting, prompt = place.setting, (SHORTEST + LONGEST) / 2
+    operations = sum(
+        iteration_operations(setting, row["lengths"])
+        + pass_operations(setting.model, prompt, row["lengths"], setting.n, head=True)  # old log-probs
+        for row in rows
+    )
+    threads = place.value if place.axis == "ranks" else place.threads
+    return speeds | {OF_PEAK: operations / sum(row["iteration"] for row in rows) / limits[threads]}
+
+
+def _peak(threads: int) -> float:
+    torch.set_num_threads(threads)
+    return peak(torch.float32)
 
 
 def table(found: Sequence[tuple[Point, dict[str, float]]]) -> str:
     """Format results as a Markdown table."""
     phases = (*PHASES, "iteration")
-    lines = [f"| axis | value | {' | '.join(phases)} |", f"| --- |{' ---: |' * (1 + len(phases))}"]
+    columns = ("axis", "value", *phases, OF_PEAK)
+    lines = [f"| {' | '.join(columns)} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
     for place, speeds in found:
         cells = (f"{speeds[phase]:.0f}" for phase in phases)
-        lines.append(f"| {place.axis} | {place.value} | {' | '.join(cells)} |")
+        lines.append(f"| {place.axis} | {place.value} | {' | '.join(cells)} | {speeds[OF_PEAK]:.2f} |")
     return "\n".join(lines)
 
 
@@ -127,7 +148,8 @@ def main() -> None:
         base = Setting("5M", "grpo", "limit", 64, "float32", folder, iterations=1)
         places = [point(axis, value, base, options.threads) for axis in options.axes for value in AXES[axis]]
         write_inputs(place.setting for place in places)
-        runs = [[measure(place, Path(folder)) for place in places] for _ in range(options.rounds)]
+        limits = {threads: _peak(threads) for threads in {1, 2, options.threads}}
+        runs = [[measure(place, Path(folder), limits) for place in places] for _ in range(options.rounds)]
     for index, place in enumerate(places):
         several = [speeds[index] for speeds in runs]
         found.append(

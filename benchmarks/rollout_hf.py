@@ -55,7 +55,7 @@ def build(name: str) -> PreTrainedModel:
         **sizes,
         num_attention_heads=heads,
         num_key_value_heads=groups,
-        max_position_embeddings=1024,
+        max_position_embeddings=2048,
         tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=1,

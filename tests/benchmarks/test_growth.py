@@ -26,7 +26,10 @@ def test_a_point_changes_one_thing_and_is_measured(tmp_path: Path):
     write_inputs([place.setting])
     assert growth.MODELS[place.setting.model] == {**growth.MODELS["140k"], "vocab_size": 96}
 
-    speeds = growth.measure(place, tmp_path)
+    speeds = growth.measure(place, tmp_path, {1: 1.0})
+    # 2 layers of 61,440 weights on 128 tokens with 3,904 pairs of them, and 96 words of 64 for 32 responses'
+    one_pass = 2 * (2 * 61_440 * 128 + 4 * 64 * 3_904) + 2 * 64 * 96 * 32
+    assert speeds["of peak"] == pytest.approx(5 * one_pass / 32 * speeds["iteration"])
     assert 0 < speeds["iteration"] < min(speeds[phase] for phase in growth.PHASES)
     found = [(place, speeds), (growth.point("tokens", 2, base, 1), speeds)]
     assert f"| vocabulary | 96 | {speeds['generation']:.0f} |" in growth.table(found)
