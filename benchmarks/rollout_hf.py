@@ -44,6 +44,13 @@ MODELS = {
         "num_hidden_layers": 10,
         "heads": (7, 1),
     },
+    "135M": {  # sizes of SmolLM2-135M
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "heads": (9, 3),
+    },
 }
 
 

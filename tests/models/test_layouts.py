@@ -20,11 +20,11 @@ HSDP = (
     "critic.model.fsdp_config.fsdp_size=2",
 )
 LAYOUTS = {
-    "padded, by rows": (1, MicroBatching(rows=2), ()),
-    "padded, by tokens": (1, DYNAMIC, ()),
+    "padded, by rows": (1, MicroBatching(rows=2), jobs.PADDED),
+    "padded, by tokens": (1, DYNAMIC, jobs.PADDED),
     "packed, whole": (1, MicroBatching(rows=8), jobs.PACKED),
     "packed, by tokens": (1, DYNAMIC, jobs.PACKED),
-    "padded, by tokens, on 2 ranks": (2, DYNAMIC, ()),
+    "padded, by tokens, on 2 ranks": (2, DYNAMIC, jobs.PADDED),
     "packed, by tokens, on 2 ranks": (2, DYNAMIC, (*jobs.PACKED, *jobs.CHECKPOINTING)),
     "packed, row by row, on 2 ranks": (2, MicroBatching(rows=1), jobs.PACKED),
     "shared by 2 ranks": (2, MicroBatching(rows=8), jobs.sharing(2)),
@@ -69,7 +69,7 @@ def test_one_gradient_whatever_the_layout(ranks, folder, role, mode):
 
 
 @pytest.mark.parametrize("cap", [LONGEST, LONGEST + 7])
-@pytest.mark.parametrize("keys", [(), jobs.PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize("keys", [jobs.PADDED, jobs.PACKED], ids=["padded", "packed"])
 def test_ranks_take_equally_many_passes_and_none_above_the_cap(ranks, folder, keys, cap):
     batches, empty = [*EDGES, *random_batches(4)], 0
     by_rank = ranks.run(2, jobs.passes, folder, batches, MicroBatching(max_tokens=cap), *keys)
@@ -77,7 +77,7 @@ def test_ranks_take_equally_many_passes_and_none_above_the_cap(ranks, folder, ke
         assert len({len(passes) for passes in of_ranks}) == 1
         learned = 0
         for tokens, places, to_learn in (one for passes in of_ranks for one in passes):
-            assert (tokens if keys else places) <= cap
+            assert (tokens if keys == jobs.PACKED else places) <= cap
             learned += to_learn
             empty += to_learn == 0
         assert learned == sum(response for _, response in lengths)

@@ -153,7 +153,7 @@ SIZE = "ulysses_sequence_parallel_size"
 REFUSED = {
     "padded": (
         {},
-        (f"actor_rollout_ref.actor.{SIZE}=2",),
+        (*jobs.PADDED, f"actor_rollout_ref.actor.{SIZE}=2"),
         ("ModelError", f"{SIZE}=2", "actor_rollout_ref.model.use_remove_padding=True"),
     ),
     "heads": (

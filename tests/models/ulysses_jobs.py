@@ -34,6 +34,7 @@ UPDATES = {Role.Actor: "update_actor", Role.Critic: "update_critic"}
 
 
 ONE_KV_HEAD = {"num_key_value_heads": 1, "tie_word_embeddings": True}
+PADDED = ("actor_rollout_ref.model.use_remove_padding=false",)
 PACKED = ("actor_rollout_ref.model.use_remove_padding=true",)  # the critic's follows it
 CHECKPOINTING = (
     "actor_rollout_ref.model.enable_gradient_checkpointing=true",
@@ -78,7 +79,7 @@ def require_equal_gradients(
     mode: str = "token-mean",
 ) -> None:
     """Compare layouts (ranks, micro-batches, keys) with one rank, padded, in one micro-batch."""
-    [expected] = ranks.run(1, gradients, folder, role, batches, MicroBatching(rows=8), mode)
+    [expected] = ranks.run(1, gradients, folder, role, batches, MicroBatching(rows=8), mode, *PADDED)
     for layout, (size, micro, keys) in layouts.items():
         for found in ranks.run(size, gradients, folder, role, batches, micro, mode, *keys):
             for lengths, ours, theirs in zip(batches, found, expected, strict=True):

@@ -43,6 +43,7 @@ WEIGHED = (  # by the update's own log-probs; the sampler is another distributio
 
 LAYOUTS = {
     "local": micro_batches(8, 8),
+    "local, padded": (*micro_batches(8, 8), "actor_rollout_ref.model.use_remove_padding=false"),
     "ray with 1 rank": (*micro_batches(8, 8), "trainer.worker_group=ray"),
     "ray with 1 rank, without handles": (
         *micro_batches(8, 8),
@@ -94,7 +95,8 @@ LAYOUTS = {
         "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1",
         "actor_rollout_ref.model.enable_gradient_checkpointing=true",
     ),
-    "dynamic micro-batches on 2 ranks": (
+    "dynamic micro-batches on 2 ranks, padded": (
+        "actor_rollout_ref.model.use_remove_padding=false",
         "trainer.n_gpus_per_node=2",
         *(f"{section}.use_dynamic_bsz=true" for section in (ACTOR, "critic")),
         *(f"{section}.ppo_max_token_len_per_gpu=24" for section in (ACTOR, "critic")),
@@ -142,10 +144,11 @@ def results(inputs, ray_session):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
+        ("local", "local, padded"),
         ("local", "2 ranks"),
         pytest.param("2 ranks", "4 ranks", marks=pytest.mark.slow),
         pytest.param("local", "HSDP 2x2", marks=pytest.mark.slow),
-        pytest.param("local", "dynamic micro-batches on 2 ranks", marks=pytest.mark.slow),
+        pytest.param("local", "dynamic micro-batches on 2 ranks, padded", marks=pytest.mark.slow),
         pytest.param("local", "2 ranks that share sequences", marks=pytest.mark.slow),
         pytest.param(
             "local, weighed by sequence",

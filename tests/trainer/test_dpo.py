@@ -174,7 +174,7 @@ def test_without_a_checkpoint_another_model_is_a_new_run_with_its_own_reference(
 def test_no_layout_changes_a_parameter(inputs, tmp_path, loss):
     """test_supervised.py does the same with dpo."""
     options = (f"update.loss={loss}", "update.nll_coef=0.2", "trainer.test_freq=-1", "update.optim.lr=1e-3")
-    train("dpo", overrides(inputs, tmp_path / "padded", *options))
+    train("dpo", overrides(inputs, tmp_path / "padded", *options, "model.use_remove_padding=False"))
     packed = (
         "model.use_remove_padding=True",
         "update.use_dynamic_bsz=True",

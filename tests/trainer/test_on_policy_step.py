@@ -42,7 +42,8 @@ VARIANTS = {
         *KL_IN_LOSS,
         "actor_rollout_ref.model.use_remove_padding=true",
     ),
-    "sequence ratios, shuffled, small micro-batches": (
+    "sequence ratios, shuffled, padded, small micro-batches": (
+        "actor_rollout_ref.model.use_remove_padding=false",
         "algorithm.adv_estimator=grpo",
         "algorithm.kl_ctrl.kl_coef=0",
         f"{ACTOR}.shuffle=true",

@@ -32,7 +32,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(inputs):
-    """Four steps with padded micro-batches of 8 pairs."""
+    """Four steps with packed micro-batches of 8 pairs."""
     return train("train-rm", overrides(inputs, inputs / "run"))
 
 

@@ -33,16 +33,16 @@ from supervised_runs import (
     write_rows,
 )
 
-PACKED = "model.use_remove_padding=True"
 LAYOUTS = {
-    "packed": (PACKED, "model.enable_gradient_checkpointing=True"),
+    "padded": ("model.use_remove_padding=False",),
+    "checkpointing": ("model.enable_gradient_checkpointing=True",),
     "micro-batches of 3": ("update.micro_batch_size_per_gpu=3",),
-    "packed by tokens": (PACKED, "update.use_dynamic_bsz=True", "update.max_token_len_per_gpu=36"),
+    "by tokens": ("update.use_dynamic_bsz=True", "update.max_token_len_per_gpu=36"),
 }
 
 
 class Straight(NamedTuple):
-    """A run of four steps with padded micro-batches of 8 rows."""
+    """A run of four steps with packed micro-batches of 8 rows."""
 
     kind: str
     run: Path

@@ -133,18 +133,19 @@ CUT_TO_7 = ["2=.A3<end>.", ".A421<end>.", "7.A1234", "+4=.A<end>."]
 BY_TOKENS = ("reward_model.use_dynamic_bsz=true", "reward_model.forward_max_token_len_per_gpu=20")
 CAP_OF_THE_POLICY = ("reward_model.forward_max_token_len_per_gpu=13",)  # a longer text makes its pass larger
 THREE = ("reward_model.micro_batch_size_per_gpu=3",)
+PADDED = ("actor_rollout_ref.model.use_remove_padding=false",)
 PACKED = ("actor_rollout_ref.model.use_remove_padding=true",)
 
 
 @pytest.mark.parametrize(
     ("model", "texts", "options", "passes"),
     [
-        ("shared", TEXTS["shared"], ("reward_model.micro_batch_size_per_gpu=8",), 1),
+        ("shared", TEXTS["shared"], ("reward_model.micro_batch_size_per_gpu=8", *PADDED), 1),
         ("shared", TEXTS["shared"], THREE, 3),
         ("shared", TEXTS["shared"], (*BY_TOKENS, *PACKED), None),
         ("own", TEXTS["own"], ("reward_model.micro_batch_size_per_gpu=1",), 8),
-        ("own", TEXTS["own"], BY_TOKENS, None),
-        ("own", TEXTS["own"], CAP_OF_THE_POLICY, None),
+        ("own", TEXTS["own"], (*BY_TOKENS, *PADDED), None),
+        ("own", TEXTS["own"], (*CAP_OF_THE_POLICY, *PADDED), None),
         ("own", TEXTS["own"], (*THREE, *PACKED), 3),
         ("own", CUT_TO_7, ("reward_model.max_length=7",), 1),
     ],
