@@ -55,3 +55,9 @@ def test_moments_that_pass_in_parts_change_no_bit_and_two_parts_are_on_the_devic
     assert none == []
     parts = [2 * LAYER_BYTES] * (LAYERS // 2) + [LAYER_BYTES]
     assert sizes == 3 * [here + ahead for here, ahead in zip(parts, [*parts[1:], 0], strict=True)]
+
+
+def test_all_steps_use_the_same_two_streams():
+    with mock.patch.object(torch.cpu, "Stream", wraps=torch.cpu.Stream) as made:
+        trained(offloads=True)
+    assert made.call_count == 2

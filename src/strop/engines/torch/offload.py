@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class Offload:
             optimizer.step()
             return
         backend = torch.get_device_module(self._device)
-        arriving, leaving, left = backend.Stream(), backend.Stream(), backend.Event()
+        (arriving, leaving), left = self._streams, backend.Event()
         parts = list(_parts(optimizer))
         here, ahead = [], self._arrivals(optimizer, parts[0], arriving)
         for parameters, following in zip(parts, [*parts[1:], []], strict=True):
@@ -86,6 +87,12 @@ class Offload:
             left = backend.Event()
             left.record(leaving)
         left.synchronize()
+
+    @cached_property
+    def _streams(self) -> tuple[Any, Any]:
+        """Streams in which moments arrive and leave; torch's allocator keeps freed blocks for each stream."""
+        backend = torch.get_device_module(self._device)
+        return backend.Stream(), backend.Stream()
 
     def _arrivals(
         self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], stream: Any
