@@ -16,8 +16,11 @@ WIDTH, LAYERS = 16, 9
 LAYER_BYTES = 2 * 4 * WIDTH * WIDTH
 
 
-def trained(*, offloads: bool):
-    """A model after three steps; bytes of moments on the device before each part's step."""
+def trained(*, offloads: bool, at_once: int = 2 * LAYER_BYTES):
+    """A model after three steps; bytes of moments on the device before each part's step.
+
+    Its last layer has no gradient in the second step.
+    """
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.1, fused=True)
@@ -35,12 +38,13 @@ def trained(*, offloads: bool):
         taken(*arguments)
 
     taken = offload._step
-    with mock.patch.multiple(offload, copied=copied, _step=step, _MOVED_AT_ONCE=2 * LAYER_BYTES):
+    with mock.patch.multiple(offload, copied=copied, _step=step, _MOVED_AT_ONCE=at_once):
         materialize(optimizer, parked.parked_moments)
         waiting = [id(tensor) for state in optimizer.state.values() for tensor in state.values()]
         alive.clear()
-        for _ in range(3):
+        for number in range(3):
             module(torch.randn(4, WIDTH)).square().mean().backward()
+            module[-1].weight.grad = None if number == 1 else module[-1].weight.grad
             parked.step()
             optimizer.zero_grad()
     moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
@@ -55,6 +59,21 @@ def test_moments_that_pass_in_parts_change_no_bit_and_two_parts_are_on_the_devic
     assert none == []
     parts = [2 * LAYER_BYTES] * (LAYERS // 2) + [LAYER_BYTES]
     assert sizes == 3 * [here + ahead for here, ahead in zip(parts, [*parts[1:], 0], strict=True)]
+
+
+def test_a_parameter_larger_than_a_part_passes_in_pieces_and_changes_no_bit():
+    at_once = LAYER_BYTES * 3 // 8
+    (expected, _), (found, sizes) = trained(offloads=False), trained(offloads=True, at_once=at_once)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert max(sizes) == 2 * at_once
+    assert len(sizes) == 3 * 3 * LAYERS
+
+
+def test_a_parameter_without_a_flat_view_passes_whole():
+    weight = torch.nn.Parameter(torch.randn(8, 4).t())
+    with mock.patch.object(offload, "_MOVED_AT_ONCE", 64):
+        (pieces,) = offload._parts(torch.optim.AdamW([weight]))
+    assert [piece.of(weight).shape for piece in pieces] == [weight.shape]
 
 
 def test_all_steps_use_the_same_two_streams():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Generator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from strop.engines.torch.sharding import part, reshard
 
 _MOVED_AT_ONCE = 1 << 28
-"""Bytes of moments in one part that passes through the device."""
+"""Largest size in bytes of the moments in one part that passes through the device."""
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
@@ -60,6 +62,7 @@ class Offload:
         self._wait_for(torch.device("cpu"))
         return parked
 
+    @torch.no_grad()
     def step(self) -> None:
         """Take the optimizer's step.
 
@@ -75,15 +78,15 @@ class Offload:
         (arriving, leaving), left = self._streams, backend.Event()
         parts = list(_parts(optimizer))
         here, ahead = [], self._arrivals(optimizer, parts[0], arriving)
-        for parameters, following in zip(parts, [*parts[1:], []], strict=True):
+        for pieces, following in zip(parts, [*parts[1:], []], strict=True):
             backend.current_stream().wait_stream(arriving)
             left.synchronize()  # a CPU that runs ahead would fill the device with all moments
             here = ahead  # frees the part before it
             ahead = self._arrivals(optimizer, following, arriving)
-            _step(optimizer, parameters, here)
+            _step(optimizer, pieces, here)
             leaving.wait_stream(backend.current_stream())
             with backend.stream(leaving):
-                _leave(optimizer, parameters, here)
+                _leave(optimizer, pieces, here)
             left = backend.Event()
             left.record(leaving)
         left.synchronize()
@@ -95,13 +98,16 @@ class Offload:
         return backend.Stream(), backend.Stream()
 
     def _arrivals(
-        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], stream: Any
+        self, optimizer: torch.optim.Optimizer, pieces: list[_Piece], stream: Any
     ) -> list[dict[str, Tensor]]:
-        """Begin to copy the moments of ``parameters`` to the device."""
-        states = [optimizer.state[parameter] for parameter in parameters]
+        """Begin to copy the moments of ``pieces`` to the device."""
         with torch.get_device_module(self._device).stream(stream):
             return [
-                {name: copied(tensor, self._device) for name, tensor in state.items()} for state in states
+                {
+                    name: copied(piece.of(tensor), self._device)
+                    for name, tensor in optimizer.state[piece.parameter].items()
+                }
+                for piece in pieces
             ]
 
     def _move_parameters(self, device: torch.device) -> None:
@@ -118,40 +124,71 @@ class Offload:
             torch.cuda.synchronize(self._device)
 
 
-def _parts(optimizer: torch.optim.Optimizer) -> Generator[list[nn.Parameter]]:
-    """Yield all parameters in order, those with moments of ``_MOVED_AT_ONCE`` bytes together."""
+@dataclass(frozen=True)
+class _Piece:
+    """A parameter, or consecutive elements of a large one."""
+
+    parameter: nn.Parameter
+    elements: slice | None = None
+    is_last: bool = True
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this piece of the parameter, its gradient or a moment; the count of steps is whole."""
+        local = part(tensor)
+        return local if self.elements is None or local.dim() == 0 else local.reshape(-1)[self.elements]
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> Generator[list[_Piece]]:
+    """Yield all parameters in order, those with moments of up to ``_MOVED_AT_ONCE`` bytes together."""
     chosen, size = [], 0
     for parameter in (member for group in optimizer.param_groups for member in group["params"]):
-        chosen.append(parameter)
-        size += 2 * part(parameter).nbytes
-        if size >= _MOVED_AT_ONCE:
-            yield chosen
-            chosen, size = [], 0
+        for piece in _pieces(parameter):
+            needed = 2 * piece.of(parameter).nbytes
+            if chosen and size + needed > _MOVED_AT_ONCE:
+                yield chosen
+                chosen, size = [], 0
+            chosen.append(piece)
+            size += needed
     if chosen:
         yield chosen
 
 
-def _step(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], moments: list[dict[str, Tensor]]
-) -> None:
-    """Take the step of ``parameters`` alone, with ``moments`` in place of those in the optimizer's state."""
-    groups, state = [group["params"] for group in optimizer.param_groups], dict(optimizer.state)
-    chosen = {id(parameter) for parameter in parameters}
+def _pieces(parameter: nn.Parameter) -> list[_Piece]:
+    """Cut a parameter with moments of more than ``_MOVED_AT_ONCE`` bytes into pieces."""
+    local = part(parameter)
+    count, limit = local.numel(), _MOVED_AT_ONCE // (2 * local.element_size())
+    if count <= limit or not local.is_contiguous():  # others have no flat view
+        return [_Piece(parameter)]
+    starts = range(0, count, limit)
+    return [_Piece(parameter, slice(start, start + limit), start == starts[-1]) for start in starts]
+
+
+def _step(optimizer: torch.optim.Optimizer, pieces: list[_Piece], moments: list[dict[str, Tensor]]) -> None:
+    """Take the step of ``pieces`` alone, with ``moments`` in place of those in the optimizer's state.
+
+    AdamW treats every element by itself, so pieces take the step of their parameter.
+    """
+    groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
+    chosen: dict[int, list[Tensor]] = defaultdict(list)
+    optimizer.state = defaultdict(dict)
+    for piece, named in zip(pieces, moments, strict=True):
+        tensor, gradient = piece.of(piece.parameter).detach(), piece.parameter.grad
+        tensor.grad = None if gradient is None else piece.of(gradient)
+        chosen[id(piece.parameter)].append(tensor)
+        optimizer.state[tensor] = named
     for group, members in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [member for member in members if id(member) in chosen]
-    optimizer.state.update(zip(parameters, moments, strict=True))
+        group["params"] = [tensor for member in members for tensor in chosen[id(member)]]
     try:
         optimizer.step()
     finally:
-        optimizer.state.update(state)
+        optimizer.state = state
         for group, members in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = members
 
 
-def _leave(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], moments: list[dict[str, Tensor]]
-) -> None:
+def _leave(optimizer: torch.optim.Optimizer, pieces: list[_Piece], moments: list[dict[str, Tensor]]) -> None:
     """Begin to copy moments from the device into the optimizer's state."""
-    for parameter, named in zip(parameters, moments, strict=True):
+    for piece, named in zip(pieces, moments, strict=True):
         for name, tensor in named.items():
-            optimizer.state[parameter][name].copy_(tensor, non_blocking=True)
+            if tensor.dim() or piece.is_last:  # every piece begins from the same count of steps
+                piece.of(optimizer.state[piece.parameter][name]).copy_(tensor, non_blocking=True)
