@@ -1,10 +1,11 @@
-"""Moments that pass through the device in parts, here copies in CPU memory, against a plain step."""
+"""Moments and parameters that pass through the device, here copies in CPU memory, against a plain step."""
 
 from __future__ import annotations
 
 import weakref
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -80,3 +81,69 @@ def test_all_steps_use_the_same_two_streams():
     with mock.patch.object(torch.cpu, "Stream", wraps=torch.cpu.Stream) as made:
         trained(offloads=True)
     assert made.call_count == 2
+
+
+@pytest.fixture
+def moved():
+    """A model whose parameters and buffer wait, with its optimizer and offload."""
+    module = nn.Linear(WIDTH, WIDTH)
+    module.register_buffer("scale", torch.ones(WIDTH))
+    optimizer = torch.optim.AdamW([module.weight], lr=0.01, fused=True)
+    parked = Offload(module, optimizer, torch.device("cpu"))
+    parked._parameters = True
+    with mock.patch.object(offload, "copied", lambda tensor, device: tensor.clone()):
+        parked.park_parameters()
+        yield module, parked
+
+
+def passed(module, parked, between=lambda: None):
+    """Move the model to the device and back; names of the tensors that were copied back."""
+    waiting = {name: tensor.data for name, tensor in module.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in waiting.items()}
+    parked.bring_parameters()
+    assert all(tensor.data_ptr() != waiting[name].data_ptr() for name, tensor in module.state_dict().items())
+    for tensor in waiting.values():
+        tensor.fill_(7.0)  # remains where nothing is copied
+    between()
+    expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    parked.park_parameters()
+    found = module.state_dict()
+    copied = {name for name, tensor in found.items() if torch.equal(tensor, expected[name])}
+    for name in found.keys() - copied:
+        assert found[name].data_ptr() == waiting[name].data_ptr()
+        found[name].data.copy_(before[name])
+    return copied
+
+
+def test_only_parameters_that_changed_are_copied_to_the_cpu(moved):
+    module, parked = moved
+
+    def step():
+        module(torch.randn(4, WIDTH)).square().mean().backward()
+        parked.step()
+        module.zero_grad()
+
+    def load():
+        with torch.no_grad():
+            module.bias.add_(1.0)
+
+    assert passed(module, parked) == set()
+    assert passed(module, parked, step) == {"weight"}
+    assert passed(module, parked) == set()
+    parked._moments = True
+    assert passed(module, parked, step) == {"weight"}
+    assert passed(module, parked, load) == {"bias"}
+    assert passed(module, parked, lambda: module.scale.mul_(2.0)) == {"scale"}
+    assert passed(module, parked, lambda: setattr(module, "scale", torch.full((WIDTH,), 3.0))) == {"scale"}
+    assert passed(module, parked) == set()
+
+
+def test_what_is_written_to_waiting_parameters_reaches_the_device(moved):
+    module, parked = moved
+    with torch.no_grad():
+        module.weight.fill_(5.0)
+    for _ in range(2):
+        parked.bring_parameters()
+        parked.bring_parameters()  # after an error in a pass, nothing is parked
+        assert torch.equal(module.weight, torch.full((WIDTH, WIDTH), 5.0))
+        parked.park_parameters()

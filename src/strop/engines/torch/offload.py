@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from strop.engines.torch.sharding import part, reshard
 
@@ -26,8 +27,9 @@ class Offload:
     """Move a module and its optimizer's moments between the device and the CPU.
 
     Copies wait in pinned memory, so that transfers run at the bus's full speed, and the CPU prepares
-    micro-batches while parameters come back. Moments pass through the device in the optimizer's step, some at
-    a time. Gradients are not offloaded: between phases there are none.
+    micro-batches while parameters come back. Only parameters that changed on the device are copied to the
+    CPU. Moments pass through the device in the optimizer's step, some at a time. Gradients are not offloaded:
+    between phases there are none.
     """
 
     def __init__(
@@ -43,37 +45,70 @@ class Offload:
         self._parameters = parameters and device.type != "cpu"
         self._moments = moments and device.type != "cpu"
         self._module, self._optimizer, self._device = module, optimizer, device
+        self._parked = False
+        self._arrived: dict[int, _Arrival] = {}
+        """Parameters and buffers that were copied to the device, by id."""
 
+    @torch.no_grad()
     def bring_parameters(self) -> None:
         """Move parameters to the device if they are offloaded."""
-        if self._parameters:
-            self._move_parameters(self._device)
+        if not self._parked:
+            return
+        held = self._held()
+        waiting = [tensor.detach() for tensor in held]
+        self._replace(held, [copied(tensor, self._device) for tensor in waiting])
+        pairs = zip(self._held(), waiting, strict=True)
+        self._arrived = {id(tensor): _Arrival(tensor, _versions(tensor), host) for tensor, host in pairs}
+        self._parked = False
 
+    @torch.no_grad()
     def park_parameters(self) -> None:
         """Move parameters to the CPU if ``param_offload`` is on."""
-        if self._parameters:
-            self._move_parameters(torch.device("cpu"))
+        if not self._parameters or self._parked:
+            return
+        held = self._held()
+        waiting = []
+        for tensor in held:
+            arrival = self._arrived.get(id(tensor))
+            if arrival is None:
+                waiting.append(copied(tensor.detach(), torch.device("cpu")))
+                continue
+            if arrival.versions != _versions(tensor):
+                part(arrival.host).copy_(part(tensor), non_blocking=True)
+            waiting.append(arrival.host)
+        # Before FSDP2 reads them: it pads parts of unequal size as it takes them over.
+        self._wait()
+        self._replace(held, waiting)
+        self._arrived, self._parked = {}, True
 
     def parked_moments(self, moments: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a parameter's new moments where they wait: on the CPU if ``optimizer_offload`` is on."""
         if not self._moments:
             return moments
         parked = {name: copied(tensor, torch.device("cpu")) for name, tensor in moments.items()}
-        self._wait_for(torch.device("cpu"))
+        self._wait()
         return parked
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take the optimizer's step.
-
-        Offloaded moments pass in parts: one arrives while the one before it is used and leaves, in streams of
-        their own, so that the bus works in both directions, and two parts are on the device.
-        """
+        """Take the optimizer's step; offloaded moments pass through the device in parts."""
         if (optimizer := self._optimizer) is None:
             raise RuntimeError("there is no optimizer")
-        if not self._moments:
-            optimizer.step()
-            return
+        try:
+            if self._moments:
+                self._pass_moments(optimizer)
+            else:
+                optimizer.step()
+        finally:  # fused kernels do not count as operations in place
+            parameters = (member for group in optimizer.param_groups for member in group["params"])
+            increment_version([part(parameter) for parameter in parameters])
+
+    def _pass_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer's step in parts.
+
+        One part arrives while the one before it is used and leaves, in streams of their own, so that the bus
+        works in both directions, and two parts are on the device.
+        """
         backend = torch.get_device_module(self._device)
         (arriving, leaving), left = self._streams, backend.Event()
         parts = list(_parts(optimizer))
@@ -110,18 +145,32 @@ class Offload:
                 for piece in pieces
             ]
 
-    def _move_parameters(self, device: torch.device) -> None:
+    def _held(self) -> list[Tensor]:
         reshard(self._module)  # what is gathered is not moved
-        held = [*self._module.parameters(), *self._module.buffers()]
-        copies = {id(tensor): copied(tensor.detach(), device) for tensor in held}
-        # Before FSDP2 reads them: it pads parts of unequal size as it takes them over.
-        self._wait_for(device)
-        self._module._apply(lambda tensor: copies.get(id(tensor), tensor))
+        return [*self._module.parameters(), *self._module.buffers()]
 
-    def _wait_for(self, device: torch.device) -> None:
-        """Wait until copies in CPU memory can be read; those on the GPU are ordered by its stream."""
-        if device.type == "cpu" and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def _replace(self, held: list[Tensor], others: list[Tensor]) -> None:
+        places = dict(zip(map(id, held), others, strict=True))
+        self._module._apply(lambda tensor: places.get(id(tensor), tensor))
+
+    def _wait(self) -> None:
+        """Wait until copies in CPU memory can be read and written."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A parameter or buffer on the device, its versions after it was copied there, and the original."""
+
+    tensor: Tensor
+    versions: tuple[int, int]
+    host: Tensor
+
+
+def _versions(tensor: Tensor) -> tuple[int, int]:
+    """Return the numbers that count operations in place, on a DTensor and on its part."""
+    return tensor._version, part(tensor)._version
 
 
 @dataclass(frozen=True)
