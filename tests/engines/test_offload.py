@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from unittest import mock
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from strop.engines.torch import offload
-from strop.engines.torch.offload import Offload
+from strop.engines.torch.offload import Offload, pinned_like
 from strop.engines.torch.state import materialize
 
 WIDTH, LAYERS = 16, 9
@@ -147,3 +148,30 @@ def test_what_is_written_to_waiting_parameters_reaches_the_device(moved):
         parked.bring_parameters()  # after an error in a pass, nothing is parked
         assert torch.equal(module.weight, torch.full((WIDTH, WIDTH), 5.0))
         parked.park_parameters()
+
+
+def test_pinned_memory_has_the_size_of_its_tensors_and_is_released_with_them(monkeypatch):
+    pinned, released = {}, []
+    monkeypatch.setattr(offload, "pin_memory", pinned.__setitem__)
+    monkeypatch.setattr(offload, "unpin_memory", released.append)
+    tensors = [
+        torch.zeros((3 << 20) + 1, dtype=torch.bfloat16),
+        torch.zeros(()),
+        torch.zeros(0, 5),
+        torch.zeros(5, 3).t(),
+    ]
+    found = pinned_like(tensors, torch.device("cuda"))
+    ((start, size),) = pinned.items()
+    assert sum(tensor.nbytes for tensor in tensors) <= size < sum(tensor.nbytes + 64 for tensor in tensors)
+    for number, (ours, given) in enumerate(zip(found, tensors, strict=True)):
+        assert (ours.shape, ours.dtype, ours.stride()) == (given.shape, given.dtype, given.stride())
+        assert ours.untyped_storage().nbytes() == given.nbytes  # a storage of its own
+        ours.fill_(number)
+        assert not given.numel() or start <= ours.data_ptr() < start + size
+    assert all((ours == number).all() for number, ours in enumerate(found))
+    del found[1:], ours
+    gc.collect()
+    assert released == []
+    found.clear()
+    assert released == [start]
+    assert pinned_like([torch.zeros(0)], torch.device("cuda"))[0].numel() == 0

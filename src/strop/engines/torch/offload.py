@@ -2,25 +2,53 @@
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from strop.engines.torch.sharding import part, reshard
 
 _MOVED_AT_ONCE = 1 << 28
 """Largest size in bytes of the moments in one part that passes through the device."""
+_ALIGNMENT = 64
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Begin to copy a tensor between a GPU and the CPU, where the copy is in pinned memory."""
+    """Begin to copy a tensor in pinned memory to ``device``."""
     return tensor.to(device, non_blocking=True)
+
+
+@torch.no_grad()
+def pinned_like(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors like these in CPU memory, pinned for a GPU, with undefined values.
+
+    They have one mapping of the exact size; torch's allocator rounds a pinned block up to a power of two.
+    """
+    found = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+    sizes = [-(-part(tensor).nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in found]
+    if not sum(sizes):
+        return found
+    memory = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
+    if device.type == "cuda":
+        pin_memory(memory.ctypes.data, memory.nbytes)
+        weakref.finalize(memory, unpin_memory, memory.ctypes.data).atexit = False
+    for tensor, size, end in zip(found, sizes, accumulate(sizes), strict=True):
+        if size:
+            local = part(tensor)
+            flat = torch.frombuffer(memory, dtype=local.dtype, count=local.numel(), offset=end - size)
+            local.data = flat.as_strided(local.shape, local.stride())
+    return found
 
 
 class Offload:
@@ -67,25 +95,27 @@ class Offload:
         if not self._parameters or self._parked:
             return
         held = self._held()
-        waiting = []
-        for tensor in held:
+        new = [tensor for tensor in held if id(tensor) not in self._arrived]
+        hosts = {key: arrival.host for key, arrival in self._arrived.items()}
+        hosts.update(zip(map(id, new), pinned_like(new, self._device), strict=True))
+        waiting = [hosts[id(tensor)] for tensor in held]
+        for tensor, host in zip(held, waiting, strict=True):
             arrival = self._arrived.get(id(tensor))
-            if arrival is None:
-                waiting.append(copied(tensor.detach(), torch.device("cpu")))
-                continue
-            if arrival.versions != _versions(tensor):
-                part(arrival.host).copy_(part(tensor), non_blocking=True)
-            waiting.append(arrival.host)
+            if arrival is None or arrival.versions != _versions(tensor):
+                part(host).copy_(part(tensor), non_blocking=True)
         # Before FSDP2 reads them: it pads parts of unequal size as it takes them over.
         self._wait()
         self._replace(held, waiting)
         self._arrived, self._parked = {}, True
 
+    @torch.no_grad()
     def parked_moments(self, moments: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a parameter's new moments where they wait: on the CPU if ``optimizer_offload`` is on."""
         if not self._moments:
             return moments
-        parked = {name: copied(tensor, torch.device("cpu")) for name, tensor in moments.items()}
+        parked = dict(zip(moments, pinned_like(moments.values(), self._device), strict=True))
+        for name, tensor in moments.items():
+            part(parked[name]).copy_(part(tensor), non_blocking=True)
         self._wait()
         return parked
 
