@@ -23,9 +23,9 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 class PeakMemory:
     """Largest memory of this process by phase, in GiB.
 
-    On a GPU what torch has allocated on it, on a CPU the resident size of the process, with everything else
-    that lives in it: the driver of a run in one process, and roles in other threads. A system that does not
-    tell it (other than Linux) gives no figures.
+    On a GPU what torch has allocated, with the tensors of a vLLM that sleeps. On a CPU the resident size
+    of the process, with everything else that lives in it: the driver of a run in one process, and roles in
+    other threads. A system that does not tell it (other than Linux) gives no figures.
     """
 
     def __init__(self) -> None:
