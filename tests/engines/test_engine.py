@@ -261,6 +261,23 @@ def test_engines_are_found_by_strategy_and_devices_by_name(folder):
             pick_device("cuda")
 
 
+def test_passes_without_gradient_are_launched_before_their_outputs_are_copied_to_the_cpu(folder, monkeypatch):
+    engine, events, copied = jobs.engine(folder, optimizer=None), [], torch.Tensor.cpu
+    engine.module.register_forward_pre_hook(lambda *_: events.append("pass"))
+    samples, micro = jobs.samples(), MicroBatching(rows=4)
+
+    def cpu(tensor):
+        events.extend([tensor.dim()] if tensor.is_floating_point() else [])
+        return copied(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    engine.infer(samples, micro)
+    assert events == 4 * ["pass"] + [2, 2]
+    events.clear()
+    engine.infer(samples, micro, with_entropy=False, with_hidden=True)
+    assert events == 4 * ["pass", 3] + [2, 3]  # hidden states of a batch would fill the device
+
+
 def _train_twice(engine: TorchEngine) -> str:
     for _ in range(2):
         _update(engine)

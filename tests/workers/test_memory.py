@@ -103,7 +103,7 @@ def test_segments_expand_on_a_gpu_unless_the_user_chose(chosen, monkeypatch):
     assert chosen == EXPANDABLE * 2
 
 
-def test_not_where_vllm_sleeps(chosen):
+def test_not_where_vllm_sleeps_or_runs_on_several_gpus(chosen):
     vllm = ["actor_rollout_ref.rollout.name=vllm", "trainer.resource_pools={a: [1], b: [1]}",
             "+trainer.placement.Critic=b"]  # fmt: skip
     prefer_expandable_segments(load_config(vllm), "ActorRollout", GPU)
@@ -112,6 +112,10 @@ def test_not_where_vllm_sleeps(chosen):
     prefer_expandable_segments(load_config(vllm), "Critic", GPU)
     awake = load_config([*vllm, "actor_rollout_ref.rollout.free_cache_engine=False"])
     prefer_expandable_segments(awake, "ActorRollout", GPU)
+    assert chosen == EXPANDABLE * 2
+    several = ["trainer.resource_pools={a: [2], b: [2]}", "actor_rollout_ref.rollout.free_cache_engine=False"]
+    two = load_config([*vllm, *several, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"])
+    prefer_expandable_segments(two, "ActorRollout", GPU)
     assert chosen == EXPANDABLE * 2
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from strop.config.placement import Placement, runs_on_ray
+from strop.config.placement import Placement, runs_on_ray, tensor_parallel_size
 from strop.config.schema import Config, RootConfig
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -23,9 +23,9 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 class PeakMemory:
     """Largest memory of this process by phase, in GiB.
 
-    On a GPU what torch has allocated on it, on a CPU the resident size of the process, with everything else
-    that lives in it: the driver of a run in one process, and roles in other threads. A system that does not
-    tell it (other than Linux) gives no figures.
+    On a GPU what torch has allocated, with the tensors of a vLLM that sleeps. On a CPU the resident size
+    of the process, with everything else that lives in it: the driver of a run in one process, and roles in
+    other threads. A system that does not tell it (other than Linux) gives no figures.
     """
 
     def __init__(self) -> None:
@@ -97,8 +97,9 @@ def _peak(device: torch.device) -> float | None:
 def prefer_expandable_segments(config: RootConfig, role: str, device: torch.device) -> None:
     """Let torch grow its blocks on a GPU, so that sizes which differ in every micro-batch do not fragment it.
 
-    An allocator that the user configured stays as it is; so does that of a process in which vLLM sleeps: its
-    memory pool takes no expandable segments.
+    An allocator that the user configured stays as it is; so does that of a process in which vLLM sleeps or
+    runs on several GPUs. Its memory pool takes no expandable segments, and its all-reduce shares buffers of
+    CUDA graphs by cudaIpcGetMemHandle, which fails for them.
     """
     if device.type != "cuda" or any(os.environ.get(name) for name in _ALLOCATOR):
         return
@@ -107,6 +108,7 @@ def prefer_expandable_segments(config: RootConfig, role: str, device: torch.devi
         pool = placed.roles[placed.rollout_role]
         own_pool = placed.roles.get(role, pool)  # a role of the user's: unknown
         shares = own_pool == pool or not runs_on_ray(config)  # without Ray all pools are in one process
-        if rollout.name == "vllm" and rollout.free_cache_engine and shares:
+        fixed = rollout.free_cache_engine or tensor_parallel_size(config) > 1
+        if rollout.name == "vllm" and fixed and shares:
             return
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -281,11 +281,14 @@ class TorchEngine:
         with self._low_precision():
             for piece_rows in rows:
                 outputs = self.module(columns_of(batch, piece_rows, self.device), **options)
-                pieces.append({name: tensor[: len(piece_rows)].cpu() for name, tensor in outputs.items()})
+                found = {name: tensor[: len(piece_rows)] for name, tensor in outputs.items()}
+                # A copy to the CPU waits for the pass; hidden states alone are too large to stay here.
+                pieces.append({name: out if out.dim() < 3 else out.cpu() for name, out in found.items()})
         reshard(self.module)
-        self._offload.park_parameters()
         width = batch.batch["response_mask"].shape[1] if "response_mask" in batch else 0
-        return restore(pieces, rows, width)
+        restored = {name: tensor.cpu() for name, tensor in restore(pieces, rows, width).items()}
+        self._offload.park_parameters()
+        return restored
 
     def forward_backward(
         self, batch: DataProto, loss: Loss, micro: MicroBatching, **options: Any
