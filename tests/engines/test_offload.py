@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.cuda import _pin_memory_utils
 
 from strop.engines.torch import offload
 from strop.engines.torch.offload import Offload, pinned_like
@@ -152,8 +153,8 @@ def test_what_is_written_to_waiting_parameters_reaches_the_device(moved):
 
 def test_pinned_memory_has_the_size_of_its_tensors_and_is_released_with_them(monkeypatch):
     pinned, released = {}, []
-    monkeypatch.setattr(offload, "pin_memory", pinned.__setitem__)
-    monkeypatch.setattr(offload, "unpin_memory", released.append)
+    monkeypatch.setattr(_pin_memory_utils, "pin_memory", pinned.__setitem__)
+    monkeypatch.setattr(_pin_memory_utils, "unpin_memory", released.append)
     tensors = [
         torch.zeros((3 << 20) + 1, dtype=torch.bfloat16),
         torch.zeros(()),

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from strop.engines.torch.sharding import part, reshard
 
@@ -41,6 +40,8 @@ def pinned_like(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]
         return found
     memory = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
     if device.type == "cuda":
+        from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
+
         pin_memory(memory.ctypes.data, memory.nbytes)
         weakref.finalize(memory, unpin_memory, memory.ctypes.data).atexit = False
     for tensor, size, end in zip(found, sizes, accumulate(sizes), strict=True):
@@ -136,7 +137,7 @@ class Offload:
     def _pass_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer's step in parts.
 
-        One part arrives while the one before it is used and leaves, in streams of their own, so that the bus
+        One part arrives while the one before it is used and leaves, in separate streams, so that the bus
         works in both directions, and two parts are on the device.
         """
         backend = torch.get_device_module(self._device)
