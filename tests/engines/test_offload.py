@@ -34,8 +34,11 @@ def trained(*, offloads: bool):
         sizes.append(sum(copy.nbytes for ref in alive if (copy := ref()) is not None and copy.dim()))
         taken(*arguments)
 
-    taken = offload._step
-    with mock.patch.multiple(offload, copied=copied, _step=step, _MOVED_AT_ONCE=2 * LAYER_BYTES):
+    taken, stream = offload._step, mock.Mock(wraps=torch.cpu.Stream)
+    with (
+        mock.patch.multiple(offload, copied=copied, _step=step, _MOVED_AT_ONCE=2 * LAYER_BYTES),
+        mock.patch.object(torch.cpu, "Stream", stream),
+    ):
         materialize(optimizer, parked.parked_moments)
         waiting = [id(tensor) for state in optimizer.state.values() for tensor in state.values()]
         alive.clear()
@@ -43,6 +46,7 @@ def trained(*, offloads: bool):
             module(torch.randn(4, WIDTH)).square().mean().backward()
             parked.step()
             optimizer.zero_grad()
+    assert stream.call_count == 2 * offloads  # the same in every step: free memory is of a stream
     moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
     assert [id(tensor) for tensor in moments] == waiting
     assert [len(group["params"]) for group in optimizer.param_groups] == [LAYERS]

@@ -369,7 +369,7 @@ class FsdpConfig(FrozenFsdpConfig):
     ]
     """Keep the gradients in CPU memory while they are not used."""
     optimizer_offload: Offload
-    """Keep the optimizer state in CPU memory; in a step it passes through the GPU, 0.5 GiB at a time."""
+    """Keep the optimizer state in CPU memory; in a step it passes through the GPU in parts."""
     fsdp_size: Annotated[PositiveOrAll, _UNSHARDED]
     """Ranks that share one copy of the parameters; -1: all."""
     use_no_sync_for_gradient_accumulation: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from strop.engines.torch.sharding import part, reshard
 
 _MOVED_AT_ONCE = 1 << 28
-"""Bytes of moments in one part that passes through the device."""
+"""Bytes of moments that make up a part, which passes through the device whole; one tensor may have more."""
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
@@ -62,8 +63,8 @@ class Offload:
     def step(self) -> None:
         """Take the optimizer's step.
 
-        Offloaded moments pass in parts: one arrives while the one before it is used and leaves, in streams of
-        their own, so that the bus works in both directions, and two parts are on the device.
+        Offloaded moments pass in parts: one arrives while the one before it is used and leaves, in separate
+        streams, so that the bus works in both directions, and two parts are on the device.
         """
         if (optimizer := self._optimizer) is None:
             raise RuntimeError("there is no optimizer")
@@ -71,7 +72,7 @@ class Offload:
             optimizer.step()
             return
         backend = torch.get_device_module(self._device)
-        arriving, leaving, left = backend.Stream(), backend.Stream(), backend.Event()
+        (arriving, leaving), left = self._streams, backend.Event()
         parts = list(_parts(optimizer))
         here, ahead = [], self._arrivals(optimizer, parts[0], arriving)
         for parameters, following in zip(parts, [*parts[1:], []], strict=True):
@@ -86,6 +87,12 @@ class Offload:
             left = backend.Event()
             left.record(leaving)
         left.synchronize()
+
+    @cached_property
+    def _streams(self) -> tuple[Any, Any]:
+        """Streams of arriving and leaving moments; new ones in each step would not reuse free memory."""
+        backend = torch.get_device_module(self._device)
+        return backend.Stream(), backend.Stream()
 
     def _arrivals(
         self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], stream: Any
@@ -112,7 +119,7 @@ class Offload:
 
 
 def _parts(optimizer: torch.optim.Optimizer) -> Generator[list[nn.Parameter]]:
-    """Yield all parameters in order, those with moments of ``_MOVED_AT_ONCE`` bytes together."""
+    """Yield all parameters in order, those with moments of at least ``_MOVED_AT_ONCE`` bytes together."""
     chosen, size = [], 0
     for parameter in (member for group in optimizer.param_groups for member in group["params"]):
         chosen.append(parameter)
