@@ -427,7 +427,7 @@ def test_flex_attention_is_compiled_past_torchs_limit(monkeypatch):
 
     compiled = torch.compile(attend, backend=counted)
     monkeypatch.setattr(flex_attention, "_compiled", lambda function: compiled)
-    masks = [f"{number:0{number}}" for number in range(1, 13)]  # each with guards of its own
+    masks = [f"{number:0{number}}" for number in range(1, 13)]  # each with different guards
     for mask in masks:
         flex_attention._run(attend, True, torch.zeros(3), mask)
     assert len(graphs) == len(masks)
