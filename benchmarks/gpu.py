@@ -7,9 +7,10 @@ padded rows, the output layer against whole logits and float64, bfloat16 against
 the hf rollout against a forward pass. Then speed: the output layer alone, with Triton's kernels and with
 torch's operations; generation, log-probs and update of random models with Qwen2.5's sizes, beside a plain
 training step of transformers on the same tokens (the floor); generation by vLLM where it is installed, in a
-process of its own; and the update again, with one setting changed at a time. Needs no network and no data.
-Cases that the budget (seconds) leaves out are named. A model whose training does not fit into the memory is
-trained with fewer layers, which are named: "7B, 9 of 28 layers".
+separate process; and the update again, with one setting changed at a time. Needs no network and no data.
+Cases that fail or that the budget (seconds) leaves out are named, and every row is written at once. A model
+whose training does not fit into the memory is trained with fewer layers, which are named: "7B, 9 of 28
+layers".
 
 MFU counts 6 operations a parameter and trained token (2 without gradient) and the attention's, each prompt
 once for all of its samples, relative to the GPU's own speed in a matrix product of 8192 x 8192, measured in
@@ -32,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,6 +56,7 @@ from strop.engines.base import Loss, OptimizerSettings
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.engine import TorchEngine
 from strop.engines.torch.sharding import ShardingSettings
+from strop.files import atomic_write_text
 from strop.models.flex_attention import FLEX
 from strop.models.passes.compiled import why_not_compiled
 from strop.models.passes.liger import use_liger
@@ -294,13 +296,16 @@ def rightness(device: torch.device) -> list[tuple[str, float, float]]:
         bounds: tuple[float, float],
         **options: Any,
     ) -> None:
-        engine = engine_of(size, device, dtype, packed=packed, **options)
-        engine.module.load_state_dict(cpu.module.state_dict())
-        found = engine.infer(batch, micro)["log_prob"]
-        lines.append((f"{name}: log-probs", float((found - wanted).abs().max()), bounds[0]))
-        lines.append(
-            (f"{name}: gradients", apart(gradients(engine, batch, micro), wanted_gradients), bounds[1])
-        )
+        found = [math.nan, math.nan]
+        try:
+            engine = engine_of(size, device, dtype, packed=packed, **options)
+            engine.module.load_state_dict(cpu.module.state_dict())
+            found[0] = float((engine.infer(batch, micro)["log_prob"] - wanted).abs().max())
+            found[1] = apart(gradients(engine, batch, micro), wanted_gradients)
+        except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the rest can be measured
+            name = f"{name}: {in_a_line(error)}"
+        lines.append((f"{name}: log-probs", found[0], bounds[0]))
+        lines.append((f"{name}: gradients", found[1], bounds[1]))
 
     lines: list[tuple[str, float, float]] = []
     exact, rounded = (1e-4, 1e-4), (0.1, 0.1)
@@ -467,15 +472,33 @@ def row(line: Line) -> str:
     return f"| {' | '.join(cell(name) for name in TITLES)} |"
 
 
+def in_a_line(error: Exception) -> str:
+    """Return kind and first line of an error, as the text of a cell."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[:200].replace('|', '/')}"
+
+
 @dataclass
 class Table:
-    """Rows, which are printed as they come."""
+    """Rows, which are printed and written as they come."""
 
     lines: list[Line]
+    write: Callable[[], None] = lambda: None
 
     def add(self, line: Line) -> None:
         self.lines.append(line)
         print(row(line), flush=True)
+        self.write()
+
+    @contextlib.contextmanager
+    def or_error(self, line: Line) -> Generator[None]:
+        """Add ``line`` with the error if the body raises one, in place of the rows that it would add."""
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError:
+            self.add(line | {"note": "out of memory"})
+        except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the rest can be measured
+            self.add(line | {"note": f"failed: {in_a_line(error)}"})
 
 
 @dataclass
@@ -517,16 +540,13 @@ class Case:
             self.table.add(line | {"note": "not run: budget"})
             return
         self.clock.forget()
-        try:
+        with self.table.or_error(line):
             took = self.clock.seconds(work)
-        except torch.cuda.OutOfMemoryError:
-            self.table.add(line | {"note": "out of memory"})
-            return
-        count = count or float(batch.batch["attention_mask"].sum())
-        flops = operations(self.size, self.parameters, batch, n or self.n, trains=trains)
-        share = flops / took / self.matrix_speed
-        figures = {"s": took, "tokens/s": count / took, "MFU": share, "GiB": self.clock.peak()}
-        self.table.add(line | figures)
+            count = count or float(batch.batch["attention_mask"].sum())
+            flops = operations(self.size, self.parameters, batch, n or self.n, trains=trains)
+            share = flops / took / self.matrix_speed
+            figures = {"s": took, "tokens/s": count / took, "MFU": share, "GiB": self.clock.peak()}
+            self.table.add(line | figures)
 
     def that_fits(self) -> Case:
         """Return the case with as many layers as can be trained on this device."""
@@ -539,13 +559,14 @@ class Case:
 
     def inference(self) -> None:
         """Measure generation and log-probs."""
-        engine = engine_of(self.size, self.clock.device, "bfloat16", packed=True, trains=False)
-        model = engine.module.hugging_face_model
-        rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[1], compute_dtype=engine.compute_dtype)
-        self.generation("hf", rollout)
-        for kind, batch in self.batches.items():
-            work = partial(engine.infer, batch, self.micro)
-            self.measure("log-probs", work, batch=batch, lengths=kind)
+        with self.table.or_error({"model": self.name, "phase": "generation (hf)"}):
+            engine = engine_of(self.size, self.clock.device, "bfloat16", packed=True, trains=False)
+            model = engine.module.hugging_face_model
+            rollout = HFRollout(model, pad_token_id=0, eos_token_ids=[1], compute_dtype=engine.compute_dtype)
+            self.generation("hf", rollout)
+            for kind, batch in self.batches.items():
+                work = partial(engine.infer, batch, self.micro)
+                self.measure("log-probs", work, batch=batch, lengths=kind)
 
     def generation(self, name: str, rollout: RolloutEngine) -> None:
         """Measure the generation of a quarter of the columns, from prompts of as many."""
@@ -585,7 +606,7 @@ class Case:
         self.generation("vllm", rollout)
 
     def vllm(self) -> None:
-        """Run ``vllm_here`` in a process of its own, which frees vLLM's memory at its end."""
+        """Run ``vllm_here`` in a separate process, which frees vLLM's memory at its end."""
         phase: Line = {"model": self.name, "phase": "generation (vllm)"}
         why_not = "budget" if self.clock.left() < 0 else "" if find_spec("vllm") else "not installed"
         if why_not:
@@ -614,23 +635,31 @@ class Case:
         if not self.size.layers:
             self.table.add({"model": self.name, "phase": "update", "note": "not run: memory"})
             return
-        for checkpointing in (False, True):
-            self.update(checkpointing)
+        self.update("update", self.batches)
+        self.update("update, checkpointing", self.batches, gradient_checkpointing=True)
         self.floor()
 
-    def update(self, checkpointing: bool) -> None:
-        """Measure optimizer steps over all samples."""
-        options = {"packed": True, "gradient_checkpointing": checkpointing}
-        engine = engine_of(self.size, self.clock.device, "bfloat16", **options)
-        for kind, batch in self.batches.items():
-            loss = policy_loss(float(batch.batch["response_mask"].sum()))
+    def update(
+        self,
+        phase: str,
+        batches: Mapping[str, DataProto],
+        *,
+        n: int | None = None,
+        micro: MicroBatching | None = None,
+        packed: bool = True,
+        **options: Any,
+    ) -> None:
+        """Measure optimizer steps over all samples of each batch; ``options`` are those of ``engine_of``."""
+        with self.table.or_error({"model": self.name, "phase": phase}):
+            engine = engine_of(self.size, self.clock.device, "bfloat16", packed=packed, **options)
+            for kind, batch in batches.items():
+                loss = policy_loss(float(batch.batch["response_mask"].sum()))
 
-            def step(batch: DataProto = batch, loss: Loss = loss) -> None:
-                engine.forward_backward(batch, loss, self.micro)
-                engine.optimizer_step(1e-6)
+                def step(batch: DataProto = batch, loss: Loss = loss) -> None:
+                    engine.forward_backward(batch, loss, micro or self.micro)
+                    engine.optimizer_step(1e-6)
 
-            phase = "update, checkpointing" if checkpointing else "update"
-            self.measure(phase, step, batch=batch, lengths=kind, trains=True)
+                self.measure(phase, step, batch=batch, lengths=kind, n=n, trains=True)
 
     def variants(self) -> None:
         """Measure the update with one thing else each; FSDP2 over one rank copies, and sends nothing."""
@@ -646,6 +675,8 @@ class Case:
         self.variant("offloaded", offload_parameters=True, offload_moments=True)
         why = why_not_compiled(device) if on_gpu else "no GPU"
         self.variant("FlexAttention", why_not=why, attention=FLEX)
+        selective = {"attention": FLEX, "gradient_checkpointing": "selective"}
+        self.variant("FlexAttention, selective checkpointing", why_not=why, **selective)
         self.variant("compiled layers", why_not=why, compiled=True)
         why = "" if on_gpu and find_spec("liger_kernel") else "no GPU" if not on_gpu else "not installed"
         rotate = modeling_qwen2.apply_rotary_pos_emb
@@ -664,15 +695,12 @@ class Case:
         name: str,
         *,
         batch: DataProto | None = None,
-        n: int | None = None,
-        micro: MicroBatching | None = None,
         setting: str = EXPANDABLE,
         why_not: str = "",
-        packed: bool = True,
         **options: Any,
     ) -> None:
-        """Measure the update on rows of uneven lengths; ``options`` are those of ``engine_of``."""
-        phase, batch, micro = f"update, {name}", batch or self.batches["uneven"], micro or self.micro
+        """Measure the update on rows of uneven lengths; ``options`` are those of ``update``."""
+        phase = f"update, {name}"
         why_not = why_not or ("budget" if self.clock.left() < 0 else "")
         if why_not:
             self.table.add({"model": self.name, "phase": phase, "note": f"not run: {why_not}"})
@@ -680,27 +708,18 @@ class Case:
         if self.clock.device.type == "cuda":
             torch.cuda.empty_cache()
             torch._C._accelerator_setAllocatorSettings(setting)
-        try:
-            engine = engine_of(self.size, self.clock.device, "bfloat16", packed=packed, **options)
-        except torch.cuda.OutOfMemoryError:
-            self.table.add({"model": self.name, "phase": phase, "note": "out of memory"})
-            return
-        loss = policy_loss(float(batch.batch["response_mask"].sum()))
-
-        def step() -> None:
-            engine.forward_backward(batch, loss, micro)
-            engine.optimizer_step(1e-6)
-
-        self.measure(phase, step, batch=batch, lengths="uneven", n=n, trains=True)
+        self.update(phase, {"uneven": batch or self.batches["uneven"]}, **options)
 
     def floor(self) -> None:
         """Measure a plain training step of transformers."""
         batch, rows = self.batches["full"], max(self.micro.max_tokens // (2 * self.width), 1)
-        plain = Floor(self.size, batch, self.clock.device, rows)
-        self.measure("floor: transformers' update", plain.update, batch=batch, n=1, trains=True)
+        phase = "floor: transformers' update"
+        with self.table.or_error({"model": self.name, "phase": phase}):
+            plain = Floor(self.size, batch, self.clock.device, rows)
+            self.measure(phase, plain.update, batch=batch, n=1, trains=True)
 
 
-def head_speed(clock: Clock) -> list[Line]:
+def head_speed(clock: Clock, table: Table) -> None:
     """Compare the output layer at a vocabulary of 152k with its matrix products alone."""
     on_gpu = clock.device.type == "cuda"
     tokens, hidden, vocabulary = (8192, 1536, 151_936) if on_gpu else (64, 32, 1024)
@@ -730,7 +749,6 @@ def head_speed(clock: Clock) -> list[Line]:
         upstream.t() @ weight
         upstream @ states
 
-    lines: list[Line] = []
     works = (
         ("log-probs", log_probs, clock.seconds(one_product)),
         ("update", update, clock.seconds(products)),
@@ -739,14 +757,13 @@ def head_speed(clock: Clock) -> list[Line]:
         for name in ("kernel", "blocks"):
             line: Line = {"model": f"V={vocabulary}", "phase": f"output layer, {phase}, {name}"}
             if name == "kernel" and not _has_kernel(clock.device):
-                lines.append(line | {"note": "not run: no kernel for this device"})
+                table.add(line | {"note": "not run: no kernel for this device"})
                 continue
             clock.forget()
-            with head_by(name):
+            with table.or_error(line), head_by(name):
                 took = clock.seconds(work)
-            figures = {"lengths": "full", "s": took, "tokens/s": tokens / took, "GiB": clock.peak()}
-            lines.append(line | figures | {"note": f"{took / products_s:.2f} times its matrix products"})
-    return lines
+                figures = {"lengths": "full", "s": took, "tokens/s": tokens / took, "GiB": clock.peak()}
+                table.add(line | figures | {"note": f"{took / products_s:.2f} times its matrix products"})
 
 
 def main() -> int:
@@ -784,12 +801,26 @@ def main() -> int:
     titles = f"| {' | '.join(TITLES)} |\n|{' --- |' * 3}{' ---: |' * 4} --- |"
     text.append(f"\nMatrix product, bfloat16: {peak / 1e12:,.2f} TFLOP/s\n\n{titles}")
     print("\n".join(text[1:]), flush=True)
-    table = Table([])
+    end = ["\nPublished by peers for their own trainers and machines:\n"]
+    end += [f"- {who}: {what}: MFU {share}" for who, what, share in PUBLISHED]
+
+    def write() -> None:
+        if options.out:
+            table_text = "\n".join([*text, *map(row, table.lines), *end])
+            atomic_write_text(options.out.with_suffix(".md"), f"{table_text}\n")
+            figures = {
+                "machine": heading,
+                "matrix_product": peak,
+                "rightness": compared,
+                "speed": table.lines,
+            }
+            atomic_write_text(options.out.with_suffix(".json"), json.dumps(figures, indent=1) + "\n")
+
+    table = Table([], write)
     models = options.models or (
         [size for size in SIZES if size != "tiny"] if device.type == "cuda" else ["tiny"]
     )
-    for line in head_speed(clock):
-        table.add(line)
+    head_speed(clock, table)
     cases = [Case(model, SIZES[model], clock, peak, table) for model in models]
     for case in cases:
         if clock.left() < 0:
@@ -801,14 +832,8 @@ def main() -> int:
         case.vllm()
     for case in cases:
         case.that_fits().variants()
-    text += [row(line) for line in table.lines]
-    text += ["\nPublished by peers for their own trainers and machines:\n"]
-    text += [f"- {who}: {what}: MFU {share}" for who, what, share in PUBLISHED]
-    if options.out:
-        options.out.with_suffix(".md").write_text("\n".join(text) + "\n")
-        figures = {"machine": heading, "matrix_product": peak, "rightness": compared, "speed": table.lines}
-        options.out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
-    return 1 if wrong else 0
+    failed = [line for line in table.lines if line.get("note", "").startswith("failed")]
+    return 1 if wrong or failed else 0
 
 
 if __name__ == "__main__":

@@ -223,6 +223,7 @@ def test_hf_refuses_what_only_vllm_samples(key, value):
         (0, 3 * 2**30, "auto", "vllm"),
         (1, 1000, "auto", "vllm"),
         (1, 1000, "cpu", "hf"),
+        (0, 1000, "cuda", "vllm"),  # as on a cluster's node without GPUs
     ],
 )
 def test_small_models_on_a_cpu_are_sampled_without_vllm(monkeypatch, tmp_path, gpus, size, device, engine):

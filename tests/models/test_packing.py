@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from largest import Largest
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from strop.errors import ModelError
@@ -219,6 +220,49 @@ def test_flex_attention_has_the_sinks_of_a_family():
     assert_same(PolicyModel(packed, packed=True), PolicyModel(padded), batch)
 
 
+class _Regions(TorchDispatchMode):
+    """Counts calls of compiled functions that selective checkpointing can see."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.count += operator.name() == "inductor_compiled_code"
+        return operator(*arguments, **options or {})
+
+
+@pytest.mark.slow
+def test_selective_checkpointing_computes_flex_attention_once(monkeypatch):
+    """Dense attention stands in for it: torch compiles no gradient of FlexAttention for a CPU."""
+
+    def attend(query, key, value, *, block_mask, scale, enable_gqa, **options):
+        places = torch.arange(query.shape[2])
+        mask = block_mask.mask_mod(0, 0, places[:, None], places)
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, scale=scale, enable_gqa=enable_gqa
+        )
+
+    monkeypatch.setattr(flex_attention, "flex_attention", attend)
+    run = flex_attention._run
+    monkeypatch.setattr(
+        flex_attention, "_run", lambda function, _, *args, **options: run(function, True, *args, **options)
+    )
+    packed, padded = families.pair("actor", "Qwen2")
+    packed.hugging_face_model.config._attn_implementation = "flex_attention"
+    packed.train().enable_gradient_checkpointing(selective=True)
+    prompts_once._recent.clear()  # of other tests' rows
+    with _Regions() as regions:
+        assert_same(packed, padded, families.samples([(7, [6, 2, 5]), (3, [4])]))
+    assert regions.count == 2 * 2  # forward and backward, two layers
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_compiled_as_on_a_gpu_flex_attention_gives_the_same(monkeypatch):
@@ -389,8 +433,8 @@ def test_flex_attention_is_compiled_past_torchs_limit(monkeypatch):
         return query + len(mask)
 
     compiled = torch.compile(attend, backend=counted)
-    monkeypatch.setattr(flex_attention, "_compiled", lambda function, *, dynamic: compiled)
-    masks = [f"{number:0{number}}" for number in range(1, 13)]  # each with guards of its own
+    monkeypatch.setattr(flex_attention, "_compiled", lambda function: compiled)
+    masks = [f"{number:0{number}}" for number in range(1, 13)]  # each with different guards
     for mask in masks:
         flex_attention._run(attend, True, torch.zeros(3), mask)
     assert len(graphs) == len(masks)

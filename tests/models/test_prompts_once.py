@@ -165,9 +165,9 @@ def _varlen(query, key, value, q_ends, k_ends, longest_q, longest_k, *, scale, w
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen2 with windows", "Mistral"])
 @pytest.mark.parametrize("role", ["actor", "reward model"])
-@pytest.mark.parametrize("asks_for_groups", [True, False])
+@pytest.mark.parametrize("has_enable_gqa", [True, False])
 def test_attention_by_lengths_on_a_gpu_has_the_figures_and_gradients_of_padded_rows(
-    monkeypatch, asks_for_groups, role, family
+    monkeypatch, has_enable_gqa, role, family
 ):
     calls = []
 
@@ -183,7 +183,7 @@ def test_attention_by_lengths_on_a_gpu_has_the_figures_and_gradients_of_padded_r
     monkeypatch.setitem(
         sys.modules,
         "torch.nn.attention.varlen",
-        SimpleNamespace(varlen_attn=counted if asks_for_groups else of_torch_211),
+        SimpleNamespace(varlen_attn=counted if has_enable_gqa else of_torch_211),
     )
     for groups in ([(7, [6, 1, 5, 0]), (1, [1]), (4, [2, 3])], [(3, [1])], [(2, [5, 5]), (6, [4])]):
         families.assert_same(packed, padded, families.samples(groups, order=1))

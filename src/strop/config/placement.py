@@ -136,7 +136,7 @@ def automatic_rollout(device: str, model_path: str) -> tuple[str, str]:
     """
     if not ROLLOUTS["vllm"].installed:
         return "hf", "vLLM is not installed"
-    if (device == "cpu" or not visible_gpus()) and is_small(model_path, _SMALL_ON_A_CPU):
+    if not _is_gpu(device) and is_small(model_path, _SMALL_ON_A_CPU):
         return "hf", "a small model on a CPU"
     return "vllm", "vLLM is installed"
 
@@ -173,11 +173,12 @@ def rollout_dtype(config: Config) -> str:
 
 
 def uses_gpu(config: RootConfig) -> bool:
-    """Return True if models compute on GPUs: those of this machine, or as written, where it has none.
+    """Return True if models compute on GPUs, of this machine or of others."""
+    return _is_gpu(config.trainer.device)
 
-    The driver of a cluster often has none.
-    """
-    device = config.trainer.device
+
+def _is_gpu(device: str) -> bool:
+    """Return True if ``trainer.device`` is a GPU; cuda is, though a cluster's driver often has none."""
     return device == "cuda" or (device == "auto" and visible_gpus() > 0)
 
 

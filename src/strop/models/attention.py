@@ -154,7 +154,7 @@ def attend_eagerly(
 def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
     """Return the function ``eager_attention_forward`` of the file that defines the attention's class.
 
-    transformers passes it to the attention interface as a default only, so a replacement does not see it.
+    transformers passes the function to the attention interface as a default only, not to a replacement.
     """
     kind = type(getattr(module, "overlaid", module))  # a shared row passes a proxy
     for base in kind.__mro__:  # FSDP2 and users subclass
@@ -169,7 +169,7 @@ AttentionInterface.register(_PACKED_EAGER, partial(_packed_attention, attend_onc
 
 
 def run_outside_graphs() -> None:
-    """Keep the attention of packed rows out of ``torch.compile``'s graphs, from now on."""
+    """Keep the attention of packed rows out of ``torch.compile``'s graphs, until the process ends."""
     functions = AttentionInterface()
     for name in (_PACKED, _PACKED_EAGER, SHARED_ATTENTION):
         AttentionInterface.register(name, torch.compiler.disable(functions[name]))
@@ -211,8 +211,8 @@ def packed_attention(
 ) -> AbstractContextManager[None]:
     """Replace the model's attention by attention per sequence; flash-attention takes the lengths itself.
 
-    With a ``group`` either is called on whole rows, of which the model has a piece. Temporary, because a
-    rollout generates with the same model, from padded prompts and with a cache.
+    With a ``group`` the replacement attends over whole rows, of which the model has a part. Attention is
+    restored after the body, because a rollout generates with the same model, from padded prompts.
     """
     shared = SHARED_ATTENTION if group is not None else None
     return attention_set_to(model, shared or row_attention(model.config._attn_implementation))
@@ -221,7 +221,7 @@ def packed_attention(
 def row_attention(implementation: str) -> str:
     """Return the back-end for packed rows of a model that was loaded with ``implementation``.
 
-    Checkpointing selects it inside a packed pass, so a back-end for packed rows is returned as it is.
+    Checkpointing selects the back-end inside a packed pass, so one for packed rows is returned unchanged.
     """
     if is_flash(implementation):
         return implementation
@@ -231,9 +231,9 @@ def row_attention(implementation: str) -> str:
 
 
 def portable_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Replace flash-attention and FlexAttention in the body: they need a GPU, and make masks of their own.
+    """Replace flash-attention and FlexAttention in the body: both need a GPU, and make their own masks.
 
-    By ``sdpa`` where it computes the same, else ``eager``.
+    The replacement is ``sdpa`` where it computes the same, else ``eager``.
     """
     implementation = model.config._attn_implementation
     if is_flash(implementation) or implementation == FLEX:
@@ -249,7 +249,7 @@ def is_flash(implementation: str | None) -> bool:
 class SharedPrompts:
     """Places of queries and keys of rows with shared prompts: each prompt once, and each response.
 
-    A response attends to its prompt and itself. Laid out for the kind of attention that asks first.
+    A response attends to its prompt and itself. Each kind of attention has a layout, computed on first use.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class SharedPrompts:
 
 
 class WholeSequences:
-    """Attention of one pass over rows with shared prompts; its masks, which can be large, live as long."""
+    """Attention of one pass over rows with shared prompts; masks, which can be large, are freed with it."""
 
     def __init__(self, prompts: SharedPrompts) -> None:
         self._prompts = prompts
@@ -361,9 +361,9 @@ class WholeSequences:
     ) -> Tensor:
         """Attend in one call of torch's flash-attention for all pieces, without padding."""
         queries_M, keys_M, laid_N, q_ends, k_ends, longest_q, longest_k = self._prompts.by_lengths
-        # Imported here: it imports torch's compiler, which takes seconds.
+        # Imported here: the module imports torch's compiler, which takes seconds.
         varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-        groups = {"enable_gqa": query.shape[1] != key.shape[1]} if _asks_for_groups(varlen_attn) else {}
+        groups = {"enable_gqa": query.shape[1] != key.shape[1]} if _has_enable_gqa(varlen_attn) else {}
         output = varlen_attn(
             _tokens(query).index_select(0, queries_M),
             *(_tokens(states).index_select(0, keys_M) for states in (key, value)),
@@ -379,8 +379,8 @@ class WholeSequences:
 
 
 @cache
-def _asks_for_groups(varlen_attn: Callable[..., Any]) -> bool:
-    """Return True if fewer heads of keys than of queries are an option; torch 2.11 takes them without one."""
+def _has_enable_gqa(varlen_attn: Callable[..., Any]) -> bool:
+    """Return True if grouped heads need the option ``enable_gqa``, which torch 2.11 does not have."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 

@@ -37,8 +37,9 @@ def _kept_or_recomputed(context: Any, operator: Any, *arguments: Any, **options:
     """Keep the results of matrix products and of attention kernels."""
     del context, arguments, options
     name = operator.name().partition(".")[0]
-    # mm, addmm, bmm and _grouped_mm of experts; torch_attn::_varlen_attn, flash_attn::_flash_attn_forward
-    keeps = name.endswith("mm") or "attention" in name or "attn" in name
+    # mm, addmm, bmm and _grouped_mm of experts; torch_attn::_varlen_attn, flash_attn::_flash_attn_forward;
+    # compiled regions, of which FlexAttention is the one that is an operator
+    keeps = name.endswith("mm") or "attention" in name or "attn" in name or name == "inductor_compiled_code"
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -29,8 +29,12 @@ _GRAPHS = 64
 
 
 @cache
-def _compiled(function: Callable[..., Any], *, dynamic: bool | None) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=dynamic)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile attention, or masks, which depend on the row alone: for any length at once."""
+    if function is create_block_mask:
+        return torch.compile(function, dynamic=True)
+    # As one operator, whose results selective checkpointing keeps.
+    return torch.compile(function, options={"wrap_inductor_compiled_regions": True})
 
 
 def _run(function: Callable[..., Any], on_gpu: bool, *args: Any, **options: Any) -> Any:
@@ -40,8 +44,7 @@ def _run(function: Callable[..., Any], on_gpu: bool, *args: Any, **options: Any)
     which an actor and a critic with windows reach.
     """
     if on_gpu:
-        # masks depend on the row alone, and are compiled for any length at once
-        function = _compiled(function, dynamic=True if function is create_block_mask else None)
+        function = _compiled(function)
     with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
         return function(*args, **options)
 
@@ -101,7 +104,7 @@ def _packed_flex(
         found = "dropout" if options.get("dropout") else "position_bias"
         raise ModelError(
             f"{type(module).__name__} uses {found}, which attn_implementation=flex_attention does not "
-            "support; set it to null"
+            "support; set attn_implementation to null"
         )
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -128,5 +131,5 @@ def _packed_flex(
 
 
 # No mask function is registered, so transformers makes no mask. Outside of the graphs of compiled layers, for
-# which the mask of each row would be new; the kernel is a graph of its own.
+# which the mask of each row would be new; the kernel is a separate graph.
 AttentionInterface.register(PACKED_FLEX, torch.compiler.disable(_packed_flex))

@@ -149,12 +149,14 @@ class TorchEngine:
             )
         reason = why_not_compiled(spec.device)
         flex = model.options.get("attn_implementation") == FLEX
-        for value, is_set, other in (
-            ("compile=True", model.compile is True, "False"),
-            (f"attn_implementation={FLEX}", flex, "null"),
+        for key, value, is_set, other in (
+            ("compile", True, model.compile is True, "False"),
+            ("attn_implementation", FLEX, flex, "null"),
         ):
             if is_set and reason:
-                raise ModelError(f"{model.role}: {value}: {reason}; install it, or set it to {other}")
+                raise ModelError(
+                    f"{model.role}: {key}={value}: {reason}; install it, or set {key} to {other}"
+                )
         module, base = build_module(model, sharded=sharding is not None)
         if model.use_liger:
             use_liger(module.hugging_face_model)
