@@ -39,7 +39,6 @@ def overrides(setting: Setting, run: Path) -> list[str]:
         "data.shuffle=False",
         f"actor_rollout_ref.model.path={setting.model_folder}",
         f"actor_rollout_ref.model.compute_dtype={setting.precision}",
-        "actor_rollout_ref.model.use_remove_padding=True",
         f"actor_rollout_ref.rollout.name={setting.rollout}",
         f"actor_rollout_ref.rollout.max_num_seqs={setting.samples}",
         "actor_rollout_ref.rollout.dtype=auto",
