@@ -59,7 +59,6 @@ from strop.engines.torch.sharding import ShardingSettings
 from strop.files import atomic_write_text
 from strop.models.flex_attention import FLEX
 from strop.models.passes.compiled import why_not_compiled
-from strop.models.passes.liger import use_liger
 from strop.models.policy import PolicyModel
 from strop.protocol import DataProto
 from strop.rollout.base import RolloutEngine, SamplingParams
@@ -225,7 +224,7 @@ def engine_of(
     model.config._attn_implementation = attention
     module = PolicyModel(model, packed=packed)
     if liger:
-        use_liger(model)
+        module.use_liger()
     return TorchEngine(
         module,
         device=device,

@@ -46,7 +46,6 @@ from strop.models.flex_attention import FLEX
 from strop.models.loader import dtype_named, load_causal_lm, load_scorer
 from strop.models.pair_policy import PairPolicy
 from strop.models.passes.compiled import why_not_compiled
-from strop.models.passes.liger import use_liger
 from strop.models.passes.low_precision import low_precision
 from strop.models.policy import PolicyModel
 from strop.models.routing import learning_rows
@@ -159,7 +158,7 @@ class TorchEngine:
                 )
         module, base = build_module(model, sharded=sharding is not None)
         if model.use_liger:
-            use_liger(module.hugging_face_model)
+            module.use_liger()
         compiled = model.compile is True
         if model.compile == "auto":
             compiled = spec.device.type == "cuda" and not reason and not module.is_mixture
