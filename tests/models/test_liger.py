@@ -8,11 +8,15 @@ from types import MethodType, ModuleType
 
 import families
 import pytest
+import sharded_jobs as jobs
 import torch
 from torch import nn
 from torch.nn.functional import silu
 from transformers.models.qwen2 import modeling_qwen2
 
+from strop.config.load import load_config
+from strop.engines.base import EngineSpec, ModelSpec
+from strop.engines.torch.engine import TorchEngine
 from strop.errors import ModelError
 from strop.models.passes.liger import Liger
 from strop.models.policy import PolicyModel
@@ -136,6 +140,25 @@ def test_liger_itself_patches_one_model(family):
     assert torch.equal(figures(PolicyModel(families.model(family))), expected)
     with patched.own_modules():
         assert torch.equal(figures(patched), expected)
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_passes_are_compared_with_the_familys_own_at_start_up(package, tmp_path, kind):
+    families.model("Qwen2").save_pretrained(tmp_path)
+    section = {"policy": "actor_rollout_ref.model", "value": "critic.model"}[kind]
+    model = ModelSpec(
+        kind=kind,
+        path=tmp_path,
+        head_seed=None if kind == "policy" else 1,
+        packing_key=f"{section}.use_remove_padding",
+        use_liger=True,
+    )
+    fsdp = load_config([]).actor_rollout_ref.actor.fsdp_config
+    spec = EngineSpec(device=torch.device("cpu"), world_size=1, section=fsdp, optimizer=jobs.SETTINGS)
+    TorchEngine.build(model, spec)
+    package.activation = torch.relu
+    with pytest.raises(ModelError, match=naming("differ", f"set {section}.use_liger=False")):
+        TorchEngine.build(model, spec)
 
 
 @pytest.mark.slow

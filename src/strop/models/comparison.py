@@ -48,8 +48,8 @@ def require_eager_figures(
 
     Compared are passes in eval mode and, with ``updates``, in training mode with gradients, padded or packed
     and with checkpointing as ``module`` is set up. They run under ``precision``, which computes in ``dtype``.
-    Where the family's attention cannot be replaced, the reference is its forward pass as loaded. Collective
-    if the module is sharded.
+    Where the family's attention cannot be replaced, the reference is its forward pass as loaded; never with
+    Liger's kernels. Collective if the module is sharded.
 
     Args:
         name: the role, for errors.
@@ -62,7 +62,8 @@ def require_eager_figures(
     was_training = module.training
     with precision or nullcontext():
         module.eval()
-        with torch.no_grad(), attention_set_to(model, "eager") if replaceable else nullcontext():
+        attention = attention_set_to(model, "eager") if replaceable else nullcontext()
+        with torch.no_grad(), attention, module.own_modules():
             expected = module.own_figures(batch)
             require_numbers(model, expected)
             bound = TOLERANCE
@@ -91,6 +92,11 @@ def require_eager_figures(
         if wrong and implementation != "eager" and replaceable:
             with attention_set_to(model, "eager"):
                 helps = not errors()
+        setting = f"{remedy}=eager" if helps and remedy else ""
+        if wrong and not helps and module.liger is not None:
+            with module.own_modules():
+                if not errors():
+                    setting = f"{module.packing_key.removesuffix('use_remove_padding')}use_liger=False"
     module.train(was_training)
     if wrong:
         passes = "packed" if module.packed else "padded"
@@ -99,13 +105,13 @@ def require_eager_figures(
         raise ModelError(
             f"{name}: the {passes} passes of {type(model).__name__} with attn_implementation="
             f"{implementation} differ from {reference} on rows without padding {sizes}, expected at most "
-            f"{bound:.2g}; {_advice(module, wrong, remedy if helps else '')}"
+            f"{bound:.2g}; {_advice(module, wrong, setting)}"
         )
 
 
-def _advice(module: RoleModel, wrong: Mapping[str, float], remedy: str) -> str:
-    if remedy:
-        return f"set {remedy}=eager"
+def _advice(module: RoleModel, wrong: Mapping[str, float], setting: str) -> str:
+    if setting:
+        return f"set {setting}"
     if module.packed:
         return f"set {module.packing_key}=False"
     reason = "depend on padding" if "in eval mode" in wrong else "draw random numbers in training"
