@@ -20,12 +20,10 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from transformers import AttentionInterface
 
 from strop.errors import ModelError
+from strop.models.passes.graphs import many_graphs
 
 FLEX = "flex_attention"
 PACKED_FLEX = "strop_packed_flex"
-
-_GRAPHS = 64
-"""Compilations of each function in a process: by window, count of heads, and with or without gradients."""
 
 
 @cache
@@ -40,12 +38,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _run(function: Callable[..., Any], on_gpu: bool, *args: Any, **options: Any) -> Any:
     """Call a function of FlexAttention, compiled ``on_gpu``.
 
-    Operation by operation it would compute all N x N pairs, silently so past torch's limit of 8 compilations,
-    which an actor and a critic with windows reach.
+    Operation by operation it would compute all N x N pairs, silently so past torch's limit of graphs.
     """
     if on_gpu:
         function = _compiled(function)
-    with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
+    with many_graphs():
         return function(*args, **options)
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from strop.errors import ModelError
 from strop.models.attention import run_outside_graphs
 from strop.models.heads import decoder_of
+from strop.models.passes.graphs import many_graphs
 
 
 class CompiledLayers:
@@ -47,7 +48,8 @@ class CompiledLayers:
         for layer, kind in zip(self._layers, self._kinds, strict=True):
             layer.forward = MethodType(self._forward[kind], layer)
         try:
-            yield
+            with many_graphs():  # all models of a family compile the same functions
+                yield
         finally:
             for layer in self._layers:
                 del layer.forward

@@ -1,0 +1,64 @@
+"""Compiled layers with graphs that run as they are, so that no compiler is needed."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import families
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from strop.models.passes.low_precision import low_precision
+from strop.models.policy import PolicyModel
+from strop.models.scorer import ValueModel
+
+STEPS = [[(7, [6, 2, 5]), (3, [4])], [(5, [6, 1])], [(2, [3, 4, 4]), (3, [1, 2])]]
+
+
+@pytest.fixture
+def graphs(monkeypatch, caplog):
+    """Counters of torch.compile; passing its limit raises an error."""
+    caplog.set_level(logging.WARNING, logger="torch.__trace")  # each graph's text takes seconds
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield counters["stats"]
+    torch._dynamo.reset()
+
+
+def roles(family: str, **critic: Any) -> list[Any]:
+    """A reference, an actor and a critic."""
+    models = [PolicyModel(families.model(family), packed=True) for _ in range(2)]
+    models.append(ValueModel(families.model(family, "ForSequenceClassification", **critic), packed=True))
+    models[0].requires_grad_(False)
+    for model in models:
+        model.compile_layers()
+    return models
+
+
+def step(models: list[Any], batch: families.Columns, dtype: torch.dtype | None) -> None:
+    for model in models:
+        with low_precision(model, dtype):
+            with torch.no_grad():
+                model.eval().figures(batch)
+            if model is not models[0]:
+                model.train().figures(batch).sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "critic"), [("Qwen2 with windows", {}), ("Qwen2", {"hidden_size": 16, "head_dim": 4})]
+)
+def test_the_roles_of_a_family_stay_compiled(graphs, family, critic):
+    models, numbers = roles(family, **critic), []
+    for groups in STEPS:
+        batch = families.samples(groups)
+        for dtype in (None, torch.bfloat16):  # the comparison at start-up, and the passes
+            step(models, batch, dtype)
+        numbers.append(graphs["unique_graphs"])
+    assert numbers == numbers[:1] * len(STEPS)
+    assert numbers[0] > 8
