@@ -10,7 +10,9 @@ import families
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers import AttentionInterface
 
+from strop.models.attention import run_outside_graphs
 from strop.models.passes.low_precision import low_precision
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
@@ -62,3 +64,11 @@ def test_the_roles_of_a_family_stay_compiled(graphs, family, critic):
         numbers.append(graphs["unique_graphs"])
     assert numbers == numbers[:1] * len(STEPS)
     assert numbers[0] > 8
+
+
+def test_attention_is_kept_out_of_graphs_once():
+    """Each engine that wraps it again would slow down every call."""
+    run_outside_graphs()
+    before = dict(AttentionInterface())
+    run_outside_graphs()
+    assert all(AttentionInterface()[name] is function for name, function in before.items())

@@ -168,6 +168,7 @@ AttentionInterface.register(_PACKED, partial(_packed_attention, attend_once=atte
 AttentionInterface.register(_PACKED_EAGER, partial(_packed_attention, attend_once=attend_eagerly))
 
 
+@cache
 def run_outside_graphs() -> None:
     """Keep the attention of packed rows out of ``torch.compile``'s graphs, until the process ends."""
     functions = AttentionInterface()
