@@ -128,39 +128,23 @@ def test_short_sequences_attend_in_float32_under_bfloat16_autocast(attention_cal
 
 
 @pytest.mark.parametrize(
-    ("head", "dtype", "taken"),
+    ("head", "of_values", "dtype", "taken"),
     [
-        (64, torch.bfloat16, True),
-        (256, torch.float16, True),
-        (100, torch.bfloat16, False),  # open_llama_3b
-        (288, torch.bfloat16, False),
-        (64, torch.float32, False),
+        (64, 64, torch.bfloat16, True),
+        (256, 256, torch.float16, True),
+        (100, 100, torch.bfloat16, False),  # open_llama_3b
+        (288, 288, torch.bfloat16, False),
+        (192, 128, torch.bfloat16, False),  # DeepSeek-V3
+        (64, 64, torch.float32, False),
     ],
 )
-def test_flash_attention_takes_heads_of_a_multiple_of_8(monkeypatch, head, dtype, taken):
+def test_flash_attention_takes_equal_heads_of_a_multiple_of_8(monkeypatch, head, of_values, dtype, taken):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=torch.Size([1, 2, 5, head]))
-    assert attention.takes_lengths(query) is taken
-
-
-def _varlen(query, key, value, q_ends, k_ends, longest_q, longest_k, *, scale, window_size, enable_gqa):
-    """Do what torch.nn.attention.varlen.varlen_attn documents, which needs a GPU."""
-    assert q_ends.dtype == k_ends.dtype == torch.int32
-    lengths = [(ends[1:] - ends[:-1]).tolist() for ends in (q_ends, k_ends)]
-    assert [longest_q, longest_k] == [max(several) for several in lengths]
-    outputs = []
-    pieces = zip(query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True)
-    for q, k, v in pieces:
-        behind = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
-        left, right = window_size
-        seen = (behind >= -right) & ((behind <= left) if left >= 0 else True)
-        heads = [states.transpose(0, 1)[None] for states in (q, k, v)]
-        outputs.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                *heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
-            )[0].transpose(0, 1)
-        )
-    return torch.cat(outputs)
+    query, value = (
+        SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=torch.Size([1, 2, 5, size]))
+        for size in (head, of_values)
+    )
+    assert attention.takes_lengths(query, value) is taken
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen2 with windows", "Mistral"])
@@ -173,13 +157,13 @@ def test_attention_by_lengths_on_a_gpu_has_the_figures_and_gradients_of_padded_r
 
     def counted(*arguments, enable_gqa=False, **options):
         calls.append(arguments)
-        return _varlen(*arguments, **options, enable_gqa=enable_gqa)
+        return families.varlen_attn(*arguments, **options, enable_gqa=enable_gqa)
 
     def of_torch_211(*arguments, scale, window_size):
         return counted(*arguments, scale=scale, window_size=window_size, enable_gqa=True)
 
     packed, padded = families.pair(role, family)
-    monkeypatch.setattr(attention, "takes_lengths", lambda query: True)
+    monkeypatch.setattr(attention, "takes_lengths", lambda query, value: True)
     monkeypatch.setitem(
         sys.modules,
         "torch.nn.attention.varlen",

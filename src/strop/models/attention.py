@@ -1,7 +1,8 @@
 """Attention of packed rows, in which each sequence attends to itself alone.
 
-``packed_attention`` replaces a model's ``sdpa`` or ``eager`` by one call per run of equally long sequences;
-flash-attention takes the lengths itself, FlexAttention a mask (``strop.models.flex_attention``).
+``packed_attention`` replaces a model's ``sdpa`` or ``eager`` by one call per run of equally long sequences,
+and ``sdpa`` by a single call of torch's flash-attention on a GPU in 16 bits; the package flash-attn takes the
+lengths itself, FlexAttention a mask (``strop.models.flex_attention``).
 ``SharedPrompts`` lays out rows with shared prompts, in which each prompt attends to itself once, each
 response to prompt and itself; ``WholeSequences`` attends. ``portable_attention`` is for padded passes that
 run everywhere. ``attention_for`` selects the back-end with which a model is loaded.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,9 +33,6 @@ from strop.models.passes.micro_batch import send
 from strop.models.passes.runs import Run, pieces_of, runs_of
 from strop.models.passes.short_attention import attends_by_products, attention_by_products
 from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup
-
-Runs = tuple[tuple[int, int], ...]
-"""(S, K) of each run: that many neighbouring sequences of the same length."""
 
 _FLOAT32_UP_TO = 512
 """Longest sequence that attends in float32 on a CPU, if not by products. There torch's bfloat16 attention is
@@ -86,6 +85,29 @@ def attention_for(
     return requested or "eager"
 
 
+class Sequences:
+    """Lengths of the sequences of a packed row, as the kinds of attention take them."""
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self._lengths, self._device = lengths, device
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(S, K) of each run: that many neighbouring sequences of the same length."""
+        return tuple((len(list(same)), length) for length, same in itertools.groupby(self._lengths))
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Ends of the sequences, from 0, int32 on the device."""
+        ends = list(itertools.accumulate(self._lengths, initial=0))
+        return send(torch.tensor(ends, dtype=torch.int32), self._device)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self._lengths)
+
+
 def _packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -93,7 +115,7 @@ def _packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    sequence_runs: Runs | None = None,
+    sequences: Sequences | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
     whole_sequences: WholeSequences | None = None,
@@ -103,21 +125,26 @@ def _packed_attention(
     """Attend within each sequence: query [1, Q, N, D], key and value [1, G, N, D] -> [1, N, Q, D].
 
     Calls transformers' ``sdpa`` or the family's ``eager`` once per run, so that grouped heads, scaling and a
-    family's other ``options`` mean the same as in its padded pass.
+    family's other ``options`` mean the same as in its padded pass; or torch's flash-attention once.
     """
     if whole_sequences is not None and position_bias is None:
         attended = whole_sequences.attend(attend_once, module, query, key, value, sliding_window, **options)
         return attended, None
-    if sequence_runs is None or position_bias is not None:
+    if sequences is None or position_bias is not None:
         raise ModelError(
             f"{type(module).__name__} does not pass the lengths of packed sequences to attention"
         )
+    if attend_once is attend and not options.get("dropout") and takes_lengths(query, value):
+        tokens = (_tokens(heads) for heads in (query, key, value))
+        ends, longest = sequences.ends, sequences.longest
+        scaling = options.get("scaling")
+        return _by_lengths(*tokens, ends, ends, longest, longest, sliding_window, scaling)[None], None
     # split instead of slices: the backward pass of each slice would allocate a gradient of full size
-    sizes = [sequences * length for sequences, length in sequence_runs]
+    sizes = [number * length for number, length in sequences.runs]
     parts = zip(*(heads.transpose(1, 2)[0].split(sizes) for heads in (query, key, value)), strict=True)
     outputs = []
-    for (sequences, length), tokens in zip(sequence_runs, parts, strict=True):
-        heads = [part.unflatten(0, (sequences, length)).transpose(1, 2) for part in tokens]
+    for (number, length), tokens in zip(sequences.runs, parts, strict=True):
+        heads = [part.unflatten(0, (number, length)).transpose(1, 2) for part in tokens]
         mask_KK = _mask([0], length, length, sliding_window, query.device)
         outputs.append(attend_once(module, *heads, mask_KK, **options).flatten(0, 1))
     return torch.cat(outputs)[None], None
@@ -338,7 +365,7 @@ class WholeSequences:
         **options: Any,
     ) -> Tensor:
         """Attend: query [1, Q, N, D], key and value [1, G, N, D] of computed tokens -> [1, N, Q, D]."""
-        if attend_once is attend and not options.get("dropout") and takes_lengths(query):
+        if attend_once is attend and not options.get("dropout") and takes_lengths(query, value):
             return self._attend_by_lengths(query, key, value, window, options.get("scaling"))
         runs, queries_M, keys_M, laid_N = self._prompts.runs
         if window not in self._masks:
@@ -361,21 +388,42 @@ class WholeSequences:
     ) -> Tensor:
         """Attend in one call of torch's flash-attention for all pieces, without padding."""
         queries_M, keys_M, laid_N, q_ends, k_ends, longest_q, longest_k = self._prompts.by_lengths
-        # Imported here: it imports torch's compiler, which takes seconds.
-        varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-        groups = {"enable_gqa": query.shape[1] != key.shape[1]} if _asks_for_groups(varlen_attn) else {}
-        output = varlen_attn(
+        output = _by_lengths(
             _tokens(query).index_select(0, queries_M),
             *(_tokens(states).index_select(0, keys_M) for states in (key, value)),
-            q_ends,
-            k_ends,
-            longest_q,
-            longest_k,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-            **groups,
+            *(q_ends, k_ends, longest_q, longest_k),
+            window,
+            scaling,
         )
         return output.index_select(0, laid_N)[None]
+
+
+def _by_lengths(
+    query_MQD: Tensor,
+    key_MGD: Tensor,
+    value_MGD: Tensor,
+    q_ends: Tensor,
+    k_ends: Tensor,
+    longest_q: int,
+    longest_k: int,
+    window: int | None,
+    scaling: float | None,
+) -> Tensor:
+    """Call torch's flash-attention for sequences of different lengths, which end at ``ends`` -> [M, Q, D].
+
+    The last query of a sequence attends to its last key.
+    """
+    # Imported here: it imports torch's compiler, which takes seconds.
+    varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    is_grouped = query_MQD.shape[1] != key_MGD.shape[1]
+    groups = {"enable_gqa": is_grouped} if _asks_for_groups(varlen_attn) else {}
+    return varlen_attn(
+        *(query_MQD, key_MGD, value_MGD),
+        *(q_ends, k_ends, longest_q, longest_k),
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **groups,
+    )
 
 
 @cache
@@ -384,12 +432,12 @@ def _asks_for_groups(varlen_attn: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def takes_lengths(query: Tensor) -> bool:
+def takes_lengths(query: Tensor, value: Tensor) -> bool:
     """Return True if torch's own flash-attention for sequences of different lengths can attend here."""
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] <= _LARGEST_HEAD
+        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
         and query.shape[-1] % _HEAD_STEP == 0  # sdpa pads others
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
