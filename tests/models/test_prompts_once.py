@@ -12,6 +12,7 @@ import torch
 from families import GROUPS, Groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.engines.micro_batches import MicroBatching
 from strop.models import attention, prompts_once
@@ -172,6 +173,64 @@ def test_attention_by_lengths_on_a_gpu_has_the_figures_and_gradients_of_padded_r
     for groups in ([(7, [6, 1, 5, 0]), (1, [1]), (4, [2, 3])], [(3, [1])], [(2, [5, 5]), (6, [4])]):
         families.assert_same(packed, padded, families.samples(groups, order=1))
     assert len(calls) == 3 * 2  # one call a layer
+
+
+class _Additions(TorchDispatchMode):
+    """Dtypes in which numbers are added at indices: on a CPU torch adds 16-bit ones in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        if "index_add" in operator.name():
+            self.dtypes.add(arguments[0].dtype)
+        return operator(*arguments, **options or {})
+
+
+@pytest.mark.parametrize("at_once", [1 << 24, 3000])
+@pytest.mark.parametrize("by_lengths", [False, True])
+def test_gradients_of_a_prompts_keys_are_rounded_once_however_many_samples_it_has(
+    monkeypatch, by_lengths, at_once
+):
+    batch = families.samples([(7, [6] * 64), (3, [2])])
+    prompts = prompts_once.PromptsOnce.of(batch, with_last=False)._shared_prompts
+    copies: list[torch.Tensor] = []
+
+    def attend(module, query, key, value, mask):
+        copies.extend((key, value))
+        return query.transpose(1, 2)
+
+    def by_ends(query, key, value, *ends):
+        copies.extend((key, value))
+        return query
+
+    monkeypatch.setattr(attention, "_rounds_each_sum", lambda states: states.element_size() == 2)
+    monkeypatch.setattr(attention, "_SUMMED_AT_ONCE", at_once)
+    monkeypatch.setattr(attention, "takes_lengths", lambda query, value: by_lengths)
+    monkeypatch.setattr(attention, "_by_lengths", by_ends)
+    monkeypatch.setattr(attention, "attend", attend)
+    generator = torch.Generator().manual_seed(0)
+    n_tokens = 7 + 64 * 5 + 3 + 1
+    states = torch.randn(3, 1, 2, n_tokens, 8, generator=generator).bfloat16()
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        copies.clear()
+        query, key, value = states.to(dtype)
+        leaves = [key.requires_grad_(), value.requires_grad_()]
+        attention.WholeSequences(prompts).attend(attend, torch.nn.Identity(), query, *leaves, None)
+        generator.manual_seed(1)
+        # alike, as gradients of a prompt's tokens are: random ones would cancel
+        upstream = [(1 + torch.rand(c.shape, generator=generator)).bfloat16().to(dtype) for c in copies]
+        with _Additions() as additions:
+            found.append(([*copies], torch.autograd.grad(copies, leaves, upstream)))
+        assert additions.dtypes == {torch.float32 if dtype == torch.bfloat16 else dtype}
+    (ours, gradients), (theirs, exact) = found
+    for copy, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(copy.double(), expected)
+    for gradient, expected in zip(gradients, exact, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert ((gradient.double() - expected).abs() <= (2**-8 + 2**-20) * expected).all()
 
 
 def test_policy_and_critic_share_the_layout_of_the_same_samples(monkeypatch):

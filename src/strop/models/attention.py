@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -40,6 +41,8 @@ slower than float32 with casts: forward and backward 3.0x with 96 tokens, 1.8-2.
 1.0x with 512."""
 _LARGEST_HEAD, _HEAD_STEP = 256, 8
 """Largest head size of flash-attention, and the number that its head sizes are multiples of."""
+_SUMMED_AT_ONCE = 1 << 24
+"""Numbers of a 16-bit gradient that are converted to float32 together: 64 MiB."""
 # No mask functions are registered for these two, so transformers makes no mask.
 _PACKED = "strop_packed"
 _PACKED_EAGER = "strop_packed_eager"
@@ -376,7 +379,7 @@ class WholeSequences:
         sizes = [len(run.rows) * run.queries for run in runs]
         queries = _tokens(query).index_select(0, queries_M).split(sizes)
         sizes = [len(run.rows) * run.keys for run in runs]
-        keys, values = (_tokens(states).index_select(0, keys_M).split(sizes) for states in (key, value))
+        keys, values = (_copies(_tokens(states), keys_M).split(sizes) for states in (key, value))
         outputs = []
         for run, mask, *tokens in zip(runs, self._masks[window], queries, keys, values, strict=True):
             heads = [part.unflatten(0, (len(run.rows), -1)).transpose(1, 2) for part in tokens]
@@ -390,7 +393,7 @@ class WholeSequences:
         queries_M, keys_M, laid_N, q_ends, k_ends, longest_q, longest_k = self._prompts.by_lengths
         output = _by_lengths(
             _tokens(query).index_select(0, queries_M),
-            *(_tokens(states).index_select(0, keys_M) for states in (key, value)),
+            *(_copies(_tokens(states), keys_M) for states in (key, value)),
             *(q_ends, k_ends, longest_q, longest_k),
             window,
             scaling,
@@ -448,6 +451,41 @@ def _ranges(start_S: Tensor, length_S: Tensor) -> tuple[Tensor, Tensor]:
     ends = torch.cat([length_S.new_zeros(1), length_S.cumsum(0)])
     offsets_S = start_S - ends[:-1]
     return torch.arange(int(ends[-1])) + offsets_S.repeat_interleave(length_S), ends
+
+
+def _copies(states_NAD: Tensor, places_M: Tensor) -> Tensor:
+    """Return the states at ``places_M`` [M, A, D]; gradients of copies of a token add up in float32."""
+    if _rounds_each_sum(states_NAD):
+        return _Copies.apply(states_NAD, places_M)
+    return states_NAD.index_select(0, places_M)
+
+
+def _rounds_each_sum(states: Tensor) -> bool:
+    """Return True if the gradient of ``index_select`` is rounded at each copy of a token, as on GPUs.
+
+    A prompt's token has a copy for each sample. On a CPU torch adds them in float32.
+    """
+    return states.element_size() == 2 and states.device.type != "cpu"
+
+
+class _Copies(torch.autograd.Function):
+    """See ``_copies``."""
+
+    @staticmethod
+    def forward(ctx: Any, states_NAD: Tensor, places_M: Tensor) -> Tensor:
+        ctx.save_for_backward(places_M)
+        ctx.shape = states_NAD.shape
+        return states_NAD.index_select(0, places_M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_MAD: Tensor) -> tuple[Tensor, None]:
+        (places_M,) = ctx.saved_tensors
+        total_NAD = gradient_MAD.new_zeros(ctx.shape, dtype=torch.float32)
+        rows = max(_SUMMED_AT_ONCE // ctx.shape[1:].numel(), 1)
+        for places, part in zip(places_M.split(rows), gradient_MAD.split(rows), strict=True):
+            total_NAD.index_add_(0, places, part.float())
+        return total_NAD.to(gradient_MAD.dtype), None
 
 
 def _tokens(heads: Tensor) -> Tensor:
