@@ -19,6 +19,7 @@ import transformers
 from generated import write_or_check
 
 from strop.columns import COLUMNS, TOKEN_COLUMNS
+from strop.config.memory.choices import MOST_ON_A_GPU
 
 PRODUCTS = 0.4 * 989e12
 """Operations a second of a GPU in training: H100 SXM, dense bf16, and the share of it that counts on."""
@@ -192,8 +193,6 @@ class Plan:
     engine: int
     """GPUs of one engine of vLLM (``tensor_model_parallel_size``)."""
     samples: int
-    micro: int
-    """Tokens of a micro-batch of one rank, or of the ranks that share a copy of the model."""
     tensor: int = 1
     stages: int = 1
     expert: int = 1
@@ -203,6 +202,14 @@ class Plan:
     """Longest response; lengths are even between 0 and it."""
     updates: int = 4
     """Optimizer steps of an iteration."""
+
+    @property
+    def micro(self) -> int:
+        """Tokens of a micro-batch of one rank, or of the ranks that share a copy of the model.
+
+        The cap that a run chooses on GPUs with room for it (``strop.config.memory.choices``).
+        """
+        return max(MOST_ON_A_GPU, self.prompt + self.response)
 
     @property
     def tokens(self) -> float:
@@ -222,7 +229,7 @@ PLANS = [
             "Qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
             num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
         ),
-        trainers=8, rollouts=8, together=True, engine=1, samples=1024, micro=16384,
+        trainers=8, rollouts=8, together=True, engine=1, samples=1024,
     ),
     Plan(
         "70B on 64",
@@ -230,7 +237,7 @@ PLANS = [
             "Llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
             num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False,
         ),
-        trainers=64, rollouts=64, together=True, engine=8, samples=2048, micro=16384,
+        trainers=64, rollouts=64, together=True, engine=8, samples=2048,
     ),
     Plan(
         "235B-A22B on 512",
@@ -239,7 +246,7 @@ PLANS = [
             num_attention_heads=64, num_key_value_heads=4, head_dim=128, vocab_size=151936, num_experts=128,
             num_experts_per_tok=8, moe_intermediate_size=1536, tie_word_embeddings=False,
         ),
-        trainers=256, rollouts=256, together=False, engine=8, samples=4096, micro=16384,
+        trainers=256, rollouts=256, together=False, engine=8, samples=4096,
         tensor=4, stages=2, expert=32,
     ),
 ]  # fmt: skip
@@ -388,6 +395,7 @@ def tables() -> str:
     lines = ["| an iteration | " + " | ".join(f"{plan.title} GPUs" for plan in PLANS) + " |"]
     lines += ["| --- |" + " ---: |" * len(PLANS)]
     lines += [f"| samples | {' | '.join(f'{plan.samples:,}' for plan in PLANS)} |"]
+    lines += [f"| tokens of a micro-batch | {' | '.join(f'{plan.micro:,}' for plan in PLANS)} |"]
     lines += [f"| {title} | {' | '.join(map(_cell, costs))} |" for title, costs in rows()]
     least = " | ".join(f"{round(tokens_for_fsdp(plan), -2):,.0f} tokens" for plan in PLANS)
     lines += [f"| micro-batch whose products take as long as FSDP2's messages | {least} |"]

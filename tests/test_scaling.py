@@ -12,6 +12,8 @@ import scaling_jobs
 import torch
 import transformers
 
+from strop.config.load import load_config
+from strop.config.memory.facts import ModelFacts
 from strop.protocol import DataProto
 from strop.tracking.samples import write_samples
 
@@ -67,6 +69,35 @@ def test_fsdp_sends_what_the_page_says(ranks, folder):
         assert near(sum(found["pass"].values()), scaling.fsdp_pass(model, world))
         assert near(sum(found["update"].values()), scaling.fsdp_update(model, world))
         assert near(sum(found["weights"].values()), scaling.gathered_weights(model, world))
+
+
+@pytest.mark.parametrize("plan", scaling.PLANS[:2], ids=lambda plan: plan.title)
+def test_micro_batches_of_fsdp_are_those_that_a_run_chooses_on_gpus_of_80_gb(monkeypatch, plan):
+    shape = plan.model.config
+    facts = ModelFacts(
+        plan.model.parameters,
+        shape.num_hidden_layers,
+        shape.hidden_size,
+        shape.vocab_size,
+        shape.num_attention_heads,
+        shape.num_key_value_heads,
+        plan.model.cache // (4 * shape.num_hidden_layers),
+        None,
+    )
+    for module in ("forecast", "choices"):
+        monkeypatch.setattr(f"strop.config.memory.{module}.read_model_facts", lambda path: facts)
+    monkeypatch.setattr("strop.config.machine.gpu_memory", lambda: 80 * 10**9)
+    config = load_config(
+        [
+            "trainer.device=cuda",
+            *(f"trainer.nnodes={plan.trainers // scaling.NODE}", f"trainer.n_gpus_per_node={scaling.NODE}"),
+            *("actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.name=vllm"),
+            "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+            *(f"data.max_prompt_length={plan.prompt}", f"data.max_response_length={plan.response}"),
+            "algorithm.adv_estimator=grpo",
+        ]
+    )
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == plan.micro
 
 
 @pytest.mark.slow

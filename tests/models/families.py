@@ -135,3 +135,25 @@ def flash_attention(
             )
         )
     return torch.cat(pieces, dim=2).transpose(1, 2), None
+
+
+def varlen_attn(
+    query, key, value, q_ends, k_ends, longest_q, longest_k, *, scale, window_size, enable_gqa
+) -> torch.Tensor:
+    """Do what torch.nn.attention.varlen.varlen_attn documents, which needs a GPU."""
+    assert q_ends.dtype == k_ends.dtype == torch.int32
+    lengths = [(ends[1:] - ends[:-1]).tolist() for ends in (q_ends, k_ends)]
+    assert [longest_q, longest_k] == [max(several) for several in lengths]
+    outputs = []
+    pieces = zip(query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True)
+    for q, k, v in pieces:
+        behind = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+        left, right = window_size
+        seen = (behind >= -right) & ((behind <= left) if left >= 0 else True)
+        heads = [states.transpose(0, 1)[None] for states in (q, k, v)]
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                *heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+            )[0].transpose(0, 1)
+        )
+    return torch.cat(outputs)

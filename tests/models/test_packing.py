@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import sys
+from types import SimpleNamespace
 
 import families
 import pytest
@@ -150,6 +153,41 @@ def test_flash_attention_receives_the_ends_of_sequences(monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", varlen)
     assert_same(packed, padded, rows((2, 3), (5, 1), (1, 6)))
     assert calls == [(7, 7)] * 2
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen2 with windows", "Mistral"])
+def test_rows_without_shared_prompts_attend_in_one_call_on_a_gpu(monkeypatch, family):
+    """As in a reward model's inference, whose batches have no responses."""
+    calls = []
+
+    @functools.wraps(families.varlen_attn)
+    def counted(*arguments, **options):
+        calls.append((arguments[3].tolist(), options["window_size"]))
+        return families.varlen_attn(*arguments, **options)
+
+    packed, padded = families.pair("reward model", family)
+    monkeypatch.setattr("strop.models.attention.takes_lengths", lambda query, value: True)
+    varlen = SimpleNamespace(varlen_attn=counted)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", varlen)
+    batch = rows((5, 6), (1, 1), (3, 2), (4, 1), (2, 3))
+    del batch["response_mask"]
+    assert_same(packed, padded, batch)
+    windows = {"Qwen2": [-1, -1], "Qwen2 with windows": [-1, 2], "Mistral": [3, 3]}[family]
+    assert calls == [([0, 11, 13, 18, 23, 28], (window, 0)) for window in windows]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_layers_serve_rows_of_other_lengths_without_more_graphs():
+    packed, padded = families.pair("reward model", "Qwen2")
+    packed.compile_layers()
+    graphs = []
+    for lengths in (((5, 6), (1, 1)), ((3, 2), (4, 1), (4, 1)), ((2, 2),)):
+        batch = rows(*lengths)
+        del batch["response_mask"]
+        torch.testing.assert_close(packed(batch), padded(batch), atol=1e-5, rtol=1e-5)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(graphs)) == 1
 
 
 @pytest.fixture
@@ -383,7 +421,7 @@ def _number_positions_itself(model):  # a learned table, say, that position_ids 
 def _drop_lengths(model):
     attention = model.model.layers[0].self_attn
     attend = attention.forward
-    attention.forward = lambda *args, sequence_runs=None, **options: attend(*args, **options)
+    attention.forward = lambda *args, sequences=None, **options: attend(*args, **options)
 
 
 def _drop_a_window(model):

@@ -12,6 +12,7 @@ import torch
 from families import GROUPS, Groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.engines.micro_batches import MicroBatching
 from strop.models import attention, prompts_once
@@ -128,39 +129,23 @@ def test_short_sequences_attend_in_float32_under_bfloat16_autocast(attention_cal
 
 
 @pytest.mark.parametrize(
-    ("head", "dtype", "taken"),
+    ("head", "of_values", "dtype", "taken"),
     [
-        (64, torch.bfloat16, True),
-        (256, torch.float16, True),
-        (100, torch.bfloat16, False),  # open_llama_3b
-        (288, torch.bfloat16, False),
-        (64, torch.float32, False),
+        (64, 64, torch.bfloat16, True),
+        (256, 256, torch.float16, True),
+        (100, 100, torch.bfloat16, False),  # open_llama_3b
+        (288, 288, torch.bfloat16, False),
+        (192, 128, torch.bfloat16, False),  # DeepSeek-V3
+        (64, 64, torch.float32, False),
     ],
 )
-def test_flash_attention_takes_heads_of_a_multiple_of_8(monkeypatch, head, dtype, taken):
+def test_flash_attention_takes_equal_heads_of_a_multiple_of_8(monkeypatch, head, of_values, dtype, taken):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    query = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=torch.Size([1, 2, 5, head]))
-    assert attention.takes_lengths(query) is taken
-
-
-def _varlen(query, key, value, q_ends, k_ends, longest_q, longest_k, *, scale, window_size, enable_gqa):
-    """Do what torch.nn.attention.varlen.varlen_attn documents, which needs a GPU."""
-    assert q_ends.dtype == k_ends.dtype == torch.int32
-    lengths = [(ends[1:] - ends[:-1]).tolist() for ends in (q_ends, k_ends)]
-    assert [longest_q, longest_k] == [max(several) for several in lengths]
-    outputs = []
-    pieces = zip(query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True)
-    for q, k, v in pieces:
-        behind = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
-        left, right = window_size
-        seen = (behind >= -right) & ((behind <= left) if left >= 0 else True)
-        heads = [states.transpose(0, 1)[None] for states in (q, k, v)]
-        outputs.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                *heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
-            )[0].transpose(0, 1)
-        )
-    return torch.cat(outputs)
+    query, value = (
+        SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=torch.Size([1, 2, 5, size]))
+        for size in (head, of_values)
+    )
+    assert attention.takes_lengths(query, value) is taken
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen2 with windows", "Mistral"])
@@ -173,13 +158,13 @@ def test_attention_by_lengths_on_a_gpu_has_the_figures_and_gradients_of_padded_r
 
     def counted(*arguments, enable_gqa=False, **options):
         calls.append(arguments)
-        return _varlen(*arguments, **options, enable_gqa=enable_gqa)
+        return families.varlen_attn(*arguments, **options, enable_gqa=enable_gqa)
 
     def of_torch_211(*arguments, scale, window_size):
         return counted(*arguments, scale=scale, window_size=window_size, enable_gqa=True)
 
     packed, padded = families.pair(role, family)
-    monkeypatch.setattr(attention, "takes_lengths", lambda query: True)
+    monkeypatch.setattr(attention, "takes_lengths", lambda query, value: True)
     monkeypatch.setitem(
         sys.modules,
         "torch.nn.attention.varlen",
@@ -188,6 +173,64 @@ def test_attention_by_lengths_on_a_gpu_has_the_figures_and_gradients_of_padded_r
     for groups in ([(7, [6, 1, 5, 0]), (1, [1]), (4, [2, 3])], [(3, [1])], [(2, [5, 5]), (6, [4])]):
         families.assert_same(packed, padded, families.samples(groups, order=1))
     assert len(calls) == 3 * 2  # one call a layer
+
+
+class _Additions(TorchDispatchMode):
+    """Dtypes in which numbers are added at indices: on a CPU torch adds 16-bit ones in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        if "index_add" in operator.name():
+            self.dtypes.add(arguments[0].dtype)
+        return operator(*arguments, **options or {})
+
+
+@pytest.mark.parametrize("at_once", [1 << 24, 3000])
+@pytest.mark.parametrize("by_lengths", [False, True])
+def test_gradients_of_a_prompts_keys_are_rounded_once_however_many_samples_it_has(
+    monkeypatch, by_lengths, at_once
+):
+    batch = families.samples([(7, [6] * 64), (3, [2])])
+    prompts = prompts_once.PromptsOnce.of(batch, with_last=False)._shared_prompts
+    copies: list[torch.Tensor] = []
+
+    def attend(module, query, key, value, mask):
+        copies.extend((key, value))
+        return query.transpose(1, 2)
+
+    def by_ends(query, key, value, *ends):
+        copies.extend((key, value))
+        return query
+
+    monkeypatch.setattr(attention, "_rounds_each_sum", lambda states: states.element_size() == 2)
+    monkeypatch.setattr(attention, "_SUMMED_AT_ONCE", at_once)
+    monkeypatch.setattr(attention, "takes_lengths", lambda query, value: by_lengths)
+    monkeypatch.setattr(attention, "_by_lengths", by_ends)
+    monkeypatch.setattr(attention, "attend", attend)
+    generator = torch.Generator().manual_seed(0)
+    n_tokens = 7 + 64 * 5 + 3 + 1
+    states = torch.randn(3, 1, 2, n_tokens, 8, generator=generator).bfloat16()
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        copies.clear()
+        query, key, value = states.to(dtype)
+        leaves = [key.requires_grad_(), value.requires_grad_()]
+        attention.WholeSequences(prompts).attend(attend, torch.nn.Identity(), query, *leaves, None)
+        generator.manual_seed(1)
+        # alike, as gradients of a prompt's tokens are: random ones would cancel
+        upstream = [(1 + torch.rand(c.shape, generator=generator)).bfloat16().to(dtype) for c in copies]
+        with _Additions() as additions:
+            found.append(([*copies], torch.autograd.grad(copies, leaves, upstream)))
+        assert additions.dtypes == {torch.float32 if dtype == torch.bfloat16 else dtype}
+    (ours, gradients), (theirs, exact) = found
+    for copy, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(copy.double(), expected)
+    for gradient, expected in zip(gradients, exact, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert ((gradient.double() - expected).abs() <= (2**-8 + 2**-20) * expected).all()
 
 
 def test_policy_and_critic_share_the_layout_of_the_same_samples(monkeypatch):

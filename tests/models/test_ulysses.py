@@ -127,6 +127,16 @@ def test_flash_attention_gets_whole_rows_of_some_heads(ranks, folders):
             assert calls == {("flash_attention_2", 4 // size, kv_heads, 18, 0, 7, 13, 18)}
 
 
+def test_whole_rows_of_some_heads_attend_in_one_call_on_a_gpu(ranks, folders):
+    folder, lengths = folders["Qwen2, windows"], [(2, 3), (5, 1), (1, 6)]
+    [expected] = ranks.run(1, jobs.log_probs_by, "sdpa", folder, lengths, *jobs.PACKED)
+    for size, kv_heads in ((2, 1), (4, 1)):
+        for found, calls in ranks.run(size, jobs.with_varlen_attention, folder, lengths, *jobs.sharing(size)):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            heads = (18, 4 // size, 8), (18, kv_heads, 8)
+            assert calls == [(*heads, window, [0, 7, 13, 18]) for window in (-1, 2)]
+
+
 def test_flex_attention_gets_the_mask_of_whole_rows(ranks, folders):
     folder, lengths = folders["Qwen2, windows"], [(2, 3), (5, 1), (1, 6), (7, 4)]
     [expected] = ranks.run(1, jobs.log_probs_by, "sdpa", folder, lengths, *jobs.PACKED)

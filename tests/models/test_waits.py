@@ -53,8 +53,9 @@ def test_the_layout_of_flash_attention_reads_nothing_from_the_device(monkeypatch
         seen.append(self._prompts.by_lengths)
         return query.transpose(1, 2)
 
-    monkeypatch.setattr("strop.models.attention.takes_lengths", lambda query: True)
+    policy = on_meta("actor")
+    monkeypatch.setattr("strop.models.attention.takes_lengths", lambda query, value: True)
     monkeypatch.setattr(WholeSequences, "_attend_by_lengths", by_lengths)
-    on_meta("actor")(MicroBatch.on(META, families.samples(SHARED)))
+    policy(MicroBatch.on(META, families.samples(SHARED)))
     queries, keys, laid, *_ = seen[0]
     assert {queries.device, keys.device, laid.device} == {META}

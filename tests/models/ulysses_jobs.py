@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import families
@@ -17,6 +20,7 @@ from strop.controller.pools import Role
 from strop.controller.shards import shard
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.sharding import whole
+from strop.models import attention
 from strop.protocol import DataProto
 from strop.workers.reward_model import RewardModelWorker
 
@@ -179,6 +183,25 @@ def with_flash_attention(folder: Path, lengths: Lengths, *keys: str) -> tuple[to
     finally:
         attention["flash_attention_2"] = before
     assert model.config._attn_implementation == "flash_attention_2"
+    return found, calls
+
+
+def with_varlen_attention(
+    folder: Path, lengths: Lengths, *keys: str
+) -> tuple[torch.Tensor, list[tuple[Any, ...]]]:
+    """Return log-probs by a stand-in for torch's attention by lengths, which needs a GPU, and its calls."""
+    calls = []
+
+    @functools.wraps(families.varlen_attn)
+    def counted(query, key, value, ends, *arguments, **options):
+        calls.append((*map(tuple, (query.shape, key.shape)), options["window_size"][0], ends.tolist()))
+        return families.varlen_attn(query, key, value, ends, *arguments, **options)
+
+    built = worker_jobs.worker(folder, Role.Actor, *keys)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "takes_lengths", lambda query, value: True)
+        patch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=counted))
+        found = built.compute_log_prob(samples(lengths)).batch["old_log_probs"]
     return found, calls
 
 

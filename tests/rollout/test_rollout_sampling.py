@@ -145,6 +145,23 @@ def test_working_in_chunks_changes_nothing(monkeypatch, fields):
     uniforms = torch.rand(23, generator=generator, dtype=torch.float64)
     params = SamplingParams(max_tokens=1, **fields)
     whole = next_tokens(logits, uniforms, params)
-    monkeypatch.setattr(sampling, "_CHUNK", 700 * 4)
+    monkeypatch.setattr(sampling, "_CHUNK_ON_CPU", 700 * 4)
     pieces = next_tokens(logits, uniforms, params)
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+
+
+@pytest.mark.parametrize(("device", "calls"), [("cpu", 11), ("meta", 1)])
+def test_a_gpu_samples_the_tokens_of_many_rows_at_once(monkeypatch, device, calls):
+    """The meta device stands in for it; 152,064 words are those of Qwen2.5-7B."""
+    seen = []
+
+    def greedy(logits):
+        seen.append(len(logits))
+        return logits[:, 0].long(), logits[:, 0]
+
+    monkeypatch.setattr(sampling, "_greedy", greedy)
+    logits = torch.zeros(1, 152_064, device=device).expand(64, -1)
+    tokens, log_probs = next_tokens(logits, None, SamplingParams(max_tokens=1, temperature=0))
+    assert tokens.shape == log_probs.shape == (64,)
+    assert len(seen) == calls
+    assert sum(seen) == 64

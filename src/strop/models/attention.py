@@ -1,7 +1,8 @@
 """Attention of packed rows, in which each sequence attends to itself alone.
 
-``packed_attention`` replaces a model's ``sdpa`` or ``eager`` by one call per run of equally long sequences;
-flash-attention takes the lengths itself, FlexAttention a mask (``strop.models.flex_attention``).
+``packed_attention`` replaces a model's ``sdpa`` or ``eager`` by one call per run of equally long sequences,
+and ``sdpa`` by a single call of torch's flash-attention on a GPU in 16 bits; the package flash-attn takes the
+lengths itself, FlexAttention a mask (``strop.models.flex_attention``).
 ``SharedPrompts`` lays out rows with shared prompts, in which each prompt attends to itself once, each
 response to prompt and itself; ``WholeSequences`` attends. ``portable_attention`` is for padded passes that
 run everywhere. ``attention_for`` selects the back-end with which a model is loaded.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -32,15 +35,14 @@ from strop.models.passes.runs import Run, pieces_of, runs_of
 from strop.models.passes.short_attention import attends_by_products, attention_by_products
 from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup
 
-Runs = tuple[tuple[int, int], ...]
-"""(S, K) of each run: that many neighbouring sequences of the same length."""
-
 _FLOAT32_UP_TO = 512
 """Longest sequence that attends in float32 on a CPU, if not by products. There torch's bfloat16 attention is
 slower than float32 with casts: forward and backward 3.0x with 96 tokens, 1.8-2.3x with 128, 1.2x with 256,
 1.0x with 512."""
 _LARGEST_HEAD, _HEAD_STEP = 256, 8
 """Largest head size of flash-attention, and the number that its head sizes are multiples of."""
+_SUMMED_AT_ONCE = 1 << 24
+"""Numbers of a 16-bit gradient that are converted to float32 together: 64 MiB."""
 # No mask functions are registered for these two, so transformers makes no mask.
 _PACKED = "strop_packed"
 _PACKED_EAGER = "strop_packed_eager"
@@ -86,6 +88,29 @@ def attention_for(
     return requested or "eager"
 
 
+class Sequences:
+    """Lengths of the sequences of a packed row, as the kinds of attention take them."""
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self._lengths, self._device = lengths, device
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(S, K) of each run: that many neighbouring sequences of the same length."""
+        return tuple((len(list(same)), length) for length, same in itertools.groupby(self._lengths))
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Ends of the sequences, from 0, int32 on the device."""
+        ends = list(itertools.accumulate(self._lengths, initial=0))
+        return send(torch.tensor(ends, dtype=torch.int32), self._device)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self._lengths)
+
+
 def _packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -93,7 +118,7 @@ def _packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    sequence_runs: Runs | None = None,
+    sequences: Sequences | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
     whole_sequences: WholeSequences | None = None,
@@ -103,21 +128,26 @@ def _packed_attention(
     """Attend within each sequence: query [1, Q, N, D], key and value [1, G, N, D] -> [1, N, Q, D].
 
     Calls transformers' ``sdpa`` or the family's ``eager`` once per run, so that grouped heads, scaling and a
-    family's other ``options`` mean the same as in its padded pass.
+    family's other ``options`` mean the same as in its padded pass; or torch's flash-attention once.
     """
     if whole_sequences is not None and position_bias is None:
         attended = whole_sequences.attend(attend_once, module, query, key, value, sliding_window, **options)
         return attended, None
-    if sequence_runs is None or position_bias is not None:
+    if sequences is None or position_bias is not None:
         raise ModelError(
             f"{type(module).__name__} does not pass the lengths of packed sequences to attention"
         )
+    if attend_once is attend and not options.get("dropout") and takes_lengths(query, value):
+        tokens = (_tokens(heads) for heads in (query, key, value))
+        ends, longest = sequences.ends, sequences.longest
+        scaling = options.get("scaling")
+        return _by_lengths(*tokens, ends, ends, longest, longest, sliding_window, scaling)[None], None
     # split instead of slices: the backward pass of each slice would allocate a gradient of full size
-    sizes = [sequences * length for sequences, length in sequence_runs]
+    sizes = [number * length for number, length in sequences.runs]
     parts = zip(*(heads.transpose(1, 2)[0].split(sizes) for heads in (query, key, value)), strict=True)
     outputs = []
-    for (sequences, length), tokens in zip(sequence_runs, parts, strict=True):
-        heads = [part.unflatten(0, (sequences, length)).transpose(1, 2) for part in tokens]
+    for (number, length), tokens in zip(sequences.runs, parts, strict=True):
+        heads = [part.unflatten(0, (number, length)).transpose(1, 2) for part in tokens]
         mask_KK = _mask([0], length, length, sliding_window, query.device)
         outputs.append(attend_once(module, *heads, mask_KK, **options).flatten(0, 1))
     return torch.cat(outputs)[None], None
@@ -339,7 +369,7 @@ class WholeSequences:
         **options: Any,
     ) -> Tensor:
         """Attend: query [1, Q, N, D], key and value [1, G, N, D] of computed tokens -> [1, N, Q, D]."""
-        if attend_once is attend and not options.get("dropout") and takes_lengths(query):
+        if attend_once is attend and not options.get("dropout") and takes_lengths(query, value):
             return self._attend_by_lengths(query, key, value, window, options.get("scaling"))
         runs, queries_M, keys_M, laid_N = self._prompts.runs
         if window not in self._masks:
@@ -350,7 +380,7 @@ class WholeSequences:
         sizes = [len(run.rows) * run.queries for run in runs]
         queries = _tokens(query).index_select(0, queries_M).split(sizes)
         sizes = [len(run.rows) * run.keys for run in runs]
-        keys, values = (_tokens(states).index_select(0, keys_M).split(sizes) for states in (key, value))
+        keys, values = (_copies(_tokens(states), keys_M).split(sizes) for states in (key, value))
         outputs = []
         for run, mask, *tokens in zip(runs, self._masks[window], queries, keys, values, strict=True):
             heads = [part.unflatten(0, (len(run.rows), -1)).transpose(1, 2) for part in tokens]
@@ -362,21 +392,42 @@ class WholeSequences:
     ) -> Tensor:
         """Attend in one call of torch's flash-attention for all pieces, without padding."""
         queries_M, keys_M, laid_N, q_ends, k_ends, longest_q, longest_k = self._prompts.by_lengths
-        # Imported here: the module imports torch's compiler, which takes seconds.
-        varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-        groups = {"enable_gqa": query.shape[1] != key.shape[1]} if _has_enable_gqa(varlen_attn) else {}
-        output = varlen_attn(
+        output = _by_lengths(
             _tokens(query).index_select(0, queries_M),
-            *(_tokens(states).index_select(0, keys_M) for states in (key, value)),
-            q_ends,
-            k_ends,
-            longest_q,
-            longest_k,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-            **groups,
+            *(_copies(_tokens(states), keys_M) for states in (key, value)),
+            *(q_ends, k_ends, longest_q, longest_k),
+            window,
+            scaling,
         )
         return output.index_select(0, laid_N)[None]
+
+
+def _by_lengths(
+    query_MQD: Tensor,
+    key_MGD: Tensor,
+    value_MGD: Tensor,
+    q_ends: Tensor,
+    k_ends: Tensor,
+    longest_q: int,
+    longest_k: int,
+    window: int | None,
+    scaling: float | None,
+) -> Tensor:
+    """Call torch's flash-attention for sequences of different lengths, which end at ``ends`` -> [M, Q, D].
+
+    The last query of a sequence attends to its last key.
+    """
+    # Imported here: the module imports torch's compiler, which takes seconds.
+    varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    is_grouped = query_MQD.shape[1] != key_MGD.shape[1]
+    groups = {"enable_gqa": is_grouped} if _has_enable_gqa(varlen_attn) else {}
+    return varlen_attn(
+        *(query_MQD, key_MGD, value_MGD),
+        *(q_ends, k_ends, longest_q, longest_k),
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **groups,
+    )
 
 
 @cache
@@ -385,12 +436,12 @@ def _has_enable_gqa(varlen_attn: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def takes_lengths(query: Tensor) -> bool:
+def takes_lengths(query: Tensor, value: Tensor) -> bool:
     """Return True if torch's own flash-attention for sequences of different lengths can attend here."""
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] <= _LARGEST_HEAD
+        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
         and query.shape[-1] % _HEAD_STEP == 0  # sdpa pads others
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
@@ -401,6 +452,41 @@ def _ranges(start_S: Tensor, length_S: Tensor) -> tuple[Tensor, Tensor]:
     ends = torch.cat([length_S.new_zeros(1), length_S.cumsum(0)])
     offsets_S = start_S - ends[:-1]
     return torch.arange(int(ends[-1])) + offsets_S.repeat_interleave(length_S), ends
+
+
+def _copies(states_NAD: Tensor, places_M: Tensor) -> Tensor:
+    """Return the states at ``places_M`` [M, A, D]; gradients of copies of a token add up in float32."""
+    if _rounds_each_sum(states_NAD):
+        return _Copies.apply(states_NAD, places_M)
+    return states_NAD.index_select(0, places_M)
+
+
+def _rounds_each_sum(states: Tensor) -> bool:
+    """Return True if the gradient of ``index_select`` is rounded at each copy of a token, as on GPUs.
+
+    A prompt's token has a copy for each sample. On a CPU torch adds them in float32.
+    """
+    return states.element_size() == 2 and states.device.type != "cpu"
+
+
+class _Copies(torch.autograd.Function):
+    """See ``_copies``."""
+
+    @staticmethod
+    def forward(ctx: Any, states_NAD: Tensor, places_M: Tensor) -> Tensor:
+        ctx.save_for_backward(places_M)
+        ctx.shape = states_NAD.shape
+        return states_NAD.index_select(0, places_M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_MAD: Tensor) -> tuple[Tensor, None]:
+        (places_M,) = ctx.saved_tensors
+        total_NAD = gradient_MAD.new_zeros(ctx.shape, dtype=torch.float32)
+        rows = max(_SUMMED_AT_ONCE // ctx.shape[1:].numel(), 1)
+        for places, part in zip(places_M.split(rows), gradient_MAD.split(rows), strict=True):
+            total_NAD.index_add_(0, places, part.float())
+        return total_NAD.to(gradient_MAD.dtype), None
 
 
 def _tokens(heads: Tensor) -> Tensor:

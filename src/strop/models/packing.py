@@ -1,8 +1,9 @@
 """Forward passes without padding: the real tokens of a micro-batch in one row.
 
 Every layer but attention treats tokens independently and runs on the packed row unchanged. Attention is
-variable-length (``strop.models.attention``): flash-attention's kernel, FlexAttention with a mask by blocks,
-or ``sdpa`` or ``eager`` per sequence, so that no memory grows with the square of the packed length.
+variable-length (``strop.models.attention``): flash-attention's kernel of torch or of flash-attn,
+FlexAttention with a mask by blocks, or ``sdpa`` or ``eager`` per sequence, so that no memory grows with the
+square of the packed length.
 ``check_packable`` (by configuration) and ``check_packed_pass`` (by a comparison with a padded pass) refuse
 model families for which this is wrong.
 
@@ -11,7 +12,6 @@ Shapes: B padded rows of L columns, N real tokens, n tokens of this rank's piece
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from strop.errors import ModelError
-from strop.models.attention import Runs, is_flash, packed_attention, portable_attention, row_attention
+from strop.models.attention import Sequences, is_flash, packed_attention, portable_attention, row_attention
 from strop.models.flex_attention import FLEX, Pieces
 from strop.models.heads import decoder_of, require_numbers
 from strop.models.passes.micro_batch import on_cpu, places_of, send
@@ -76,23 +76,17 @@ class Packing:
     def _place_BL(self) -> Tensor:  # noqa: N802 - a tensor
         return self._mask_BL.flatten().cumsum(0).view_as(self._mask_BL) - 1
 
-    @property
-    def runs(self) -> Runs:
-        """Sequences in order, neighbours of equal length together."""
-        return tuple((len(list(same)), length) for length, same in itertools.groupby(self._lengths))
-
     def options(self, implementation: str) -> dict[str, Any]:
         """Return the options that mark the ends of sequences for attention loaded as ``implementation``."""
         options: dict[str, Any] = {}
+        sequences = Sequences(self._lengths, self._device)
         if is_flash(implementation):
-            ends = list(itertools.accumulate(self._lengths, initial=0))
-            ends_S = send(torch.tensor(ends, dtype=torch.int32), self._device)
-            options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_S)
-            options |= dict.fromkeys(("max_length_q", "max_length_k"), max(self._lengths))
+            options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), sequences.ends)
+            options |= dict.fromkeys(("max_length_q", "max_length_k"), sequences.longest)
         elif implementation == FLEX:
             options["pieces"] = self._pieces
         else:
-            options["sequence_runs"] = self.runs
+            options["sequences"] = sequences
         if self.group is not None:
             row = SharedRow(self.group, sum(self._lengths), row_attention(implementation))
             options["shared_row"] = row

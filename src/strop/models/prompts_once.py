@@ -3,9 +3,9 @@
 In a causal model a response does not change the hidden states of its prompt, so samples share the prompt's
 tokens in every layer, forward and backward: of 8 samples with prompts as long as responses, 7 tokens of 16
 are saved. The last token of a response predicts nothing and is left out. Responses still attend to whole
-sequences: to copies of the prompt's keys and values, whose gradients add up, or with FlexAttention to the
-prompt's own. The gradient equals that of padded passes. Flash-attention and shared sequences compute every
-prompt again.
+sequences: to copies of the prompt's keys and values, whose gradients add up in float32, or with FlexAttention
+to the prompt's own. The gradient equals that of padded passes. Flash-attention and shared sequences compute
+every prompt again.
 
 Shapes: B padded rows of L columns, P of them prompt; N tokens that are computed.
 """
