@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strop.cli.check import render
 from strop.config.batch_plan import MICRO_BATCHES, BatchPlan, MicroBatchSize, resolve_micro_batch
 from strop.config.checks.check import check
+from strop.config.keys import value_at
 from strop.config.load import load_config, load_tree, to_yaml
 from strop.config.memory.choices import MOST_ON_A_GPU, MOST_TOKENS
 from strop.config.memory.facts import ModelFacts
@@ -79,6 +80,28 @@ def test_a_gpu_gets_more_tokens_a_pass(monkeypatch):
     assert sizes() == EVERYWHERE
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as on a cluster's node without GPUs
     assert sizes("trainer.device=cuda", "trainer.worker_group=ray") == on_gpu
+
+
+def test_gpus_of_unknown_size_get_eight_rows_and_reduced_gradients_whatever_the_driver_has(
+    monkeypatch, installed, qwen
+):
+    """As on the head of a cluster, which has none."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sync = f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation"
+    cluster = ("trainer.device=cuda", "trainer.worker_group=ray", "trainer.n_gpus_per_node=8")
+    rows = ("data.max_prompt_length=64", "data.max_response_length=64")
+    for gpu, memory, cap, whole in (
+        (None, 1 << 30, 8 * 128, False),
+        (None, 1 << 40, 8 * 128, False),
+        (80 << 30, 1 << 30, MOST_ON_A_GPU, True),
+    ):
+        monkeypatch.setattr("strop.config.machine.gpu_memory", lambda gpu=gpu: gpu)
+        installed(memory)
+        assert sizes(*cluster, *rows) == dict.fromkeys(MICRO_BATCHES, cap)
+        assert value_at(load_config([*cluster, *rows, f"{ROLLOUT}.name=hf"]), sync) is whole
+    monkeypatch.setattr("strop.config.machine.gpu_memory", lambda: None)
+    assert sizes(*cluster)["actor"] == MOST_ON_A_GPU  # no more tokens than on known ones
+    assert sizes(*cluster, "data.max_response_length=9000")["actor"] == 9000 + 512  # a whole row
 
 
 def test_a_script_of_verl_that_writes_sizes_gets_them():

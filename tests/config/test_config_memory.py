@@ -98,6 +98,20 @@ def test_samples_generated_at_once_fit_the_memory_beside_the_models(model, insta
     assert samples_at_once(chosen, facts) == 7
 
 
+def test_no_memory_of_the_driver_is_compared_with_that_of_gpus_elsewhere(model, installed, monkeypatch):
+    monkeypatch.setattr("strop.config.machine.gpu_memory", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cluster = ("trainer.device=cuda", "trainer.worker_group=ray", "trainer.n_gpus_per_node=8")
+    config = load_config([*settings(model), *cluster])
+    counts = []
+    for size in (1 << 20, 1 << 40):
+        installed(size)
+        result = check(config)
+        assert not memory_lines(result.warnings + result.errors)
+        counts.append(samples_at_once(config, read_model_facts(str(model))))
+    assert counts[0] == counts[1] > 1
+
+
 def test_the_defaults_for_pairs_fit_16_gb_at_half_a_billion_parameters(monkeypatch, installed):
     installed(16_000_000_000)
     qwen = ModelFacts(494_032_768, 24, 896, 151_936, 14, 2, 128, 32_768)

@@ -27,10 +27,14 @@ class Memory(NamedTuple):
     """Processes that share it."""
 
 
-def memory_for(config: Root) -> Memory:
-    """Return the memory for the processes of a run on this machine: its own, or that of its smallest GPU."""
-    if uses_gpu(config) and (size := gpu_memory()):
-        return Memory(size, "a GPU of this machine", 1)
+def memory_for(config: Root) -> Memory | None:
+    """Return the memory for the processes of a run: this machine's, or that of its smallest GPU.
+
+    None: the run uses GPUs of unknown size, as on a cluster's node without any.
+    """
+    if uses_gpu(config):
+        size = gpu_memory()
+        return Memory(size, "a GPU of this machine", 1) if size else None
     processes = sum(max(on_nodes) for on_nodes in pools_of(config).values())
     return Memory(machine_memory(), "this machine", processes)
 

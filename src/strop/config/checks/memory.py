@@ -49,6 +49,8 @@ _OF_WEIGHTS = "take a smaller model, or more GPUs (trainer.n_gpus_per_node)"
 def run(config: Config, plan: BatchPlan) -> Iterator[Finding]:
     """Compare the memory of reinforcement learning: on a CPU of all pools, on GPUs of the largest one."""
     memory, placement = memory_for(config), Placement.from_config(config)
+    if memory is None:
+        return
     needs = {pool: forecast(config, plan, pool=pool) for pool in placement.pools}
     known = {pool: need for pool, need in needs.items() if need.peak is not None}
     if not known:
@@ -73,6 +75,8 @@ def supervised(config: SupervisedConfig) -> Iterator[Finding]:
     if config.trainer.val_only:
         return
     memory, need = memory_for(config), supervised_forecast(config)
+    if memory is None:
+        return
     row = sequences_of_a_row(config) * longest_row(config.data)[0]
     remedies = {"update": _smaller_pass(config, SUPERVISED_MICRO_BATCH, "model", row)}
     if need.peak is not None:
@@ -82,7 +86,7 @@ def supervised(config: SupervisedConfig) -> Iterator[Finding]:
 def vllm(config: Config, plan: BatchPlan) -> Iterator[Finding]:
     """Compare the share of a GPU that vLLM takes with what vLLM needs, and with what the trainer keeps."""
     memory = memory_for(config)
-    if not (honours(config, "gpu_memory_utilization") and uses_gpu(config)) or memory.processes > 1:
+    if not (honours(config, "gpu_memory_utilization") and uses_gpu(config)) or memory is None:
         return
     facts, rollout = read_model_facts(config.actor_rollout_ref.model.path), config.actor_rollout_ref.rollout
     if facts is None or facts.parameters is None:

@@ -62,8 +62,10 @@ def with_choices(config: Root) -> Root:
 
     - a cap: the power of two that fits into half of the memory beside the models, at most ``MOST_TOKENS`` (on
       a GPU ``MOST_ON_A_GPU``), so that machines of about equal size choose the same; in any case the longest
-      row. A model of unknown size (on the hub, not downloaded) gets eight rows.
-    - ``use_no_sync_for_gradient_accumulation`` of several ranks: True if whole gradients fit into a quarter.
+      row. It is eight rows, within the same limits, for a model of unknown size (on the hub, not downloaded)
+      and on GPUs of unknown size (``trainer.device=cuda`` on a cluster's node that has none).
+    - ``use_no_sync_for_gradient_accumulation`` of several ranks: True if whole gradients fit into a quarter;
+      False if either size is unknown.
     """
     before, values, chosen = _earlier_run(config), dict[str, Any](), list[tuple[_Pass, str]]()
     for part in _passes(config):
@@ -110,7 +112,7 @@ class _Pass:
             yield self.sync
 
     def fallback(self, key: str) -> Any:
-        """Return the value for a model of unknown size."""
+        """Return the value for a model or GPUs of unknown size."""
         return False if key == self.sync else self._bounded(_ROWS_OF_AN_UNKNOWN_MODEL * self.longest)
 
     def kept(self, config: RootConfig, before: Mapping[str, Any], key: str) -> Any:
@@ -195,7 +197,7 @@ def _earlier_run(config: RootConfig) -> Mapping[str, Any]:
 
 
 def _free_memory(config: RootConfig) -> dict[str, int]:
-    """Return the bytes beside the models of a process of each pool; without those of unknown size."""
+    """Return the bytes beside the models of a process of each pool, where both sizes are known."""
     needs = {}
     with suppress(ConfigError):  # sizes that do not fit each other: `check` reports them
         if isinstance(config, SupervisedConfig):
@@ -204,6 +206,8 @@ def _free_memory(config: RootConfig) -> dict[str, int]:
             plan = BatchPlan.from_config(config)
             needs |= {pool: forecast(config, plan, pool=pool) for pool in pools_of(config)}
     memory = memory_for(config)
+    if memory is None:
+        return {}
     own = memory.size // memory.processes
     return {pool: max(own - need.held, 0) for pool, need in needs.items() if need.held is not None}
 

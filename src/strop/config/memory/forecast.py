@@ -52,6 +52,7 @@ ACTIVATION_BYTES = {2: 34, 4: 68}  # for each token, layer and hidden unit, by t
 _LOGITS_AT_ONCE = 1 << 25  # in one block of the vocabulary on a GPU; fewer on a CPU
 _LOGIT_COPIES = 3
 _SHARE_OF_CACHES = 0.5  # of the memory beside the models; the rest is for prefills, batches and the system
+_UNKNOWN_GPU = 16 << 30  # bytes that a GPU is assumed to have where nvidia-smi does not tell
 _CACHE_BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
 
 
@@ -266,13 +267,13 @@ def _copy_of_hf(config: Config, facts: ModelFacts | None) -> int | None:
 def samples_at_once(config: Config, facts: ModelFacts) -> int:
     """Return how many samples rollout ``hf`` generates at once: ``micro_batch_size_per_gpu``, or what fits.
 
-    What fits depends on the configuration and on the memory that is installed, not on what is free at the
-    moment: a resumed run has to form the same batches.
+    What fits depends on the configuration and on the memory that is installed (of a GPU of unknown size
+    ``_UNKNOWN_GPU``), not on what is free at the moment: a resumed run has to form the same batches.
     """
     if size := config.actor_rollout_ref.rollout.micro_batch_size_per_gpu:
         return size
     memory = memory_for(config)
-    own = memory.size // memory.processes
+    own = memory.size // memory.processes if memory else _UNKNOWN_GPU
     pool = Placement.from_config(config).roles[_rollout_role(config)]
     held = _sum(*resident_weights(config, pool).values())
     number = _number_bytes(config.actor_rollout_ref.model)
@@ -303,9 +304,9 @@ def replica_with_cache(config: Config, plan: BatchPlan, facts: ModelFacts | None
         tokens = sequences_of_engine(config, engines) * blocks * _CACHE_BLOCK
         weights = _times(facts, size, ranks)
         cache = tokens * _cache_bytes(facts, size) // ranks
-        memory = memory_for(config)  # vLLM takes no more, whatever is asked for
-        share = config.actor_rollout_ref.rollout.gpu_memory_utilization * memory.size / memory.processes
-        cache = min(cache, int(share))
+        if memory := memory_for(config):  # vLLM takes no more, whatever is asked for
+            share = config.actor_rollout_ref.rollout.gpu_memory_utilization * memory.size / memory.processes
+            cache = min(cache, int(share))
     if config.trainer.device == "cpu" or not config.actor_rollout_ref.rollout.free_cache_engine:
         return Forecast({"vLLM: weights": weights, "vLLM: KV cache, at most": cache}, {})
     return Forecast({}, {"generation: vLLM's weights, and KV cache at most": _sum(weights, cache)})
