@@ -153,6 +153,7 @@ def share_of_peak(setting: Setting, runs: list[dict], limit: float) -> float:
 def compare(comparison: Comparison, rounds: int, threads: int) -> list[str]:
     """Run one comparison, alternating between systems; return its table rows."""
     runs: dict[str, list[dict]] = {system.name: [] for system in comparison.systems}
+    before = {precision: peak(dtype) for precision, dtype in DTYPES.items()}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
             for system in comparison.systems:
@@ -160,7 +161,7 @@ def compare(comparison: Comparison, rounds: int, threads: int) -> list[str]:
     by_system = {name: medians(found) for name, found in runs.items()}
     for system in comparison.systems:
         setting = replace(comparison.setting, **system.changes)
-        limit = peak(DTYPES[setting.precision])
+        limit = max(peak(DTYPES[setting.precision]), before[setting.precision])
         by_system[system.name]["of peak"] = share_of_peak(setting, runs[system.name], limit)
     peer = by_system[comparison.peer]
     return [row(comparison.setting, name, found, peer) for name, found in by_system.items()]

@@ -3,14 +3,14 @@
     python benchmarks/gpu.py [--budget 540] [--models 0.5B 1.5B 7B] [--out benchmarks/results/gpu_DATE]
 
 First rightness: log-probs and gradients on the GPU against the CPU's, packed rows and shared prompts against
-padded rows, the output layer against whole logits and float64, bfloat16 against float32, and the log-probs of
-the hf rollout against a forward pass. Then speed: the output layer alone, with Triton's kernels and with
-torch's operations; generation, log-probs and update of random models with Qwen2.5's sizes, beside a plain
-training step of transformers on the same tokens (the floor); generation by vLLM where it is installed, in a
-separate process; and the update again, with one setting changed at a time. Needs no network and no data.
-Cases that fail or that the budget (seconds) leaves out are named, and every row is written at once. A model
-whose training does not fit into the memory is trained with fewer layers, which are named: "7B, 9 of 28
-layers".
+padded rows, each setting that changes the update's passes, the output layer against whole logits and float64,
+bfloat16 against float32, and the log-probs of the hf rollout against a forward pass. Then speed: the output
+layer alone, with Triton's kernels and with torch's operations; generation, log-probs and update of random
+models with Qwen2.5's sizes, beside a plain training step of transformers on the same tokens (the floor);
+generation by vLLM where it is installed, in a separate process, and its weights and log-probs after a sleep;
+and the update again, with one setting changed at a time. Needs no network and no data. Cases that fail or
+that the budget (seconds) leaves out are named, and every row is written at once. A model whose training does
+not fit into the memory is trained with fewer layers, which are named: "7B, 9 of 28 layers".
 
 MFU counts 6 operations a parameter and trained token (2 without gradient) and the attention's, each prompt
 once for all of its samples, relative to the GPU's own speed in a matrix product of 8192 x 8192, measured in
@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import datetime
 import gc
+import itertools
 import json
 import math
 import os
@@ -40,13 +41,11 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
-from transformers.models.qwen2 import modeling_qwen2
 
 from strop.algorithms import output_layer
 from strop.algorithms.logprobs import token_log_probs
@@ -57,6 +56,7 @@ from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.engine import TorchEngine
 from strop.engines.torch.sharding import ShardingSettings
 from strop.files import atomic_write_text
+from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.flex_attention import FLEX
 from strop.models.passes.compiled import why_not_compiled
 from strop.models.policy import PolicyModel
@@ -65,6 +65,7 @@ from strop.rollout.base import RolloutEngine, SamplingParams
 from strop.rollout.hf.engine import HFRollout
 from strop.rollout.hf.replica import _replace_parameters
 from strop.rollout.transfer.broadcast import Channel
+from strop.rollout.weights import checksums, require_equal_checksums
 
 BUDGET = "GPU_BUDGET_S"
 PUBLISHED = (
@@ -311,8 +312,21 @@ def rightness(device: torch.device) -> list[tuple[str, float, float]]:
     compare("float32, padded, against the CPU", "float32", False, whole, exact)
     compare("float32, packed, shared prompts, split", "float32", True, split, exact)
     compare("bfloat16, packed, against float32 on the CPU", "bfloat16", True, split, rounded)
-    if device.type == "cuda" and not why_not_compiled(device):
-        compare("float32, packed, FlexAttention", "float32", True, split, exact, attention=FLEX)
+    on_gpu, selective = device.type == "cuda", {"gradient_checkpointing": "selective"}
+    settings: dict[str, dict[str, Any]] = {
+        "checkpointing": {"gradient_checkpointing": True},
+        "selective checkpointing": selective,
+        "offloaded": {"offload_parameters": True, "offload_moments": True},
+    }
+    if on_gpu and not why_not_compiled(device):
+        settings |= {"compiled layers": {"compiled": True}, "FlexAttention": {"attention": FLEX}}
+        settings["FlexAttention, selective checkpointing"] = {"attention": FLEX, **selective}
+    if on_gpu and find_spec("liger_kernel"):
+        settings["Liger's kernels"] = {"liger": True}
+    for (name, options), (dtype, bounds) in itertools.product(
+        settings.items(), (("float32", exact), ("bfloat16", rounded))
+    ):
+        compare(f"{dtype}, packed, {name}", dtype, True, split, bounds, **options)
     lines.append(("output layer in blocks against whole logits: gradients", _head(device), 1e-5))
     for name in ("kernel", "blocks") if _has_kernel(device) else ("blocks",):
         with head_by(name):
@@ -597,12 +611,28 @@ class Case:
                 "max_num_seqs": self.prompts * self.n,
                 "max_num_batched_tokens": 8192,
                 "enforce_eager": not on_gpu,
+                "enable_sleep_mode": on_gpu,
                 **({"gpu_memory_utilization": 0.6} if on_gpu else {"kv_cache_memory_bytes": 64 << 20}),
             }
             rollout = VLLMRollout(model, arguments, device=device, pad_token_id=0, eos_token_ids=[1])
         took = self.clock.seconds(lambda: rollout.update_weights(model.named_parameters()))
         self.table.add({"model": self.name, "phase": "weights to vLLM in the process", "s": took})
         self.generation("vllm", rollout)
+        rollout.release()  # sleeps on a GPU, as during an update
+        line: Line = {"model": self.name, "phase": "weights to vLLM after sleep"}
+        with self.table.or_error(line):
+            began = time.perf_counter()
+            rollout.update_weights(model.named_parameters())
+            line["s"] = time.perf_counter() - began
+            layout = CheckpointLayout(model)
+            expected = checksums(layout.convert(model.named_parameters()), torch.bfloat16)
+            require_equal_checksums(expected, rollout.checksums(), 0)
+            params = SamplingParams(max_tokens=16, n=2, ignore_eos=True)
+            batch = rollout.generate(_prompts(self.size, 4, 16, 2), params).to("cpu")
+            policy = TorchEngine(PolicyModel(model), device=device, compute_dtype="bfloat16")
+            again = policy.infer(batch, MicroBatching())["log_prob"]
+            mean = float((again - batch.batch["rollout_log_probs"]).abs().mean())
+            self.table.add(line | {"note": f"weights equal; log-probs differ by {mean:.3f} on average"})
 
     def vllm(self) -> None:
         """Run ``vllm_here`` in a separate process, which frees vLLM's memory at its end."""
@@ -678,9 +708,7 @@ class Case:
         self.variant("FlexAttention, selective checkpointing", why_not=why, **selective)
         self.variant("compiled layers", why_not=why, compiled=True)
         why = "" if on_gpu and find_spec("liger_kernel") else "no GPU" if not on_gpu else "not installed"
-        rotate = modeling_qwen2.apply_rotary_pos_emb
-        with mock.patch.object(modeling_qwen2, "apply_rotary_pos_emb", rotate):  # Liger replaces it for all
-            self.variant("Liger's kernels", why_not=why, liger=True)
+        self.variant("Liger's kernels", why_not=why, liger=True)
         with group_of_one(device):
             for name, settings in (
                 ("FSDP2", ShardingSettings()),

@@ -20,11 +20,11 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.argv", ["gpu.py", "--models", "tiny", "--out", str(tmp_path / "gpu")])
     assert gpu.main() == 0
     figures = json.loads((tmp_path / "gpu.json").read_text())
-    assert len(figures["rightness"]) == 11
+    assert len(figures["rightness"]) == 11 + 12  # three settings in two precisions
     phases = {line["phase"] for line in figures["speed"] if line.get("s", 0) > 0}
     assert phases == {
         *("generation (hf)", "log-probs", "update", "update, checkpointing"),
-        *("weights to vLLM in the process", "generation (vllm)"),
+        *("weights to vLLM in the process", "weights to vLLM after sleep", "generation (vllm)"),
         *("update, segments of fixed size", "update, 8 rows a pass", "update, offloaded"),
         *("update, padded", "update, no shared prompts", "update, selective checkpointing"),
         *("update, FSDP2", "update, FSDP2, reshard_after_forward=False"),
@@ -90,7 +90,7 @@ def test_a_comparison_that_fails_is_wrong_and_the_others_are_made(monkeypatch):
 
     monkeypatch.setattr(gpu.TorchEngine, "infer", failing)
     wrong = [name for name, found, bound in gpu.rightness(gpu.torch.device("cpu")) if not found <= bound]
-    assert len(wrong) == 2
+    assert len(wrong) == 8  # log-probs and gradients of four comparisons in bfloat16
     assert all("bfloat16" in name and "RuntimeError: no kernel" in name for name in wrong)
 
 
