@@ -14,6 +14,7 @@ from pathlib import Path
 
 from generated import write_or_check
 
+from strop.config import machine
 from strop.config.batch_plan import BatchPlan
 from strop.config.load import load_config
 from strop.config.memory.forecast import Forecast, forecast
@@ -89,7 +90,8 @@ def write_model(folder: Path, name: str) -> Path:
 
 
 def memory_of(model: Path, *settings: str, gpus: int = 1) -> Forecast:
-    """Return what `strop check` forecasts for one rank."""
+    """Return what `strop check` forecasts for one rank of GPUs of unknown size."""
+    machine.gpu_memory = lambda: None  # not those of the machine that writes the tables
     config = load_config(
         [
             f"actor_rollout_ref.model.path={model}",
