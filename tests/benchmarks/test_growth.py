@@ -17,7 +17,7 @@ from side_by_side.setting import Setting
 
 
 @pytest.mark.slow
-def test_a_point_changes_one_thing_and_is_measured(tmp_path: Path):
+def test_a_point_changes_one_thing_and_is_measured(monkeypatch, tmp_path: Path):
     base = Setting("140k", "grpo", "limit", 4, "float32", str(tmp_path), iterations=1, samples=8, n=4)
     assert growth.point("samples", 16, base, 1).setting == dataclasses.replace(base, samples=16)
     assert growth.point("tokens", 2, base, 1).setting == dataclasses.replace(base, limit=2)
@@ -26,6 +26,7 @@ def test_a_point_changes_one_thing_and_is_measured(tmp_path: Path):
     write_inputs([place.setting])
     assert growth.MODELS[place.setting.model] == {**growth.MODELS["140k"], "vocab_size": 96}
 
+    monkeypatch.setattr(growth, "peak", lambda dtype: 0.5)
     speeds = growth.measure(place, tmp_path, {1: 1.0})
     # 2 layers of 61,440 weights on 128 tokens with 3,904 pairs of them, and 96 words of 64 for 32 responses'
     one_pass = 2 * (2 * 61_440 * 128 + 4 * 64 * 3_904) + 2 * 64 * 96 * 32
