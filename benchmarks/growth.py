@@ -28,10 +28,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from against_trl import STROP, run
-from side_by_side.inputs import LONGEST, SHORTEST, write_inputs
+from side_by_side.inputs import write_inputs
 from side_by_side.record import PHASES
 from side_by_side.setting import WARM_UP, Setting
-from work import iteration_operations, pass_operations, peak
+from work import iteration_operations, peak
 
 from rollout_hf import MODELS
 
@@ -79,12 +79,8 @@ def measure(place: Point, folder: Path, limits: dict[int, float]) -> dict[str, f
     rows = run(system, place.setting, place.threads, folder)["iterations"][WARM_UP:]
     tokens = sum(sum(row["lengths"]) for row in rows)
     speeds = {phase: tokens / sum(row[phase] for row in rows) for phase in (*PHASES, "iteration")}
-    setting, prompt = place.setting, (SHORTEST + LONGEST) / 2
-    operations = sum(
-        iteration_operations(setting, row["lengths"])
-        + pass_operations(setting.model, prompt, row["lengths"], setting.n, head=True)  # old log-probs
-        for row in rows
-    )
+    # GRPO counts four passes; old log-probs are a fifth
+    operations = 5 / 4 * sum(iteration_operations(place.setting, row["lengths"]) for row in rows)
     threads = place.value if place.axis == "ranks" else place.threads
     torch.set_num_threads(threads)
     limits[threads] = max(peak(torch.float32), limits.get(threads, 0.0))

@@ -47,7 +47,7 @@ def _run(function: Callable[..., Any], on_gpu: bool, *args: Any, **options: Any)
 
 
 class Pieces:
-    """What each token of a packed row attends to: earlier tokens of its piece, and all of one other piece."""
+    """Keys of each token of a packed row: earlier tokens of its piece, and all of one other piece."""
 
     def __init__(self, piece_N: Tensor, prompt_N: Tensor, place_N: Tensor) -> None:
         """Describe tokens on the device.

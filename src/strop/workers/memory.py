@@ -25,7 +25,7 @@ class PeakMemory:
 
     On a GPU what torch has allocated, with the tensors of a vLLM that sleeps. On a CPU the resident size
     of the process, with everything else that lives in it: the driver of a run in one process, and roles in
-    other threads. A system that does not tell it (other than Linux) gives no figures.
+    other threads. Systems other than Linux give no figures.
     """
 
     def __init__(self) -> None:

@@ -52,7 +52,7 @@ ACTIVATION_BYTES = {2: 34, 4: 68}  # for each token, layer and hidden unit, by t
 _LOGITS_AT_ONCE = 1 << 25  # in one block of the vocabulary on a GPU; fewer on a CPU
 _LOGIT_COPIES = 3
 _SHARE_OF_CACHES = 0.5  # of the memory beside the models; the rest is for prefills, batches and the system
-_UNKNOWN_GPU = 16 << 30  # bytes that a GPU is assumed to have where nvidia-smi does not tell
+_UNKNOWN_GPU = 16 << 30  # bytes that a GPU is assumed to have where nvidia-smi lists none
 _CACHE_BLOCK = 128  # tokens in a block of vLLM's KV cache; the last block of a sequence is not full
 
 
