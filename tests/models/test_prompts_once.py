@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.engines.micro_batches import MicroBatching
 from strop.models import attention, prompts_once
-from strop.models.passes import runs
+from strop.models.passes import shared_prompts, varlen
 from strop.models.policy import PolicyModel
 from strop.models.prompts_once import first_with_prompt
 from strop.protocol import DataProto
@@ -108,7 +108,7 @@ def test_sequences_of_like_length_attend_together_and_a_shared_prompt_once(
     attention_calls, monkeypatch, groups, one_call, expected
 ):
     packed, seen = attention_calls
-    monkeypatch.setattr(runs, "_ONE_CALL", one_call)
+    monkeypatch.setattr(shared_prompts, "_ONE_CALL", one_call)
     with torch.no_grad():
         packed(families.samples(groups, order=0))
     shapes = [(len(query), query.shape[2], key.shape[2]) for query, key, _ in seen]
@@ -145,7 +145,7 @@ def test_flash_attention_takes_equal_heads_of_a_multiple_of_8(monkeypatch, head,
         SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=torch.Size([1, 2, 5, size]))
         for size in (head, of_values)
     )
-    assert attention.takes_lengths(query, value) is taken
+    assert varlen.takes_lengths(query, value) is taken
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen2 with windows", "Mistral"])
@@ -205,10 +205,10 @@ def test_gradients_of_a_prompts_keys_are_rounded_once_however_many_samples_it_ha
         copies.extend((key, value))
         return query
 
-    monkeypatch.setattr(attention, "_rounds_each_sum", lambda states: states.element_size() == 2)
-    monkeypatch.setattr(attention, "_SUMMED_AT_ONCE", at_once)
+    monkeypatch.setattr(shared_prompts, "_rounds_each_sum", lambda states: states.element_size() == 2)
+    monkeypatch.setattr(shared_prompts, "_SUMMED_AT_ONCE", at_once)
     monkeypatch.setattr(attention, "takes_lengths", lambda query, value: by_lengths)
-    monkeypatch.setattr(attention, "_by_lengths", by_ends)
+    monkeypatch.setattr(attention, "attention_by_lengths", by_ends)
     monkeypatch.setattr(attention, "attend", attend)
     generator = torch.Generator().manual_seed(0)
     n_tokens = 7 + 64 * 5 + 3 + 1
@@ -234,9 +234,11 @@ def test_gradients_of_a_prompts_keys_are_rounded_once_however_many_samples_it_ha
 
 
 def test_policy_and_critic_share_the_layout_of_the_same_samples(monkeypatch):
-    laid_out, lay_out = [], attention.SharedPrompts.__init__
+    laid_out, lay_out = [], shared_prompts.SharedPrompts.__init__
     monkeypatch.setattr(
-        attention.SharedPrompts, "__init__", lambda *args, **own: laid_out.append(1) or lay_out(*args, **own)
+        shared_prompts.SharedPrompts,
+        "__init__",
+        lambda *args, **own: laid_out.append(1) or lay_out(*args, **own),
     )
     batch = families.samples([(5, [3, 4]), (2, [3])], order=0)
     models = [families.pair(role, "Qwen2")[0] for role in ("actor", "critic")]

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from strop.models import attention
 from strop.models.passes import short_attention
-from strop.models.passes.runs import runs_of
+from strop.models.passes.shared_prompts import runs_of
 
 SEQUENCES, QUERIES, KEYS, WIDTH = 4, 20, 32, 16
 

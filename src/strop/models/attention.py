@@ -3,9 +3,9 @@
 ``packed_attention`` replaces a model's ``sdpa`` or ``eager`` by one call per run of equally long sequences,
 and ``sdpa`` by a single call of torch's flash-attention on a GPU in 16 bits; the package flash-attn takes the
 lengths itself, FlexAttention a mask (``strop.models.flex_attention``).
-``SharedPrompts`` lays out rows with shared prompts, in which each prompt attends to itself once, each
-response to prompt and itself; ``WholeSequences`` attends. ``portable_attention`` is for padded passes that
-run everywhere. ``attention_for`` selects the back-end with which a model is loaded.
+``WholeSequences`` attends in rows with shared prompts (``strop.models.passes.shared_prompts``).
+``portable_attention`` is for padded passes that run everywhere. ``attention_for`` selects the back-end with
+which a model is loaded.
 
 Shapes: N tokens of the packed row, S sequences of one length K (a run) with T queries each, M queries or keys
 of all runs, Q query heads, G key-value heads, A of either, D head size; B padded rows of L columns.
@@ -13,8 +13,6 @@ of all runs, Q query heads, G key-value heads, A of either, D head size; B padde
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import itertools
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -24,25 +22,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from strop.errors import ConfigError, ModelError
 from strop.models.flex_attention import FLEX, PACKED_FLEX
 from strop.models.passes.micro_batch import send
-from strop.models.passes.runs import Run, pieces_of, runs_of
+from strop.models.passes.shared_prompts import SharedPrompts, copies_of
 from strop.models.passes.short_attention import attends_by_products, attention_by_products
+from strop.models.passes.varlen import attention_by_lengths, takes_lengths
 from strop.models.ulysses import SHARED_ATTENTION, SequenceGroup
 
 _FLOAT32_UP_TO = 512
 """Longest sequence that attends in float32 on a CPU, if not by products. There torch's bfloat16 attention is
 slower than float32 with casts: forward and backward 3.0x with 96 tokens, 1.8-2.3x with 128, 1.2x with 256,
 1.0x with 512."""
-_LARGEST_HEAD, _HEAD_STEP = 256, 8
-"""Largest head size of flash-attention, and the number that its head sizes are multiples of."""
-_SUMMED_AT_ONCE = 1 << 24
-"""Numbers of a 16-bit gradient that are converted to float32 together: 64 MiB."""
 # No mask functions are registered for these two, so transformers makes no mask.
 _PACKED = "strop_packed"
 _PACKED_EAGER = "strop_packed_eager"
@@ -137,11 +131,11 @@ def _packed_attention(
         raise ModelError(
             f"{type(module).__name__} does not pass the lengths of packed sequences to attention"
         )
-    if attend_once is attend and not options.get("dropout") and takes_lengths(query, value):
+    if _by_lengths(attend_once, query, value, options):
         tokens = (_tokens(heads) for heads in (query, key, value))
-        ends, longest = sequences.ends, sequences.longest
-        scaling = options.get("scaling")
-        return _by_lengths(*tokens, ends, ends, longest, longest, sliding_window, scaling)[None], None
+        lengths = sequences.ends, sequences.ends, sequences.longest, sequences.longest
+        attended = attention_by_lengths(*tokens, *lengths, sliding_window, options.get("scaling"))
+        return attended[None], None
     # split instead of slices: the backward pass of each slice would allocate a gradient of full size
     sizes = [number * length for number, length in sequences.runs]
     parts = zip(*(heads.transpose(1, 2)[0].split(sizes) for heads in (query, key, value)), strict=True)
@@ -151,6 +145,11 @@ def _packed_attention(
         mask_KK = _mask([0], length, length, sliding_window, query.device)
         outputs.append(attend_once(module, *heads, mask_KK, **options).flatten(0, 1))
     return torch.cat(outputs)[None], None
+
+
+def _by_lengths(attend_once: AttendOnce, query: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Return True if one call attends for all sequences: torch's, which drops no probabilities."""
+    return attend_once is attend and not options.get("dropout") and takes_lengths(query, value)
 
 
 def attend(
@@ -277,80 +276,6 @@ def is_flash(implementation: str | None) -> bool:
     return implementation is not None and implementation.startswith("flash_attention")
 
 
-class SharedPrompts:
-    """Places of queries and keys of rows with shared prompts: each prompt once, and each response.
-
-    A response attends to its prompt and itself. Each kind of attention has a layout, computed on first use.
-    """
-
-    def __init__(
-        self,
-        mask_BL: Tensor,
-        computed_BL: Tensor,
-        place_BL: Tensor,
-        starts: list[list[int]],
-        *,
-        device: torch.device,
-    ) -> None:
-        """Prepare the layout for attention on ``device``, from tensors on the CPU.
-
-        ``mask_BL`` marks real tokens, ``computed_BL`` those in the packed row, ``place_BL`` is each token's
-        place there. ``starts`` has, for each row, the tokens at which a separately attending piece begins.
-        """
-        self._starts, self._lengths, self._device = starts, mask_BL.sum(dim=1).tolist(), device
-        token_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
-        self._place_BK = place_BL.new_zeros(len(self._lengths), max(self._lengths))
-        rows, columns = mask_BL.nonzero(as_tuple=True)
-        self._place_BK[rows, token_BL[rows, columns]] = place_BL[rows, columns]
-        self._token_N, self._row_N = token_BL[computed_BL], computed_BL.nonzero()[:, 0]
-
-    @cached_property
-    def runs(self) -> tuple[list[Run], Tensor, Tensor, Tensor]:
-        """Runs, their queries and keys, and the tokens' places among the queries.
-
-        A run pads pieces to the longest. The padding follows a piece, so none of its tokens attends to it.
-        """
-        place_BK, runs = self._place_BK, runs_of(self._starts, self._lengths)
-        queries, keys, laid_BK, laid = [], [], torch.zeros_like(place_BK), 0
-        for run in runs:
-            rows_S1, firsts_S1, lengths_S1 = (
-                torch.tensor(column)[:, None] for column in (run.rows, run.firsts, run.lengths)
-            )
-            steps_T = torch.arange(run.queries)
-            tokens_ST = (firsts_S1 + steps_T).clamp(max=place_BK.shape[1] - 1)
-            queries.append(place_BK[rows_S1, tokens_ST].flatten())
-            keys.append(place_BK[run.rows, : run.keys].flatten())
-            real_ST = steps_T < lengths_S1
-            places_ST = torch.arange(laid, laid + real_ST.numel()).view_as(real_ST)
-            laid_BK[rows_S1.expand_as(real_ST)[real_ST], tokens_ST[real_ST]] = places_ST[real_ST]
-            laid += real_ST.numel()
-        columns = torch.cat(queries), torch.cat(keys), laid_BK[self._row_N, self._token_N]
-        queries_M, keys_M, laid_N = (send(column, self._device) for column in columns)
-        return runs, queries_M, keys_M, laid_N
-
-    @cached_property
-    def by_lengths(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
-        """Queries and keys of all pieces, tokens' places among the queries, ends, and the longest pieces."""
-        device, columns = self._device, self._place_BK.shape[1]
-        pieces = torch.tensor(pieces_of(self._starts, self._lengths), dtype=torch.long)
-        first_S, end_S, row_S = pieces.t()
-        q_lengths_S = end_S - first_S
-        queries_M, q_ends = _ranges(row_S * columns + first_S, q_lengths_S)
-        keys_M, k_ends = _ranges(row_S * columns, end_S)
-        laid = torch.zeros(self._place_BK.numel(), dtype=torch.long)
-        laid[queries_M] = torch.arange(len(queries_M))
-        places = self._place_BK.flatten()
-        return (
-            send(places[queries_M], device),
-            send(places[keys_M], device),
-            send(laid[self._row_N * columns + self._token_N], device),
-            send(q_ends.int(), device),
-            send(k_ends.int(), device),
-            int(q_lengths_S.max()),
-            int(end_S.max()),
-        )
-
-
 class WholeSequences:
     """Attention of one pass over rows with shared prompts; masks, which can be large, are freed with it."""
 
@@ -369,7 +294,7 @@ class WholeSequences:
         **options: Any,
     ) -> Tensor:
         """Attend: query [1, Q, N, D], key and value [1, G, N, D] of computed tokens -> [1, N, Q, D]."""
-        if attend_once is attend and not options.get("dropout") and takes_lengths(query, value):
+        if _by_lengths(attend_once, query, value, options):
             return self._attend_by_lengths(query, key, value, window, options.get("scaling"))
         runs, queries_M, keys_M, laid_N = self._prompts.runs
         if window not in self._masks:
@@ -380,7 +305,7 @@ class WholeSequences:
         sizes = [len(run.rows) * run.queries for run in runs]
         queries = _tokens(query).index_select(0, queries_M).split(sizes)
         sizes = [len(run.rows) * run.keys for run in runs]
-        keys, values = (_copies(_tokens(states), keys_M).split(sizes) for states in (key, value))
+        keys, values = (copies_of(_tokens(states), keys_M).split(sizes) for states in (key, value))
         outputs = []
         for run, mask, *tokens in zip(runs, self._masks[window], queries, keys, values, strict=True):
             heads = [part.unflatten(0, (len(run.rows), -1)).transpose(1, 2) for part in tokens]
@@ -392,101 +317,14 @@ class WholeSequences:
     ) -> Tensor:
         """Attend in one call of torch's flash-attention for all pieces, without padding."""
         queries_M, keys_M, laid_N, q_ends, k_ends, longest_q, longest_k = self._prompts.by_lengths
-        output = _by_lengths(
+        output = attention_by_lengths(
             _tokens(query).index_select(0, queries_M),
-            *(_copies(_tokens(states), keys_M) for states in (key, value)),
+            *(copies_of(_tokens(states), keys_M) for states in (key, value)),
             *(q_ends, k_ends, longest_q, longest_k),
             window,
             scaling,
         )
         return output.index_select(0, laid_N)[None]
-
-
-def _by_lengths(
-    query_MQD: Tensor,
-    key_MGD: Tensor,
-    value_MGD: Tensor,
-    q_ends: Tensor,
-    k_ends: Tensor,
-    longest_q: int,
-    longest_k: int,
-    window: int | None,
-    scaling: float | None,
-) -> Tensor:
-    """Call torch's flash-attention for sequences of different lengths, which end at ``ends`` -> [M, Q, D].
-
-    The last query of a sequence attends to its last key.
-    """
-    # Imported here: the module imports torch's compiler, which takes seconds.
-    varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    is_grouped = query_MQD.shape[1] != key_MGD.shape[1]
-    groups = {"enable_gqa": is_grouped} if _has_enable_gqa(varlen_attn) else {}
-    return varlen_attn(
-        *(query_MQD, key_MGD, value_MGD),
-        *(q_ends, k_ends, longest_q, longest_k),
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **groups,
-    )
-
-
-@cache
-def _has_enable_gqa(varlen_attn: Callable[..., Any]) -> bool:
-    """Return True if grouped heads need the option ``enable_gqa``, which torch 2.11 does not have."""
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def takes_lengths(query: Tensor, value: Tensor) -> bool:
-    """Return True if torch's own flash-attention for sequences of different lengths can attend here."""
-    return (
-        query.device.type == "cuda"
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
-        and query.shape[-1] % _HEAD_STEP == 0  # sdpa pads others
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
-
-
-def _ranges(start_S: Tensor, length_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Return start, start + 1, ... of each range [M], and where ranges end in it, from 0 [S + 1]."""
-    ends = torch.cat([length_S.new_zeros(1), length_S.cumsum(0)])
-    offsets_S = start_S - ends[:-1]
-    return torch.arange(int(ends[-1])) + offsets_S.repeat_interleave(length_S), ends
-
-
-def _copies(states_NAD: Tensor, places_M: Tensor) -> Tensor:
-    """Return the states at ``places_M`` [M, A, D]; gradients of copies of a token add up in float32."""
-    if _rounds_each_sum(states_NAD):
-        return _Copies.apply(states_NAD, places_M)
-    return states_NAD.index_select(0, places_M)
-
-
-def _rounds_each_sum(states: Tensor) -> bool:
-    """Return True if the gradient of ``index_select`` is rounded at each copy of a token, as on GPUs.
-
-    A prompt's token has a copy for each sample. On a CPU torch adds them in float32.
-    """
-    return states.element_size() == 2 and states.device.type != "cpu"
-
-
-class _Copies(torch.autograd.Function):
-    """See ``_copies``."""
-
-    @staticmethod
-    def forward(ctx: Any, states_NAD: Tensor, places_M: Tensor) -> Tensor:
-        ctx.save_for_backward(places_M)
-        ctx.shape = states_NAD.shape
-        return states_NAD.index_select(0, places_M)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_MAD: Tensor) -> tuple[Tensor, None]:
-        (places_M,) = ctx.saved_tensors
-        total_NAD = gradient_MAD.new_zeros(ctx.shape, dtype=torch.float32)
-        rows = max(_SUMMED_AT_ONCE // ctx.shape[1:].numel(), 1)
-        for places, part in zip(places_M.split(rows), gradient_MAD.split(rows), strict=True):
-            total_NAD.index_add_(0, places, part.float())
-        return total_NAD.to(gradient_MAD.dtype), None
 
 
 def _tokens(heads: Tensor) -> Tensor:

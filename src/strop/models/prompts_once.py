@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.attention import SharedPrompts, WholeSequences
+from strop.models.attention import WholeSequences
 from strop.models.flex_attention import FLEX, Pieces
 from strop.models.packing import Packing
 from strop.models.passes.micro_batch import on_cpu, send
+from strop.models.passes.shared_prompts import SharedPrompts
 
 _REMEMBERED = 1 << 19
 """Tokens of the layouts that are remembered, padding included: 40 MB, of which 16 MB are on the device."""
