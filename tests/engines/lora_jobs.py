@@ -8,8 +8,8 @@ from typing import Any
 import sharded_jobs as jobs
 import torch
 
+from strop import ranks
 from strop.config.load import load_config
-from strop.engines import ranks
 from strop.engines.base import EngineSpec, ModelSpec, weights_hash
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch.engine import TorchEngine

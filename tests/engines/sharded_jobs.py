@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from strop import ranks
 from strop.config.load import load_config
-from strop.engines import ranks
 from strop.engines.base import OptimizerSettings, weights_hash
 from strop.engines.micro_batches import MicroBatching
 from strop.engines.torch import offload

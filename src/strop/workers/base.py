@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal
 
+from strop import ranks
 from strop.config.backends import ENGINES
 from strop.config.batch_plan import resolve_micro_batch, sequence_parallel_size
 from strop.config.paths import expand, is_url
@@ -24,7 +25,6 @@ from strop.controller.group import Dispatch, register
 from strop.controller.pools import Role, name_of
 from strop.data.fetch import local_path
 from strop.data.hub import is_hub_name, local_model, local_tokenizer
-from strop.engines import ranks
 from strop.engines.base import (
     Engine,
     EngineSpec,

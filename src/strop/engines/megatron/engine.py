@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from strop.engines import ranks
+from strop import ranks
 from strop.engines.base import EngineSpec, Loss, ModelSpec, Outputs, StepResult
 from strop.engines.megatron.attention import Row
 from strop.engines.megatron.build import build_chunks, require_supported, transformer_config

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from strop import ranks
 from strop.config.names import sets_noise
 from strop.config.paths import MERGED_CONFIG
-from strop.engines import ranks
 from strop.engines.base import EngineSpec, Loss, ModelSpec, OptimizerSettings, Outputs, StepResult
 from strop.engines.micro_batches import MicroBatching, columns_of, restore
 from strop.engines.torch import state

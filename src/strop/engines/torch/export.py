@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from strop.engines import ranks
+from strop import ranks
 from strop.engines.torch.shard_files import IndexReader
 from strop.engines.torch.state import failing_as, stored_shapes
 from strop.errors import CheckpointError

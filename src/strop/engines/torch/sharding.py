@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from strop.engines import ranks
+from strop import ranks
 from strop.errors import ConfigError, StropError
 from strop.models.base import RoleModel
 from strop.models.deferred import Weights

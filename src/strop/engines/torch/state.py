@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from strop.engines import ranks
+from strop import ranks
 from strop.engines.torch import adapter_state
 from strop.engines.torch.shard_files import DigestingWriter, IndexReader
 from strop.errors import CheckpointError, is_interrupt
