@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from strop.errors import portable
+
+_Number = TypeVar("_Number", int, float)
 
 
 def several() -> bool:
@@ -21,13 +24,13 @@ def is_first() -> bool:
     return not several() or dist.get_rank() == 0
 
 
-def largest(number: int, device: torch.device) -> int:
-    """Return the maximum over all ranks. Collective."""
+def largest(number: _Number, device: torch.device) -> _Number:
+    """Return the maximum over all ranks; not for NaN. Collective."""
     if not several():
         return number
     numbers = torch.tensor(number, device=device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-    return int(numbers)
+    return type(number)(numbers)
 
 
 def total(figures: dict[str, float], device: torch.device) -> dict[str, float]:

@@ -15,6 +15,7 @@ import families
 import pytest
 import sharded_jobs as jobs
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def require_eager(folder: Path, kind: str, *, packed: bool) -> None:
     expected, expected_gradients = eager(folder, kind)
     spec = ModelSpec(kind=kind, path=folder, packed=packed)
-    role, _ = build_module(spec, sharded=False)
+    role, _ = build_module(spec, None)
     role.enable_gradient_checkpointing()
     for training in (False, True):
         torch.manual_seed(1)
@@ -167,7 +168,7 @@ def build(
     sdpa: bool = False,
     sequence_parallel_size: int = 1,
     **options: Any,
-) -> None:
+) -> TorchEngine:
     """Build an engine; with ``sdpa``, as if the choice of the back-end were transformers' alone."""
     patch = pytest.MonkeyPatch()
     if sdpa:
@@ -193,6 +194,7 @@ def build(
     finally:
         patch.undo()
     assert all(weight.grad is None for weight in engine.module.parameters())
+    return engine
 
 
 def test_attention_by_flex_attention_is_compared(folders, monkeypatch):
@@ -314,6 +316,19 @@ def test_sharded_models_are_compared_too(folders, ranks, options):
     assert found[0] == found[1]
     assert found[0][0] == ""
     assert mentions(found[0][1], "ModelError: the role", "=sdpa", "attn_implementation=eager")
+
+
+def test_ranks_agree_to_pad_where_the_figures_of_one_differ(folders, ranks):
+    assert ranks.run(2, _packed_with_errors_of_one_rank, folders("Qwen2")) == [False, False]
+
+
+def _packed_with_errors_of_one_rank(folder: Path) -> bool:
+    figures = PolicyModel.figures
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            PolicyModel, "figures", lambda self, batch: figures(self, batch) + dist.get_rank() * self.packed
+        )
+        return build(folder, packed="auto", world_size=2).module.packed
 
 
 def _refusals(folder: Path, options: dict[str, Any]) -> list[str]:

@@ -181,6 +181,7 @@ def test_rows_without_shared_prompts_attend_in_one_call_on_a_gpu(monkeypatch, fa
 def test_compiled_layers_serve_rows_of_other_lengths_without_more_graphs():
     packed, padded = families.pair("reward model", "Qwen2")
     packed.compile_layers()
+    torch._dynamo.utils.counters.clear()
     graphs = []
     for lengths in (((5, 6), (1, 1)), ((3, 2), (4, 1), (4, 1)), ((2, 2),)):
         batch = rows(*lengths)
@@ -188,6 +189,7 @@ def test_compiled_layers_serve_rows_of_other_lengths_without_more_graphs():
         torch.testing.assert_close(packed(batch), padded(batch), atol=1e-5, rtol=1e-5)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(graphs)) == 1
+    assert graphs[0] > 0
 
 
 @pytest.fixture
@@ -454,9 +456,8 @@ def test_a_model_whose_packed_pass_is_not_its_padded_one_is_refused(damage, fami
     damage(model)
     with pytest.raises(ModelError, match=naming(KEY, reason)):
         PolicyModel(model, packed=True)
-    assert not PolicyModel(model).packed
     assert not PolicyModel(model, packed="auto").packed
-    assert mentions(caplog.text, KEY, reason)
+    assert mentions(caplog.text, KEY.replace("True", "auto"), reason)
 
 
 def test_flex_attention_is_compiled_past_torchs_limit(monkeypatch):

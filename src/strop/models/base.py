@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from strop import ranks
 from strop.errors import ModelError
 from strop.models.attention import is_flash, packed_attention
 from strop.models.checkpoint_layout import CheckpointLayout
@@ -87,7 +88,7 @@ class RoleModel(nn.Module):
         """Routers with an auxiliary loss; None if the model has none."""
         if packed:
             with self._padded_if_refused():
-                check_packable(hugging_face_model, self.packing_key)
+                check_packable(hugging_face_model)
         if not next(hugging_face_model.parameters()).is_meta:
             RoleModel.check(self)
 
@@ -119,31 +120,41 @@ class RoleModel(nn.Module):
             if self.adapters is None or self.adapters.is_trained(name.removeprefix(prefix)):
                 yield name, parameter
 
-    def check(self) -> None:
-        """Raise ``ModelError`` if the wrapper does not fit the model; needs its weights."""
+    def check(self, *, sharded: bool = False) -> None:
+        """Raise ``ModelError`` if the wrapper does not fit the model; needs its weights.
+
+        Collective if the model is ``sharded``.
+        """
         model = self.hugging_face_model
         if self.causal:
             with model_errors(model):
                 check_causal(model)
         if self.packed:
-            with self._padded_if_refused(), model_errors(model):
+            with self._padded_if_refused(sharded=sharded), model_errors(model):
                 if not self.causal:
                     check_causal(model)
-                check_packed_pass(model, self.packing_key, self.sequence_group)
+                check_packed_pass(model, self.sequence_group)
 
     @contextmanager
-    def _padded_if_refused(self) -> Generator[None]:
+    def _padded_if_refused(self, *, sharded: bool = False) -> Generator[None]:
+        reason = None
         try:
             yield
         except ModelError as error:
-            if not self.pad(error):
-                raise
+            reason = error
+        refused = int(reason is not None)
+        if sharded:  # figures near a bound differ by rank, but all must run the same passes
+            refused = ranks.largest(refused, self.hugging_face_model.device)
+        if refused and not self.pad(reason or "another rank refuses packed passes"):
+            key = self.packing_key
+            raise ModelError(f"{key}=True: {reason or 'refused on another rank'}; set {key}=False")
 
     def pad(self, reason: object) -> bool:
         """Switch to padded passes and log the reason; return False if ``packed`` was not "auto"."""
         if self._may_pad and self.packed:
             self.packed = False
-            logger.warning("Passes are padded, which takes longer; packed ones are refused: %s", reason)
+            if ranks.is_first():
+                logger.warning("%s=auto: passes are padded, which takes longer: %s", self.packing_key, reason)
             return True
         return False
 
@@ -158,7 +169,7 @@ class RoleModel(nn.Module):
                 f"ulysses_sequence_parallel_size={group.size} shares packed rows; set {self.packing_key}=True"
             )
         check_shareable(self.hugging_face_model, group.size)
-        self.sequence_group, self._may_pad = group, False
+        self.sequence_group = group
 
     def enable_gradient_checkpointing(self, *, selective: bool = False) -> None:
         """Keep only the inputs of layers, and recompute the layers in the backward pass.

@@ -116,11 +116,8 @@ def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], pa
         ).last_hidden_state[0]
 
 
-def check_packable(model: PreTrainedModel, key: str) -> None:
-    """Raise ``ModelError`` for attention that cannot be replaced or take lengths; needs no weights.
-
-    ``key`` is the configuration key that requested packed passes.
-    """
+def check_packable(model: PreTrainedModel) -> None:
+    """Raise ``ModelError`` for attention that cannot be replaced or take lengths; needs no weights."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())  # families of one kind have no such field
     unknown = sorted(kinds - {"full_attention", "sliding_attention"})
@@ -132,11 +129,11 @@ def check_packable(model: PreTrainedModel, key: str) -> None:
         reason = "does not let its attention be replaced (transformers' AttentionInterface)"
     else:
         return
-    raise ModelError(f"{key}=True: {type(model).__name__} {reason}; set {key}=False")
+    raise ModelError(f"{type(model).__name__} {reason}")
 
 
 @torch.no_grad()
-def check_packed_pass(model: PreTrainedModel, key: str, group: SequenceGroup | None = None) -> None:
+def check_packed_pass(model: PreTrainedModel, group: SequenceGroup | None = None) -> None:
     """Raise ``ModelError`` if tokens of one sequence change another's hidden states; needs the weights.
 
     Compares three short sequences, packed and padded. It detects families that mix tokens outside attention,
@@ -156,13 +153,13 @@ def check_packed_pass(model: PreTrainedModel, key: str, group: SequenceGroup | N
         try:
             packed_NH = _whole_hidden_states(model, batch, Packing(mask_BL.cpu(), model.device, group))
         except (TypeError, ModelError) as error:  # a layer rejects the option or does not pass it on
-            raise ModelError(f"{key}=True: {type(model).__name__}: {error}; set {key}=False") from error
+            raise ModelError(f"{type(model).__name__}: {error}") from error
     difference = float((packed_NH - padded_NH).float().norm() / padded_NH.float().norm())
     tolerance = 1e-3 if padded_NH.dtype == torch.float32 else 5e-2
     if not difference < tolerance:
         raise ModelError(
-            f"{key}=True: the hidden states of {type(model).__name__} change by {difference:.1e} (of their "
-            f"norm) when sequences are packed, expected less than {tolerance:.0e}; set {key}=False"
+            f"the hidden states of {type(model).__name__} change by {difference:.1e} (of their norm) when "
+            f"sequences are packed, expected less than {tolerance:.0e}"
         )
 
 

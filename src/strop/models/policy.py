@@ -104,9 +104,9 @@ class PolicyModel(RoleModel):
             with model_errors(language_model):
                 check_projection(language_model, self.projection)
 
-    def check(self) -> None:
+    def check(self, *, sharded: bool = False) -> None:
         """Raise ``ModelError`` if the log-probs would not be those of the model's logits."""
-        super().check()
+        super().check(sharded=sharded)
         with model_errors(self.hugging_face_model):
             check_projection(self.hugging_face_model, self.projection)
 

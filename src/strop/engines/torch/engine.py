@@ -61,19 +61,21 @@ _MODULES: dict[str, type[RoleModel]] = {
 }
 
 
-def build_module(spec: ModelSpec, *, sharded: bool) -> tuple[RoleModel, WeightSource | None]:
-    """Load the model of ``spec``; if ``sharded``, build it on the meta device, with a weight source."""
+def build_module(spec: ModelSpec, sharding: ShardingSettings | None) -> tuple[RoleModel, WeightSource | None]:
+    """Load the model of ``spec``; with ``sharding``, build it on the meta device, with a weight source."""
     options: dict[str, Any] = {"path": spec.path, **spec.options}
     source: WeightSource | None = None
     module_cls = _MODULES[spec.kind]
     is_policy = issubclass(module_cls, PolicyModel)
     if not is_policy:
         options["fresh_head_seed"] = spec.head_seed
-    if sharded:
+    packed = spec.packed
+    if sharding is not None:
+        packed = bool(packed) if sharding.sequence_parallel_size > 1 else packed  # shared rows are packed
         model, source = defer_causal_lm(**options) if is_policy else defer_scorer(**options)
     else:
         model = load_causal_lm(**options) if is_policy else load_scorer(**options)
-    return module_cls(model, packed=spec.packed, packing_key=spec.packing_key), source
+    return module_cls(model, packed=packed, packing_key=spec.packing_key), source
 
 
 class TorchEngine:
@@ -119,7 +121,7 @@ class TorchEngine:
                 module.share_sequences(sequence_group(sharding.sequence_parallel_size))
             shard(module, sharding, device, self.compute_dtype)
             materialize(module, weights, device)
-            module.check()
+            module.check(sharded=True)
             reshard(module)
         if optimizer is not None:
             # The fused kernel makes one pass over memory: 5-8 times faster than foreach on a CPU.
@@ -156,7 +158,7 @@ class TorchEngine:
                 raise ModelError(
                     f"{model.role}: {key}={value}: {reason}; install it, or set {key} to {other}"
                 )
-        module, base = build_module(model, sharded=sharding is not None)
+        module, base = build_module(model, sharding)
         if model.use_liger:
             module.use_liger()
         compiled = model.compile is True
@@ -203,6 +205,7 @@ class TorchEngine:
             name=spec.role,
             updates=self._settings is not None and not sets_noise(spec.options.get("override_config") or {}),
             remedy=attention_key if "attn_implementation" in spec.options else "",
+            sharded=self._sharded,
         )
         compare(
             dtype=(None if exact else self.compute_dtype) or torch.float32,

@@ -34,16 +34,19 @@ class Liger:
         parts = list(model.modules())
         with _recorded(names for part in parts for names in (vars(part), part._modules)) as self._changes:
             with _files_restored() as functions:
-                patch._apply_liger_kernel_to_instance(
-                    model,
-                    rope=True,
-                    rms_norm=True,
-                    swiglu=True,
-                    geglu=True,
-                    layer_norm=False,  # Liger would replace torch.nn.LayerNorm
-                    cross_entropy=False,
-                    fused_linear_cross_entropy=False,
-                )
+                try:
+                    patch._apply_liger_kernel_to_instance(
+                        model,
+                        rope=True,
+                        rms_norm=True,
+                        swiglu=True,
+                        geglu=True,
+                        layer_norm=False,  # Liger would replace torch.nn.LayerNorm
+                        cross_entropy=False,
+                        fused_linear_cross_entropy=False,
+                    )
+                except NotImplementedError as error:  # of families that Liger knows in part
+                    raise ModelError(f"model.use_liger=True: {error}; set it to False") from error
             _call_instead(parts, functions)
 
     @contextmanager
