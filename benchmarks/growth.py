@@ -42,6 +42,7 @@ AXES = {
     "ranks": (1, 2),
 }
 OF_PEAK = "of peak"
+OPERATIONS = "operations"
 APART = "actor_rollout_ref.actor.old_log_prob_from_update=False"
 
 
@@ -54,6 +55,11 @@ class Point:
     setting: Setting
     keys: tuple[str, ...] = (APART,)
     threads: int = 1
+
+    @property
+    def all_threads(self) -> int:
+        """Threads of all processes."""
+        return self.value if self.axis == "ranks" else self.threads
 
 
 def point(axis: str, value: int, base: Setting, threads: int) -> Point:
@@ -71,7 +77,7 @@ def point(axis: str, value: int, base: Setting, threads: int) -> Point:
 
 
 def measure(place: Point, folder: Path, limits: dict[int, float]) -> dict[str, float]:
-    """Run one point; return response tokens per second by phase, and the share of the peak.
+    """Run one point; return response tokens per second by phase, and its operations per second.
 
     ``limits`` gets the operations per second of the fastest large product so far, by number of threads.
     """
@@ -81,10 +87,9 @@ def measure(place: Point, folder: Path, limits: dict[int, float]) -> dict[str, f
     speeds = {phase: tokens / sum(row[phase] for row in rows) for phase in (*PHASES, "iteration")}
     # GRPO counts four passes; old log-probs are a fifth
     operations = 5 / 4 * sum(iteration_operations(place.setting, row["lengths"]) for row in rows)
-    threads = place.value if place.axis == "ranks" else place.threads
-    torch.set_num_threads(threads)
-    limits[threads] = max(peak(torch.float32), limits.get(threads, 0.0))
-    return speeds | {OF_PEAK: operations / sum(row["iteration"] for row in rows) / limits[threads]}
+    torch.set_num_threads(place.all_threads)
+    limits[place.all_threads] = max(peak(torch.float32), limits.get(place.all_threads, 0.0))
+    return speeds | {OPERATIONS: operations / sum(row["iteration"] for row in rows)}
 
 
 def table(found: Sequence[tuple[Point, dict[str, float]]]) -> str:
@@ -145,9 +150,9 @@ def main() -> None:
         runs = [[measure(place, Path(folder), limits) for place in places] for _ in range(options.rounds)]
     for index, place in enumerate(places):
         several = [speeds[index] for speeds in runs]
-        found.append(
-            (place, {phase: statistics.median(one[phase] for one in several) for phase in several[0]})
-        )
+        speeds = {phase: statistics.median(one[phase] for one in several) for phase in several[0]}
+        speeds[OF_PEAK] = speeds.pop(OPERATIONS) / limits[place.all_threads]
+        found.append((place, speeds))
     print(table(found))
     if options.out:
         where = machine.description("torch", "transformers", "ray", threads=options.threads)

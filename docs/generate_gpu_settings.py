@@ -11,6 +11,7 @@ import struct
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 from generated import write_or_check
 
@@ -91,7 +92,6 @@ def write_model(folder: Path, name: str) -> Path:
 
 def memory_of(model: Path, *settings: str, gpus: int = 1) -> Forecast:
     """Return what `strop check` forecasts for one rank of GPUs of unknown size."""
-    machine.gpu_memory = lambda: None  # not those of the machine that writes the tables
     config = load_config(
         [
             f"actor_rollout_ref.model.path={model}",
@@ -103,7 +103,9 @@ def memory_of(model: Path, *settings: str, gpus: int = 1) -> Forecast:
             *(word for setting in settings for word in setting.split()),
         ]
     )
-    return forecast(config, BatchPlan.from_config(config))
+    # not the GPUs of the machine that writes the tables
+    with mock.patch.object(machine, "gpu_memory", return_value=None):
+        return forecast(config, BatchPlan.from_config(config))
 
 
 def tables() -> str:

@@ -27,11 +27,14 @@ def test_a_point_changes_one_thing_and_is_measured(monkeypatch, tmp_path: Path):
     assert growth.MODELS[place.setting.model] == {**growth.MODELS["140k"], "vocab_size": 96}
 
     monkeypatch.setattr(growth, "peak", lambda dtype: 0.5)
-    speeds = growth.measure(place, tmp_path, {1: 1.0})
+    limits = {1: 0.4}
+    speeds = growth.measure(place, tmp_path, limits)
+    assert limits == {1: 0.5}
     # 2 layers of 61,440 weights on 128 tokens with 3,904 pairs of them, and 96 words of 64 for 32 responses'
     one_pass = 2 * (2 * 61_440 * 128 + 4 * 64 * 3_904) + 2 * 64 * 96 * 32
-    assert speeds["of peak"] == pytest.approx(5 * one_pass / 32 * speeds["iteration"])
+    assert speeds[growth.OPERATIONS] == pytest.approx(5 * one_pass / 32 * speeds["iteration"])
     assert 0 < speeds["iteration"] < min(speeds[phase] for phase in growth.PHASES)
+    speeds[growth.OF_PEAK] = 0.5
     found = [(place, speeds), (growth.point("tokens", 2, base, 1), speeds)]
     assert f"| vocabulary | 96 | {speeds['generation']:.0f} |" in growth.table(found)
     growth.draw(found, tmp_path / "growth.png")

@@ -58,7 +58,8 @@ class Offload:
     Copies wait in pinned memory, so that transfers run at the bus's full speed, and the CPU prepares
     micro-batches while parameters come back. Only parameters that changed on the device are copied to the
     CPU. Moments pass through the device in the optimizer's step, some at a time. Gradients are not offloaded:
-    between phases there are none.
+    between phases there are none. Where ranks do not divide a parameter evenly, FSDP2 replaces the smaller
+    part by memory of its own, which is not pinned: its copies are slower.
     """
 
     def __init__(
