@@ -92,6 +92,12 @@ def measure(place: Point, folder: Path, limits: dict[int, float]) -> dict[str, f
     return speeds | {OPERATIONS: operations / sum(row["iteration"] for row in rows)}
 
 
+def medians(rounds: Sequence[dict[str, float]], limit: float) -> dict[str, float]:
+    """Return the medians of one point's figures over the rounds, and the share of the peak, ``limit``."""
+    speeds = {phase: statistics.median(one[phase] for one in rounds) for phase in rounds[0]}
+    return speeds | {OF_PEAK: speeds[OPERATIONS] / limit}
+
+
 def table(found: Sequence[tuple[Point, dict[str, float]]]) -> str:
     """Format results as a Markdown table."""
     phases = (*PHASES, "iteration")
@@ -141,18 +147,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, help="write FILE.md and FILE.png")
     options = parser.parse_args()
-    found = []
     with tempfile.TemporaryDirectory() as folder:
         base = Setting("5M", "grpo", "limit", 64, "float32", folder, iterations=1)
         places = [point(axis, value, base, options.threads) for axis in options.axes for value in AXES[axis]]
         write_inputs(place.setting for place in places)
         limits: dict[int, float] = {}
         runs = [[measure(place, Path(folder), limits) for place in places] for _ in range(options.rounds)]
-    for index, place in enumerate(places):
-        several = [speeds[index] for speeds in runs]
-        speeds = {phase: statistics.median(one[phase] for one in several) for phase in several[0]}
-        speeds[OF_PEAK] = speeds.pop(OPERATIONS) / limits[place.all_threads]
-        found.append((place, speeds))
+    found = [
+        (place, medians(several, limits[place.all_threads]))
+        for place, several in zip(places, zip(*runs, strict=True), strict=True)
+    ]
     print(table(found))
     if options.out:
         where = machine.description("torch", "transformers", "ray", threads=options.threads)

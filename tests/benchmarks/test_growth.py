@@ -34,7 +34,8 @@ def test_a_point_changes_one_thing_and_is_measured(monkeypatch, tmp_path: Path):
     one_pass = 2 * (2 * 61_440 * 128 + 4 * 64 * 3_904) + 2 * 64 * 96 * 32
     assert speeds[growth.OPERATIONS] == pytest.approx(5 * one_pass / 32 * speeds["iteration"])
     assert 0 < speeds["iteration"] < min(speeds[phase] for phase in growth.PHASES)
-    speeds[growth.OF_PEAK] = 0.5
+    speeds = growth.medians([speeds, speeds, {name: 2 * speed for name, speed in speeds.items()}], 2.0)
+    assert speeds["of peak"] == pytest.approx(5 * one_pass / 32 * speeds["iteration"] / 2)
     found = [(place, speeds), (growth.point("tokens", 2, base, 1), speeds)]
     assert f"| vocabulary | 96 | {speeds['generation']:.0f} |" in growth.table(found)
     growth.draw(found, tmp_path / "growth.png")

@@ -28,6 +28,7 @@ from strop.models import attention, flex_attention, loader
 from strop.models.comparison import require_eager_figures
 from strop.models.deferred import defer_causal_lm
 from strop.models.loader import load_causal_lm
+from strop.models.packing import PackingError
 from strop.models.policy import PolicyModel
 
 from messages import mentions, naming
@@ -97,7 +98,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def require_eager(folder: Path, kind: str, *, packed: bool) -> None:
     expected, expected_gradients = eager(folder, kind)
     spec = ModelSpec(kind=kind, path=folder, packed=packed)
-    role, _ = build_module(spec, None)
+    role, _ = build_module(spec, sharded=False)
     role.enable_gradient_checkpointing()
     for training in (False, True):
         torch.manual_seed(1)
@@ -329,6 +330,26 @@ def _packed_with_errors_of_one_rank(folder: Path) -> bool:
             PolicyModel, "figures", lambda self, batch: figures(self, batch) + dist.get_rank() * self.packed
         )
         return build(folder, packed="auto", world_size=2).module.packed
+
+
+def test_ranks_agree_on_the_refusal_of_one(folders, ranks):
+    assert ranks.run(2, _packed_where_one_rank_refuses, folders("Qwen2"), "auto") == ["padded", "padded"]
+    for error in ranks.run(2, _packed_where_one_rank_refuses, folders("Qwen2"), True):
+        assert mentions(error, "ModelError", "use_remove_padding=True", "refuse", "use_remove_padding=False")
+
+
+def _packed_where_one_rank_refuses(folder: Path, packed: Any) -> str:
+    def check(model, group):
+        if dist.get_rank():
+            raise PackingError("it refuses")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("strop.models.base.check_packed_pass", check)
+        try:
+            module = build(folder, packed=packed, world_size=2).module
+        except ModelError as error:
+            return f"{type(error).__name__}: {error}"
+    return "packed" if module.packed else "padded"
 
 
 def _refusals(folder: Path, options: dict[str, Any]) -> list[str]:

@@ -142,6 +142,12 @@ def test_liger_itself_patches_one_model(family):
         assert torch.equal(figures(patched), expected)
 
 
+def test_a_family_that_liger_knows_in_part_is_refused():
+    pytest.importorskip("liger_kernel", reason="not compared with Liger itself: pip install 'strop[dev]'")
+    with pytest.raises(ModelError, match=naming("model.use_liger=True", "Glm4", "set it to False")):
+        Liger(families.model("Glm4"))
+
+
 @pytest.mark.parametrize("kind", ["policy", "value"])
 def test_passes_are_compared_with_the_familys_own_at_start_up(package, tmp_path, kind):
     families.model("Qwen2").save_pretrained(tmp_path)

@@ -456,8 +456,12 @@ def test_a_model_whose_packed_pass_is_not_its_padded_one_is_refused(damage, fami
     damage(model)
     with pytest.raises(ModelError, match=naming(KEY, reason)):
         PolicyModel(model, packed=True)
-    assert not PolicyModel(model, packed="auto").packed
+    assert not PolicyModel(model).packed
+    padded = PolicyModel(model, packed="auto")
+    assert not padded.packed
     assert mentions(caplog.text, KEY.replace("True", "auto"), reason)
+    with pytest.raises(ModelError, match=naming("ulysses_sequence_parallel_size=2", reason)):
+        padded.share_sequences(SimpleNamespace(size=2))
 
 
 def test_flex_attention_is_compiled_past_torchs_limit(monkeypatch):

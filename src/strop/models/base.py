@@ -23,7 +23,13 @@ from strop.models.attention import is_flash, packed_attention
 from strop.models.checkpoint_layout import CheckpointLayout
 from strop.models.heads import check_causal, decoder_of, model_errors
 from strop.models.lora import Adapters, LoraSettings
-from strop.models.packing import Packing, check_packable, check_packed_pass, packed_hidden_states
+from strop.models.packing import (
+    Packing,
+    PackingError,
+    check_packable,
+    check_packed_pass,
+    packed_hidden_states,
+)
 from strop.models.passes.compiled import CompiledLayers
 from strop.models.passes.liger import Liger
 from strop.models.passes.micro_batch import on_cpu, places_of, send
@@ -78,7 +84,7 @@ class RoleModel(nn.Module):
         replace_rms_norms(hugging_face_model)
         self.layout = CheckpointLayout(hugging_face_model)
         self.packed = bool(packed)
-        self._may_pad = packed == "auto"
+        self._may_pad, self._why_padded = packed == "auto", ""
         self.packing_key = packing_key or self.packing_key
         self.sequence_group: SequenceGroup | None = None
         self.adapters: Adapters | None = None
@@ -145,14 +151,19 @@ class RoleModel(nn.Module):
         refused = int(reason is not None)
         if sharded:  # figures near a bound differ by rank, but all must run the same passes
             refused = ranks.largest(refused, self.hugging_face_model.device)
-        if refused and not self.pad(reason or "another rank refuses packed passes"):
+        if refused and reason is None:
+            reason = PackingError("packed passes are refused on another rank")
+        if reason is None or self.pad(reason):
+            return
+        if isinstance(reason, PackingError):
             key = self.packing_key
-            raise ModelError(f"{key}=True: {reason or 'refused on another rank'}; set {key}=False")
+            raise ModelError(f"{key}=True: {reason}; set {key}=False") from reason
+        raise reason
 
     def pad(self, reason: object) -> bool:
         """Switch to padded passes and log the reason; return False if ``packed`` was not "auto"."""
         if self._may_pad and self.packed:
-            self.packed = False
+            self.packed, self._why_padded = False, str(reason)
             if ranks.is_first():
                 logger.warning("%s=auto: passes are padded, which takes longer: %s", self.packing_key, reason)
             return True
@@ -165,11 +176,10 @@ class RoleModel(nn.Module):
         support it; ``check`` compares its results with an unshared pass.
         """
         if not self.packed:
-            raise ModelError(
-                f"ulysses_sequence_parallel_size={group.size} shares packed rows; set {self.packing_key}=True"
-            )
+            reason = self._why_padded or f"set {self.packing_key}=True"
+            raise ModelError(f"ulysses_sequence_parallel_size={group.size} shares packed rows; {reason}")
         check_shareable(self.hugging_face_model, group.size)
-        self.sequence_group = group
+        self.sequence_group, self._may_pad = group, False
 
     def enable_gradient_checkpointing(self, *, selective: bool = False) -> None:
         """Keep only the inputs of layers, and recompute the layers in the backward pass.

@@ -32,6 +32,10 @@ _WINDOW = 2
 """Sliding window in a check: shorter than the check's sequences."""
 
 
+class PackingError(ModelError):
+    """A model's packed passes would be wrong."""
+
+
 class Packing:
     """Places of the real tokens of padded rows in one packed row, or in the pieces of a ``group``."""
 
@@ -117,7 +121,7 @@ def packed_hidden_states(model: PreTrainedModel, batch: Mapping[str, Tensor], pa
 
 
 def check_packable(model: PreTrainedModel) -> None:
-    """Raise ``ModelError`` for attention that cannot be replaced or take lengths; needs no weights."""
+    """Raise ``PackingError`` for attention that cannot be replaced or take lengths; needs no weights."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())  # families of one kind have no such field
     unknown = sorted(kinds - {"full_attention", "sliding_attention"})
@@ -129,12 +133,12 @@ def check_packable(model: PreTrainedModel) -> None:
         reason = "does not let its attention be replaced (transformers' AttentionInterface)"
     else:
         return
-    raise ModelError(f"{type(model).__name__} {reason}")
+    raise PackingError(f"{type(model).__name__} {reason}")
 
 
 @torch.no_grad()
 def check_packed_pass(model: PreTrainedModel, group: SequenceGroup | None = None) -> None:
-    """Raise ``ModelError`` if tokens of one sequence change another's hidden states; needs the weights.
+    """Raise ``PackingError`` if tokens of one sequence change another's hidden states; needs the weights.
 
     Compares three short sequences, packed and padded. It detects families that mix tokens outside attention,
     count positions themselves, or apply a sliding window in the mask only. The ranks of a ``group`` share the
@@ -153,11 +157,11 @@ def check_packed_pass(model: PreTrainedModel, group: SequenceGroup | None = None
         try:
             packed_NH = _whole_hidden_states(model, batch, Packing(mask_BL.cpu(), model.device, group))
         except (TypeError, ModelError) as error:  # a layer rejects the option or does not pass it on
-            raise ModelError(f"{type(model).__name__}: {error}") from error
+            raise PackingError(f"{type(model).__name__}: {error}") from error
     difference = float((packed_NH - padded_NH).float().norm() / padded_NH.float().norm())
     tolerance = 1e-3 if padded_NH.dtype == torch.float32 else 5e-2
     if not difference < tolerance:
-        raise ModelError(
+        raise PackingError(
             f"the hidden states of {type(model).__name__} change by {difference:.1e} (of their norm) when "
             f"sequences are packed, expected less than {tolerance:.0e}"
         )

@@ -61,21 +61,19 @@ _MODULES: dict[str, type[RoleModel]] = {
 }
 
 
-def build_module(spec: ModelSpec, sharding: ShardingSettings | None) -> tuple[RoleModel, WeightSource | None]:
-    """Load the model of ``spec``; with ``sharding``, build it on the meta device, with a weight source."""
+def build_module(spec: ModelSpec, *, sharded: bool) -> tuple[RoleModel, WeightSource | None]:
+    """Load the model of ``spec``; if ``sharded``, build it on the meta device, with a weight source."""
     options: dict[str, Any] = {"path": spec.path, **spec.options}
     source: WeightSource | None = None
     module_cls = _MODULES[spec.kind]
     is_policy = issubclass(module_cls, PolicyModel)
     if not is_policy:
         options["fresh_head_seed"] = spec.head_seed
-    packed = spec.packed
-    if sharding is not None:
-        packed = bool(packed) if sharding.sequence_parallel_size > 1 else packed  # shared rows are packed
+    if sharded:
         model, source = defer_causal_lm(**options) if is_policy else defer_scorer(**options)
     else:
         model = load_causal_lm(**options) if is_policy else load_scorer(**options)
-    return module_cls(model, packed=packed, packing_key=spec.packing_key), source
+    return module_cls(model, packed=spec.packed, packing_key=spec.packing_key), source
 
 
 class TorchEngine:
@@ -158,7 +156,7 @@ class TorchEngine:
                 raise ModelError(
                     f"{model.role}: {key}={value}: {reason}; install it, or set {key} to {other}"
                 )
-        module, base = build_module(model, sharding)
+        module, base = build_module(model, sharded=sharding is not None)
         if model.use_liger:
             module.use_liger()
         compiled = model.compile is True
