@@ -77,7 +77,7 @@ def point(axis: str, value: int, base: Setting, threads: int) -> Point:
 
 
 def measure(place: Point, folder: Path, limits: dict[int, float]) -> dict[str, float]:
-    """Run one point; return response tokens per second by phase, and its operations per second.
+    """Run one point; return response tokens per second by phase, and the point's operations per second.
 
     ``limits`` gets the operations per second of the fastest large product so far, by number of threads.
     """

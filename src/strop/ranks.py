@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from functools import lru_cache
 from typing import TypeVar
@@ -25,10 +26,10 @@ def is_first() -> bool:
 
 
 def largest(number: _Number, device: torch.device) -> _Number:
-    """Return the maximum over all ranks; not for NaN. Collective."""
+    """Return the maximum over all ranks, for which NaN counts as infinite. Collective."""
     if not several():
         return number
-    numbers = torch.tensor(number, device=device)
+    numbers = torch.tensor(number, device=device).nan_to_num(nan=math.inf, posinf=math.inf)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     return type(number)(numbers)
 

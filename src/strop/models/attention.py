@@ -131,7 +131,7 @@ def _packed_attention(
         raise ModelError(
             f"{type(module).__name__} does not pass the lengths of packed sequences to attention"
         )
-    if _by_lengths(attend_once, query, value, options):
+    if _attends_by_lengths(attend_once, query, value, options):
         tokens = (_tokens(heads) for heads in (query, key, value))
         lengths = sequences.ends, sequences.ends, sequences.longest, sequences.longest
         attended = attention_by_lengths(*tokens, *lengths, sliding_window, options.get("scaling"))
@@ -147,8 +147,10 @@ def _packed_attention(
     return torch.cat(outputs)[None], None
 
 
-def _by_lengths(attend_once: AttendOnce, query: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Return True if one call attends for all sequences: torch's, which drops no probabilities."""
+def _attends_by_lengths(
+    attend_once: AttendOnce, query: Tensor, value: Tensor, options: dict[str, Any]
+) -> bool:
+    """Return True if torch's varlen kernel, which has no dropout, can attend for all sequences at once."""
     return attend_once is attend and not options.get("dropout") and takes_lengths(query, value)
 
 
@@ -294,7 +296,7 @@ class WholeSequences:
         **options: Any,
     ) -> Tensor:
         """Attend: query [1, Q, N, D], key and value [1, G, N, D] of computed tokens -> [1, N, Q, D]."""
-        if _by_lengths(attend_once, query, value, options):
+        if _attends_by_lengths(attend_once, query, value, options):
             return self._attend_by_lengths(query, key, value, window, options.get("scaling"))
         runs, queries_M, keys_M, laid_N = self._prompts.runs
         if window not in self._masks:

@@ -136,29 +136,25 @@ class RoleModel(nn.Module):
             with model_errors(model):
                 check_causal(model)
         if self.packed:
-            with self._padded_if_refused(sharded=sharded), model_errors(model):
+            with self._padded_if_refused(), model_errors(model):
                 if not self.causal:
                     check_causal(model)
-                check_packed_pass(model, self.sequence_group)
+                check_packed_pass(model, self.sequence_group, sharded=sharded)
 
     @contextmanager
-    def _padded_if_refused(self, *, sharded: bool = False) -> Generator[None]:
-        reason = None
+    def _padded_if_refused(self) -> Generator[None]:
         try:
             yield
+        except PackingError as error:
+            key, group = self.packing_key, self.sequence_group
+            if group is not None:
+                setting = f"ulysses_sequence_parallel_size={group.size}"
+                raise ModelError(f"{setting}: {error}; set it to 1") from error
+            if not self.pad(error):
+                raise ModelError(f"{key}=True: {error}; set {key}=False") from error
         except ModelError as error:
-            reason = error
-        refused = int(reason is not None)
-        if sharded:  # figures near a bound differ by rank, but all must run the same passes
-            refused = ranks.largest(refused, self.hugging_face_model.device)
-        if refused and reason is None:
-            reason = PackingError("packed passes are refused on another rank")
-        if reason is None or self.pad(reason):
-            return
-        if isinstance(reason, PackingError):
-            key = self.packing_key
-            raise ModelError(f"{key}=True: {reason}; set {key}=False") from reason
-        raise reason
+            if not self.pad(error):
+                raise
 
     def pad(self, reason: object) -> bool:
         """Switch to padded passes and log the reason; return False if ``packed`` was not "auto"."""
@@ -176,8 +172,10 @@ class RoleModel(nn.Module):
         support it; ``check`` compares its results with an unshared pass.
         """
         if not self.packed:
-            reason = self._why_padded or f"set {self.packing_key}=True"
-            raise ModelError(f"ulysses_sequence_parallel_size={group.size} shares packed rows; {reason}")
+            remedy = (
+                f"{self._why_padded}; set it to 1" if self._why_padded else f"set {self.packing_key}=True"
+            )
+            raise ModelError(f"ulysses_sequence_parallel_size={group.size} shares packed rows; {remedy}")
         check_shareable(self.hugging_face_model, group.size)
         self.sequence_group, self._may_pad = group, False
 

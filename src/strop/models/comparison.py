@@ -10,7 +10,6 @@ Shapes: B rows, P prompt tokens, T response tokens, L = P + T.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -72,7 +71,7 @@ def require_eager_figures(
             bound = TOLERANCE
             if dtype != torch.float32:
                 with _embeddings_rounded(model, torch.finfo(dtype).eps / 2):
-                    noise = chosen_figures(module.own_figures(batch) - expected, batch)
+                    noise = _differences(module.own_figures(batch), expected, batch)
                 bound += _NOISE * float(noise.square().mean().sqrt())
         modes = {"in eval mode": False} | ({"in the mode of the update": True} if updates else {})
 
@@ -82,10 +81,9 @@ def require_eager_figures(
                 module.train(training)
                 with torch.set_grad_enabled(training):
                     figures = module.figures(batch).detach()
-                same = figures == expected  # infinite ones too: some families forbid spare ids
-                difference = chosen_figures((figures - expected).masked_fill(same, 0), batch).abs()
+                difference = _differences(figures, expected, batch).abs()
                 error = float(difference.max() if dtype == torch.float32 else difference.median())
-                excess = 0.0 if error <= bound else math.inf if math.isnan(error) else error
+                excess = 0.0 if error <= bound else error
                 if sharded:  # near the bound ranks differ, but all must run the same passes
                     excess = ranks.largest(excess, model.device)
                 if excess:
@@ -123,6 +121,11 @@ def _advice(module: RoleModel, wrong: Mapping[str, float], setting: str) -> str:
         return f"set {module.packing_key}=False"
     reason = "depend on padding" if "in eval mode" in wrong else "draw random numbers in training"
     return f"this family cannot be used: its passes {reason}"
+
+
+def _differences(figures: Tensor, expected: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    same = figures == expected  # infinite ones too: some families forbid spare ids
+    return chosen_figures((figures - expected).masked_fill(same, 0), batch)
 
 
 def chosen_figures(figures: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

@@ -28,7 +28,7 @@ class Liger:
     def __init__(self, model: PreTrainedModel) -> None:
         """Replace modules of ``model``.
 
-        Raises ``ModelError`` if ``liger_kernel`` is not installed or has no kernels for the family.
+        Raises ``ModelError`` if ``liger_kernel`` is not installed or lacks kernels for the family.
         """
         patch = _monkey_patch(model.config.model_type)
         parts = list(model.modules())
@@ -46,7 +46,9 @@ class Liger:
                         fused_linear_cross_entropy=False,
                     )
                 except NotImplementedError as error:  # of families that Liger knows in part
-                    raise ModelError(f"model.use_liger=True: {error}; set it to False") from error
+                    raise ModelError(
+                        f"model.use_liger=True: {str(error).rstrip('.')}; set it to False"
+                    ) from error
             _call_instead(parts, functions)
 
     @contextmanager
