@@ -1,7 +1,11 @@
-"""Peaks of memory by phase, and the allocator of a GPU."""
+"""Peaks of memory by phase, and the allocators of a GPU and of the C library."""
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -121,3 +125,25 @@ def test_not_where_vllm_sleeps_or_runs_on_several_gpus(chosen):
 
 def test_the_allocator_takes_the_setting():
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.parametrize("user", [{}, {"MALLOC_TRIM_THRESHOLD_": str(2**17)}])
+def test_buffers_of_the_next_micro_batch_have_pages(user):
+    """100 MiB in 50 buffers: new pages each time with the user's setting, none otherwise."""
+    program = """
+import resource, torch
+from strop.workers.memory import keep_freed_memory
+keep_freed_memory(torch.device("cpu"))
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(3):
+    before = faults()
+    buffers = [torch.ones(2**19) for _ in range(50)]
+    del buffers
+print(faults() - before)
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in memory._MALLOC}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment | user, capture_output=True, text=True, check=True
+    )
+    assert (int(found.stdout) > 10_000) == bool(user)

@@ -51,7 +51,7 @@ from strop.manifest import (
 from strop.models.loader import import_external_lib, load_tokenizer
 from strop.models.lora import LoraSettings
 from strop.protocol import DataProto
-from strop.workers.memory import PEAKS, prefer_expandable_segments
+from strop.workers.memory import PEAKS, keep_freed_memory, prefer_expandable_segments
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class Worker(Generic[Root]):
         self.world_size = world_size
         self.device = pick_device(config.trainer.device)
         prefer_expandable_segments(config, name_of(role), self.device)
+        keep_freed_memory(self.device)
         self.phases: set[str] = set()
 
     def find_model(self, path: str, external_lib: str | list[str] | None) -> Path:

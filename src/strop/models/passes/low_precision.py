@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+_CAST_AT_ONCE = 1 << 18
+"""Numbers of a gradient that are cast to float32 at once: 1 MiB."""
 
 
 @contextmanager
@@ -30,7 +35,7 @@ def low_precision(
         return
     copies: dict[int, Tensor] = {}
     replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    hooks = []
+    hooks, embeddings = [], []
     skipped = set(map(id, besides))
     try:
         for module in model.modules():
@@ -38,6 +43,9 @@ def low_precision(
                 continue
             if isinstance(module, nn.Embedding):
                 hooks.append(module.register_forward_hook(lambda _, ids, states: states.to(dtype)))
+                if _looks_up(module):
+                    module.forward = MethodType(_look_up, module)
+                    embeddings.append(module)
                 continue
             parameters: dict[str, Any] = module._parameters
             for name, parameter in parameters.items():
@@ -54,6 +62,8 @@ def low_precision(
             parameters[name] = parameter
         for hook in hooks:
             hook.remove()
+        for module in embeddings:
+            del module.forward
 
 
 class _Use(torch.autograd.Function):
@@ -71,5 +81,53 @@ class _Use(torch.autograd.Function):
         if ctx.parameter.grad is None:
             ctx.parameter.grad = gradient.to(ctx.parameter.dtype)
         else:
-            ctx.parameter.grad += gradient
+            _add(gradient, ctx.parameter.grad)
         return None, None
+
+
+def _add(gradient: Tensor, total: Tensor) -> None:
+    """Add in parts that stay in a CPU's cache: torch casts all of a gradient before it adds it."""
+    if gradient.numel() <= _CAST_AT_ONCE:
+        total += gradient
+        return
+    rows = max(_CAST_AT_ONCE // gradient[0].numel(), 1)
+    for part, part_of_total in zip(gradient.split(rows), total.split(rows), strict=True):
+        part_of_total += part
+
+
+def _looks_up(module: nn.Embedding) -> bool:
+    """Return True if ``_look_up`` computes as ``module`` does, and trains its weight on a CPU."""
+    options = (module.max_norm, module.scale_grad_by_freq, module.sparse)
+    return (
+        type(module) is nn.Embedding
+        and "forward" not in vars(module)
+        and options == (None, False, False)
+        and module.weight.device.type == "cpu"
+        and module.weight.requires_grad
+    )
+
+
+def _look_up(self: nn.Embedding, input: Tensor) -> Tensor:
+    return _Lookup.apply(self.weight, input, self.padding_idx)
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of an embedding. Autograd would add a gradient of all rows, most of them zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VH: Tensor, ids: Tensor, padding_id: int | None) -> Tensor:
+        ctx.weight_VH, ctx.padding_id = weight_VH, padding_id
+        ctx.save_for_backward(ids)
+        return functional.embedding(ids, weight_VH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ids_N = ctx.saved_tensors[0].flatten()
+        gradient_NH = gradient.reshape(len(ids_N), -1)
+        if ctx.padding_id is not None:
+            gradient_NH = gradient_NH.masked_fill((ids_N == ctx.padding_id)[:, None], 0)
+        if ctx.weight_VH.grad is None:
+            ctx.weight_VH.grad = torch.zeros_like(ctx.weight_VH)
+        ctx.weight_VH.grad.index_add_(0, ids_N, gradient_NH)
+        return None, None, None
