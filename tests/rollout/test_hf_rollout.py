@@ -222,8 +222,9 @@ def test_models_loaded_with_kernels_of_a_gpu_generate_as_others_do(attention):
     assert model.config._attn_implementation == attention
 
 
-def test_bfloat16_log_probs_are_those_of_a_pass_in_bfloat16_and_near_float32():
-    model = tiny_lm()
+@pytest.mark.parametrize("key_value_heads", [1, 4])
+def test_bfloat16_log_probs_are_those_of_a_pass_in_bfloat16_and_near_float32(key_value_heads):
+    model = tiny_lm("llama", num_attention_heads=4, num_key_value_heads=key_value_heads)
     rollout = rollout_of(model, compute_dtype=torch.bfloat16)
     batch = rollout.generate(prompts_of(LENGTHS, n=4), SamplingParams(max_tokens=10, n=4)).batch
     with low_precision(model, torch.bfloat16):
