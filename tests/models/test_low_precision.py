@@ -40,7 +40,7 @@ def test_gradients_of_several_passes_are_those_of_float32(padding_id):
     run()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    with low_precision(model, torch.bfloat16):
+    with low_precision(model, torch.bfloat16), low_precision(model, torch.bfloat16):
         assert model.embedding(passes[0]).dtype == torch.bfloat16
         run()
     for name, parameter in model.named_parameters():
@@ -60,8 +60,10 @@ def test_an_embedding_adds_rows_to_its_gradient(padding_id):
     expected = model[0].weight.grad
     model.zero_grad()
     with low_precision(model, torch.bfloat16):
+        assert "forward" in vars(model[0])
         for _ in range(2):
             (model(ids).float() * weights).sum().backward()
+        model(ids[:, :0]).sum().backward()
     torch.testing.assert_close(model[0].weight.grad, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -79,6 +81,15 @@ def test_other_embeddings_compute_as_they_do(embedding):
     with low_precision(nn.Sequential(embedding), torch.bfloat16):
         embedding(ids).sum().backward()
     assert torch.equal(embedding.weight.grad, expected)
+
+
+def test_a_hook_gets_the_gradient():
+    """Such as one that trains some words only."""
+    model = nn.Sequential(nn.Embedding(11, 4))
+    model[0].weight.register_hook(lambda gradient: gradient * (torch.arange(11) > 1)[:, None])
+    with low_precision(model, torch.bfloat16):
+        model(torch.tensor([1, 2])).sum().backward()
+    assert model[0].weight.grad.sum(1).tolist() == [0, 0, 4, *[0] * 8]
 
 
 def test_a_frozen_embedding_gets_no_gradient():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
-import sys
+import ctypes
 from types import SimpleNamespace
 
 import pytest
@@ -127,23 +124,27 @@ def test_the_allocator_takes_the_setting():
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-@pytest.mark.parametrize("user", [{}, {"MALLOC_TRIM_THRESHOLD_": str(2**17)}])
-def test_buffers_of_the_next_micro_batch_have_pages(user):
-    """100 MiB in 50 buffers: new pages each time with the user's setting, none otherwise."""
-    program = """
-import resource, torch
-from strop.workers.memory import keep_freed_memory
-keep_freed_memory(torch.device("cpu"))
-faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(3):
-    before = faults()
-    buffers = [torch.ones(2**19) for _ in range(50)]
-    del buffers
-print(faults() - before)
-"""
-    environment = {name: value for name, value in os.environ.items() if name not in memory._MALLOC}
-    found = subprocess.run(
-        [sys.executable, "-c", program], env=environment | user, capture_output=True, text=True, check=True
-    )
-    assert (int(found.stdout) > 10_000) == bool(user)
+@pytest.mark.parametrize(
+    ("accepted", "user", "options"),
+    [
+        (1, {}, [(-3, 1 << 27), (-1, 1 << 29)]),
+        (0, {}, [(-3, 1 << 27)]),  # an older glibc: its defaults stay
+        (1, {"MALLOC_TRIM_THRESHOLD_": "131072"}, []),
+    ],
+)
+def test_the_c_library_keeps_memory_unless_the_user_chose(accepted, user, options, monkeypatch):
+    given = []
+    library = SimpleNamespace(mallopt=lambda *option: given.append(option) or accepted)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    for name in memory._MALLOC:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in user.items():
+        monkeypatch.setenv(name, value)
+    memory.keep_freed_memory(CPU)
+    memory.keep_freed_memory(torch.device("cuda"))
+    assert given == options
+
+
+def test_another_c_library_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
+    memory.keep_freed_memory(CPU)

@@ -172,7 +172,7 @@ class _Blocks:
         else:
             product_Nv = self.hidden_NH.new_empty(logits_Nv.shape) if keep else logits_Nv
             _product(self.hidden_NH, self.weight(words).t(), product_Nv)
-        if keep:  # one tensor a block: malloc gives one larger than 32 MiB back to the system after each use
+        if keep:  # one tensor a block: malloc gives a large one back to the system after each use
             self._kept.append(product_Nv)
         if product_Nv is not logits_Nv:
             if product_Nv.dtype == torch.float32 and not self._changes:

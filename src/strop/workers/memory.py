@@ -22,7 +22,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _MALLOC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT, _OWN_MAPPING = 1 << 29, 1 << 27
-"""Bytes of freed memory that glibc keeps at most, and of a buffer that it gives back at once."""
+"""Bytes of free memory at the end of the heap that glibc keeps, and of the smallest buffer outside it."""
 
 
 class PeakMemory:
@@ -120,14 +120,16 @@ def prefer_expandable_segments(config: RootConfig, role: str, device: torch.devi
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let glibc keep up to 512 MiB of freed memory on a CPU, which it gives back to the system by default.
+    """Let glibc keep freed memory on a CPU for the next micro-batch, instead of giving it back.
 
-    The next micro-batch gets the same buffers, and the system takes longer to supply a new page than an
-    operation to fill it: updates take 0.95 of the time. Settings of the user's environment stay.
+    The system takes longer to supply a new page than an operation to fill it: updates take 0.95 to 1 of the
+    time, with small models and large vocabularies down to 0.7. What is kept depends on the order of buffers:
+    peaks were 0.8 to 1.5 of those without it. Settings of the user's environment stay.
     """
     if device.type != "cpu" or any(os.environ.get(name) for name in _MALLOC):
         return
     with suppress(AttributeError, OSError):  # another C library
         set_option = ctypes.CDLL(None).mallopt
-        set_option(_TRIM_THRESHOLD, _KEPT)
-        set_option(_MMAP_THRESHOLD, _OWN_MAPPING)
+        # Before glibc 2.35 this size is refused; the other option alone would unmap every larger buffer.
+        if set_option(_MMAP_THRESHOLD, _OWN_MAPPING):
+            set_option(_TRIM_THRESHOLD, _KEPT)

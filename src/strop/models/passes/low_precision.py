@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 _CAST_AT_ONCE = 1 << 18
-"""Numbers of a gradient that are cast to float32 at once: 1 MiB."""
+"""Numbers of a gradient that a CPU casts to float32 at once, few enough for its cache: 1 MiB."""
 
 
 @contextmanager
@@ -86,24 +86,24 @@ class _Use(torch.autograd.Function):
 
 
 def _add(gradient: Tensor, total: Tensor) -> None:
-    """Add in parts that stay in a CPU's cache: torch casts all of a gradient before it adds it."""
-    if gradient.numel() <= _CAST_AT_ONCE:
+    """Add to a float32 gradient; on a CPU in parts, because torch casts all of it before it adds it."""
+    if gradient.is_cpu and gradient.is_contiguous() and total.is_contiguous():
+        parts = zip(*(x.flatten().split(_CAST_AT_ONCE) for x in (gradient, total)), strict=True)
+        for part, part_of_total in parts:
+            part_of_total += part
+    else:
         total += gradient
-        return
-    rows = max(_CAST_AT_ONCE // gradient[0].numel(), 1)
-    for part, part_of_total in zip(gradient.split(rows), total.split(rows), strict=True):
-        part_of_total += part
 
 
 def _looks_up(module: nn.Embedding) -> bool:
-    """Return True if ``_look_up`` computes as ``module`` does, and trains its weight on a CPU."""
+    """Return True if ``_look_up`` computes as ``module`` does, on a CPU."""
     options = (module.max_norm, module.scale_grad_by_freq, module.sparse)
     return (
         type(module) is nn.Embedding
         and "forward" not in vars(module)
         and options == (None, False, False)
-        and module.weight.device.type == "cpu"
-        and module.weight.requires_grad
+        and module.weight.is_cpu
+        and not module.weight._backward_hooks  # they would get no gradient
     )
 
 
@@ -124,7 +124,7 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ids_N = ctx.saved_tensors[0].flatten()
-        gradient_NH = gradient.reshape(len(ids_N), -1)
+        gradient_NH = gradient.reshape(-1, gradient.shape[-1])
         if ctx.padding_id is not None:
             gradient_NH = gradient_NH.masked_fill((ids_N == ctx.padding_id)[:, None], 0)
         if ctx.weight_VH.grad is None:
