@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from strop.models.passes.low_precision import low_precision
+from strop.models.passes.low_precision import _add, low_precision
 
 VOCABULARY, HIDDEN = 700, 512  # more numbers than are cast at once
 
@@ -72,7 +72,15 @@ class Scaled(nn.Embedding):
         return super().forward(input) * 8
 
 
-@pytest.mark.parametrize("embedding", [Scaled(11, 4), nn.Embedding(11, 4, scale_grad_by_freq=True)])
+@pytest.mark.parametrize(
+    "embedding",
+    [
+        Scaled(11, 4),
+        nn.Embedding(11, 4, scale_grad_by_freq=True),
+        nn.Embedding(11, 4, max_norm=0.5),
+        nn.Embedding(11, 4, sparse=True),
+    ],
+)
 def test_other_embeddings_compute_as_they_do(embedding):
     ids = torch.tensor([[1, 2, 2]])
     embedding(ids).sum().backward()
@@ -80,16 +88,38 @@ def test_other_embeddings_compute_as_they_do(embedding):
     embedding.zero_grad()
     with low_precision(nn.Sequential(embedding), torch.bfloat16):
         embedding(ids).sum().backward()
-    assert torch.equal(embedding.weight.grad, expected)
+    assert embedding.weight.grad.layout == expected.layout
+    assert torch.equal(embedding.weight.grad.to_dense(), expected.to_dense())
+    assert embedding.max_norm is None or embedding.weight[2].norm() <= 0.5 + 1e-6
 
 
-def test_a_hook_gets_the_gradient():
-    """Such as one that trains some words only."""
-    model = nn.Sequential(nn.Embedding(11, 4))
-    model[0].weight.register_hook(lambda gradient: gradient * (torch.arange(11) > 1)[:, None])
+def test_hooks_get_the_gradients_of_every_use():
+    """Such as one that trains some words only, of an embedding that is the output layer too."""
+    torch.manual_seed(0)
+    model = Tied(None)
+    kept = (torch.arange(VOCABULARY) >= 5).float()[:, None]
+    model.embedding.weight.register_hook(lambda gradient: gradient * kept)
+    model.features.weight.register_hook(lambda gradient: gradient * 2)
+    ids, weights = torch.randint(0, 9, (2, 40)), torch.randn(2, 40, VOCABULARY)
+    (model(ids) * weights).sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
     with low_precision(model, torch.bfloat16):
-        model(torch.tensor([1, 2])).sum().backward()
-    assert model[0].weight.grad.sum(1).tolist() == [0, 0, 4, *[0] * 8]
+        (model(ids).float() * weights).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - expected[name]).norm() < 0.01 * expected[name].norm(), name
+    assert not model.embedding.weight.grad[:5].any()
+
+
+@pytest.mark.parametrize("size", [3, VOCABULARY])
+def test_gradients_are_added_in_any_layout(size):
+    gradient, total = torch.randn(2, size, HIDDEN)
+    gradient = gradient.bfloat16()
+    for one in (gradient, gradient.t().contiguous().t(), gradient[:, :1].expand(-1, HIDDEN)):
+        for other in (total, total.t().contiguous().t()):
+            found = other.clone()
+            _add(one, found)
+            assert torch.equal(found, total + one.float())
 
 
 def test_a_frozen_embedding_gets_no_gradient():

@@ -129,7 +129,7 @@ def test_the_allocator_takes_the_setting():
     [
         (1, {}, [(-3, 1 << 27), (-1, 1 << 29)]),
         (0, {}, [(-3, 1 << 27)]),  # an older glibc: its defaults stay
-        (1, {"MALLOC_TRIM_THRESHOLD_": "131072"}, []),
+        *((1, {name: "131072"}, []) for name in memory._MALLOC),
     ],
 )
 def test_the_c_library_keeps_memory_unless_the_user_chose(accepted, user, options, monkeypatch):

@@ -22,7 +22,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _MALLOC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT, _OWN_MAPPING = 1 << 29, 1 << 27
-"""Bytes of free memory at the end of the heap that glibc keeps, and of the smallest buffer outside it."""
+"""Bytes of free memory from which glibc gives the heap's end back, and of the smallest buffer outside it."""
 
 
 class PeakMemory:
@@ -124,7 +124,8 @@ def keep_freed_memory(device: torch.device) -> None:
 
     The system takes longer to supply a new page than an operation to fill it: updates take 0.95 to 1 of the
     time, with small models and large vocabularies down to 0.7. What is kept depends on the order of buffers:
-    peaks were 0.8 to 1.5 of those without it. Settings of the user's environment stay.
+    peaks were 0.8 to 1.5 of those without it. In other threads than the main one, as in Ray's workers, glibc
+    still gives buffers of 64 MiB and more back. Settings of the user's environment stay.
     """
     if device.type != "cpu" or any(os.environ.get(name) for name in _MALLOC):
         return

@@ -53,8 +53,9 @@ def low_precision(
                     continue
                 if id(parameter) not in copies:
                     copies[id(parameter)] = parameter.detach().to(dtype)
+                hooked = parameter._backward_hooks  # called by autograd only
                 copy = copies[id(parameter)]
-                parameters[name] = _Use.apply(parameter, copy)
+                parameters[name] = parameter.to(dtype) if hooked else _Use.apply(parameter, copy)
                 replaced.append((parameters, name, parameter))
         yield
     finally:
@@ -87,7 +88,8 @@ class _Use(torch.autograd.Function):
 
 def _add(gradient: Tensor, total: Tensor) -> None:
     """Add to a float32 gradient; on a CPU in parts, because torch casts all of it before it adds it."""
-    if gradient.is_cpu and gradient.is_contiguous() and total.is_contiguous():
+    in_parts = gradient.is_cpu and gradient.numel() > _CAST_AT_ONCE
+    if in_parts and gradient.is_contiguous() and total.is_contiguous():
         parts = zip(*(x.flatten().split(_CAST_AT_ONCE) for x in (gradient, total)), strict=True)
         for part, part_of_total in parts:
             part_of_total += part
@@ -103,7 +105,7 @@ def _looks_up(module: nn.Embedding) -> bool:
         and "forward" not in vars(module)
         and options == (None, False, False)
         and module.weight.is_cpu
-        and not module.weight._backward_hooks  # they would get no gradient
+        and not module.weight._backward_hooks  # called by autograd only
     )
 
 
