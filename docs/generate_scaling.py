@@ -9,7 +9,7 @@ Functions of sizes return bytes; tests/test_scaling.py compares them with what r
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -100,18 +100,27 @@ def gathered_weights(model: Model, ranks: int, itemsize: int = 2) -> float:
 def tensor_parallel(model: Model, tokens: int, answers: int, ranks: int, itemsize: int = 2) -> float:
     """Return what a rank sends for the activations of one micro-batch of an update.
 
-    A layer gathers its input twice and scatters sums twice (sequence parallelism); the backward pass does
-    both again, and gathers the two inputs again for the gradients of weights. Layers with experts do so for
-    attention alone. Embeddings are summed in float32, as is the gradient of the head's input.
+    The forward pass is ``tensor_parallel_pass``. The backward pass does that of every layer twice, once to
+    compute it again, and gathers the two inputs for the gradients of weights (with experts one). The
+    gradients of the embeddings are gathered, and those of the head's input summed, in float32.
     """
     layers = model.config.num_hidden_layers
     hidden = model.config.hidden_size
     unit, first = (ring(tokens * hidden * size, ranks) for size in (itemsize, 4))
-    return (
-        ((5 if model.experts else 10) * layers + 1) * unit
-        + 2 * first
-        + 2 * ring(4 * answers * (hidden + 4), ranks)
-    )
+    forward = tensor_parallel_pass(model, tokens, answers, ranks, itemsize)
+    backward = (5 if model.experts else 10) * layers * unit + first
+    return forward + backward + 2 * ring(4 * answers * hidden, ranks)
+
+
+def tensor_parallel_pass(model: Model, tokens: int, answers: int, ranks: int, itemsize: int = 2) -> float:
+    """Return what a rank sends for the activations of one micro-batch without gradient.
+
+    A layer gathers its input twice and scatters sums twice (sequence parallelism), with experts for attention
+    alone; the head gathers its input. Embeddings are summed in float32, as are four numbers an answer token.
+    """
+    unit, first = (ring(tokens * model.config.hidden_size * size, ranks) for size in (itemsize, 4))
+    per_layer = 2 if model.experts else 4
+    return (per_layer * model.config.num_hidden_layers + 1) * unit + first + 2 * ring(16 * answers, ranks)
 
 
 def pipeline(model: Model, tokens: int, tensor: int, itemsize: int = 2) -> float:
@@ -120,8 +129,11 @@ def pipeline(model: Model, tokens: int, tensor: int, itemsize: int = 2) -> float
 
 
 def to_experts(model: Model, tokens: int, ranks: int, layers: int, itemsize: int = 2) -> float:
-    """Return what a rank sends for its ``tokens`` of an update: to experts and back, in both passes."""
-    return 4 * layers * ring(tokens * model.chosen * model.config.hidden_size * itemsize, ranks)
+    """Return what a rank sends for its ``tokens`` of one pass: to experts and back.
+
+    An update makes three: forward, forward again (recomputed layers) and backward.
+    """
+    return 2 * layers * ring(tokens * model.chosen * model.config.hidden_size * itemsize, ranks)
 
 
 def megatron_step(dense: float, routed: float, copies: int, expert_copies: int) -> float:
@@ -314,22 +326,35 @@ def tokens_for_fsdp(plan: Plan) -> float:
 
 def activations(plan: Plan) -> Cost:
     """Return what the update sends of activations, inside a node."""
+    return _activations(plan, tensor_parallel)
+
+
+def _activations(plan: Plan, of_micro_batch: Callable[[Model, int, int, int], float]) -> Cost:
     if not plan.megatron:
         return Cost(0, 0)
-    each = tensor_parallel(plan.model, plan.micro, plan.micro, plan.tensor) / plan.stages
+    each = of_micro_batch(plan.model, plan.micro, plan.micro, plan.tensor) / plan.stages
     sent = micro_batches(plan) * (each + pipeline(plan.model, plan.micro, plan.tensor))
     return Cost(sent, sent / NVLINK)
 
 
-def experts(plan: Plan) -> Cost:
-    """Return what the update sends to experts; between nodes, each GPU through its own port."""
+def experts(plan: Plan, passes: int = 3) -> Cost:
+    """Return what is sent to experts and back; between nodes, each GPU through its own port."""
     if not plan.model.experts or not plan.megatron:
         return Cost(0, 0)
     layers = plan.model.config.num_hidden_layers // plan.stages
     each = to_experts(plan.model, plan.micro // plan.tensor, plan.expert, layers)
     outside = max(plan.expert - NODE, 0) / (plan.expert - 1)
-    sent = micro_batches(plan) * each
+    sent = micro_batches(plan) * passes * each
     return Cost(sent, max(sent * outside / NETWORK, sent * (1 - outside) / NVLINK))
+
+
+def log_prob_messages(plan: Plan) -> Cost:
+    """Return what a pass without gradient over all samples sends."""
+    if not plan.megatron:
+        sent = micro_batches(plan) * fsdp_pass(plan.model, plan.trainers)
+        return Cost(sent, between(sent, plan.trainers))
+    parts = [_activations(plan, tensor_parallel_pass), experts(plan, passes=1)]
+    return Cost(sum(part.bytes for part in parts), sum(part.seconds for part in parts))
 
 
 def weights(plan: Plan, transport: str) -> Cost:
@@ -365,6 +390,7 @@ def rows() -> list[tuple[str, list[Cost]]]:
     return [
         ("generation: weights and cache read by a GPU", [decoding(plan) for plan in PLANS]),
         ("log-probs: products", [products(plan, 2) for plan in PLANS]),
+        ("log-probs: messages", [log_prob_messages(plan) for plan in PLANS]),
         ("update: products, with recomputed layers", [products(plan, 8) for plan in PLANS]),
         ("update: parameters and gradients", [parameters_and_gradients(plan) for plan in PLANS]),
         ("update: activations between ranks of a node", [activations(plan) for plan in PLANS]),

@@ -39,11 +39,13 @@ def batch_of(rows: int, width: int, words: int, seed: int) -> Any:
 
 
 def sent(folder: Path, layout: dict[str, Any] | None, rows: int, width: int) -> dict[str, Any]:
-    """What this rank sends in one micro-batch of each pass, an optimizer step, and an export of weights.
+    """What this rank sends in one micro-batch of each pass (with recomputed layers), a step and an export.
 
     ``layout``: of the engine ``megatron``; None: the engine ``fsdp``.
     """
-    model = ModelSpec(kind="policy", path=folder, packed=True, compute_dtype="bfloat16")
+    model = ModelSpec(
+        kind="policy", path=folder, packed=True, compute_dtype="bfloat16", gradient_checkpointing=True
+    )
     spec: dict[str, Any] = {
         "device": torch.device("cpu"),
         "optimizer": SETTINGS,

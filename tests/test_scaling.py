@@ -107,6 +107,7 @@ def test_megatron_sends_what_the_page_says(ranks, folder):
     layout = {"tensor_model_parallel_size": 2}
     found = ranks.run(2, scaling_jobs.sent, path, layout, ROWS, WIDTH)[0]
     assert near(sum(found["update"].values()), scaling.tensor_parallel(model, TOKENS, ANSWERS, 2))
+    assert near(sum(found["pass"].values()), scaling.tensor_parallel_pass(model, TOKENS, ANSWERS, 2))
 
     [first, _] = ranks.run(2, scaling_jobs.sent, path, {"pipeline_model_parallel_size": 2}, ROWS, WIDTH)
     assert near(first["update"]["send", torch.bfloat16], scaling.pipeline(model, TOKENS, 1))
@@ -121,10 +122,15 @@ def test_megatron_sends_experts_what_the_page_says(ranks, folder):
     path, model = folder("Qwen3Moe", **EXPERTS), scaling.Model("Qwen3Moe", **SHAPE, **EXPERTS)
     layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
     found = ranks.run(4, scaling_jobs.sent, path, layout, ROWS, WIDTH)
-    moved = sum(one["update"]["alltoall", torch.bfloat16] for one in found) / len(found)
-    assert near(moved, scaling.to_experts(model, TOKENS // 2, 2, 4), limit=0.06)  # a router chooses unevenly
-    other = sum(found[0]["update"].values()) - found[0]["update"]["alltoall", torch.bfloat16]
-    assert near(other, scaling.tensor_parallel(model, TOKENS, ANSWERS, 2))
+    for name, passes, of_activations in (
+        ("update", 3, scaling.tensor_parallel),
+        ("pass", 1, scaling.tensor_parallel_pass),
+    ):
+        moved = sum(one[name]["alltoall", torch.bfloat16] for one in found) / len(found)
+        expected = passes * scaling.to_experts(model, TOKENS // 2, 2, 4)
+        assert near(moved, expected, limit=0.06)  # a router chooses unevenly
+        other = sum(found[0][name].values()) - found[0][name]["alltoall", torch.bfloat16]
+        assert near(other, of_activations(model, TOKENS, ANSWERS, 2))
     dense = (model.parameters - model.routed) / 2
     assert near(sum(found[0]["step"].values()), scaling.megatron_step(dense, model.routed / 2, 2, 2))
 
