@@ -95,7 +95,7 @@ def test_the_result_does_not_depend_on_what_is_slow(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_threads_give_the_numbers_of_ray(inputs, undisturbed, tmp_path, steps):
+def test_threads_give_the_numbers_of_ray(ray_session, inputs, undisturbed, tmp_path, steps):
     other, expected = undisturbed(steps)
     options = overrides(inputs, tmp_path, *SETTINGS, f"trainer.async_steps={steps}")
     assert trained([*options, "trainer.worker_group=ray"]) == expected
