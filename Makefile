@@ -54,9 +54,8 @@ bench: .venv/dev .venv/vllm benchmarks/.venv-trl/ready benchmarks/.venv-trl-ppo/
 	$(BIN)/python benchmarks/rewards.py --data $(DATA)/math_test/test.jsonl
 	$(BIN)/python benchmarks/sandbox.py --out benchmarks/results/sandbox_$(TODAY).md
 
-GPU_PYTHON ?= $(BIN)/python
-gpu:  ## check and measure strop on this machine's GPU, within GPU_BUDGET_S (540) seconds
-	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu.py --out benchmarks/results/gpu_$(TODAY)
+gpu: $(if $(GPU_PYTHON),,.venv/core)  ## check and measure strop on this machine's GPU, within GPU_BUDGET_S (540) seconds
+	PYTHONPATH=src $(or $(GPU_PYTHON),$(BIN)/python) benchmarks/gpu.py --out benchmarks/results/gpu_$(TODAY)
 
 families: .venv/dev .venv/vllm  ## compare every model family with transformers, and write docs/models.md
 	$(BIN)/python benchmarks/model_families.py --vllm --write

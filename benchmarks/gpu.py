@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,6 +77,9 @@ PUBLISHED = (
 
 Line = dict[str, Any]
 """A row of the table: title -> figure or text."""
+
+Comparison = tuple[str, float, float]
+"""What is compared, the difference and its bound."""
 
 
 @dataclass(frozen=True)
@@ -279,8 +282,23 @@ def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((found[name] - tensor).abs().max()) for name, tensor in wanted.items()) / largest
 
 
-def rightness(device: torch.device) -> list[tuple[str, float, float]]:
-    """Return (comparison, difference, bound): log-probs in nats, gradients relative to the largest."""
+def compare(
+    name: str, bounds: Mapping[str, float], differences: Callable[[], Iterable[float]]
+) -> Iterator[Comparison]:
+    """Yield a line for each of ``bounds``; from an error on, which becomes a part of the name, NaNs."""
+    found: list[float] = []
+    try:
+        for difference in differences():
+            found.append(difference)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the rest can be measured
+        name = f"{name}: {in_a_line(error)}"
+    found += [math.nan] * (len(bounds) - len(found))
+    for (what, bound), difference in zip(bounds.items(), found, strict=True):
+        yield f"{name}: {what}", difference, bound
+
+
+def rightness(device: torch.device) -> Iterator[Comparison]:
+    """Compare what ``__doc__`` lists: log-probs in nats, gradients relative to the largest."""
     size = Size(128, 256, 3, 4, 2, 2048)
     batch = batch_of(6, 4, 24, 40, size.vocabulary, uneven=True)
     whole, split = MicroBatching(), MicroBatching(max_tokens=400)
@@ -288,58 +306,51 @@ def rightness(device: torch.device) -> list[tuple[str, float, float]]:
     wanted = cpu.infer(batch, whole)["log_prob"]
     wanted_gradients = gradients(cpu, batch, whole)
 
-    def compare(
-        name: str,
-        dtype: str,
-        packed: bool,
-        micro: MicroBatching,
-        bounds: tuple[float, float],
-        **options: Any,
-    ) -> None:
-        found = [math.nan, math.nan]
-        try:
+    def update(
+        name: str, dtype: str, *, packed: bool = True, micro: MicroBatching = split, **options: Any
+    ) -> Iterator[Comparison]:
+        def differences() -> Iterator[float]:
             engine = engine_of(size, device, dtype, packed=packed, **options)
             engine.module.load_state_dict(cpu.module.state_dict())
-            found[0] = float((engine.infer(batch, micro)["log_prob"] - wanted).abs().max())
-            found[1] = apart(gradients(engine, batch, micro), wanted_gradients)
-        except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the rest can be measured
-            name = f"{name}: {in_a_line(error)}"
-        lines.append((f"{name}: log-probs", found[0], bounds[0]))
-        lines.append((f"{name}: gradients", found[1], bounds[1]))
+            yield float((engine.infer(batch, micro)["log_prob"] - wanted).abs().max())
+            yield apart(gradients(engine, batch, micro), wanted_gradients)
 
-    lines: list[tuple[str, float, float]] = []
-    exact, rounded = (1e-4, 1e-4), (0.1, 0.1)
-    compare("float32, padded, against the CPU", "float32", False, whole, exact)
-    compare("float32, packed, shared prompts, split", "float32", True, split, exact)
-    compare("bfloat16, packed, against float32 on the CPU", "bfloat16", True, split, rounded)
+        bound = 1e-4 if dtype == "float32" else 0.1
+        return compare(name, {"log-probs": bound, "gradients": bound}, differences)
+
+    yield from update("float32, padded, against the CPU", "float32", packed=False, micro=whole)
+    yield from update("float32, packed, shared prompts, split", "float32")
+    yield from update("bfloat16, packed, against float32 on the CPU", "bfloat16")
     on_gpu, selective = device.type == "cuda", {"gradient_checkpointing": "selective"}
     settings: dict[str, dict[str, Any]] = {
         "checkpointing": {"gradient_checkpointing": True},
         "selective checkpointing": selective,
-        "offloaded": {"offload_parameters": True, "offload_moments": True},
     }
+    if on_gpu:  # there is nothing to offload on a CPU
+        settings["offloaded"] = {"offload_parameters": True, "offload_moments": True}
     if on_gpu and not why_not_compiled(device):
         settings |= {"compiled layers": {"compiled": True}, "FlexAttention": {"attention": FLEX}}
         settings["FlexAttention, selective checkpointing"] = {"attention": FLEX, **selective}
     if on_gpu and find_spec("liger_kernel"):
         settings["Liger's kernels"] = {"liger": True}
-    for (name, options), (dtype, bounds) in itertools.product(
-        settings.items(), (("float32", exact), ("bfloat16", rounded))
-    ):
-        compare(f"{dtype}, packed, {name}", dtype, True, split, bounds, **options)
-    lines.append(("output layer in blocks against whole logits: gradients", _head(device), 1e-5))
+    for (name, options), dtype in itertools.product(settings.items(), ("float32", "bfloat16")):
+        yield from update(f"{dtype}, packed, {name}", dtype, **options)
+    head = "output layer in blocks against whole logits"
+    yield from compare(head, {"gradients": 1e-5}, partial(_head, device))
     for name in ("kernel", "blocks") if _has_kernel(device) else ("blocks",):
         with head_by(name):
-            found = _head_in_bfloat16(device)
-        lines.append((f"output layer, bfloat16, {name}, against float64: log-probs", found[0], 1e-3))
-        lines.append((f"output layer, bfloat16, {name}, against float64: gradients", found[1], 1e-2))
-    lines.append(("hf rollout: log-probs against a forward pass", _rollout(size, device), 1e-4))
-    if device.type == "cpu" or torch.cuda.device_count() > 1:  # NCCL needs a GPU for each rank
-        lines.append(("weights by broadcast: weights that differ", _broadcast(device), 0))
-    return lines
+            yield from compare(
+                f"output layer, bfloat16, {name}, against float64",
+                {"log-probs": 1e-3, "gradients": 1e-2},
+                partial(_head_in_bfloat16, device),
+            )
+    log_probs = {"log-probs against a forward pass": 1e-4}
+    yield from compare("hf rollout", log_probs, partial(_rollout, size, device))
+    if not on_gpu or torch.cuda.device_count() > 1:  # NCCL needs a GPU for each rank
+        yield from compare("weights by broadcast", {"weights that differ": 0}, partial(_broadcast, device))
 
 
-def _head(device: torch.device) -> float:
+def _head(device: torch.device) -> Iterator[float]:
     torch.manual_seed(0)
     hidden, weight = torch.randn(300, 128, device=device), torch.randn(5000, 128, device=device) / 11
     ids, upstream = torch.randint(5000, (300,), device=device), torch.randn(300, device=device)
@@ -349,11 +360,11 @@ def _head(device: torch.device) -> float:
         result = token_log_probs(leaves[0], project(leaves[1]), ids, temperature=0.7)
         ((result.log_probs_N + 0.1 * result.entropy_N) * upstream).sum().backward()
         found.append({str(place): leaf.grad.double() for place, leaf in enumerate(leaves)})
-    return apart(*found)
+    yield apart(*found)
 
 
-def _head_in_bfloat16(device: torch.device) -> tuple[float, float]:
-    """Return the mean difference of log-probs and that of gradients from float64 with rounded logits."""
+def _head_in_bfloat16(device: torch.device) -> Iterator[float]:
+    """Yield the mean difference of log-probs and that of gradients from float64 with rounded logits."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(300, 128).bfloat16(), (torch.randn(5000, 128) / 11).bfloat16()
     ids, upstream = torch.randint(5000, (300,)), torch.randn(300)
@@ -370,7 +381,8 @@ def _head_in_bfloat16(device: torch.device) -> tuple[float, float]:
         {str(place): tensor.grad.double().cpu() for place, tensor in enumerate(tensors)}
         for tensors in (leaves, exact)
     )
-    return float((result.log_probs_N.cpu() - log_probs).detach().abs().mean()), apart(found, wanted)
+    yield float((result.log_probs_N.cpu() - log_probs).detach().abs().mean())
+    yield apart(found, wanted)
 
 
 def _has_kernel(device: torch.device) -> bool:
@@ -389,15 +401,15 @@ def head_by(name: str) -> Generator[None]:
         output_layer._has_kernel = kept
 
 
-def _rollout(size: Size, device: torch.device) -> float:
+def _rollout(size: Size, device: torch.device) -> Iterator[float]:
     engine = engine_of(size, device, "float32", packed=True, trains=False)
     rollout = HFRollout(engine.module.hugging_face_model, pad_token_id=0, eos_token_ids=[1])
     batch = rollout.generate(_prompts(size, 8, 16, 4), SamplingParams(max_tokens=32, n=4)).to("cpu")
     again = engine.infer(batch, MicroBatching())["log_prob"]
-    return float(((again - batch.batch["rollout_log_probs"]) * batch.batch["response_mask"]).abs().max())
+    yield float(((again - batch.batch["rollout_log_probs"]) * batch.batch["response_mask"]).abs().max())
 
 
-def _broadcast(device: torch.device) -> float:
+def _broadcast(device: torch.device) -> Iterator[float]:
     places = [device] * 2 if device.type == "cpu" else [torch.device("cuda", rank) for rank in range(2)]
     store, port = open_store(LOOPBACK)
     weights = [(str(rows), torch.randn(rows, 64, device=places[0]).bfloat16()) for rows in range(1, 50)]
@@ -411,7 +423,7 @@ def _broadcast(device: torch.device) -> float:
     with ThreadPoolExecutor(1) as thread:
         receiving = thread.submit(receive)
         Channel(store, 0, 2, places[0]).send(weights, max_bytes=30_000)
-        return receiving.result()
+        yield receiving.result()
 
 
 def _prompts(size: Size, count: int, width: int, n: int) -> DataProto:
@@ -483,6 +495,15 @@ def row(line: Line) -> str:
         return "" if math.isnan(value) else f"{value:,.0f}" if name == "tokens/s" else f"{value:.3f}"
 
     return f"| {' | '.join(cell(name) for name in TITLES)} |"
+
+
+def without_nan(value: Any) -> Any:
+    """Return a copy in which None stands for NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def in_a_line(error: Exception) -> str:
@@ -701,8 +722,9 @@ class Case:
         self.variant("padded", packed=False)
         self.variant("no shared prompts", batch=apart, n=1)
         self.variant("selective checkpointing", gradient_checkpointing="selective")
-        self.variant("offloaded", offload_parameters=True, offload_moments=True)
-        why = why_not_compiled(device) if on_gpu else "no GPU"
+        why = "" if on_gpu else "no GPU"
+        self.variant("offloaded", why_not=why, offload_parameters=True, offload_moments=True)
+        why = why or why_not_compiled(device)
         self.variant("FlexAttention", why_not=why, attention=FLEX)
         selective = {"attention": FLEX, "gradient_checkpointing": "selective"}
         self.variant("FlexAttention, selective checkpointing", why_not=why, **selective)
@@ -817,33 +839,32 @@ def main() -> int:
     text = [
         f"# strop on a GPU\n\n{heading}\n\n| comparison | difference | bound | |\n| --- | ---: | ---: | --- |"
     ]
-    print(text[0], flush=True)
-    compared = rightness(device)
-    wrong = [line for line in compared if not line[1] <= line[2]]
-    text += [
-        f"| {what} | {found:.1e} | {bound:.0e} | {'ok' if found <= bound else 'WRONG'} |"
-        for what, found, bound in compared
-    ]
-    peak = matrix_speed(clock, torch.bfloat16)
-    titles = f"| {' | '.join(TITLES)} |\n|{' --- |' * 3}{' ---: |' * 4} --- |"
-    text.append(f"\nMatrix product, bfloat16: {peak / 1e12:,.2f} TFLOP/s\n\n{titles}")
-    print("\n".join(text[1:]), flush=True)
     end = ["\nPublished by peers for their own trainers and machines:\n"]
     end += [f"- {who}: {what}: MFU {share}" for who, what, share in PUBLISHED]
+    compared: list[Comparison] = []
+    figures: dict[str, Any] = {"machine": heading, "rightness": compared}
 
     def write() -> None:
         if options.out:
             table_text = "\n".join([*text, *map(row, table.lines), *end])
             atomic_write_text(options.out.with_suffix(".md"), f"{table_text}\n")
-            figures = {
-                "machine": heading,
-                "matrix_product": peak,
-                "rightness": compared,
-                "speed": table.lines,
-            }
-            atomic_write_text(options.out.with_suffix(".json"), json.dumps(figures, indent=1) + "\n")
+            content = json.dumps(without_nan(figures | {"speed": table.lines}), indent=1)
+            atomic_write_text(options.out.with_suffix(".json"), f"{content}\n")
+
+    def say(line: str) -> None:
+        text.append(line)
+        print(line, flush=True)
+        write()
 
     table = Table([], write)
+    print(text[0], flush=True)
+    for what, found, bound in rightness(device):
+        compared.append((what, found, bound))
+        say(f"| {what} | {found:.1e} | {bound:.0e} | {'ok' if found <= bound else 'WRONG'} |")
+    wrong = [line for line in compared if not line[1] <= line[2]]
+    figures["matrix_product"] = peak = matrix_speed(clock, torch.bfloat16)
+    titles = f"| {' | '.join(TITLES)} |\n|{' --- |' * 3}{' ---: |' * 4} --- |"
+    say(f"\nMatrix product, bfloat16: {peak / 1e12:,.2f} TFLOP/s\n\n{titles}")
     models = options.models or (
         [size for size in SIZES if size != "tiny"] if device.type == "cuda" else ["tiny"]
     )

@@ -20,12 +20,12 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.argv", ["gpu.py", "--models", "tiny", "--out", str(tmp_path / "gpu")])
     assert gpu.main() == 0
     figures = json.loads((tmp_path / "gpu.json").read_text())
-    assert len(figures["rightness"]) == 11 + 12  # three settings in two precisions
+    assert len(figures["rightness"]) == 11 + 8  # two settings in two precisions
     phases = {line["phase"] for line in figures["speed"] if line.get("s", 0) > 0}
     assert phases == {
         *("generation (hf)", "log-probs", "update", "update, checkpointing"),
         *("weights to vLLM in the process", "weights to vLLM after sleep", "generation (vllm)"),
-        *("update, segments of fixed size", "update, 8 rows a pass", "update, offloaded"),
+        *("update, segments of fixed size", "update, 8 rows a pass"),
         *("update, padded", "update, no shared prompts", "update, selective checkpointing"),
         *("update, FSDP2", "update, FSDP2, reshard_after_forward=False"),
         "update, FSDP2, use_no_sync_for_gradient_accumulation",
@@ -36,7 +36,7 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
         **dict.fromkeys(
             (
                 *("update, FlexAttention", "update, FlexAttention, selective checkpointing"),
-                *("update, compiled layers", "update, Liger's kernels"),
+                *("update, compiled layers", "update, Liger's kernels", "update, offloaded"),
             ),
             "not run: no GPU",
         ),
@@ -90,8 +90,28 @@ def test_a_comparison_that_fails_is_wrong_and_the_others_are_made(monkeypatch):
 
     monkeypatch.setattr(gpu.TorchEngine, "infer", failing)
     wrong = [name for name, found, bound in gpu.rightness(gpu.torch.device("cpu")) if not found <= bound]
-    assert len(wrong) == 8  # log-probs and gradients of four comparisons in bfloat16
+    assert len(wrong) == 6  # log-probs and gradients of three comparisons in bfloat16
     assert all("bfloat16" in name and "RuntimeError: no kernel" in name for name in wrong)
+
+
+def test_an_error_in_any_comparison_is_a_line_and_what_came_before_is_on_disk(monkeypatch, tmp_path):
+    page, before = tmp_path / "gpu.md", []
+
+    def failing(device):
+        before.append(page.read_text())
+        raise RuntimeError("NCCL error")
+
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--budget", "0", "--out", str(tmp_path / "gpu")])
+    monkeypatch.setattr(gpu, "_broadcast", failing)
+    assert gpu.main() == 1
+    assert "| hf rollout: log-probs against a forward pass |" in before[0]
+    [line] = [line for line in page.read_text().splitlines() if "weights by broadcast" in line]
+    assert (
+        line
+        == "| weights by broadcast: RuntimeError: NCCL error: weights that differ | nan | 0e+00 | WRONG |"
+    )
+    figures = json.loads((tmp_path / "gpu.json").read_text(), parse_constant=pytest.fail)
+    assert figures["rightness"][-1][1] is None
 
 
 def test_it_needs_no_package_beside_torch_and_transformers():

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import AttentionInterface
 
 from strop.models.attention import run_outside_graphs
+from strop.models.passes.compiled import why_not_compiled
 from strop.models.passes.low_precision import low_precision
 from strop.models.policy import PolicyModel
 from strop.models.scorer import ValueModel
@@ -72,3 +73,28 @@ def test_attention_is_kept_out_of_graphs_once():
     before = dict(AttentionInterface())
     run_outside_graphs()
     assert all(AttentionInterface()[name] is function for name, function in before.items())
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "variables", "missing"),
+    [
+        ("cpu", ["g++"], {}, ""),
+        ("cpu", ["gcc", "clang"], {}, "C++ compiler 'g++'"),
+        ("cpu", ["g++"], {"CXX": "icpx"}, "C++ compiler 'icpx'"),
+        ("cuda", ["clang"], {}, ""),
+        ("cuda", ["g++"], {}, "C compiler 'gcc' or 'clang'"),
+        ("cuda", ["gcc"], {"CC": "icx"}, "C compiler 'icx'"),
+    ],
+)
+def test_the_compiler_that_torch_calls_must_be_there(
+    tmp_path, monkeypatch, device, there, variables, missing
+):
+    for name in there:
+        (tmp_path / name).touch(mode=0o755)
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"PATH": str(tmp_path), **variables}.items():
+        monkeypatch.setenv(name, value)
+    found = why_not_compiled(torch.device(device))
+    assert missing in found
+    assert bool(found) == bool(missing)

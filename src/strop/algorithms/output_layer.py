@@ -291,7 +291,7 @@ class _Tiles:
         return self._converted[1]
 
     def _bias(self, words: slice) -> Tensor | None:
-        return self.layer.bias_V[words] if self.layer.bias_V is not None else None
+        return self.layer.bias_V[words].contiguous() if self.layer.bias_V is not None else None
 
     def measure(self, ids_N: Tensor, *, keep: bool) -> Sums:
         """See ``_Blocks.measure``; in chunks only where the weight has to be converted."""

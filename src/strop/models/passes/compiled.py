@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import MethodType
@@ -57,9 +58,12 @@ class CompiledLayers:
 
 def why_not_compiled(device: torch.device) -> str:
     """Return why ``torch.compile`` cannot work on ``device``; empty if it can."""
-    names = [os.environ[name] for name in ("CXX", "CC") if os.environ.get(name)]
-    if not any(map(shutil.which, (*names, "g++", "gcc", "clang"))):
-        return "there is no C++ compiler (g++, or the one that CXX names)"
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+    if device.type == "cpu":  # Inductor calls this one alone
+        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        return "" if shutil.which(compiler) else f"there is no C++ compiler {compiler!r} (CXX names another)"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # Triton's
+    if not any(map(shutil.which, compilers)):
+        return f"there is no C compiler {' or '.join(map(repr, compilers))} (CC names another)"
+    if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     return ""
