@@ -279,7 +279,8 @@ def gradients(engine: TorchEngine, batch: DataProto, micro: MicroBatching) -> di
 def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """Return the largest difference relative to the largest number."""
     largest = max(float(tensor.abs().max()) for tensor in wanted.values())
-    return max(float((found[name] - tensor).abs().max()) for name, tensor in wanted.items()) / largest
+    differences = [(found[name] - tensor).abs().max() for name, tensor in wanted.items()]
+    return float(torch.stack(differences).max()) / largest  # Python's max would drop a NaN
 
 
 def compare(
@@ -497,13 +498,13 @@ def row(line: Line) -> str:
     return f"| {' | '.join(cell(name) for name in TITLES)} |"
 
 
-def without_nan(value: Any) -> Any:
-    """Return a copy in which None stands for NaN, which JSON does not have."""
+def only_finite(value: Any) -> Any:
+    """Return a copy in which None stands for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
+        return {key: only_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+        return [only_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def in_a_line(error: Exception) -> str:
@@ -848,7 +849,7 @@ def main() -> int:
         if options.out:
             table_text = "\n".join([*text, *map(row, table.lines), *end])
             atomic_write_text(options.out.with_suffix(".md"), f"{table_text}\n")
-            content = json.dumps(without_nan(figures | {"speed": table.lines}), indent=1)
+            content = json.dumps(only_finite(figures | {"speed": table.lines}), indent=1)
             atomic_write_text(options.out.with_suffix(".json"), f"{content}\n")
 
     def say(line: str) -> None:

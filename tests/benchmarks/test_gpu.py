@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,16 @@ def test_an_error_in_any_comparison_is_a_line_and_what_came_before_is_on_disk(mo
     )
     figures = json.loads((tmp_path / "gpu.json").read_text(), parse_constant=pytest.fail)
     assert figures["rightness"][-1][1] is None
+
+
+def test_a_nan_in_any_tensor_and_infinity_are_wrong(monkeypatch, tmp_path):
+    ones = {name: gpu.torch.ones(2) for name in "ab"}
+    assert math.isnan(gpu.apart({**ones, "b": gpu.torch.tensor([1, math.nan])}, ones))
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--budget", "0", "--out", str(tmp_path / "gpu")])
+    monkeypatch.setattr(gpu, "rightness", lambda device: [("log-probs", math.inf, 1e-4)])
+    assert gpu.main() == 1
+    figures = json.loads((tmp_path / "gpu.json").read_text(), parse_constant=pytest.fail)
+    assert figures["rightness"] == [["log-probs", None, 1e-4]]
 
 
 def test_it_needs_no_package_beside_torch_and_transformers():

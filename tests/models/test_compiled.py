@@ -95,6 +95,14 @@ def test_the_compiler_that_torch_calls_must_be_there(
         monkeypatch.delenv(name, raising=False)
     for name, value in {"PATH": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     found = why_not_compiled(torch.device(device))
     assert missing in found
     assert bool(found) == bool(missing)
+
+
+def test_a_gpu_needs_triton(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "triton" in why_not_compiled(torch.device("cuda"))
+    assert not why_not_compiled(torch.device("cpu"))

@@ -86,6 +86,8 @@ def test_other_embeddings_compute_as_they_do(embedding):
     embedding(ids).sum().backward()
     expected = embedding.weight.grad
     embedding.zero_grad()
+    if embedding.max_norm is not None:  # the first pass has shortened rows
+        embedding.weight.data.mul_(4)
     with low_precision(nn.Sequential(embedding), torch.bfloat16):
         embedding(ids).sum().backward()
     assert embedding.weight.grad.layout == expected.layout

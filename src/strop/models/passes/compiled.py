@@ -58,12 +58,13 @@ class CompiledLayers:
 
 def why_not_compiled(device: torch.device) -> str:
     """Return why ``torch.compile`` cannot work on ``device``; empty if it can."""
+    other = "may name another: a program, without arguments"
     if device.type == "cpu":  # Inductor calls this one alone
         compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-        return "" if shutil.which(compiler) else f"there is no C++ compiler {compiler!r} (CXX names another)"
+        return "" if shutil.which(compiler) else f"there is no C++ compiler {compiler!r} (CXX {other})"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # Triton's
     if not any(map(shutil.which, compilers)):
-        return f"there is no C compiler {' or '.join(map(repr, compilers))} (CC names another)"
+        return f"there is no C compiler {' or '.join(map(repr, compilers))} (CC {other})"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     return ""

@@ -51,11 +51,12 @@ def low_precision(
             for name, parameter in parameters.items():
                 if parameter is None or parameter.dtype != torch.float32:
                     continue
-                if id(parameter) not in copies:
-                    copies[id(parameter)] = parameter.detach().to(dtype)
-                hooked = parameter._backward_hooks  # called by autograd only
-                copy = copies[id(parameter)]
-                parameters[name] = parameter.to(dtype) if hooked else _Use.apply(parameter, copy)
+                if parameter._backward_hooks:  # called by autograd only
+                    parameters[name] = parameter.to(dtype)
+                else:
+                    if id(parameter) not in copies:
+                        copies[id(parameter)] = parameter.detach().to(dtype)
+                    parameters[name] = _Use.apply(parameter, copies[id(parameter)])
                 replaced.append((parameters, name, parameter))
         yield
     finally:
