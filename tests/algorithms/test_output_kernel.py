@@ -257,6 +257,18 @@ def test_a_kernel_that_fails_is_not_used(monkeypatch, caplog, failure):
     assert ("Failed to find C compiler" if failure == "raises" else "differ by nan") in caplog.text
 
 
+def test_a_kernel_whose_gradients_are_nan_is_not_used(monkeypatch):
+    """Its log-probs, which are compared first, are right."""
+
+    class Wrong(output_layer._Blocks):
+        def gradient(self, words, upstream, *, with_sums):
+            gradient_Nv, sums_v = super().gradient(words, upstream, with_sums=with_sums)
+            return gradient_Nv * math.nan, sums_v
+
+    monkeypatch.setattr(output_layer, "_Tiles", Wrong)
+    assert math.isnan(output_layer._difference_of_kernel(torch.device("cpu"), torch.float32))
+
+
 def test_a_cpu_computes_in_blocks(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not output_layer._has_kernel.__wrapped__(torch.device("cpu"), torch.bfloat16)

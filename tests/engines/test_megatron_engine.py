@@ -139,7 +139,7 @@ def differences(found: jobs.Trained, expected: jobs.Trained, rank: int, sizes: d
 
 
 def apart(found: jobs.Weights, expected: jobs.Weights) -> float:
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    return float(torch.stack([(found[name] - expected[name]).abs().max() for name in expected]).max())
 
 
 BOUNDS = {"figures": 1e-5, "gradient": 1e-5, "norm": 1e-5, "weights": 2e-5}

@@ -77,7 +77,7 @@ def expected() -> tuple[float, dict[str, torch.Tensor], float]:
 
 
 def apart(found: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
-    return max(float((found[name] - others[name]).abs().max()) for name in others)
+    return float(torch.stack([(found[name] - others[name]).abs().max() for name in others]).max())
 
 
 def test_the_loss_is_that_of_transformers_for_each_sequence_and_layer():

@@ -102,7 +102,7 @@ def test_runs_have_the_parameters_and_metrics_of_one_process_of_fsdp(results, la
     for role in ("actor", "critic"):
         found, expected = weights_of(run, role), weights_of(reference, role)
         assert found.keys() == expected.keys()
-        largest = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+        largest = float(torch.stack([(found[name] - expected[name]).abs().max() for name in expected]).max())
         print(f"{role} ({model}) on {layout} with {rollout}: {largest:.1e}")
         assert largest < 1e-5
     ours, theirs = metrics(run), metrics(reference)

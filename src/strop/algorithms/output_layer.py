@@ -372,7 +372,8 @@ def _difference_of_kernel(device: torch.device, dtype: torch.dtype) -> float:
         upstream = Upstream(ids_N, *known[1:], ones_N, ones_N)
         gradients = _differentiate(blocks, upstream, wanted=(True, True, False))
         found.append([known.log_prob_N, known.entropy_N, *(part for part in gradients if part is not None)])
-    return max(float((ours - theirs).abs().max()) for ours, theirs in zip(*found, strict=True))
+    differences = [(ours - theirs).abs().max() for ours, theirs in zip(*found, strict=True)]
+    return float(torch.stack(differences).max())  # Python's max would drop a NaN
 
 
 def _slices(vocabulary: int, width: int) -> list[slice]:
