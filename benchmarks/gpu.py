@@ -498,15 +498,6 @@ def row(line: Line) -> str:
     return f"| {' | '.join(cell(name) for name in TITLES)} |"
 
 
-def only_finite(value: Any) -> Any:
-    """Return a copy in which None stands for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: only_finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [only_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def in_a_line(error: Exception) -> str:
     """Return kind and first line of an error, as the text of a cell."""
     first, *_ = str(error).strip().splitlines() or [""]
@@ -843,21 +834,23 @@ def main() -> int:
     end = ["\nPublished by peers for their own trainers and machines:\n"]
     end += [f"- {who}: {what}: MFU {share}" for who, what, share in PUBLISHED]
     compared: list[Comparison] = []
-    figures: dict[str, Any] = {"machine": heading, "rightness": compared}
+    lines: list[Line] = []
+    figures: dict[str, Any] = {"machine": heading, "rightness": compared, "speed": lines}
 
     def write() -> None:
         if options.out:
-            table_text = "\n".join([*text, *map(row, table.lines), *end])
+            table_text = "\n".join([*text, *map(row, lines), *end])
             atomic_write_text(options.out.with_suffix(".md"), f"{table_text}\n")
-            content = json.dumps(only_finite(figures | {"speed": table.lines}), indent=1)
-            atomic_write_text(options.out.with_suffix(".json"), f"{content}\n")
+            # null for NaN and infinity, which JSON does not have
+            finite = json.loads(json.dumps(figures), parse_constant=lambda name: None)
+            atomic_write_text(options.out.with_suffix(".json"), json.dumps(finite, indent=1) + "\n")
 
     def say(line: str) -> None:
         text.append(line)
         print(line, flush=True)
         write()
 
-    table = Table([], write)
+    table = Table(lines, write)
     print(text[0], flush=True)
     for what, found, bound in rightness(device):
         compared.append((what, found, bound))
@@ -881,7 +874,7 @@ def main() -> int:
         case.vllm()
     for case in cases:
         case.that_fits().variants()
-    failed = [line for line in table.lines if line.get("note", "").startswith("failed")]
+    failed = [line for line in lines if line.get("note", "").startswith("failed")]
     return 1 if wrong or failed else 0
 
 

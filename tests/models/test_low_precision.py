@@ -96,7 +96,7 @@ def test_other_embeddings_compute_as_they_do(embedding):
 
 
 def test_hooks_get_the_gradients_of_every_use():
-    """Such as one that trains some words only, of an embedding that is the output layer too."""
+    """Of an embedding that is the output layer too."""
     torch.manual_seed(0)
     model = Tied(None)
     kept = (torch.arange(VOCABULARY) >= 5).float()[:, None]
@@ -111,6 +111,15 @@ def test_hooks_get_the_gradients_of_every_use():
     for name, parameter in model.named_parameters():
         assert (parameter.grad - expected[name]).norm() < 0.01 * expected[name].norm(), name
     assert not model.embedding.weight.grad[:5].any()
+
+
+def test_a_hook_gets_the_gradient():
+    """Such as one that trains some words only."""
+    model = nn.Sequential(nn.Embedding(11, 4))
+    model[0].weight.register_hook(lambda gradient: gradient * (torch.arange(11) > 1)[:, None])
+    with low_precision(model, torch.bfloat16):
+        model(torch.tensor([1, 2])).sum().backward()
+    assert model[0].weight.grad.sum(1).tolist() == [0, 0, 4, *[0] * 8]
 
 
 @pytest.mark.parametrize("size", [3, VOCABULARY])
