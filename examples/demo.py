@@ -22,11 +22,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from strop.cli import train as command
 from strop.config.load import load_config, load_tree
 from strop.config.trees import SFT
 from strop.models.loader import load_causal_lm, load_tokenizer
 from strop.prepare import prepare
+from strop.session import session
+from strop.trainer import commands
 
 import tiny_model
 from evaluate import Accuracy, evaluate, sample_answers
@@ -81,7 +82,8 @@ def warm_up(model: Path, data: Path, run: Path, *, seed: int) -> list[Path]:
         ],
         config_path=HERE / "warm_up.yaml",
     )
-    command.run(config)
+    with session("sft"):
+        commands.train(config)
     steps = sorted(run.glob("global_step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
     return [step / "actor" / "huggingface" for step in steps]
 
@@ -110,7 +112,8 @@ def train(model: Path, data: Path, run: Path, *, seed: int, algorithm: str, over
         ],
         config_path=HERE / "demo.yaml",
     )
-    command.run(config)
+    with session("train"):
+        commands.train(config)
 
 
 def show(before: Accuracy, after: Accuracy, answers: list[tuple[str, str, str]]) -> None:

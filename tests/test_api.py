@@ -184,7 +184,7 @@ def test_the_estimator_is_grpo_unless_somebody_names_another(monkeypatch, tmp_pa
     found = []
     monkeypatch.chdir(tmp_path)
     Path("own.yaml").write_text("algorithm: {adv_estimator: rloo}\n")
-    monkeypatch.setattr("strop.cli.train.train", lambda config, **_: found.append(config))
+    monkeypatch.setattr("strop.trainer.commands.train", lambda config, **_: found.append(config))
     strop.train("m", ROWS, len, **more)
     (config,) = found
     assert (config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n) == (estimator, n)
@@ -196,7 +196,7 @@ def test_the_estimator_is_grpo_unless_somebody_names_another(monkeypatch, tmp_pa
 def test_few_rows_are_one_batch_unless_somebody_sets_its_size(monkeypatch, tmp_path, in_memory):
     found = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("strop.cli.train.train", lambda config, **_: found.append(config))
+    monkeypatch.setattr("strop.trainer.commands.train", lambda config, **_: found.append(config))
     file = Path("rows.jsonl")
     file.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
     rows = ROWS if in_memory else file

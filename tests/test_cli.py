@@ -11,8 +11,8 @@ import pytest
 
 import strop
 from strop.cli.completion import _Keys
-from strop.cli.evaluate import default_folder, settings
 from strop.cli.main import _COMMANDS, main
+from strop.trainer.evaluation import default_folder, settings
 
 from messages import Message, mentions
 from runs import make_inputs, overrides, train
@@ -284,7 +284,7 @@ def test_ctrl_c_mentions_the_checkpoint_if_there_is_one(inputs, tmp_path, monkey
     def stop(_config, **_given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("strop.cli.train.train_once", stop)
+    monkeypatch.setattr("strop.trainer.commands.train_once", stop)
     if saved:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
     ending = "; the last whole checkpoint is kept (iteration 7)\n" if saved else "\n"

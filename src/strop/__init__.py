@@ -17,6 +17,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from strop.version import __version__
+
 if TYPE_CHECKING:
     from strop.api import dpo as dpo
     from strop.api import evaluate as evaluate
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from strop.api import train_rm as train_rm
     from strop.results import Evaluation as Evaluation
     from strop.results import Run as Run
-
-__version__ = "0.1.0"
 
 _FUNCTIONS = {
     "train": "strop.api",

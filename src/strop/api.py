@@ -135,15 +135,15 @@ def evaluate(
         overrides: as for ``train``.
     """
     with session("evaluation"):
-        from strop.cli import evaluate as command
-        from strop.cli.train import require_valid
         from strop.config.trees import PPO
+        from strop.trainer import evaluation
+        from strop.trainer.commands import require_valid
 
         given = _Given(config, overrides)
         given.data(data, "val_files")
         given.reward(reward)
-        folder = Path(out) if out is not None else command.free_folder(str(model))
-        own = command.settings(
+        folder = Path(out) if out is not None else evaluation.free_folder(str(model))
+        own = evaluation.settings(
             str(model),
             (),
             n=n,
@@ -156,9 +156,9 @@ def evaluate(
         loaded = given.load(PPO, below=own)
         require_valid(loaded)
         folder = Path(loaded.trainer.default_local_dir)
-        command.require_new(folder)
+        evaluation.require_new(folder)
         with generators_kept():
-            command.evaluate(loaded, folder, rows=given.rows, functions=given.functions)
+            evaluation.evaluate(loaded, folder, rows=given.rows, functions=given.functions)
         return Evaluation(folder)
 
 
@@ -217,9 +217,9 @@ class _Given:
             self.set("algorithm.adv_estimator", _ESTIMATORS.get(algorithm, algorithm))
 
     def reward(self, reward: Reward) -> None:
-        from strop.cli.evaluate import path_and_name
         from strop.errors import ConfigError
         from strop.rewards.identity import fingerprint
+        from strop.trainer.evaluation import path_and_name
 
         if reward is None:
             return
@@ -297,10 +297,10 @@ def _own_defaults(given: _Given) -> dict[str, Any]:
 
     Raises ``ConfigError`` for a validation that somebody turns on, without rows for it.
     """
-    from strop.cli.train import SMALL_BATCH
     from strop.config.names import estimators
     from strop.config.trees import PPO
     from strop.errors import ConfigError
+    from strop.trainer.commands import SMALL_BATCH
 
     own: dict[str, Any] = {
         "algorithm.adv_estimator": "grpo",
@@ -336,8 +336,8 @@ def _supervised(command: str, model: Any, data: Any, config: Any, overrides: Map
 
 
 def _train(command: str, given: _Given, defaults: Mapping[str, Any]) -> Run:
-    from strop.cli.train import fitted, train
     from strop.config.trees import TREES
+    from strop.trainer.commands import fitted, train
 
     config, data, _ = fitted(lambda own: given.load(TREES[command], own), given.rows, defaults)
     with generators_kept():

@@ -8,8 +8,11 @@ traceback and exits with status 2 (``--debug`` shows the traceback).
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from typing import Any
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 
 class StropError(Exception):
@@ -119,6 +122,32 @@ def is_interrupt(error: BaseException | None) -> bool:
         return error is not None
     of_ranks = [failure[0] for failure in getattr(error, "failures", {}).values()]
     return any(is_interrupt(behind) for behind in (*of_ranks, error.__cause__ or error.__context__))
+
+
+@contextmanager
+def signals_interrupt(received: list[int]) -> Generator[None]:
+    """Turn SIGTERM, which schedulers and ``kill`` send, into a KeyboardInterrupt as of Ctrl-C; record both.
+
+    Only in the main thread. The exception itself carries no mark: Ray replaces it by a new one, and writers
+    of files by their own errors. Ctrl-C stays ignored where it is, as in a background job.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> NoReturn:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
+    previous = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def portable(error: Exception) -> Exception:

@@ -17,9 +17,9 @@ def session(command: str) -> Generator[None]:
 
     An interrupt is raised after the body, as what it is, also if a library replaced it by another error.
     """
-    from strop import __version__
-    from strop.cli.run import signals_interrupt
+    from strop.errors import signals_interrupt
     from strop.tracking.console import in_notebook
+    from strop.version import __version__
 
     stream = sys.stdout if in_notebook() else sys.stderr  # a notebook shows errors on red
     with _logging_to(stream), _private_cluster_ended():

@@ -13,13 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from strop.cli.evaluate import add_arguments, config_from, settings
+from strop.cli.evaluate import add_arguments, config_from
 from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.load import load_config
 from strop.models.loader import load_scorer
 from strop.rewards.score.answers import answer_extractor
 from strop.tracking.jsonl import read_metrics
+from strop.trainer.evaluation import settings
 from strop.trainer.validation import make_report
 
 import tiny_model

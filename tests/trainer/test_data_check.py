@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.cli.check import check_inputs
-from strop.cli.train import train_once
 from strop.config.load import load_config
 from strop.errors import ModelError, RewardError
+from strop.trainer.commands import train_once
 from strop.trainer.ray_trainer import RayPPOTrainer
 
 from messages import Message

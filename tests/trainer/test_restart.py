@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from strop.cli import train as restart
 from strop.config.load import load_config
 from strop.errors import WorkerError
+from strop.trainer import commands
 
 
 @pytest.fixture
@@ -21,13 +21,13 @@ def run(tmp_path, monkeypatch):
             if deed := deeds[len(modes) - 1]:
                 deed(tmp_path / "latest_checkpointed_iteration.txt")
 
-        monkeypatch.setattr(restart, "train_once", train_once)
+        monkeypatch.setattr(commands, "train_once", train_once)
         options = [
             f"trainer.default_local_dir={tmp_path}",
             "trainer.max_restarts=1",
             f"trainer.resume_mode={resume_mode}",
         ]
-        restart.with_restarts(load_config(options), restart.train_once)
+        commands.with_restarts(load_config(options), commands.train_once)
         return modes
 
     return train

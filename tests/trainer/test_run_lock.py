@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from lock_holder import holding
 
-from strop.cli import train as restart
 from strop.config.load import load_config
 from strop.errors import ConfigError
-from strop.trainer import run_folder
+from strop.trainer import commands, run_folder
 from strop.trainer.run_folder import run_lock
 
 import forked
@@ -88,5 +87,5 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplo
 def test_no_attempt_is_made_in_a_folder_where_another_runs(tmp_path, short_wait):
     attempts = []
     with holding(tmp_path), pytest.raises(ConfigError, match=str(tmp_path)):
-        restart.with_restarts(load_config([f"trainer.default_local_dir={tmp_path}"]), attempts.append)
+        commands.with_restarts(load_config([f"trainer.default_local_dir={tmp_path}"]), attempts.append)
     assert attempts == []

@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
-from strop import __version__
 from strop.config.identity import values_of
 from strop.config.paths import expand, may_be_a_hub_name
 from strop.config.trees import TREES, Tree
@@ -22,6 +21,7 @@ from strop.tracking.curves import CURVES_FILE, drawn_panels, series
 from strop.tracking.jsonl import METRICS_FILE, read_metrics
 from strop.tracking.text import format_number, names_in_order
 from strop.tracking.trackers import TRACKERS_FILE
+from strop.version import __version__
 
 _HIDDEN = "(not published)"
 _SECRET_NAMES = r"token|key|secret|password|passwd|pwd|credentials?|authorization|cookie"

@@ -3,112 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-import logging
-import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from strop.cli.options import naming_options
-from strop.cli.train import log_to_console, require_valid
+from strop.cli.options import log_to_console, naming_options
 from strop.config.backends import ROLLOUTS
 from strop.config.load import load_config
-from strop.config.memory.facts import read_model_facts
-from strop.config.paths import expand, is_url
 from strop.config.schema import Config
-from strop.errors import ConfigError, RewardError, TrainingError
-from strop.files import atomic_write_text
+from strop.errors import RewardError
 from strop.terminal import literal
-
-if TYPE_CHECKING:
-    from strop.data.fetch import Advance
-    from strop.data.sources import Rows
-    from strop.tracking.report import ValidationReport
-
-logger = logging.getLogger(__name__)
-
-
-_PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 512
-_SECONDS_BETWEEN_LINES = 10.0
-RESULTS = "results.json"
-
-
-def evaluate(
-    config: Config,
-    out: Path,
-    *,
-    rows: Sequence[Rows] = (),
-    functions: Mapping[str, Callable[..., Any]] | None = None,
-) -> ValidationReport:
-    """Validate with ``config``, which has ``trainer.val_only``, and write the results to ``out``.
-
-    ``rows`` in memory are read where ``data.val_files`` has their names, and ``functions`` score where the
-    configuration has theirs.
-
-    The files are ``samples.parquet``, ``config.yaml`` and, last, ``results.json``. Raises as a run does, and
-    ``TrainingError`` if a file cannot be written.
-    """
-    from strop.data.fetch import progress_bar  # torch and transformers: seconds
-    from strop.tracking.samples import write_table
-    from strop.trainer.build import build_trainer, report_reward
-    from strop.trainer.run_folder import RunFolder
-
-    trainer = build_trainer(config, rows=rows, functions=functions)
-    try:
-        report_reward(trainer)
-        trainer.init_workers()
-        total = len(trainer.val_loader.dataset) * config.actor_rollout_ref.rollout.val_kwargs.n
-        started = time.perf_counter()
-        with progress_bar("Answering", total) as advance:
-            samples = trainer.validator.samples(trainer.timer, progress=_Progress(advance, total))
-        seconds = time.perf_counter() - started
-    finally:
-        trainer.shutdown()
-    try:
-        RunFolder(out).write_config(config)
-        write_table(out / "samples.parquet", samples)  # first: the report may fail
-        report = trainer.validator.report(samples, show=config.trainer.log_val_generations)
-        results = {**_described(config), "seconds": round(seconds, 1), **report.as_json()}
-        atomic_write_text(out / RESULTS, json.dumps(results, indent=2) + "\n")
-    except OSError as error:
-        raise TrainingError(f"the results cannot be written to {out}: {error}") from error
-    return report
-
-
-def _described(config: Config) -> dict[str, Any]:
-    """Return what was evaluated and how; ``config.yaml`` beside it has every key."""
-    rollout = config.actor_rollout_ref.rollout
-    return {
-        "model": config.actor_rollout_ref.model.path,
-        "data": config.data.val_files,
-        "limit": config.data.val_max_samples,
-        "sampling": rollout.val_kwargs.model_dump(exclude={"n"}),
-        "max_response_length": config.data.max_response_length,
-        "rollout": rollout.name,
-        "seed": config.trainer.seed,
-    }
-
-
-class _Progress:
-    """Move a progress bar; without a terminal, log a line every few seconds."""
-
-    def __init__(self, advance: Advance, total: int) -> None:
-        self._advance, self._total, self._done = advance, total, 0
-        self._logged = time.monotonic()
-        self._lock = threading.Lock()
-
-    def __call__(self, done: int) -> None:
-        with self._lock:
-            self._advance(max(done - self._done, 0))
-            self._done = max(done, self._done)
-            now = time.monotonic()
-            if not sys.stderr.isatty() and now - self._logged > _SECONDS_BETWEEN_LINES:
-                self._logged = now
-                logger.info("%d of %d answers", self._done, self._total)
+from strop.trainer.commands import require_valid
+from strop.trainer.evaluation import evaluate, require_new, settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,115 +98,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def require_new(out: Path) -> None:
-    """Raise ``ConfigError`` if ``out`` holds an evaluation."""
-    if (out / RESULTS).exists():
-        raise ConfigError(
-            f"trainer.default_local_dir={out}: it holds an evaluation ({RESULTS}); name another folder"
-        )
-
-
 def config_from(arguments: argparse.Namespace) -> Config:
     """Return the configuration of a command line, with the user's overrides over it."""
     options = {name: value for name, value in vars(arguments).items() if name not in ("debug", "overrides")}
     return load_config(arguments.overrides, values=[settings(**options)])
-
-
-def settings(
-    model: str,
-    data: Sequence[str],
-    *,
-    n: int = 1,
-    temperature: float | None = None,
-    top_p: float = 1.0,
-    max_prompt_length: int | None = None,
-    max_response_length: int | None = None,
-    rollout: str = "hf",
-    batch_size: int = 64,
-    reward_model: str | None = None,
-    custom_reward: str | None = None,
-    limit: int | None = None,
-    out: str | Path | None = None,
-    show: int = 3,
-) -> dict[str, Any]:
-    """Return the keys of an evaluation; the parameters are the options of ``strop eval``."""
-    _require_model(model)
-    if temperature is None:
-        temperature = 0.0 if n == 1 else 1.0
-    facts = read_model_facts(model)
-    window = facts.context if facts and facts.context else _PROMPT_LENGTH + _RESPONSE_LENGTH
-    if max_response_length is None:
-        max_response_length = min(_RESPONSE_LENGTH, max(window // 2, 1))
-    if max_prompt_length is None:
-        max_prompt_length = min(_PROMPT_LENGTH, max(window - max_response_length, 1))
-    keys: dict[str, Any] = {
-        "actor_rollout_ref.model.path": model,
-        "actor_rollout_ref.rollout": {
-            "name": rollout,
-            "val_kwargs": {"n": n, "do_sample": temperature > 0, "temperature": temperature, "top_p": top_p},
-        },
-        "data": {
-            "val_files": list(data),
-            "val_batch_size": batch_size,
-            "max_prompt_length": max_prompt_length,
-            "max_response_length": max_response_length,
-            "filter_overlong_prompts": False,  # without its longest prompts it would be another evaluation
-            "val_max_samples": limit,
-        },
-        "reward_model.val_num_examine": 0,
-        "trainer": {
-            "log_val_generations": show,
-            "val_only": True,
-            "resume_mode": "disable",
-            "logger": ["console"],
-            "default_local_dir": str(out or free_folder(model)),
-        },
-    }
-    if reward_model is not None:
-        keys |= {"reward_model.enable": True, "reward_model.model.path": reward_model}
-    if custom_reward is not None:
-        path, name = path_and_name(custom_reward)
-        keys |= {"custom_reward_function.path": path, "custom_reward_function.name": name}
-    return keys
-
-
-def default_folder(model: str) -> Path:
-    """Return the folder of an evaluation whose user named none: another one for each model.
-
-    It is ``evaluations`` with the model's path below it: as given, or from the current folder.
-    """
-    path = Path(expand(model))
-    if is_url(model) or not path.exists():  # a hub name
-        return Path("evaluations", *expand(model).replace("://", "/").strip("/").split("/"))
-    place = Path(os.path.abspath(path))
-    own = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place.relative_to("/")
-    return Path("evaluations", own)
-
-
-def free_folder(model: str) -> Path:
-    """Return ``default_folder``, or the first of it with ``-2``, ``-3``, ... that does not exist."""
-    number, folder = 1, default_folder(model)
-    free = folder
-    while free.exists():
-        number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free
-
-
-def path_and_name(text: str) -> tuple[str, str]:
-    """Split a path or URL from the name of the function, which may follow a colon."""
-    path, colon, name = text.rpartition(":")
-    return (path, name) if colon and name.isidentifier() else (text, "compute_score")
-
-
-def _require_model(path: str) -> None:
-    """Raise ``ConfigError`` for the folder of a run or a checkpoint, which contains a model but is none."""
-    folder = Path(expand(path))
-    if is_url(path) or (folder / "config.json").is_file():
-        return
-    for role in ("actor", "reward_model"):
-        if found := [*sorted(folder.glob(f"global_step_*/{role}")), *folder.glob(role)]:
-            raise ConfigError(
-                f"{path} is no model; make one: strop export --role {role} {found[-1].parent} --out FOLDER"
-                + (", and give it with --reward-model: it only scores answers" if role != "actor" else "")
-            )

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from strop import __version__
 from strop.cli.run import run_command
 from strop.config.backends import load_backend
 from strop.terminal import print_exception
+from strop.version import __version__
 
 
 def _prepare(arguments: argparse.Namespace) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from strop.errors import ConfigError, SeveralErrors, StropError
+from strop.terminal import PrintableFormatter
 
 
 def in_options(text: str, names: Mapping[str, str]) -> str:
@@ -34,3 +36,23 @@ def _rename(error: StropError, names: Mapping[str, str]) -> None:
     if isinstance(error, ConfigError):
         error.problems = [in_options(problem, names) for problem in error.problems]
     error.args = (in_options(str(error), names),)
+
+
+class _InOptions(PrintableFormatter):
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__("%(message)s")
+        self._names = names
+
+    def format(self, record: logging.LogRecord) -> str:
+        return in_options(super().format(record), self._names)
+
+
+def log_to_console(names: Mapping[str, str] | None = None) -> None:
+    """Log strop's own messages from level INFO, those of other packages from WARNING.
+
+    ``names``: the options of a command, by the keys that they set; see ``in_options``.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(_InOptions(names or {}))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.getLogger("strop").setLevel(logging.INFO)

@@ -6,12 +6,9 @@ import errno
 import re
 import signal
 import sys
-import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Callable
 
-from strop.errors import SeveralErrors, StropError, is_interrupt, problems_of
+from strop.errors import SeveralErrors, StropError, is_interrupt, problems_of, signals_interrupt
 from strop.terminal import printable
 
 _NO_MEMORY = re.compile("MemoryError|OutOfMemoryError|can't allocate memory|out of memory")
@@ -66,29 +63,3 @@ def _failed(error: Exception) -> int:
         )
         return 2
     raise error  # a broken pipe or a child process, too: another path would not help
-
-
-@contextmanager
-def signals_interrupt(received: list[int]) -> Generator[None]:
-    """Turn SIGTERM, which schedulers and ``kill`` send, into a KeyboardInterrupt as of Ctrl-C; record both.
-
-    Only in the main thread. The exception itself carries no mark: Ray replaces it by a new one, and writers
-    of files by their own errors. Ctrl-C stays ignored where it is, as in a background job.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: Any) -> NoReturn:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        numbers.append(signal.SIGINT)
-    previous = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

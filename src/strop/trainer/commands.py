@@ -1,0 +1,173 @@
+"""What a run does, for the command line and for Python: check, train, restart after a worker's failure.
+
+Configuration errors are raised before torch is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from strop.config.checks.check import check
+from strop.config.placement import rollout_in_words
+from strop.config.schema import Config, RootConfig
+from strop.config.schema.supervised import SupervisedConfig
+from strop.config.trees import Root
+from strop.errors import Attempts, WorkerError
+
+if TYPE_CHECKING:
+    from strop.data.outline import Outline
+    from strop.data.sources import Rows
+    from strop.trainer.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+_BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
+SMALL_BATCH = 32
+"""Rows per iteration where nobody sets them: of ``strop.train``, and of files with fewer than the default."""
+
+
+class Loaded(NamedTuple, Generic[Root]):
+    """A configuration, what is known of its data files, and a line about its batch size, or ""."""
+
+    config: Root
+    data: Outline
+    batch_in_words: str
+
+
+def fitted(
+    load: Callable[[Mapping[str, Any]], Root], rows: Sequence[Rows] = (), own: Mapping[str, Any] | None = None
+) -> Loaded[Root]:
+    """Load a configuration; a default batch size above the number of training rows becomes one they fill.
+
+    ``load`` takes values of keys that nobody sets, and is called with ``own``. ``rows``: data in memory.
+    """
+    from strop.data.outline import outline  # pyarrow
+
+    own = own or {}
+    config = load(own)
+    data, written = outline(config, rows), (config.written or set()) - own.keys()
+    n_rows, size = data.train_rows, config.data.train_batch_size
+    if n_rows is None or n_rows >= size or _BATCH in written:
+        return Loaded(config, data, "")
+    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size if isinstance(config, Config) else 0
+    smaller = min(n_rows, max(SMALL_BATCH, mini_batch if _MINI_BATCH in written else 0))
+    return Loaded(
+        load({**own, _BATCH: smaller}),
+        data,
+        f"{_BATCH}={smaller}: the default of {size} is more than the {n_rows} training rows",
+    )
+
+
+def require_valid(config: RootConfig, rows: Sequence[Rows] = (), data: Outline | None = None) -> None:
+    """Raise all errors of the configuration, and of the data that is here; the trainer logs the warnings.
+
+    ``data``: what is known of it already.
+    """
+    from strop.data.outline import outline
+
+    data, attempt = data or outline(config, rows), Attempts()
+    attempt(check(config, train_rows=data.train_rows).raise_errors)
+    attempt.errors += data.errors
+    attempt.raise_errors()
+
+
+def train(
+    config: RootConfig,
+    *,
+    rows: Sequence[Rows] = (),
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+    data: Outline | None = None,
+) -> bool:
+    """Check the configuration and train; see ``require_valid``, ``train_once`` and ``with_restarts``."""
+    require_valid(config, rows, data)
+    logger.info("run folder: %s", config.trainer.default_local_dir)
+    if isinstance(config, Config):
+        logger.info("%s", rollout_in_words(config))
+        if not config.data.val_files:
+            logger.info("no validation: data.val_files is not set")
+    return with_restarts(config, partial(train_once, rows=rows, functions=functions))
+
+
+def train_once(
+    config: RootConfig,
+    *,
+    rows: Sequence[Rows] = (),
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+) -> bool:
+    """Build the trainer, train, and release its workers even if it raises.
+
+    Return False if the trained model could not be uploaded (``trainer.push_to_hub``).
+
+    ``rows`` in memory are read where ``data.train_files`` and ``data.val_files`` have their names, and
+    ``functions`` score where the configuration has theirs.
+    """
+    trainer: Any  # the modules import torch and transformers: seconds
+    if isinstance(config, Config):
+        from strop.trainer.build import build_trainer, report_reward
+
+        trainer = build_trainer(config, rows=rows, functions=functions)
+    elif isinstance(config, SupervisedConfig):
+        from strop.trainer.supervised import TRAINERS, build
+
+        trainer = build(TRAINERS[type(config)], config, rows=rows)
+    try:
+        if isinstance(config, Config):
+            report_reward(trainer)
+        trainer.init_workers()
+        trainer.fit()
+        return not trainer.upload_failed
+    finally:
+        trainer.shutdown()
+
+
+def with_restarts(config: Root, train: Callable[[Root], Result]) -> Result:
+    """Return ``train(config)``; after a worker's failure retry from the last checkpoint.
+
+    ``trainer.max_restarts`` limits the retries. An error that strop itself raises (``WorkerError.is_final``)
+    is not retried. A restart rebuilds models, data loaders and reward processes: only the run folder carries
+    over, which makes a restart equal to a resume. The run folder is locked from the first attempt to the end;
+    ``ConfigError`` if another process holds the lock.
+    """
+    from strop.trainer.run_folder import RunFolder, run_lock
+
+    folder = RunFolder(config.trainer.default_local_dir)
+    restarts_left = config.trainer.max_restarts
+    with run_lock(folder.path), _naming_the_checkpoint(folder):
+        while True:
+            before = folder.latest_checkpoint()
+            try:
+                return train(config)
+            except WorkerError as error:
+                if error.is_final or not restarts_left:
+                    raise
+                logger.error("%s", error)
+            after = folder.latest_checkpoint()
+            if after is not None and after != before:  # saved by this run, whatever resume_mode was
+                trainer = config.trainer.model_copy(update={"resume_mode": "auto"})
+                config = config.model_copy(update={"trainer": trainer})
+            mode = config.trainer.resume_mode
+            logger.warning(
+                "restarting from %s; %d restart%s left",
+                f"iteration {after[0]}" if after and mode == "auto" else f"the start (resume_mode={mode})",
+                restarts_left - 1,
+                "" if restarts_left == 2 else "s",
+            )
+            restarts_left -= 1
+
+
+@contextmanager
+def _naming_the_checkpoint(folder: RunFolder) -> Generator[None]:
+    """Add the latest checkpoint, if there is one, as a note to what ends the body: an interrupt, an error."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:  # a library may replace an interrupt by its own error
+        if latest := folder.latest_checkpoint():
+            error.add_note(f"the last whole checkpoint is kept (iteration {latest[0]})")
+        raise
