@@ -215,7 +215,6 @@ def engine_of(
     trains: bool = True,
     attention: str = "sdpa",
     sharding: ShardingSettings | None = None,
-    liger: bool = False,
     **options: Any,
 ) -> TorchEngine:
     """Build an engine, with ``sharding`` over the process group; ``options`` are those of the engine."""
@@ -227,8 +226,6 @@ def engine_of(
         model.requires_grad_()
     model.config._attn_implementation = attention
     module = PolicyModel(model, packed=packed)
-    if liger:
-        module.use_liger()
     return TorchEngine(
         module,
         device=device,
@@ -332,8 +329,6 @@ def rightness(device: torch.device) -> Iterator[Comparison]:
     if on_gpu and not why_not_compiled(device):
         settings |= {"compiled layers": {"compiled": True}, "FlexAttention": {"attention": FLEX}}
         settings["FlexAttention, selective checkpointing"] = {"attention": FLEX, **selective}
-    if on_gpu and find_spec("liger_kernel"):
-        settings["Liger's kernels"] = {"liger": True}
     for (name, options), dtype in itertools.product(settings.items(), ("float32", "bfloat16")):
         yield from update(f"{dtype}, packed, {name}", dtype, **options)
     head = "output layer in blocks against whole logits"
@@ -721,8 +716,6 @@ class Case:
         selective = {"attention": FLEX, "gradient_checkpointing": "selective"}
         self.variant("FlexAttention, selective checkpointing", why_not=why, **selective)
         self.variant("compiled layers", why_not=why, compiled=True)
-        why = "" if on_gpu and find_spec("liger_kernel") else "no GPU" if not on_gpu else "not installed"
-        self.variant("Liger's kernels", why_not=why, liger=True)
         with group_of_one(device):
             for name, settings in (
                 ("FSDP2", ShardingSettings()),

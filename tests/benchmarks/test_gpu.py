@@ -37,7 +37,7 @@ def test_it_compares_and_measures_every_phase(monkeypatch, tmp_path, capsys):
         **dict.fromkeys(
             (
                 *("update, FlexAttention", "update, FlexAttention, selective checkpointing"),
-                *("update, compiled layers", "update, Liger's kernels", "update, offloaded"),
+                *("update, compiled layers", "update, offloaded"),
             ),
             "not run: no GPU",
         ),

@@ -58,7 +58,6 @@ class ModelSpec:
     """Recompute layers in the backward pass; selective: all but matrix products and attention."""
     compile: Literal["auto"] | bool = False
     """Compile the decoder layers; auto: on a GPU, where that is possible."""
-    use_liger: bool = False
     lora: LoraSettings | None = None
     """Adapters that are trained instead of the weights, but for a scalar head and ``modules_to_save``."""
     keeps_reference_head: bool = False

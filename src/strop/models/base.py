@@ -31,7 +31,6 @@ from strop.models.packing import (
     packed_hidden_states,
 )
 from strop.models.passes.compiled import CompiledLayers
-from strop.models.passes.liger import Liger
 from strop.models.passes.micro_batch import on_cpu, places_of, send
 from strop.models.passes.rms_norm import replace_rms_norms
 from strop.models.prompts_once import PromptsOnce
@@ -89,7 +88,6 @@ class RoleModel(nn.Module):
         self.sequence_group: SequenceGroup | None = None
         self.adapters: Adapters | None = None
         self.compiled: CompiledLayers | None = None
-        self.liger: Liger | None = None
         self.routers = Routers.of(hugging_face_model)
         """Routers with an auxiliary loss; None if the model has none."""
         if packed:
@@ -216,17 +214,6 @@ class RoleModel(nn.Module):
                 "not compiled; set it to auto or False"
             )
         self.compiled = CompiledLayers(self.hugging_face_model)
-
-    def use_liger(self) -> None:
-        """Replace modules by Liger's; call it before sharding.
-
-        Raises ``ModelError`` as ``Liger`` does.
-        """
-        self.liger = Liger(self.hugging_face_model)
-
-    def own_modules(self) -> AbstractContextManager[None]:
-        """Compute without Liger in the body."""
-        return nullcontext() if self.liger is None else self.liger.off()
 
     @property
     def is_mixture(self) -> bool:

@@ -50,8 +50,8 @@ def require_eager_figures(
 
     Compared are passes in eval mode and, with ``updates``, in training mode with gradients, padded or packed
     and with checkpointing as ``module`` is set up. They run under ``precision``, which computes in ``dtype``.
-    Where the family's attention cannot be replaced, the reference is its forward pass as loaded; never with
-    Liger's kernels. Collective if the module is ``sharded``.
+    Where the family's attention cannot be replaced, the reference is its forward pass as loaded. Collective
+    if the module is ``sharded``.
 
     Args:
         name: the role, for errors.
@@ -65,7 +65,7 @@ def require_eager_figures(
     with precision or nullcontext():
         module.eval()
         attention = attention_set_to(model, "eager") if replaceable else nullcontext()
-        with torch.no_grad(), attention, module.own_modules():
+        with torch.no_grad(), attention:
             expected = module.own_figures(batch)
             require_numbers(model, expected)
             bound = TOLERANCE
@@ -98,10 +98,6 @@ def require_eager_figures(
             with attention_set_to(model, "eager"):
                 helps = not errors()
         setting = f"{remedy}=eager" if helps and remedy else ""
-        if wrong and not helps and module.liger is not None:
-            with module.own_modules():
-                if not errors():
-                    setting = f"{module.packing_key.removesuffix('use_remove_padding')}use_liger=False"
     module.train(was_training)
     if wrong:
         passes = "packed" if module.packed else "padded"

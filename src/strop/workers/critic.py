@@ -32,7 +32,6 @@ class CriticWorker(RoleWorker):
             compute_dtype=critic.model.compute_dtype,
             packed=critic.model.use_remove_padding,
             compile=critic.model.compile,
-            use_liger=critic.model.use_liger,
             packing_key="critic.model.use_remove_padding",
             checkpointing=critic.model.enable_gradient_checkpointing,
             trained=critic,

@@ -97,7 +97,6 @@ class ActorRolloutRefWorker(RoleWorker):
             compute_dtype=model.compute_dtype,
             packed=model.use_remove_padding,
             compile=model.compile,
-            use_liger=model.use_liger,
             checkpointing=model.enable_gradient_checkpointing,
             trained=policy.actor if trains else None,
             lora=self.adapters_of(model, "actor_rollout_ref.model") if name == "actor" else None,

@@ -58,7 +58,6 @@ class SupervisedWorker(Worker[Supervised]):
             compute_dtype=model.compute_dtype,
             packed=model.use_remove_padding,
             compile=model.compile,
-            use_liger=model.use_liger,
             packing_key="model.use_remove_padding",
             checkpointing=model.enable_gradient_checkpointing,
             trained=update,

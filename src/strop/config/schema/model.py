@@ -102,14 +102,9 @@ class ModelConfig(Section):
     """Compile the decoder layers for log-probs and updates (docs/speed.md); auto: on a GPU."""
     use_liger: Annotated[
         bool,
-        refused(
-            "if True on a CPU", lambda at: at.value and at.on_cpu, "its kernels need a GPU; set it to False"
-        ),
-        no_effect(
-            "with strategy=megatron", lambda at: at.value and _is_megatron(at), "its layers are its own"
-        ),
+        no_effect("in any run", lambda at: at.value, "models compute with their own modules"),
     ]
-    """Use RMSNorm, rotary positions and MLP of the package liger_kernel, which must be installed."""
+    """A key of verl: the modules of the package liger_kernel."""
     lora_rank: Count
     """Train LoRA adapters of this rank on frozen weights; 0: train the weights (docs/lora.md)."""
     lora_alpha: Annotated[PositiveFloat, _no_lora(16), _of_new_adapters(16)]

@@ -157,8 +157,6 @@ class TorchEngine:
                     f"{model.role}: {key}={value}: {reason}; install it, or set {key} to {other}"
                 )
         module, base = build_module(model, sharded=sharding is not None)
-        if model.use_liger:
-            module.use_liger()
         compiled = model.compile is True
         if model.compile == "auto":
             compiled = spec.device.type == "cuda" and not reason and not module.is_mixture
