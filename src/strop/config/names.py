@@ -15,11 +15,11 @@ TRACKERS: dict[str, str] = {
     "console": "strop.tracking.console:console_tracker",
     "jsonl": "strop.tracking.jsonl:JsonlTracker",
     "file": "strop.tracking.jsonl:JsonlTracker",
-    "tensorboard": "strop.tracking.services.tensorboard:TensorboardTracker",
-    "wandb": "strop.tracking.services.wandb:WandbTracker",
-    "trackio": "strop.tracking.services.trackio:TrackioTracker",
-    "mlflow": "strop.tracking.services.mlflow:MlflowTracker",
-    "swanlab": "strop.tracking.services.swanlab:SwanlabTracker",
+    "tensorboard": "strop.tracking.services:TensorboardTracker",
+    "wandb": "strop.tracking.services:WandbTracker",
+    "trackio": "strop.tracking.services:TrackioTracker",
+    "mlflow": "strop.tracking.services:MlflowTracker",
+    "swanlab": "strop.tracking.services:SwanlabTracker",
 }
 """Name in ``trainer.logger`` -> "module:Class", imported when a run uses it."""
 

@@ -1,1 +1,0 @@
-"""Trackers that need a package of their own; each is imported when a run uses it."""
