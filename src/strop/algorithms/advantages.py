@@ -1,6 +1,6 @@
 """Advantage estimators: from rewards per token to advantages and returns per token.
 
-Shapes: B samples, T response tokens.
+Shapes: B samples, T response tokens, G groups.
 
 An estimator is a pure function; the names of its parameters select its inputs. The trainer reads them with
 ``needs`` (without ``values`` there is no critic; with ``baseline_scores`` greedy responses are generated) and
@@ -54,17 +54,15 @@ class GroupStatistics(NamedTuple):
 
 
 def group_statistics(scores_B: Tensor, uid: Sequence[Hashable] | np.ndarray) -> GroupStatistics:
-    """Return size, mean and unbiased standard deviation of each sample's group.
-
-    Computed in float64: in float32, equal scores such as 0.1 have a rounded mean and a tiny standard
-    deviation, whose quotient would be an advantage made of rounding errors.
+    """Return size, mean and unbiased standard deviation of each sample's group, float64 [B].
 
     Raises:
-        ValueError: there is not one uid for each sample.
+        ValueError: the numbers of uids and samples differ.
     """
     if len(uid) != len(scores_B):
         raise ValueError(f"{len(uid)} uids do not fit {len(scores_B)} samples")
     numbers: dict[Hashable, int] = {}
+    # by uid, not by position: the responses to a prompt may be in any order, or some of them missing
     members = [numbers.setdefault(one, len(numbers)) for one in uid]
     index_B = torch.tensor(members, dtype=torch.int64, device=scores_B.device)
 
@@ -72,9 +70,11 @@ def group_statistics(scores_B: Tensor, uid: Sequence[Hashable] | np.ndarray) -> 
         totals_G = values_B.new_zeros(len(numbers)).index_add(0, index_B, values_B)
         return totals_G[index_B]
 
+    # in float32 equal scores such as 0.1 have a rounded mean and a tiny deviation: rounding errors, divided
     scores_B = scores_B.double()
     size_B = group_sum(torch.ones_like(scores_B))
     mean_B = group_sum(scores_B) / size_B
+    # two passes, not E[s^2] - mean^2, whose digits cancel; the clamp makes 0 / 0 of a group of one 0
     variance_B = group_sum((scores_B - mean_B).square()) / (size_B - 1).clamp(min=1)
     return GroupStatistics(size_B, mean_B, variance_B.sqrt())
 
@@ -148,10 +148,12 @@ def gae(
         delta_B = rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
         advantage_B = delta_B + gamma * lam * next_advantage_B
         sampled_B = response_mask[:, t].bool()
+        # a tool's tokens pass V and A through undiscounted: time counts the policy's decisions
         next_value_B = torch.where(sampled_B, values_BT[:, t], next_value_B)
         next_advantage_B = torch.where(sampled_B, advantage_B, next_advantage_B)
         advantages_BT[:, t] = next_advantage_B
     advantages_BT = zero_masked(advantages_BT, response_mask)
+    # before whitening: the critic's target has the scale of the rewards
     returns_BT = advantages_BT + values_BT
     if whiten:
         advantages_BT = aggregation.whiten(advantages_BT, response_mask)
@@ -170,6 +172,7 @@ def grpo(rewards: Tensor, response_mask: Tensor, uid: Uid, *, norm_by_std: bool)
     scores_B = masked_sum(rewards, response_mask, dim=-1)
     baseline_B, std_B = _baseline_and_std(scores_B, uid)
     advantages_B = scores_B.double() - baseline_B
+    # float64 until the division: equal scores leave differences of exactly 0 for the 1e-6 to divide
     if norm_by_std:
         advantages_B = advantages_B / (std_B + 1e-6)
     return _on_tokens(advantages_B, rewards, response_mask), _on_tokens(scores_B, rewards, response_mask)
@@ -246,6 +249,7 @@ def _baseline_and_std(scores_B: Tensor, uid: Uid) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of each sample's group, 0 and 1 in a group of one; float64 [B]."""
     group = group_statistics(scores_B, uid)
     alone_B = group.size_B == 1
+    # mean 0, std 1: a prompt with one answer learns from its plain score instead of nothing
     return group.mean_B.masked_fill(alone_B, 0.0), group.std_B.masked_fill(alone_B, 1.0)
 
 

@@ -21,6 +21,7 @@ def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
     Apply it to the inputs of a formula as well as to its result: the derivative of ``exp`` at NaN is NaN, and
     masking the result does not remove it.
     """
+    # where, not a product: NaN x 0 is NaN
     return torch.where(mask.bool(), values, 0)
 
 
@@ -40,6 +41,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Average the selected values, over all of them or along ``dim``; 0 where nothing is selected."""
     selected = mask.bool().expand_as(values)
+    # the clamp: a row of padding has the mean 0, not 0 / 0
     return masked_sum(values, selected, dim) / selected.sum(dim=dim).clamp(min=1)
 
 
@@ -53,10 +55,9 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Return ``(values - mean) / sqrt(var + 1e-8)``, masked mean and unbiased variance; 0 elsewhere.
 
-    Computed in float64, as ``advantages.group_statistics`` is: the mean of equal float32 values rounds to
-    another number, and a distance of one unit in the last place would be divided by the floor of 1e-4. So a
-    single value, or equal values, give 0.
+    A single value, or equal values, give 0.
     """
+    # in float32 the mean of 4,097 values of 1000.1 is another number: over the floor of 1e-4 they gave 0.95
     exact = values.double()
     whitened = (exact - masked_mean(exact, mask)) * torch.rsqrt(masked_var(exact, mask) + 1e-8)
     return zero_masked(whitened, mask).to(values.dtype)

@@ -46,10 +46,12 @@ def rollout_is_weights(
     """
     d_BT = zero_masked(log_ratio(old_log_prob, rollout_log_prob), response_mask)
     if level == "sequence":
+        # summed before the clamp: the bound is one on the sequence's ratio, not on its tokens'
         d_BT = d_BT.sum(-1, keepdim=True).expand_as(d_BT)
     weights_BT = d_BT.clamp(-20, 20).exp()
     if mode == "truncate":
         return zero_masked(weights_BT.clamp(max=threshold), response_mask)
+    # a weight of 0 leaves the token in the loss's denominator, as in IcePop; verl's rollout_rs does not
     within_BT = (weights_BT <= threshold) & (weights_BT >= (threshold_low or 0.0))
     return zero_masked(weights_BT, response_mask * within_BT)
 

@@ -25,8 +25,8 @@ def kl_penalty(
     """Estimate KL(policy || reference) per token from the sampled token alone.
 
     With d = log_prob - ref_log_prob: ``kl``/``k1``: d. ``abs``: |d|. ``mse``/``k2``: d^2 / 2.
-    ``low_var_kl``/``k3``: exp(-d) - 1 + d, with d clamped to +-20 and the result to +-10, where its gradient
-    is 0 (below d = -2.6 and above d = 11).
+    ``low_var_kl``/``k3``: exp(-d) - 1 + d, with d clamped to +-20 and the result to +-10, beyond which its
+    gradient is 0.
 
     With a mask, masked slots are 0 without gradient, whatever they hold; without a mask, NaN propagates.
 
@@ -47,6 +47,7 @@ def kl_penalty(
             return d.square() / 2
         case "low_var_kl" | "k3":
             d = d.clamp(-20, 20)
+            # verl's bound; it takes the gradient from tokens below d = -2.6 and above d = 11
             return ((-d).exp() - 1 + d).clamp(-10, 10)
         case "full":
             raise ValueError(
@@ -62,10 +63,8 @@ def apply_kl_penalty(scores_BT: Tensor, kl_BT: Tensor, mask_BT: Tensor, beta: fl
 
 
 def mean_sequence_kl(kl_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return the mean over sequences of the mean over each sequence's tokens, the input of a controller.
-
-    Rows without tokens (padding of a batch) do not count.
-    """
+    """Return the mean over sequences of the mean over each sequence's tokens, the input of a controller."""
+    # rows without tokens pad a batch to the number of ranks
     return masked_mean(masked_mean(kl_BT, mask_BT, dim=-1), mask_BT.bool().any(-1))
 
 
@@ -106,6 +105,7 @@ class AdaptiveKLController(FixedKLController):
         """
         if not math.isfinite(current_kl):
             raise TrainingError(f"KL to the reference model: found {current_kl}, expected a finite number")
+        # the largest decrease is 0.2 n / horizon of beta: at n = 5 horizon beta would reach 0
         if n_samples >= 5 * self.horizon:
             raise ConfigError(
                 f"algorithm.kl_ctrl.horizon={self.horizon} is too short for {n_samples} samples an "

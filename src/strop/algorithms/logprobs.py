@@ -60,6 +60,7 @@ def token_log_probs(
     """
     if len(hidden_NH) != len(ids_N):
         raise ValueError(f"{len(hidden_NH)} hidden states for {len(ids_N)} tokens")
+    # the full KL needs the policy's and the reference's probability of a word at the same time
     if isinstance(project, OutputLayer) and ref is None:
         log_probs_N, entropy_N = log_probs_and_entropy(hidden_NH, project, ids_N, temperature=temperature)
         return TokenLogProbs(log_probs_N, entropy_N if with_entropy else None, None)
@@ -92,6 +93,7 @@ def token_log_probs(
 
 
 def _log_softmax(logits_nV: Tensor, temperature: float) -> Tensor:
+    # before the division and the sum: bfloat16 logits near 20 have steps of 0.125
     logits_nV = logits_nV.float()
     if temperature != 1.0:
         logits_nV = logits_nV / temperature

@@ -211,9 +211,11 @@ def _logits(
         if INTERPRETED:  # Triton's interpreter multiplies the bits of bfloat16 as integers
             hidden = hidden.to(tl.float32)
             weight = weight.to(tl.float32)
+        # ieee: float32 operands would be multiplied in TF32, with 10 bits, by default
         products = tl.dot(hidden, weight, products, input_precision="ieee")
         hidden_ptrs += STEP
         weight_ptrs += STEP
+    # rounded as torch's linear layer and vLLM round them: finer logits would part trainer and sampler
     logits = _rounded(products, hidden_ptr.dtype.element_ty, INTERPRETED).to(tl.float32)
     if HAS_BIAS:
         logits += tl.load(bias_ptr + word_rows).to(tl.float32)[None, :]
@@ -223,6 +225,7 @@ def _logits(
     return logits
 
 
+# Triton compiles again for an argument that is 1 or a multiple of 16; token counts change every batch
 @triton.jit(do_not_specialize=["n_tokens", "n_words", "n_splits"])
 def _sum_words(
     hidden_ptr,

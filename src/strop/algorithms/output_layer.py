@@ -93,6 +93,7 @@ class _OutputLayerFunction(torch.autograd.Function):
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_N: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor]:
         scale, soft_cap, temperature, dtype, group = options
+        # an unused entropy then has the gradient None, and its part of the backward pass is skipped
         ctx.set_materialize_grads(False)
         ctx.options, ctx.hidden_dtype = options, hidden_NH.dtype
         with torch.autocast(hidden_NH.device.type, enabled=False):
@@ -128,6 +129,7 @@ class _OutputLayerFunction(torch.autograd.Function):
             )
         ctx.kept = []  # a second backward pass computes the products again
         if hidden is not None and group is not None:
+            # each rank has the part of its own words; weight and bias gradients are complete where they are
             dist.all_reduce(hidden, group=group)
         return None if hidden is None else hidden.to(ctx.hidden_dtype), weight, bias, *(None,) * 6
 
@@ -149,11 +151,13 @@ class _Blocks:
         self.chunks = self.words
         """Words of one product in the backward pass: a block, in 16 bits on a CPU several."""
         if hidden_NH.device.type == "cpu" and hidden_NH.dtype != torch.float32:
+            # a converted weight has H numbers a word, the gradient N: the larger one bounds the memory
             numbers = n_tokens if layer.weight_VH.dtype == hidden_NH.dtype else max(hidden_NH.shape)
             self.chunks = _slices(vocabulary, max(_CHUNK_ON_CPU // max(numbers, 1) // width, 1) * width)
         self._kept = kept
         self._changes = layer.bias_V is not None or layer.soft_cap is not None
         self._changes |= layer.scale != 1.0 or temperature != 1.0
+        # flat, as the last block is narrower and a slice of a matrix would not be contiguous
         self._rooms = [torch.empty(n_tokens * width, device=hidden_NH.device) for _ in range(3)]
 
     def room(self, number: int, words: slice) -> Tensor:
@@ -175,6 +179,7 @@ class _Blocks:
         if keep:  # one tensor a block: malloc gives a large one back to the system after each use
             self._kept.append(product_Nv)
         if product_Nv is not logits_Nv:
+            # callers read logits only; what they write goes to rooms 1 and 2, so a kept product stays whole
             if product_Nv.dtype == torch.float32 and not self._changes:
                 return product_Nv
             logits_Nv.copy_(product_Nv)
@@ -389,7 +394,10 @@ def _differentiate(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of hidden states (float32), weight and bias; None where not ``wanted``."""
     hidden_NH, layer = blocks.hidden_NH, blocks.layer
+    # float32: a sum over 594 blocks in bfloat16 is 20 times as far off as one rounding, and biased
+    # (benchmarks/results/accumulation_2026-11-22.md)
     hidden_gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if wanted[0] else None
+    # empty: each word's row is written by one product over all tokens, and rounded once
     weight_gradient_VH = torch.empty_like(layer.weight_VH) if wanted[1] else None
     bias_gradient_V = torch.empty_like(layer.bias_V) if wanted[2] and layer.bias_V is not None else None
     for words in blocks.chunks:

@@ -41,6 +41,7 @@ class Sums(NamedTuple):
 
     def lowered(self, highest_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return picked, sum and weighted, relative to a logit that is not below the highest."""
+        # LOWEST - highest would be -inf, and -inf x a sum of 0 NaN; exp(-1000) is 0 all the same
         down_N = (self.highest_N - highest_N).clamp_(min=VANISHES)
         down_exp_N = down_N.exp()
         return self.picked_N, self.sum_N * down_exp_N, (self.weighted_N + down_N * self.sum_N) * down_exp_N
@@ -56,6 +57,7 @@ class Sums(NamedTuple):
     def known(self) -> Known:
         """Return the log-probs and entropies of sums over all words."""
         log_sum_N = self.sum_N.log()
+        # the two large numbers first: their difference is exact where they are near each other
         log_prob_N = self.picked_N - self.highest_N - log_sum_N
         return Known(log_prob_N, self.highest_N, log_sum_N, log_sum_N - self.weighted_N / self.sum_N)
 

@@ -167,6 +167,7 @@ def cispo(
             f"actor_rollout_ref.actor.clip_ratio_c={clip_ratio_c} has no meaning for cispo; set it to null"
         )
     k_BT, advantages_BT = _clean(log_prob, old_log_prob, advantages, response_mask)
+    # the gradient flows through log_prob alone (sg in the formula), so a clipped token keeps it
     ratio_BT = k_BT.detach().exp()
     weight_BT = ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     loss_BT = -weight_BT * advantages_BT * log_prob
@@ -177,7 +178,9 @@ def _clean(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the clamped k [B,T] and the advantages, both 0 where the mask is 0."""
+    # inputs are masked, not just results: exp's derivative at a padded NaN is NaN, and NaN x 0 is NaN
     k_BT = log_ratio(zero_masked(log_prob, response_mask), zero_masked(old_log_prob, response_mask))
+    # exp(20) = 4.9e8; float32 overflows at exp(88.7), and inf x 0 advantage is NaN
     return k_BT.clamp(-20, 20), zero_masked(advantages, response_mask)
 
 
@@ -187,11 +190,13 @@ def _clipped_surrogate(
     """Return the loss, and where a clip has replaced -A ratio by a bound without gradient."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - low, 1 + high)
+    # strictly greater: within the bounds both are equal, and so are their gradients
     loss, clipped = torch.maximum(plain, bounded), bounded > plain
     if c is None:
         return loss, clipped
     if c <= 1:
         raise ConfigError(f"actor_rollout_ref.actor.clip_ratio_c={c} must be above 1")
+    # without a ceiling: A < 0 and a ratio of 1e4 give one token a loss of 1e4, which max() keeps
     ceiling = torch.where(advantages < 0, -advantages * c, torch.inf)
     return torch.minimum(loss, ceiling), clipped | (loss > ceiling)
 

@@ -59,6 +59,7 @@ def calibration(margin_B: Tensor, *, bins: int = 10) -> Calibration:
     by it form ``bins`` bins of equal size, or as many as there are pairs (Naeini et al. 2015, with bins of
     equal mass; ties count half).
     """
+    # stable: ties keep the pairs' order, so bins do not depend on the device's sort
     confidence_B, order_B = margin_B.double().abs().sigmoid().sort(stable=True)
     accuracy_B = pairwise_accuracy(margin_B.double())[order_B]
     n_pairs = len(margin_B)
@@ -177,11 +178,11 @@ def ipo(
 ) -> PreferenceLoss:
     """Compute (h - 1 / (2 beta))^2: Azar et al., arXiv:2310.12036, equation 17, whose tau is ``beta``.
 
-    h is the difference of log-ratios, here each the mean over the answer's tokens, as in TRL after consulting
-    the authors; a sum would scale with the length. Rewards are ``dpo``'s.
+    h is the difference of log-ratios, here each the mean over the answer's tokens. Rewards are ``dpo``'s.
     """
     chosen_B = chosen_log_prob - ref_chosen_log_prob
     rejected_B = rejected_log_prob - ref_rejected_log_prob
+    # means, as in TRL after consulting the authors: a sum would scale with the length
     loss_B = (chosen_B / chosen_length - rejected_B / rejected_length - 1 / (2 * beta)).square()
     return _result(loss_B, beta * chosen_B, beta * rejected_B)
 
@@ -244,8 +245,10 @@ def orpo(
 
 
 def _log1mexp(log_p_B: Tensor) -> Tensor:
-    """Return log(1 - exp(log_p)) of log-probs <= 0; one of 0 counts as the nearest number below it."""
+    """Return log(1 - exp(log_p)) of log-probs <= 0."""
+    # a certain answer has log p = 0, whose log(1 - p) is -inf and whose gradient is NaN
     log_p_B = log_p_B.clamp(max=-torch.finfo(log_p_B.dtype).eps)
+    # expm1: 1 - exp(log_p) loses all digits near log p = 0
     return torch.log(-torch.expm1(log_p_B))
 
 

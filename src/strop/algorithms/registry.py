@@ -105,7 +105,7 @@ def call(function: Function, available: Mapping[str, Any]) -> Any:
 
 
 def name_of(function: Function) -> str:
-    """Return a name for error texts."""
+    """Return the function's name for error texts; the bound function's name of a ``functools.partial``."""
     if isinstance(function, functools.partial):
         function = function.func
     return function.__name__ if inspect.isroutine(function) else repr(function)

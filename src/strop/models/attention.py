@@ -142,6 +142,7 @@ def _packed_attention(
     outputs = []
     for (number, length), tokens in zip(sequences.runs, parts, strict=True):
         heads = [part.unflatten(0, (number, length)).transpose(1, 2) for part in tokens]
+        # None for plain causal attention, which sdpa runs without a mask in memory
         mask_KK = _mask([0], length, length, sliding_window, query.device)
         outputs.append(attend_once(module, *heads, mask_KK, **options).flatten(0, 1))
     return torch.cat(outputs)[None], None
@@ -177,6 +178,7 @@ def attend_eagerly(
     """Call the family's own eager attention, with its caps and sinks; shapes and mask as in ``attend``."""
     if mask is None:
         length = key.shape[2]
+        # eager attention adds the mask that it gets and is not causal without one
         mask = torch.full((1, 1, length, length), -torch.inf, device=key.device).triu(1)
     output, _ = _eager_function(module)(module, query, key, value, mask.to(query.dtype), **options)
     return output.to(value.dtype)

@@ -82,7 +82,7 @@ class RoleModel(nn.Module):
         self.hugging_face_model = hugging_face_model
         replace_rms_norms(hugging_face_model)
         self.layout = CheckpointLayout(hugging_face_model)
-        self.packed = bool(packed)
+        self.packed = bool(packed)  # "auto" too, until a check refuses packed passes
         self._may_pad, self._why_padded = packed == "auto", ""
         self.packing_key = packing_key or self.packing_key
         self.sequence_group: SequenceGroup | None = None
@@ -175,6 +175,7 @@ class RoleModel(nn.Module):
             )
             raise ModelError(f"ulysses_sequence_parallel_size={group.size} shares packed rows; {remedy}")
         check_shareable(self.hugging_face_model, group.size)
+        # ranks hold pieces of a packed row: there is no padded pass to switch to
         self.sequence_group, self._may_pad = group, False
 
     def enable_gradient_checkpointing(self, *, selective: bool = False) -> None:
@@ -189,6 +190,7 @@ class RoleModel(nn.Module):
             forward, again = create_selective_checkpoint_contexts(_kept_or_recomputed)
             return forward, self._recomputing(again)
 
+        # reentrant checkpointing takes no context_fn, and gives frozen inputs (LoRA) no gradient
         options = {"use_reentrant": False, "context_fn": contexts}
         self.hugging_face_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
@@ -228,6 +230,7 @@ class RoleModel(nn.Module):
         """Return the packing of these sequences; None for a padded pass."""
         if not self.packed:
             return None
+        # flash-attention attends to the row as it is laid out; a shared prompt would need copies in it
         by_sequence = not is_flash(self.hugging_face_model.config._attn_implementation)
         if by_sequence and self.sequence_group is None and "response_mask" in batch:
             return PromptsOnce.of(batch, with_last=self.with_last)
@@ -288,6 +291,7 @@ class ResponseTokens:
         self.before_BL = nn.functional.pad(kept_BT, (first, 1))
         """The tokens before them, on the CPU."""
         self._shape = kept_BT.shape
+        # on the CPU: nonzero of a tensor on a GPU would wait for the passes queued there
         self._index = tuple(send(place_n, batch["input_ids"].device) for place_n in kept_BT.nonzero().t())
 
     def select(self, column: Tensor) -> Tensor:
@@ -298,6 +302,7 @@ class ResponseTokens:
         """Scatter [n, ...] to [B, T, ...], 0 where the mask is 0."""
         zeros = values.new_zeros(*self._shape, *values.shape[1:])
         spread = zeros.index_put(self._index, values)  # no view, whose hooks FSDP2 may lose
+        # a product keeps the graph to every parameter, which an empty result would cut
         return spread * 0.0 if self._none else spread
 
 
@@ -309,6 +314,7 @@ class Unpadded:
 
     def __init__(self, batch: Mapping[str, Tensor]) -> None:
         mask_BL = batch["attention_mask"].bool()
+        # a stable sort keeps the tokens' order while it moves padding behind them
         tokens_first_BL = (~mask_BL).byte().argsort(dim=1, stable=True)
         self.ids_BL = batch["input_ids"].gather(1, tokens_first_BL)
         width = mask_BL.shape[1] - batch["response_mask"].shape[1]

@@ -109,7 +109,8 @@ class CheckpointLayout:
 
     def fused(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the weight ``name`` from the ``sources`` of it, as transformers fuses them when it loads."""
-        ordered = sorted(tensors, key=dot_natural_key)
+        ordered = sorted(tensors, key=dot_natural_key)  # expert 10 after 9: they are stacked as they come
+        # a copy: converters collect the tensors that they are given
         converter: Any = deepcopy(self._loading[str(self._loaded_name(ordered[0])[1])])
         for key in ordered:
             converter.add_tensor(name, key, self._loaded_name(key)[1], tensors[key])

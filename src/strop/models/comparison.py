@@ -135,6 +135,7 @@ def few_rows(vocabulary: int, device: torch.device) -> dict[str, Tensor]:
     prompts, responses = (torch.tensor(lengths)[:, None] for lengths in zip(*_ROWS, strict=True))
     width, steps = int(prompts.max()), int(responses.max())
     mask_BP, mask_BT = torch.arange(width) >= width - prompts, torch.arange(steps) < responses
+    # drawn on the CPU: generators of other devices give other numbers
     ids_BL = torch.randint(vocabulary, (len(_ROWS), width + steps), generator=generator)
     ids_BL[1, :width] = ids_BL[0, :width]
     mask_BL = torch.cat([mask_BP, mask_BT], dim=1).long()

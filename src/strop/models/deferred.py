@@ -207,6 +207,7 @@ def _find(
     stored = _keys(path)
     by_identity: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
+        # a file may hold a tied weight under either of its names
         by_identity.setdefault(id(weight), []).append(name)
     places: _Places = {}
     for name, weight in model.named_parameters():
@@ -243,6 +244,7 @@ def _fits(file: Path, key: str, weight: Tensor) -> bool:
     try:
         with safe_open(file, framework="pt") as tensors:
             stored = tensors.get_slice(key)
+            # integers and float8 are quantized weights, which transformers unpacks with their scales
             return stored.get_shape() == list(weight.shape) and stored.get_dtype() in ("F32", "BF16", "F16")
     except (OSError, SafetensorError):
         return False

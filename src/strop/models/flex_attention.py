@@ -110,6 +110,7 @@ def _packed_flex(
     found = _run(
         flex_attention,
         query.device.type == "cuda",
+        # flex_attention requires one dtype; norms of queries and keys may compute in float32
         query.to(value.dtype),
         key.to(value.dtype),
         value,

@@ -69,7 +69,7 @@ def scorer_config(config: PretrainedConfig) -> PretrainedConfig:
         language_model = AutoModelForCausalLM.from_config(config)
     config, decoder = language_model.config, decoder_of(language_model)
     if type(config) not in known:
-        # exist_ok: without it transformers ignores classes for configurations of its own, silently.
+        # exist_ok: without it transformers silently ignores classes for its built-in configurations.
         if type(config) not in MODEL_MAPPING:
             AutoModel.register(type(config), type(decoder), exist_ok=True)
         scorer = _scorer_class(language_model, decoder)
@@ -83,6 +83,7 @@ def _scorer_class(language_model: PreTrainedModel, decoder: nn.Module) -> type[P
     Its ``key_mapping`` is the argument of ``from_pretrained`` for files that name them otherwise.
     """
     name = type(language_model).__name__
+    # the family's PreTrainedModel, which initializes weights and names what is not split
     family = next(base for base in type(language_model).__mro__[1:] if issubclass(base, PreTrainedModel))
     prefix = next(path for path, part in language_model.named_modules() if part is decoder)
     name = f"{name.partition('For')[0].removesuffix('LMHeadModel')}ForSequenceClassification"

@@ -104,6 +104,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             raise
         raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
     _require_vocabulary(tokenizer, path)
+    # prompts end at one column, where the generation of all rows begins
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
@@ -219,6 +220,7 @@ def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[s
     try:
         arguments = model_arguments(path, **options)
         if auto_class is AutoModelForSequenceClassification:
+            # a class that heads._scorer_class made says how the file names its weights
             scorer = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(arguments["config"]), None)
             arguments["key_mapping"] = getattr(scorer, "key_mapping", {})
         with bars:
@@ -281,6 +283,7 @@ def load_scorer(path: str | Path, *, fresh_head_seed: int | None, **options: Any
 
 def fresh_head(hidden: int, seed: int) -> Tensor:
     """Draw weights [1, H] of a scalar head from N(0, 1/(H + 1)) (Stiennon et al. 2020, appendix)."""
+    # not torch's global generator: every rank draws the same head, whatever it drew before
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((1, hidden), generator=generator) * (hidden + 1) ** -0.5
 

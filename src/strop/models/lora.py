@@ -4,7 +4,7 @@ An adapted layer computes W x + s B (A x), with s = alpha / rank, A [rank, in] a
 from (seed, name of the layer) and B is 0, so that training starts from the base model's own numbers on any
 number of ranks. peft's layers are put into the Hugging Face model; its class stays as it is.
 
-Other modules can be trained whole beside them (``modules_to_save``). peft wraps such a module around a copy,
+Other modules can be trained whole in addition (``modules_to_save``). peft wraps such a module around a copy,
 which unties an embedding from the output layer; here the module itself is trained, and a copy of its first
 values takes their place where the base model is run. Folders have peft's format.
 """
@@ -200,6 +200,7 @@ class Adapters:
         """Exchange the values of weights that are trained whole with those of the base model, in place."""
         for name, kept in self._base.items():
             weight = self._model.get_parameter(name)
+            # in place: a rollout, the optimizer and FSDP2 hold these tensors
             now = weight.clone()
             weight.copy_(kept)
             kept.copy_(now)
@@ -245,7 +246,7 @@ def _read_config(peft: Any, settings: LoraSettings) -> Any:
         key = "layer_replication" if config.layer_replication else "init_lora_weights"
         raise ModelError(
             f"{found}: its {key}={getattr(config, key)!r} changes weights of the base model, expected "
-            "an adapter beside them; merge it with peft (merge_and_unload), or save it with peft's "
+            "one that leaves them as they are; merge it with peft (merge_and_unload), or save it with peft's "
             "path_initial_model_for_weight_conversion"
         )
     config.lora_dropout, config.inference_mode = 0.0, False
@@ -256,7 +257,7 @@ def _read_config(peft: Any, settings: LoraSettings) -> Any:
 def _modules_to_save(
     model: PreTrainedModel, settings: LoraSettings, ends: Iterable[str]
 ) -> dict[str, nn.Module]:
-    """Return the modules whose names end so, as peft matches them, without those inside another one."""
+    """Return the modules whose names have one of ``ends``, as peft matches, without those inside another."""
     found: dict[str, nn.Module] = {}
     unused = set(ends)
     for name, module in model.named_modules():

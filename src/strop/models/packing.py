@@ -47,6 +47,7 @@ class Packing:
         self._mask_BL = self._computed_BL = attention_mask_BL.bool()
         self._device = device
         lengths = self._mask_BL.sum(dim=1).tolist()
+        # rows without tokens fill micro-batches up; flash-attention takes no sequence of length 0
         self._lengths = [length for length in lengths if length]
         self.group = group
 
@@ -79,6 +80,7 @@ class Packing:
 
     @property
     def _place_BL(self) -> Tensor:  # noqa: N802 - a tensor
+        # a real token's place: the number of real tokens before it, rows joined
         return self._mask_BL.flatten().cumsum(0).view_as(self._mask_BL) - 1
 
     def options(self, implementation: str) -> dict[str, Any]:
@@ -101,6 +103,7 @@ class Packing:
     def _pieces(self) -> Pieces:
         rows_N = self._mask_BL.nonzero()[:, 0]
         places_N = (self._mask_BL.cumsum(dim=1) - 1)[self._mask_BL]
+        # -1: no prompt of another sequence
         columns = (rows_N, torch.full_like(rows_N, -1), places_N)
         return Pieces(*(send(column, self._device) for column in columns))
 
@@ -147,6 +150,7 @@ def check_packed_pass(
     count positions themselves, or apply a sliding window in the mask only. The ranks of a ``group`` share the
     sequences. Collective if the model is ``sharded``.
     """
+    # three lengths: padding and neighbours shift each sequence by another number of tokens
     mask_BL = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]], device=model.device)
     ids_BL = torch.arange(12, device=model.device).view(3, 4) % model.config.get_text_config().vocab_size
     batch = {
@@ -161,10 +165,12 @@ def check_packed_pass(
             packed_NH = _whole_hidden_states(model, batch, Packing(mask_BL.cpu(), model.device, group))
         except (TypeError, ModelError) as error:  # a layer rejects the option or does not pass it on
             raise PackingError(f"{type(model).__name__}: {error}") from error
+    # relative to the norm: families scale their hidden states differently
     difference = float((packed_NH - padded_NH).float().norm() / padded_NH.float().norm())
     if sharded:  # near the tolerance ranks differ, but all must run the same passes
         difference = ranks.largest(difference, model.device)
     tolerance = 1e-3 if padded_NH.dtype == torch.float32 else 5e-2
+    # not >=: NaN is refused too
     if not difference < tolerance:
         raise PackingError(
             f"the hidden states of {type(model).__name__} change by {difference:.1e} (of their norm) when "

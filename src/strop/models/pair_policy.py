@@ -25,6 +25,7 @@ class PairPolicy(PolicyModel):
         """Return ``chosen_log_prob`` and ``rejected_log_prob``, [B] float32 each, 0 for an empty answer."""
         options = {"with_entropy": False, **options}
         log_prob_BT = super().forward(self.sequences(batch), **options)["log_prob"]
+        # as_sequences puts the B chosen answers before the B rejected ones
         chosen_B, rejected_B = log_prob_BT.sum(dim=1).chunk(2)
         return {"chosen_log_prob": chosen_B, "rejected_log_prob": rejected_B}
 

@@ -62,8 +62,10 @@ class LogitProjection:
         Call it in a forward pass: a sharded model has its whole weights only there.
         """
         head = self._head
+        # a subclass or a hook (an adapter, quantization) may compute anything: then the module itself runs
         if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
             return self
+        # sharded and outside of the forward pass, in which FSDP2 gathers it
         if isinstance(head.weight, DTensor):
             return self
         return OutputLayer(head.weight, head.bias, self._scale, self._soft_cap)

@@ -42,6 +42,7 @@ def first_with_prompt(batch: Mapping[str, Tensor]) -> Tensor:
     """Return for each row [B] the first row with the same prompt, which may be the row itself; on the CPU."""
     width = prompt_width(batch)
     mask_BP = on_cpu(batch, "attention_mask")[:, :width].bool()
+    # -1: a pad token may be a real token too (the end token, where there is no pad token)
     prompts_BP = on_cpu(batch, "input_ids")[:, :width].masked_fill(~mask_BP, -1)
     firsts: dict[bytes, int] = {}  # torch.unique(dim=0) takes ten times as long
     rows = enumerate(prompts_BP.numpy())
@@ -59,10 +60,12 @@ class PromptsOnce(Packing):
         self._computed_BL = mask_BL.clone()
         self._computed_BL[repeats_B, :width] = False
         self._shared_place_BL = self._computed_BL.flatten().cumsum(0).view_as(mask_BL) - 1
+        # left padding: equal prompts stand in the same columns
         self._shared_place_BL[:, :width] = self._shared_place_BL[first_B, :width]
         samples_B = first_B.bincount(minlength=len(first_B))
         prompts = mask_BL[:, :width].sum(dim=1).tolist()
         self._starts = [
+            # alone: one piece; first of several: prompt and response apart; later ones: the response
             [0] if samples == 1 else [0, prompt] if samples else [prompt]
             for prompt, samples in zip(prompts, samples_B.tolist(), strict=True)
         ]
@@ -80,6 +83,7 @@ class PromptsOnce(Packing):
             mask_BL = torch.cat([mask_BL[:, :width], (mask_BL & follows_BL)[:, width:]], dim=1)
         firsts = tuple(first_with_prompt(batch).tolist())
         key = mask_BL.numpy().tobytes(), firsts, width, batch["input_ids"].device
+        # groups of one process run in a thread per pool
         with _one_thread:
             layout = _recent.pop(key, None) or cls(mask_BL, torch.tensor(firsts), width, key[-1])
             _recent[key] = layout  # the newest are the last

@@ -43,6 +43,7 @@ class SequenceTokens(NamedTuple):
     def of(cls, batch: Mapping[str, Tensor], packing: Packing | None) -> SequenceTokens:
         """Return the tokens of a micro-batch; with a packing that ranks share, those of this rank."""
         mask_BL, device = on_cpu(batch, "attention_mask").bool(), batch["input_ids"].device
+        # counted from the end: the last token predicts nothing, and PromptsOnce does not compute it
         counted_BL = mask_BL & (mask_BL.flip(1).cumsum(1).flip(1) > 1)
         length_B = send(counted_BL.sum(dim=1).clamp(min=1).float(), device)
         if packing is None:
@@ -75,6 +76,7 @@ def balance_loss(
     ``total`` sums over the ranks that hold other tokens of the same sequences; the loss is this rank's part.
     """
     probs_NE = logits_NE.float().softmax(dim=-1)
+    # f_e is a count without a gradient: the loss moves the probabilities alone
     chosen_NE = torch.zeros_like(probs_NE).scatter(1, probs_NE.detach().topk(top_k).indices, 1.0)
     zeros_BE = probs_NE.new_zeros(len(tokens.length_B), probs_NE.shape[1])
     chosen_BE = zeros_BE.index_add(0, tokens.row_S, chosen_NE[tokens.token_S])
@@ -82,6 +84,7 @@ def balance_loss(
     load_E = (chosen_BE * tokens.counts_B[:, None]).sum(dim=0)
     if total is not None:
         chosen_BE = total(chosen_BE)
+    # f_e and p_e are both means over the sequence's tokens, chosen and probs are sums
     weight_B = tokens.counts_B / tokens.length_B**2
     return probs_NE.shape[1] * ((chosen_BE * probs_BE).sum(dim=1) * weight_B).sum(), load_E
 
@@ -103,6 +106,7 @@ class Balance:
         self.top_k = top_k
         self.coefficient = coefficient
         self._scale = 1.0 / (layers * max(sequences, 1.0))
+        # one tensor, for one all-reduce at the end of the update
         self.sums = torch.zeros(layers * experts + 1, dtype=torch.float64, device=device)
         """Loads of the layers' experts, then the loss, on this rank."""
         self._experts = experts

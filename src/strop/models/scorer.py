@@ -80,12 +80,14 @@ class SequenceScorer(RoleModel):
         """Return the head's scores [B] float32. The mask marks the last token, never the pad id."""
         mask_BL = on_cpu(batch, "attention_mask").bool()
         positions_BL = torch.arange(mask_BL.shape[1]).expand_as(mask_BL)
+        # not sum - 1: rows have padding on the left, before the prompt
         last_B = torch.where(mask_BL, positions_BL, 0).amax(dim=1)
         is_last_BL, packing = positions_BL == last_B[:, None], self.packing(batch)
         if packing is not None:
             is_last_BL &= packing.own_BL
         hidden_nH = self.hidden_states_at(batch, is_last_BL, packing)
         scores_n = self.scalar_head(hidden_nH)
+        # with shared sequences this rank holds the last token of some rows only
         rows_n = places_of(is_last_BL.any(dim=1), scores_n.device)
         scores_B = scores_n.new_zeros(len(mask_BL)).index_copy(0, rows_n, scores_n)
         return self.whole({"scores": scores_B})["scores"]
@@ -115,6 +117,7 @@ class PairScorer(SequenceScorer):
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``chosen_scores`` and ``rejected_scores``, [B] float32 each, uncentred."""
+        # the order of as_sequences
         chosen_B, rejected_B = self.uncentred_scores(self.sequences(batch)).chunk(2)
         return {"chosen_scores": chosen_B, "rejected_scores": rejected_B}
 

@@ -54,6 +54,7 @@ class SequenceGroup:
 
     def is_same(self, number: int, device: torch.device) -> bool:
         """Return True if all ranks of the group have this number. Collective."""
+        # one reduction: the maximum of -x is minus the minimum of x
         ends = torch.tensor([number, -number], device=device)
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._process_group)
         return int(ends[0]) == -int(ends[1])
@@ -86,6 +87,7 @@ class _SumOfParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        # not summed over the ranks, as the adjoint of an all-reduce is: FSDP's reduction does that
         return gradients[0], None
 
 
@@ -118,6 +120,7 @@ class SharedRow:
     def pieces(self, row_1NAD: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads [1, N, A / R, D] for pieces of all heads [1, n, A, D]."""
         ranks, row_NAD = self.group.size, row_1NAD[0]
+        # the padding of the last pieces, which heads() cut off
         filled = ranks * self.group.piece_length(self.tokens) - self.tokens
         row_NAD = nn.functional.pad(row_NAD, (0, 0, 0, 0, 0, filled))
         found_RnAD = self.group.exchange(row_NAD.unflatten(0, (ranks, -1)))

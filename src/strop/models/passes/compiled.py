@@ -53,7 +53,7 @@ class CompiledLayers:
                 yield
         finally:
             for layer in self._layers:
-                del layer.forward
+                del layer.forward  # the class's own again
 
 
 def why_not_compiled(device: torch.device) -> str:

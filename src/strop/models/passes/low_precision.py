@@ -42,11 +42,13 @@ def low_precision(
             if id(module) in skipped:
                 continue
             if isinstance(module, nn.Embedding):
+                # looked up in float32 and cast after: casting the table would copy the vocabulary
                 hooks.append(module.register_forward_hook(lambda _, ids, states: states.to(dtype)))
                 if _looks_up(module):
                     module.forward = MethodType(_look_up, module)
                     embeddings.append(module)
                 continue
+            # _parameters, because setattr refuses a tensor that is no nn.Parameter
             parameters: dict[str, Any] = module._parameters
             for name, parameter in parameters.items():
                 if parameter is None or parameter.dtype != torch.float32:
@@ -55,6 +57,7 @@ def low_precision(
                     parameters[name] = parameter.to(dtype)
                 else:
                     if id(parameter) not in copies:
+                        # once for all micro-batches and, by identity, for both uses of a tied weight
                         copies[id(parameter)] = parameter.detach().to(dtype)
                     parameters[name] = _Use.apply(parameter, copies[id(parameter)])
                 replaced.append((parameters, name, parameter))
@@ -74,12 +77,13 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
         ctx.parameter = parameter
+        # another tensor object: autograd attaches the graph of this use to it, not to the shared copy
         return copy.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        # Added in place: a returned gradient would be cast to a tensor of its own first.
+        # Added in place: a returned gradient would be cast to another tensor first.
         if ctx.parameter.grad is None:
             ctx.parameter.grad = gradient.to(ctx.parameter.dtype)
         else:

@@ -32,6 +32,7 @@ def replace_rms_norms(model: nn.Module) -> int:
     replaced = 0
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        # by name, as every family has a class of its own; _is_rms_norm decides
         if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
             continue
         if [name for name, _ in module.named_parameters()] != ["weight"] or "forward" in vars(module):
@@ -58,6 +59,7 @@ def _is_rms_norm(module: nn.Module, eps: float) -> bool:
             own = functional_call(module, {"weight": weight}, (states,))
         except (TypeError, RuntimeError):  # it takes other arguments
             return False
+        # equal bits: a formula with one rounding less differs in the last bit alone
         if not torch.equal(own, _normalized(states, _scale(states, eps)) * weight):
             return False
     return True

@@ -26,7 +26,7 @@ _ALIKE = 0.8
 _ONE_CALL = 2048
 """Pairs of a query and a key that take about the time of a call's fixed cost, in a small model on a CPU."""
 _LARGEST_MASK = 1 << 20
-"""Numbers in a mask of its own for each sequence of a run."""
+"""Numbers in the masks of a run whose sequences need one each."""
 _SUMMED_AT_ONCE = 1 << 24
 """Numbers of a 16-bit gradient that are converted to float32 together: 64 MiB."""
 
@@ -77,6 +77,7 @@ def runs_of(starts: list[list[int]], lengths: list[int]) -> list[Run]:
     """Group pieces in which padding costs little, or less than a call for each of them."""
     runs: list[Run] = []
     before, run = None, None
+    # the most keys first, so that no later piece widens a run's keys
     for first, end, row in sorted(_pieces_of(starts, lengths), key=lambda piece: (-piece[1], piece[0])):
         if run is not None and before == (first, end) and run.padding_with(first, end) is not None:
             run.add(row, first, end)  # an equal piece has the same best run
@@ -132,8 +133,10 @@ class SharedPrompts:
                 torch.tensor(column)[:, None] for column in (run.rows, run.firsts, run.lengths)
             )
             steps_T = torch.arange(run.queries)
+            # padding behind a piece repeats a token; its result is not read
             tokens_ST = (firsts_S1 + steps_T).clamp(max=place_BK.shape[1] - 1)
             queries.append(place_BK[rows_S1, tokens_ST].flatten())
+            # places past a shorter row are 0, a real token, to which none of the row's queries attends
             keys.append(place_BK[run.rows, : run.keys].flatten())
             real_ST = steps_T < lengths_S1
             places_ST = torch.arange(laid, laid + real_ST.numel()).view_as(real_ST)
@@ -201,6 +204,7 @@ class _Copies(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_MAD: Tensor) -> tuple[Tensor, None]:
         (places_M,) = ctx.saved_tensors
+        # in 16 bits atomic additions round once a sample, in any order: the error grows with their number
         total_NAD = gradient_MAD.new_zeros(ctx.shape, dtype=torch.float32)
         rows = max(_SUMMED_AT_ONCE // ctx.shape[1:].numel(), 1)
         for places, part in zip(places_M.split(rows), gradient_MAD.split(rows), strict=True):

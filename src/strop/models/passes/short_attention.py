@@ -95,6 +95,7 @@ class _Attention(torch.autograd.Function):
         gradient = _by_group(gradient, len(key) // sequences)
         value_gradient = torch.bmm(probs.transpose(1, 2), gradient)
         through_probs = torch.bmm(gradient, value.transpose(1, 2))
+        # softmax's backward has no public name; autograd's would keep float32 probabilities, twice the memory
         through_scores = torch.ops.aten._softmax_backward_data(through_probs, probs, -1, probs.dtype)
         query_gradient = torch.bmm(through_scores, key).mul_(ctx.scaling)
         key_gradient = torch.bmm(through_scores.transpose(1, 2), query).mul_(ctx.scaling)

@@ -52,6 +52,7 @@ def attention_by_lengths(
         *(query_MQD, key_MGD, value_MGD),
         *(q_ends, k_ends, longest_q, longest_k),
         scale=scaling,
+        # transformers counts the token itself, flash-attention those before it; 0 after it: causal
         window_size=(-1 if window is None else window - 1, 0),
         **groups,
     )
