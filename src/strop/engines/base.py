@@ -134,7 +134,7 @@ class Engine(Protocol):
         ...
 
     def agree(self, value: Any) -> Any:
-        """Return the ``value`` of the rank that has the model's outputs, on all ranks with the same rows."""
+        """Return the ``value`` of the rank with the model's outputs, on all ranks with the same rows."""
         ...
 
     def optimizer_step(self, learning_rate: float) -> StepResult:
@@ -146,7 +146,7 @@ class Engine(Protocol):
         ...
 
     def base_model(self) -> AbstractContextManager[None]:
-        """Run the base model, without LoRA adapters, in the body: passes and weights are its own."""
+        """Run the base model, without LoRA adapters, in the body: its passes and its weights."""
         ...
 
     def named_weights(
@@ -234,10 +234,12 @@ def learning_rate_factor(
     """
     warmup = int(warmup_ratio * total)
     if iteration < warmup:
+        # from 1 / W: a factor of 0 would leave the weights as they are in the first iteration
         return (iteration + 1) / warmup
     if style == "constant":
         return 1.0
     floor = min_ratio or 0.0
+    # below 1 in the last iteration, total - 1: with a floor of 0 it still changes the weights
     progress = min((iteration - warmup) / max(total - warmup, 1), 1.0)
     if style == "cosine":
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -250,6 +252,7 @@ def weights_hash(named_weights: Iterable[tuple[str, Tensor]]) -> str:
     Equal if and only if every parameter is bit-identical, independent of their order and sharding.
     """
     digests = {
+        # as bytes: numpy has no bfloat16, and -0.0 differs from 0.0
         name: hashlib.sha256(weight.detach().cpu().contiguous().view(torch.uint8).numpy()).digest()
         for name, weight in named_weights
     }

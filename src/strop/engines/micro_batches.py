@@ -48,6 +48,7 @@ class MicroBatching:
 
     def _pieces(self, batch: DataProto, packed: bool) -> list[Tensor]:
         lengths_B = batch.batch["attention_mask"].sum(dim=1)
+        # stable: equal lengths keep the batch's order, so the split is the same on every machine
         order_B = torch.argsort(lengths_B, descending=True, stable=True)
         if packed and "response_mask" in batch:
             order_B = _prompts_together(order_B, first_with_prompt(batch.batch))
@@ -110,10 +111,12 @@ def _extents(batch: DataProto) -> tuple[Tensor, Tensor]:
     """Return the first column [B] that each row needs, and the one after its last."""
     mask_BL, response_width = batch.batch["attention_mask"].bool().int(), _response_width(batch)
     width = mask_BL.shape[1]
+    # of equal numbers argmax returns the first: the first token, and seen from the end the last one
     first_B = mask_BL.argmax(dim=1)
     end_B = width - mask_BL.flip(1).argmax(dim=1)
     if not response_width:
         return first_B, end_B
+    # the column before the responses predicts the first of them, so it is needed in any case
     boundary = width - response_width
     return first_B.clamp(max=max(boundary - 1, 0)), end_B.clamp(min=boundary + 1)
 
@@ -121,9 +124,9 @@ def _extents(batch: DataProto) -> tuple[Tensor, Tensor]:
 def columns_of(batch: DataProto, rows: Tensor, device: torch.device) -> MicroBatch:
     """Return the trimmed columns of a micro-batch on ``device``; of an empty one those of a masked row.
 
-    Another rank has a micro-batch then, and this one must take part in its collectives.
+    Another rank has a micro-batch then.
     """
-    if len(rows) == 0:
+    if len(rows) == 0:  # this rank must take part in the other's collectives
         batch, rows = batch[torch.zeros(1, dtype=torch.long)], torch.zeros(1, dtype=torch.long)
         if "response_mask" in batch:
             batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
@@ -132,6 +135,7 @@ def columns_of(batch: DataProto, rows: Tensor, device: torch.device) -> MicroBat
 
 def restore(pieces: list[dict[str, Tensor]], rows: list[Tensor], response_width: int) -> dict[str, Tensor]:
     """Concatenate the outputs of micro-batches in the batch's order and width."""
+    # the inverse of the permutation that split made
     order = torch.argsort(torch.cat(rows))
     whole = {}
     for name in pieces[0]:

@@ -191,6 +191,7 @@ def build_chunks(
         chunk = GPTModel(
             mcore,
             _layers(config, mcore, stage, implementation),
+            # megatron-core divides words evenly
             vocab_size=-(-config.vocab_size // tensor) * tensor,
             max_sequence_length=config.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**place),

@@ -42,6 +42,7 @@ class Checkpoints:
         for number, place in enumerate(self._weights.sent):
             if self._optimizer is not None and gathered[0] is not place.parameter:
                 gathered = place.parameter, self._optimizer.moments(place.parameter)
+            # ranks with the same chunks take turns, so that each writes about as much as the others
             if number % place.copies.size() != place.copies.rank():
                 continue
             weight = place.chunk(place.parameter.detach())

@@ -1,7 +1,7 @@
 """The correspondence of Hugging Face weights and megatron-core's parameters: one table for both directions.
 
 Every Hugging Face tensor is a view of a parameter here: the query, key and value rows of a group of heads
-lie beside each other in one parameter, gate and up projection in another. A rank holds one chunk of a tensor
+lie next to each other in one parameter, gate and up projection in another. A rank holds one chunk of a tensor
 along one dimension, so a ``Place`` says where a whole tensor's chunk is, for loading, transfers, gradients
 and checkpoints alike.
 """
@@ -132,6 +132,7 @@ class Place:
         if self.dim is None or group.size() == 1:
             return chunk
         rows = chunk.movedim(self.dim, 0)
+        # all_gather_into_tensor takes parts of one size; the last rank's words may be fewer
         padded = rows.new_zeros(self.width, *rows.shape[1:])
         padded[: len(rows)] = rows
         parts = padded.new_empty(group.size() * self.width, *rows.shape[1:])

@@ -152,6 +152,7 @@ class MegatronEngine:
         )
         parameter, words = place.parameter, place.chunk_shape[0]
         self.module.projection = VocabularyShard(
+            # without the rows that pad the vocabulary, which would be words with a probability
             lambda: parameter if len(parameter) == words else parameter[:words],
             place.start,
             parallel_state.get_tensor_model_parallel_group(),
@@ -220,6 +221,7 @@ class MegatronEngine:
             self._mcore.tensor_model_parallel_size,
         )
         if as_rows and several:
+            # an interleaved pipeline takes a multiple of its stages; the copies' results are dropped below
             batches = list(batches) * self._mcore.pipeline_model_parallel_size
 
         def laid(columns: Columns) -> tuple[Mapping[str, Tensor], Packing]:
@@ -246,6 +248,7 @@ class MegatronEngine:
                 multiple=multiple,
                 at_least=longest,
             )
+            # neither positions nor a mask: PackedAttention takes both from the row
             output = chunk(row.ids_1M, None, None, packed_seq_params=row)
 
             def loss(hidden_1MH: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -316,6 +319,7 @@ class MegatronEngine:
         if routers is not None and balance is not None:
             self._balance(None)
             totals |= routers.end()
+            # every stage adds its layers' loss in its backward pass; the value of the last one lacks it
             totals["loss"] += balance.coefficient * totals["router_aux_loss"]
         return totals
 

@@ -1,6 +1,6 @@
 """Routed experts in megatron-core's layers: each rank holds some experts of a layer, whole.
 
-Shapes: N tokens of this rank, T tokens that were sent to it, R of its own experts, E experts, H hidden, I
+Shapes: N tokens of this rank, T tokens that were sent to it, R experts of this rank, E experts, H hidden, I
 intermediate.
 """
 
@@ -34,7 +34,7 @@ class Router(TopKRouter):
     number: int
     """Among the layers with experts."""
     balance: Balance | None = None
-    """The update that runs; the same object in all layers."""
+    """The current update; the same object in all layers."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [N, 1, E]; megatron-core's function needs Transformer Engine (0.16)."""
@@ -50,6 +50,7 @@ class Router(TopKRouter):
             start = parallel_state.get_tensor_model_parallel_rank() * len(logits_NE)
             tokens, total = tokens.within(start, start + len(logits_NE)), _total
         loss = self.balance.add(self.number, logits_NE, tokens, total)
+        # an identity that adds the loss's gradient in its backward pass: this stage has no objective
         return MoEAuxLossAutoScaler.apply(probs_NE, loss), chosen_NE
 
 

@@ -84,6 +84,7 @@ class Optimizer:
         """Reduce, clip and apply the gradients; skip the step if they are not finite. Collective."""
         finalize_model_grads(self.chunks)
         self._optimizer.prepare_grads()
+        # in separate calls: megatron-core's step() looks for non-finite gradients under fp16 only
         norm = float(self._optimizer.get_grad_norm())
         skipped = not math.isfinite(norm)
         if not skipped:
@@ -111,6 +112,7 @@ class Optimizer:
                 part, main, span = held
                 values.view(-1)[span] = part.optimizer.state[main][name].view(-1)
             if self._is_sharded:
+                # each rank has zeros outside of its part, so the sum joins the parts
                 dist.all_reduce(values, group=copies(parameter))
             found[name] = values
         return found
@@ -129,6 +131,7 @@ class Optimizer:
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
                     state = part.optimizer.state[parameter]
+                    # torch's AdamW counts by parameter, megatron-core's fused Adam on a GPU by group
                     return float(state["step"] if "step" in state else group.get("step", 0))
         return 0.0
 

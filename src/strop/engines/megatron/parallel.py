@@ -34,6 +34,7 @@ def open_groups(settings: ParallelSettings, device: torch.device) -> None:
         ) from error
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
+        # one process without a group: a store in its memory needs no port
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     settings.data_parallel_place(0, dist.get_world_size())
     sizes = (settings.tensor, settings.pipeline, settings.virtual or 0, settings.expert)
@@ -56,7 +57,7 @@ def open_groups(settings: ParallelSettings, device: torch.device) -> None:
         create_gloo_process_groups=False,
         distributed_timeout_minutes=_MINUTES,
     )
-    # No layer draws random numbers, so ranks need no generators of their own.
+    # No layer draws random numbers, so ranks need no separate generators.
     parallel_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     _opened = (dist.group.WORLD, sizes)
 

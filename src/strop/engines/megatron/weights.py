@@ -29,6 +29,7 @@ class Weights:
         stages: list[list[str]] = [[]] * group.size()
         dist.all_gather_object(stages, [place.name for place in places], group=group)
         self._sender: dict[str, int] = {}
+        # the first stage with a weight sends it; of a tied embedding the last one has a copy
         for stage, names in reversed(list(enumerate(stages))):
             self._sender |= dict.fromkeys(names, stage)
         if missing := [name for name, _ in model.named_parameters() if name not in self._sender]:

@@ -1,7 +1,7 @@
 """Training state of LoRA adapters as a few flat tensors.
 
-A file of ``torch.distributed.checkpoint`` takes about 2.5 KB for every tensor beside its numbers, which would
-be most of a state of many small ones. Every rank gathers all adapters; the files have one copy.
+A file of ``torch.distributed.checkpoint`` takes about 2.5 KB for every tensor in addition to its numbers,
+which would be most of a state of many small ones. Every rank gathers all adapters; the files have one copy.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def flat(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | No
     """
     size = sum(parameter.numel() for parameter in parameters.values())
     layout = repr([(name, tuple(parameter.shape)) for name, parameter in parameters.items()])
+    # 7 bytes: torch.tensor makes a signed 64-bit integer of it
     digest = int.from_bytes(hashlib.sha256(layout.encode()).digest()[:7])
     found = {MODEL: torch.empty(size), LAYOUT: torch.tensor(digest)}
     if optimizer is not None:

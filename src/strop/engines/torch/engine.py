@@ -125,7 +125,7 @@ class TorchEngine:
             # The fused kernel makes one pass over memory: 5-8 times faster than foreach on a CPU.
             self._optimizer = torch.optim.AdamW(
                 module.trainable(),
-                lr=0.0,
+                lr=0.0,  # set in every step
                 betas=optimizer.betas,
                 weight_decay=optimizer.weight_decay,
                 eps=optimizer.eps,
@@ -263,6 +263,7 @@ class TorchEngine:
         if group is None:
             return
         places_L = torch.arange(1, mask_BL.shape[1] + 1)
+        # weighted by place, so that another order of tokens or rows gives another number
         ids_B = (batch.batch["input_ids"] * mask_BL * places_L).sum(dim=1)
         fingerprint = int((ids_B * torch.arange(1, len(ids_B) + 1)).sum()) + len(mask_BL)
         if not group.is_same(fingerprint, self.device):
@@ -276,7 +277,7 @@ class TorchEngine:
         """See ``Engine.infer``; the outputs are on the CPU."""
         self._offload.bring_parameters()
         self.module.eval()
-        batch = DataProto(batch.batch)
+        batch = DataProto(batch.batch)  # object columns would be indexed for every micro-batch
         pieces, rows = [], self._split(batch, micro)
         with self._low_precision():
             for piece_rows in rows:
@@ -296,7 +297,7 @@ class TorchEngine:
         """See ``Engine.forward_backward``."""
         self._offload.bring_parameters()
         self.module.train()
-        batch = DataProto(batch.batch)
+        batch = DataProto(batch.batch)  # as in infer
         totals: dict[str, Tensor] = {}
         group, routers = self.module.sequence_group, self.module.routers
         counts = group is None or group.rank == 0  # ranks that share sequences have equal figures: count once
@@ -315,7 +316,9 @@ class TorchEngine:
                     value = value + routers.take_loss()
                 value.backward()
                 for name, metric in {"loss": value, **metrics}.items():
+                    # summed on the device: float() would wait for the GPU in every micro-batch
                     totals[name] = totals.get(name, 0.0) + metric.detach().double()
+        # parameters stay on the device for optimizer_step, which parks them
         found = ranks.total({name: float(figure) * counts for name, figure in totals.items()}, self.device)
         return found if routers is None else found | routers.end()
 
@@ -329,6 +332,7 @@ class TorchEngine:
             raise RuntimeError("this engine was built without an optimizer")
         clip = clip_gradients if self._sharded else torch.nn.utils.clip_grad_norm_
         grad_norm = float(clip(self.module.trainable(), self._settings.grad_clip))
+        # one NaN in a gradient is NaN in the norm, which would scale every gradient to NaN
         skipped = not math.isfinite(grad_norm)
         if not skipped:
             for group in self._optimizer.param_groups:
@@ -406,6 +410,7 @@ class TorchEngine:
             write_folder(folder, model, tokenizer, None)
             if ranks.is_first():
                 with writing(folder):
+                    # a folder with config.json is a whole model for transformers
                     (folder / "config.json").rename(folder / MERGED_CONFIG)
                     adapters.save(folder, trained)
 

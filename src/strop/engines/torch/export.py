@@ -83,8 +83,7 @@ def write_folder(
 ) -> None:
     """Write configuration, tokenizer and ``weights`` of a sharded or adapted model, on rank zero. Collective.
 
-    For ``sizes`` see ``write_model``. The other ranks take part in the gathers, also if rank zero's disk
-    fails.
+    For ``sizes`` see ``write_model``.
     """
     incoming = iter(weights or ())
     try:
@@ -98,6 +97,7 @@ def write_folder(
             if weights is not None:
                 write_model(folder, model, incoming, sizes)
     finally:
+        # the gathers that are left, also if rank zero's disk failed: the other ranks are in them
         collections.deque(incoming, maxlen=0)
 
 

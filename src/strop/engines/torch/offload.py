@@ -21,6 +21,7 @@ from strop.engines.torch.sharding import part, reshard
 _MOVED_AT_ONCE = 1 << 28
 """Largest size in bytes of the moments in one part that passes through the device."""
 _ALIGNMENT = 64
+"""Bytes of which offsets are multiples: a cache line, and a multiple of the size of every dtype."""
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
@@ -32,12 +33,13 @@ def copied(tensor: Tensor, device: torch.device) -> Tensor:
 def pinned_like(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     """Return tensors like these in CPU memory, pinned for a GPU, with undefined values.
 
-    They have one mapping of the exact size; torch's allocator rounds a pinned block up to a power of two.
+    They share one mapping of the exact size.
     """
     found = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
     sizes = [-(-part(tensor).nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in found]
     if not sum(sizes):
         return found
+    # torch's allocator rounds a pinned block up to a power of two: 543 MB would take 1 GiB
     memory = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
     if device.type == "cuda":
         from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
@@ -48,6 +50,7 @@ def pinned_like(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]
         if size:
             local = part(tensor)
             flat = torch.frombuffer(memory, dtype=local.dtype, count=local.numel(), offset=end - size)
+            # in .data: the DTensor around it keeps this object as its part
             local.data = flat.as_strided(local.shape, local.stride())
     return found
 
@@ -59,7 +62,7 @@ class Offload:
     micro-batches while parameters come back. Only parameters that changed on the device are copied to the
     CPU. Moments pass through the device in the optimizer's step, some at a time. Gradients are not offloaded:
     between phases there are none. Where ranks do not divide a parameter evenly, FSDP2 replaces the smaller
-    part by memory of its own, which is not pinned: its copies are slower.
+    part by new memory, which is not pinned: its copies are slower.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Offload:
         waiting = [hosts[id(tensor)] for tensor in held]
         for tensor, host in zip(held, waiting, strict=True):
             arrival = self._arrived.get(id(tensor))
+            # torch counts writes in place; frozen and unchanged parameters are in pinned memory already
             if arrival is None or arrival.versions != _versions(tensor):
                 part(host).copy_(part(tensor), non_blocking=True)
         # Before FSDP2 reads them: it pads parts of unequal size as it takes them over.
@@ -160,7 +164,8 @@ class Offload:
 
     @cached_property
     def _streams(self) -> tuple[Any, Any]:
-        """Streams in which moments arrive and leave; torch's allocator keeps freed blocks for each stream."""
+        """Streams in which moments arrive and leave."""
+        # made once: torch's allocator keeps freed blocks by stream, and new streams left 0.5 GiB behind
         backend = torch.get_device_module(self._device)
         return backend.Stream(), backend.Stream()
 
@@ -224,6 +229,7 @@ def _parts(optimizer: torch.optim.Optimizer) -> Generator[list[_Piece]]:
     chosen, size = [], 0
     for parameter in (member for group in optimizer.param_groups for member in group["params"]):
         for piece in _pieces(parameter):
+            # two moments, in the parameter's dtype
             needed = 2 * piece.of(parameter).nbytes
             if chosen and size + needed > _MOVED_AT_ONCE:
                 yield chosen

@@ -34,7 +34,7 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 
 class DigestingWriter(dcp.FileSystemWriter):
-    """Leave the digest of every file beside it, taken from the bytes as they are written."""
+    """Leave the digest of every file next to it, taken from the bytes as they are written."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -76,7 +76,7 @@ class IndexReader(dcp.FileSystemReader):
     """Read the index as data; see the module."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index; raise ``UnpicklingError`` if it is not one of tensors in files beside it."""
+        """Return the index; raise ``UnpicklingError`` if it is not one of tensors in this folder."""
         content = Path(self.path, ".metadata").read_bytes()
         try:
             return _index(_Records(io.BytesIO(content)).load(), StorageMeta(load_id=self.load_id))
@@ -99,6 +99,8 @@ class _Record:
         self.state = state
 
 
+# Not torch's weights_only unpickler: it does not read this protocol, and its allowlist of classes would let a
+# pickle set their attributes.
 class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type[_Record]:
         """Return a new class for a name that is not looked up."""
@@ -116,6 +118,7 @@ def _index(found: Any, storage: StorageMeta) -> Metadata:
     for key, place in index["storage_data"].items():
         key, place = _state(key, MetadataIndex), _state(place, _StorageInfo)
         file = _of(str, place["relative_path"])
+        # a path could lead out of the folder; descriptors name code that transforms what is read
         if file in ("", ".", "..") or "/" in file or place.get("transform_descriptors"):
             raise ValueError(f"it names the file {file!r}; expected plain files of this folder")
         where = _StorageInfo(file, _of(int, place["offset"]), _of(int, place["length"]))

@@ -86,10 +86,12 @@ def shard(
     for unit in _units(module, settings):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
     fully_shard(module, mesh=mesh, mp_policy=root_policy)
+    # FSDP2 gathers the root's parameters in forward() and in methods that are registered
     for method in ("check", "figures", "own_figures"):
         register_fsdp_forward_method(module, method)
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
+            # FSDP2 averages by default; a factor alone would be NCCL's PreMulSum, which gloo does not have
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
@@ -145,6 +147,7 @@ def _mesh(world: dist.ProcessGroup, device_type: str, ranks_per_copy: int) -> De
     size = world.size()
     if ranks_per_copy == size:
         return init_device_mesh(device_type, (size,))
+    # fully_shard replicates over the first of two dimensions and shards over the second
     return init_device_mesh(
         device_type, (size // ranks_per_copy, ranks_per_copy), mesh_dim_names=("copy", "shard")
     )
@@ -158,6 +161,7 @@ def _units(module: RoleModel, settings: ShardingSettings) -> list[nn.Module]:
     if settings.min_num_params:
         return list(_large(decoder, settings.min_num_params))
     classes = set(settings.layer_classes) or set(model._no_split_modules or ())
+    # modules() yields outer modules first; fully_shard takes what inner units have left
     units = [unit for unit in reversed(inside) if type(unit).__name__ in classes]
     if unknown := set(settings.layer_classes) - {type(unit).__name__ for unit in units}:
         found = sorted({type(unit).__name__ for unit in inside})
@@ -211,6 +215,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
     if sharded is not None:
         mesh = sharded.device_mesh
         square = norm.double().square()
+        # the last dimension shards; ranks of a first one have copies, whose squares must not count again
         dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
         norm = square.sqrt().to(norm.dtype)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
@@ -273,7 +278,7 @@ def _from_first_rank(
     ranks.raise_together(failure)
     for name, parameter in list(places.items()):
         if ranks.is_first():
-            weight = weights.pop(name).to(device)
+            weight = weights.pop(name).to(device)  # pop: memory shrinks as weights are sent
         else:
             weight = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         dist.broadcast(weight, src=0)

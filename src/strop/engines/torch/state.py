@@ -102,7 +102,7 @@ class BackgroundSave:
 
     def __init__(self) -> None:
         self._saving: tuple[Future, Path] | None = None
-        self._beginning = threading.Lock()
+        self._beginning = threading.Lock()  # another thread may call finish while a save begins
 
     def begin(self, start: Callable[[], Future | None], folder: Path) -> None:
         """Call ``start``, which returns a future like ``write``, once the save before is done."""
@@ -156,6 +156,7 @@ def require_fit(wanted: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Raise ``CheckpointError`` if ``folder`` is incomplete, or has other names or shapes than ``wanted``."""
     message = f"{folder} cannot be read as the state of this model"
     with failing_as(message):
+        # before any tensor is read: a failure in between would leave a model of two states
         if misfits := _misfits(wanted, stored_shapes(folder)):
             raise CheckpointError(f"{message}: {'; '.join(misfits[:5])}")
 
