@@ -1,7 +1,8 @@
 """Interface between a policy and the back-end that generates with it.
 
-``SamplingParams`` says how a call samples, ``RolloutEngine`` is the protocol of a back-end, ``build_rollout``
-constructs one. ``seeds_of`` and ``answer`` check the columns of a request and make those of its response.
+``SamplingParams`` are the parameters of a call, ``RolloutEngine`` is the protocol of a back-end,
+``build_rollout`` constructs one. ``seeds_of`` and ``answer`` check the columns of a request and make those of
+its response.
 
 Shapes: B prompts of P columns, R = B x n samples of T token columns.
 """
@@ -108,7 +109,7 @@ class RolloutEngine(Protocol):
     def finish(self, batch: int, version: int, finished: Finished | None = None) -> DataProto:
         """Generate until every sample of ``batch``, the oldest one queued, is complete; return and forget it.
 
-        Samples of later batches with equal ``params`` are generated beside it and stay in flight: they keep
+        Samples of later batches with equal ``params`` are generated with it and stay in flight: they keep
         their tokens and log-probs, also over ``update_weights``, after which they are continued with the new
         weights (keys and values are computed again). How far they get depends on the queue alone, never on
         the clock, and not at all on ``generate`` calls in between.
@@ -214,6 +215,7 @@ def seeds_of(prompts: DataProto, params: SamplingParams) -> list[int]:
     if missing:
         raise DataError(f"generate: the prompts have no column {', '.join(missing)}")
     mask_BP = prompts.batch["attention_mask"].bool()
+    # left-padded: a real last column, and no padding behind a token
     misplaced_B = ~mask_BP[:, -1] | (mask_BP[:, 1:] < mask_BP[:, :-1]).any(1)
     if misplaced_B.any():
         row = int(misplaced_B.nonzero()[0])
@@ -276,6 +278,7 @@ def answer(
         generated["stop_tokens"] = ends.sum(1)
     if hidden_token_ids is not None:
         position = torch.arange(params.max_tokens, device=device)
+        # the stop token ends a response on purpose: it is hidden from the text and not counted
         is_end = ~truncated[:, None] & (position == lengths[:, None] - 1)
         generated["hidden_tokens"] = (_is_any(responses, hidden_token_ids) & sampled & ~is_end).sum(1)
     return rest.repeat(params.n).union(DataProto.from_dict(generated))

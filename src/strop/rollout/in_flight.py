@@ -148,6 +148,7 @@ class Queue:
     def restore(self, state: Mapping[str, Any]) -> None:
         """See ``RolloutEngine.restore``."""
         saved = state["batches"]
+        # in order, too: batches are completed oldest first
         if [*saved] != [*self._batches]:
             raise CheckpointError(
                 f"samples in flight are of batches {[*saved]}, but batches {[*self._batches]} are admitted"

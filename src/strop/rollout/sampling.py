@@ -19,6 +19,7 @@ _CHUNK_ON_CPU, _CHUNK = 1 << 20, 1 << 24
 """Logits processed at a time. Temporaries [R, V] beyond a CPU's caches are several times slower; a GPU takes
 110 rows of 152,000 words, with temporaries of 64 MiB each."""
 _BLOCK = 256
+"""Weights of a block: about the square root of a vocabulary, so that both levels have as many sums."""
 _NUCLEUS_GUESS = 1024
 """Candidates that top_p considers first; sorting a whole vocabulary takes longer than the model."""
 
@@ -29,6 +30,7 @@ def draw_uniforms(seeds: Iterable[int], tokens: int) -> Tensor:
     A larger T extends each stream without changing its beginning.
     """
     seeds = list(seeds)
+    # float32 numbers are multiples of 2^-24: words less likely than that could not be drawn
     uniforms_RT = torch.empty(len(seeds), tokens, dtype=torch.float64)
     generator = torch.Generator()
     for seed, row_T in zip(seeds, uniforms_RT, strict=True):
@@ -86,10 +88,12 @@ def _sample_filtered(
     vocabulary = scores_RV.shape[-1]
     width = min(top_k if top_k > 0 else guess, vocabulary)
     scores_RK, ids_RK = scores_RV.topk(width, dim=-1)
+    # after top-k the rest has no probability; without it the candidates are a guess
     total_R1 = (scores_RK if top_k > 0 else scores_RV).logsumexp(-1, keepdim=True)
     probs_RK = (scores_RK - total_R1).double().exp()
     cumulative_RK = probs_RK.cumsum(-1)
     if top_p < 1:
+        # the probability before a word: the word that crosses top_p stays, so one always does
         scores_RK = scores_RK.masked_fill(cumulative_RK - probs_RK >= top_p, -torch.inf)
     kept_R, log_probs_R = _sample(scores_RK, uniforms_R)
     tokens_R = ids_RK.gather(1, kept_R[:, None])[:, 0]
@@ -132,5 +136,6 @@ def _first_above(cumulative_RN: Tensor, target_R1: Tensor) -> Tensor:
     below_total_R1 = torch.nextafter(
         total_R1, torch.zeros_like(total_R1)
     )  # the target may round up to the total
+    # right: the first sum above the target, which skips words of weight 0
     index_R1 = torch.searchsorted(cumulative_RN, torch.minimum(target_R1, below_total_R1), right=True)
     return index_R1.clamp_(max=cumulative_RN.shape[-1] - 1)  # NaN weights give an index past the end

@@ -50,6 +50,7 @@ def checksum(weight: Tensor, place: Place = Place()) -> int:
         bits = part.view(_BITS[part.element_size()]).to(torch.int64)
         first = torch.arange(len(part), device=part.device) + place.row + start
         mixed = (first[:, None] * columns + offsets) * _ODD
+        # int64 products wrap around, modulo 2^64; an odd factor is invertible there: no single change is lost
         mixed = (mixed ^ (mixed >> 29)) | 1
         total += int((bits * mixed).sum())
     return total % (1 << 64)

@@ -209,7 +209,7 @@ def fetch_tokenizer(
 
 
 def set_chat_template(tokenizer: Any, data: RowsConfig) -> None:
-    """Give ``tokenizer`` the template of ``data.chat_template``; warn of variables that no template reads."""
+    """Set the template of ``tokenizer`` to ``data.chat_template``; warn of variables that none reads."""
     template = data.chat_template
     if is_template_file(template):
         try:
@@ -236,7 +236,7 @@ def build_trainer(
     """Return a trainer whose ``init_workers()`` and ``fit()`` are left to call; no model is loaded yet.
 
     Everything that can be checked before is checked here. ``with_weights=False`` leaves the weights of models
-    on the hub there, for a caller who does not train. ``rows`` in memory are read where
+    on the hub there, for a caller that does not train. ``rows`` in memory are read where
     ``data.train_files`` and ``data.val_files`` have their names, and ``functions`` are called where
     ``custom_reward_function.path`` or a part of the score has theirs.
 
@@ -303,7 +303,7 @@ def worker_group_class(config: RootConfig) -> type:
 
 
 def require_checkpoint(checkpoints: Checkpoints, config: RootConfig) -> None:
-    """Raise an error if the checkpoint to resume from is damaged, or of another run; say what is resumed."""
+    """Raise an error if the checkpoint to resume from is damaged or of another run; log what is resumed."""
     checkpoint = checkpoints.find(config.trainer.resume_mode)
     if checkpoint is not None:
         require_same_run(checkpoint, config)

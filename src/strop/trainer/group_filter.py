@@ -50,6 +50,7 @@ def differing_groups(batch: DataProto, n: int, metric: str) -> Tensor:
         known_GN &= ~columns["reward_failed"].reshape(-1, n)
     highest_G = values_GN.masked_fill(~known_GN, -torch.inf).amax(1)
     lowest_G = values_GN.masked_fill(~known_GN, torch.inf).amin(1)
+    # a group without a known score: -inf > inf is False, so it is dropped
     return highest_G > lowest_G
 
 

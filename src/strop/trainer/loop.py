@@ -56,7 +56,7 @@ class Run(ABC):
                 self.start()
                 with self.tracking:
                     self.iterate()
-            self._say_where()
+            self._log_model_path()
             self._publish()
 
     def start(self) -> None:
@@ -197,6 +197,7 @@ class Run(ABC):
             self.tracking.log_lengths(self.trainer.global_step, columns)
             in_thread = ThreadPoolExecutor(1, "token lengths")
             self._lengths_figure = in_thread.submit(draw_lengths, columns, self.folder.path)
+            # the thread ends after this task
             in_thread.shutdown(wait=False)
 
     def _log_lengths_figure(self) -> None:
@@ -211,7 +212,7 @@ class Run(ABC):
         else:
             self.tracking.log_image(self.trainer.global_step, LENGTHS_NAME, path)
 
-    def _say_where(self) -> None:
+    def _log_model_path(self) -> None:
         """Log where the trained model is, for a user who set no folder for it."""
         model = newest_model(self.folder.path)
         if model is None or self.settings.val_only:

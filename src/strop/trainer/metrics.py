@@ -163,6 +163,7 @@ def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dic
     if "ratio_excess" in merged:
         excess, squared = merged.pop("ratio_excess"), merged.pop("squared_ratio_excess")
         merged["ratio_mean"] = 1 + excess
+        # of ratio - 1, whose squares keep digits that those of ratios near 1 would lose
         merged["ratio_var"] = max(squared - excess**2, 0.0) * n_tokens / max(n_tokens - 1, 1)
     return merged
 

@@ -4,7 +4,7 @@ The schedule is a function of batch numbers, never of the clock. With S = ``asyn
 k = S - A, the driver starts three calls of the rollout before the update of iteration b: take the prompts of
 batch b + k + A, load the weights of iteration b - 1, complete batch b + k. A process executes its calls in
 order, so batch b is completed with the weights of iteration max(0, b - 1 - k), and samples of A further
-batches are generated beside it. No token is older than S updates when it is learned from (S + 1 for samples
+batches are generated with it. No token is older than S updates when it is learned from (S + 1 for samples
 that the filter of groups carries over). Every batch of prompts is generated and learned from once, in the
 order of the loader; none is begun after the last.
 
@@ -58,6 +58,7 @@ class BatchAhead:
 
     def is_scored(self, ppo: PPO) -> bool:
         """Return True if it is generated and scored; never wait."""
+        # another timer: the learner does not wait here
         return self.is_done() and self.samples(ppo, timer=PhaseTimer()).is_scored()
 
     def cancel(self) -> None:
@@ -94,7 +95,7 @@ class LatePart:
             _save(samples.scored(), self._folder / f"batch_{batch.number}.pt")
         if self._tail is not None:
             self._tail.get()
-            self._tail, self._with_tail = None, False  # an interrupted save may be finished again
+            self._tail, self._with_tail = None, False  # idempotent: an interrupted save calls this again
 
 
 class RolloutClock:
@@ -159,7 +160,7 @@ class Pipeline:
         self._cut: LatePart | None = None
         self.rollout = RolloutClock()
         self.ready_batches = 0
-        """Complete batches when the learner asked for the last one."""
+        """Complete batches when the learner took the last one."""
 
     def take(self, iteration: int) -> Samples:
         """Begin what the schedule has before the update of ``iteration``; wait for its samples.
@@ -183,6 +184,7 @@ class Pipeline:
             self._admit(up_to=self._taken + 1 + min(self.ahead + self.beside, left))
             self._last += 1
             generation = self.ppo.start(self._admitted.popleft(), self._last)
+            # an error of admit_prompts is raised where this batch is awaited
             generation.loading.extend(self._loading)
             self._loading = []
             self._batches.append(BatchAhead(self._last, generation))

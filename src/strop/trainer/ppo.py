@@ -183,6 +183,7 @@ class PPO:
         greedy = None
         if "baseline_scores" in self._estimator_needs:  # ReMax: the score of the greedy response
             with sampled.scores.cancelled_on_error():
+                # one response each, of which the seed is not used
                 request = self._request(prompts, seeds_PN[:, :1], "greedy", number)
                 greedy = self._start(request, timer, self._phases[1])
         return Generation(batch, loading, sampled, greedy, timer)
@@ -204,7 +205,7 @@ class PPO:
         return Samples(batch, sampled.scores, own, None if greedy is None else greedy.scores)
 
     def admit(self, prompts: DataProto, batch: int) -> Future:
-        """Send the prompts of a batch to the rollout, which generates it beside batches started earlier."""
+        """Send the prompts of a batch to the rollout, which generates it with batches started earlier."""
         request = self._request(self.named(prompts, batch), self._seeds(batch, len(prompts)), "train", batch)
         return self.groups.rollout.admit_prompts.start(request)
 
@@ -223,6 +224,7 @@ class PPO:
         timer, trains_actor = samples.timer, self.trains_actor(iteration)
         # The forward pass of the only step is of the policy before it: log-probs and entropies are recorded.
         recorded = self.is_one_step and trains_actor
+        # now: estimate_advantages updates the controller after this batch's penalty
         beta = self.kl_controller.value if self.kl_in_reward else 0.0
 
         needs_pass = not (recorded or self.sampler_is_old)
@@ -232,9 +234,11 @@ class PPO:
         batch = self._finish_evaluation(batch, evaluation, timer)
         with timer.phase("adv"):
             batch = self.estimate_advantages(batch, beta)
+        # both are started before either is awaited: in separate pools they run at the same time
         critic = self.start_critic_update(batch, timer, iteration) if self.groups.critic is not None else None
         crash_point("update", iteration)
         actor = self.start_actor_update(batch, timer, iteration, recorded) if trains_actor else None
+        # on the driver, while the workers update; recorded entropies come with the update
         metrics = {} if recorded else self.batch_metrics(batch, beta)
         if critic is not None:
             with timer.phase("update_critic"):

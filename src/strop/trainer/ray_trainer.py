@@ -51,7 +51,7 @@ class RayPPOTrainer:
     Takes the arguments of verl's trainer of this name. Call ``init_workers()``, then ``fit()``.
 
     Args:
-        role_worker_mapping: the worker class of each role. Keys beside ``Role`` (strings, or members of
+        role_worker_mapping: the worker class of each role. Keys other than ``Role`` (strings, or members of
             another enum) are roles of one's own: their groups are built with the others, get the calls that
             the subclass makes, and are ``groups[name]``. See docs/own_algorithm.md.
         resource_pool_manager: where each role lives. A role that the run needs and that one of the two lacks
@@ -115,7 +115,7 @@ class RayPPOTrainer:
         self.timer = PhaseTimer()
         self._warn_of_hidden_tokens = HiddenTokensWarning(tokenizer)
         self._signal = SignalWatch(self.config.trainer.warn_without_signal)
-        self._said_cut = False
+        self._warned_truncation = False
         self._required_roles()  # raises for one that the mappings lack
         self.actor: Any = None  # worker groups: their methods are those of the workers
         self.rollout: Any = None  # the actor's group unless the two roles are apart
@@ -141,6 +141,7 @@ class RayPPOTrainer:
         self.critic, self.reward_model = groups.get(Role.Critic), groups.get(Role.RewardModel)
         self.own_groups = {name_of(role): self._group(role) for role in self._own_roles()}
         require_shared_folder(Path(config.trainer.default_local_dir), self.groups)
+        # all started before the first is awaited: pools load their models at the same time
         for call in [group.init_model.start() for group in self.groups.values()]:
             call.get()
         every = config.actor_rollout_ref.rollout.verify_weights_every
@@ -266,8 +267,10 @@ class RayPPOTrainer:
         self._warn_of_hidden_tokens(batch)
         if warning := self._signal(metrics):
             logger.warning("warning: %s", warning)
-        if not self._said_cut and (warning := cut_answers(metrics, self.config.data.max_response_length)):
-            self._said_cut = True
+        if not self._warned_truncation and (
+            warning := cut_answers(metrics, self.config.data.max_response_length)
+        ):
+            self._warned_truncation = True
             logger.warning("warning: %s", warning)
         return batch, metrics
 
@@ -324,7 +327,7 @@ class ReinforcementRun(Run):
                 trainer.pipeline.restore(checkpoint, with_batches=is_same)
 
     def iterate(self) -> None:
-        """See ``Run.iterate``; say if an earlier model was better in validation."""
+        """See ``Run.iterate``; warn if an earlier model was better in validation."""
         super().iterate()
         if not self.settings.val_only and (found := self.best.if_later_ones_are_worse(self.folder.path)):
             logger.warning("warning: %s", found)
@@ -410,6 +413,7 @@ class ReinforcementRun(Run):
         """See ``Run.load_state_dict``."""
         super().load_state_dict(state)
         trainer = self.trainer
+        # the critic's warm-up has not changed the policy
         trainer.weights.version = trainer.global_step if trainer.ppo.trains_actor(trainer.global_step) else 0
         self.trainer.ppo.kl_controller.load_state_dict(state["kl_controller"])
         self.best = BestValidation(state["best_score"], state.get("best_step"))

@@ -81,7 +81,7 @@ class RunFolder:
             self.rollouts(step).unlink(missing_ok=True)
 
     def validation(self, step: int) -> Path:
-        """Return the path of the validation samples after ``step`` iterations; the report is beside it."""
+        """Return the path of the validation samples after ``step`` iterations; the report is next to it."""
         return step_file(self.path / "validation", step)
 
     def last_logged_step(self) -> int:
@@ -110,7 +110,7 @@ class RunFolder:
     def archive_previous_run(self) -> None:
         """Move an earlier run's files to ``previous_1``, ``previous_2``, ..., so that nothing is lost.
 
-        Half-written checkpoints, which nobody can load, are deleted.
+        Half-written checkpoints, which cannot be loaded, are deleted.
         """
         remove_unfinished(self.path)
         left = [self.path / name for name in (*_RUN_FILES, LATEST)] + list(self.path.glob("global_step_*"))

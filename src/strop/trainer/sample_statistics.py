@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 _INDICES_AT_ONCE = 1 << 22
+"""Numbers of prompts that are drawn at once: 32 MiB."""
 
 
 def sample_counts(n: int) -> list[int]:
@@ -47,6 +48,7 @@ def expected_majority(
     rng = np.random.default_rng(seed)
     majorities = []
     for scores_N, answers_N in zip(scores_PN, answers_PN, strict=True):
+        # ranks of random numbers: the samples with ranks below k are a draw without replacement
         ranks_RN = rng.random((1 if k == n else draws, n)).argsort(axis=1).argsort(axis=1)
         majorities.append(_majority_score(scores_N, answers_N, ranks_RN < k))
     return np.array(majorities)

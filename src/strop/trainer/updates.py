@@ -39,6 +39,7 @@ def mini_batches(
             if record and epoch == epochs - 1:
                 mini_batch.meta_info["rows"] = order[number * size :][:size]
             mini_batch.meta_info |= {
+                # of the whole mini-batch, so that a split over ranks and micro-batches gives one gradient
                 "n_tokens": float(mini_batch.batch["response_mask"].sum()),
                 "n_seqs": float(len(mini_batch)),
                 "iteration": iteration - 1,  # schedules count from 0

@@ -226,7 +226,7 @@ class Worker(Generic[Root]):
     def finish_save(self) -> None:
         """Wait for the background save, if any; ``CheckpointError`` if it failed.
 
-        Runs beside other calls: when a run is ended because a call hangs, its save is still completed.
+        Concurrent with other calls: when a run is ended because a call hangs, its save is still completed.
         """
         self.engine.finish_save()
 
@@ -247,6 +247,7 @@ class Worker(Generic[Root]):
 
         Rank r reads what rank r wrote if there are as many ranks as then.
         """
+        # by length first, so that __9_0.distcp comes before __10_0.distcp; .metadata, of no rank, is last
         names = sorted(files, key=lambda name: (name.startswith("."), len(name), name))
         mine = {name: files[name] for name in names[self.rank :: self.world_size]}
         problem = ""
@@ -254,6 +255,7 @@ class Worker(Generic[Root]):
             require_unchanged(str(folder), folder, mine, remedy)
         except CheckpointError as error:
             problem = str(error)
+        # raised by all: the others would wait in the next collective
         if problems := [found for found in ranks.gathered(problem) if found]:
             raise CheckpointError(problems[0])
 
@@ -261,7 +263,7 @@ class Worker(Generic[Root]):
     def export(self, folder: Path, iteration: int) -> None:
         """Write the model as a Hugging Face folder, replacing an earlier one once the new one is complete.
 
-        ``iteration`` is that of its weights, which the folder then says (``trainer_state.json``).
+        ``iteration`` is that of its weights, written to ``trainer_state.json``.
         """
         building = folder.with_name(f"{folder.name}.tmp")
         if self.rank == 0:

@@ -43,6 +43,7 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
         if actor.use_rollout_log_probs:
             old_log_probs_BT = columns["rollout_log_probs"]
         else:
+            # detached: the ratio is 1, and its gradient that of the log-prob
             old_log_probs_BT = columns.get("old_log_probs", outputs["log_prob"].detach())
 
         def agg(loss_BT: Tensor) -> Tensor:
@@ -79,6 +80,7 @@ def actor_objective(actor: Any, *, n_tokens: float, n_seqs: float, max_response_
         policy = call(policy_loss, inputs)
         loss_BT = policy.loss_BT
         if actor.rollout_is is not None:
+            # weights have no gradient; one of 0 leaves the token in the denominator
             loss_BT = loss_BT * weights_BT
         pg_loss = agg(loss_BT)
         excess_BT = _ratio_excess(outputs["log_prob"], old_log_probs_BT, mask_BT)

@@ -34,7 +34,7 @@ class PeakMemory:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # pools of a run in one process have a thread each
         self._running = 0
         self._peaks: dict[str, float] = {}
 
@@ -96,6 +96,7 @@ def _peak(device: torch.device) -> float | None:
     except OSError:
         return None
     sizes = (line.split() for line in status.splitlines())
+    # the kernel counts in KiB
     return next((int(words[1]) / 2**20 for words in sizes if words[:1] == ["VmHWM:"]), None)
 
 

@@ -169,7 +169,7 @@ class ActorRolloutRefWorker(RoleWorker):
     def admit_prompts(self, prompts: DataProto) -> None:
         """Queue prompts ahead, as batch number ``meta_info["batch"]``; numbers ascend.
 
-        Their samples are generated beside those of older batches. A ``generate_sequences`` of equal columns,
+        Their samples are generated with those of older batches. A ``generate_sequences`` of equal columns,
         with the number in ``meta_info`` and the mode ``train``, completes them.
         """
         batch = prompts.meta_info["batch"]
@@ -219,6 +219,7 @@ class ActorRolloutRefWorker(RoleWorker):
         if difference := _first_difference(_uids(prompts), self._admitted.pop(batch)):
             raise TrainingError(f"batch {batch} was admitted with other prompts: {difference}")
         result = self.rollout.finish(batch, self._known_version, finished)
+        # the result has the entries of admit_prompts, from before the last update
         result.meta_info = dict(prompts.meta_info)
         return result
 
@@ -249,6 +250,7 @@ class ActorRolloutRefWorker(RoleWorker):
         if restart or self._buckets is None:
             weights = self.engine.named_weights(dtype=self._rollout_dtype)
             self._buckets = weight_buckets(weights, max_bytes, keep=self.rank == 0)
+        # on every rank: each weight is gathered by all
         bucket = next(self._buckets, None)
         if bucket is None:
             self._buckets = None
@@ -299,7 +301,7 @@ class ActorRolloutRefWorker(RoleWorker):
     def receive_weights(self, version: int) -> None:
         """Load what ``send_weights`` sends; errors are those of ``load_weights``."""
         begun, arriving = time.time(), self._channel.receive()
-        self.rollout_version = None
+        self.rollout_version = None  # after an error the weights are of two versions
         try:
             self.rollout.update_weights(arriving)
         finally:
@@ -382,6 +384,7 @@ class ActorRolloutRefWorker(RoleWorker):
     def _recorded(self, batch: DataProto, names: dict[str, str]) -> DataProto:
         recorder = Recorder(batch, names)
         metrics = self._update(recorder.mini_batch, recorder.watch(self._objective(batch)))
+        # with a pipeline only the last stage saw the outputs
         return DataProto(self.engine.agree(recorder.columns()), {}, {"metrics": metrics})
 
     def _objective(self, mini_batch: DataProto) -> Loss:

@@ -43,7 +43,7 @@ class SupervisedWorker(Worker[Supervised]):
     """One process of a supervised run."""
 
     def load(self, kind: Any, **spec: Any) -> None:
-        """Load the tokenizer, which is saved beside the model, and build the engine."""
+        """Load the tokenizer, which is saved with the model, and build the engine."""
         model, update = self.config.model, self.config.update
         self.merges_export = model.lora_merge
         options = self.model_options(model)
@@ -72,6 +72,7 @@ class SupervisedWorker(Worker[Supervised]):
         if not update.use_dynamic_bsz:
             return MicroBatching(rows=update.micro_batch_size_per_gpu)
         cap = value_at(self.config, SUPERVISED_MICRO_BATCH.max_tokens)
+        # a row's mask covers the longer answer, and both are computed
         return MicroBatching(max_tokens=cap // sequences_of_a_row(self.config))
 
 

@@ -69,6 +69,7 @@ def decode(
     most, cuts = max(limits), set(limits)
     cache, logits_RV = _prefill(model, windows, contexts, most, cache_dtype)
     total, device = len(logits_RV), logits_RV.device
+    # by step: each step writes one contiguous row
     tokens_TR = torch.zeros(most, total, dtype=torch.long, device=device)
     log_probs_TR = torch.zeros(most, total, dtype=torch.float32, device=device)
     uniforms_TR = None if uniforms_RT is None else uniforms_RT.T.contiguous().to(device)
@@ -86,6 +87,7 @@ def decode(
             log_probs_TR[step].index_copy_(0, rows_R, step_log_probs_R)
             step += 1
             keep = None
+            # int() waits for the device, so without stop ids only steps at which a limit ends are examined
             if len(stop_ids_S) or step in cuts:
                 active_R &= (tokens_R[:, None] != stop_ids_S).all(1) & (limits_R[rows_R] > step)
                 left = int(active_R[:awaited].sum())
@@ -140,10 +142,12 @@ def _prefill(
                 states,
                 windows,
                 prompt_mask=contexts.attention_mask[contexts.of_row].bool(),
+                # the last token is not fed back
                 limit=contexts.input_ids.shape[1] + tokens - 1,
                 dtype=cache_dtype,
             )
         cache.write_prompts(states, *(contexts.of_row[:, None] == chosen).nonzero(as_tuple=True))
+    # argsort of the order is its inverse: from rows by length back to contexts
     return cache, torch.cat(logits)[order_B.argsort()[contexts.of_row]]
 
 
@@ -162,6 +166,7 @@ def _last_logits(
         position_ids=position_ids,
         past_key_values=past_key_values,
         use_cache=True,
+        # of all positions they would be [R, P, V]
         logits_to_keep=1,
     ).logits[:, -1]
 

@@ -150,7 +150,7 @@ class HFRollout:
 
     @torch.no_grad()
     def _complete(self, batches: Sequence[InFlight], version: int, finished: Finished | None) -> None:
-        """Generate until the first of ``batches`` is complete, beside it those with equal parameters."""
+        """Generate until the first of ``batches`` is complete, together with those of equal parameters."""
         oldest, params = batches[0], batches[0].params
         for row in oldest.complete.nonzero()[:, 0].tolist():
             oldest.report(finished, row)
@@ -165,7 +165,7 @@ class HFRollout:
         longest = 0  # most new tokens of an awaited sample: the others get as many, however many run at once
         with (
             _eval_mode(self.model),
-            portable_attention(self.model),  # contexts are padded, and the cache has a mask of its own
+            portable_attention(self.model),  # contexts are padded, and the cache makes the mask
             packs as packed,
             low_precision(self.model, self.compute_dtype, besides=packed),
         ):
@@ -249,6 +249,7 @@ def _contexts_of(part: Sequence[_Row], device: torch.device) -> Contexts:
 def _uniforms_of(part: Sequence[_Row]) -> Tensor:
     """Return the random numbers [R, T] of each row's next tokens; T is the most that a row needs."""
     tokens = part[0].batch.params.max_tokens
+    # from the stream's beginning: a sample goes on without a generator's state
     uniforms_RT = draw_uniforms([row.batch.seeds[row.sample] for row in part], tokens)
     lengths_R1 = torch.tensor([[row.length] for row in part])
     columns_RT = lengths_R1 + torch.arange(tokens - int(lengths_R1.min()))
@@ -311,6 +312,7 @@ def check_decoding(
     decoded = generate(prompts, SamplingParams(max_tokens=4, do_sample=False, ignore_eos=True)).to(
         model.device
     )
+    # prompts have 5 columns: logits from column 4 on predict the new tokens
     whole = model(
         **{name: decoded.batch[name] for name in ("input_ids", "attention_mask", "position_ids")},
         use_cache=False,

@@ -150,6 +150,7 @@ def _resized(states: Tensor, keep: Tensor | None, used: int, capacity: int) -> T
     if capacity == states.shape[2]:
         return states if keep is None else states.index_select(0, keep)
     rows = len(states) if keep is None else len(keep)
+    # empty, unlike the first columns: those past ``used`` are written before they are attended to
     grown = states.new_empty(rows, states.shape[1], capacity, states.shape[3])
     columns = states.narrow(2, 0, used)
     grown[:, :, :used] = columns if keep is None else columns.index_select(0, keep)
@@ -176,6 +177,7 @@ def _grouped_attention(
             f"{type(module).__name__} attends with {queries} queries in a decoding step, expected 1"
         )
     groups = key.shape[1]
+    # the heads of a group as its queries: keys and values are read once and not repeated
     grouped_query = query.reshape(rows, groups, heads // groups, -1)
     if heads == groups and query.dtype == torch.bfloat16 and query.device.type == "cpu":
         # torch's kernel takes 0.4 to 0.9 of the time for two bfloat16 rows of a head instead of one.

@@ -1,6 +1,6 @@
 """``HFReplica``: rollout ``hf`` on an unsharded copy of the weights.
 
-It generates beside a sharded actor, or in a separate pool.
+It is co-located with a sharded actor, or in a separate pool.
 """
 
 from __future__ import annotations

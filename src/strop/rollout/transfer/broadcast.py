@@ -24,6 +24,7 @@ from strop.errors import ModelError
 from strop.rollout.transfer.object_store import BUCKET_BYTES, weight_buckets
 
 _POLL_S = 5e-4
+"""Seconds between two looks for a receiver that failed: NCCL itself would wait until its timeout."""
 
 Entry = tuple[str, torch.dtype, list[int]]
 """Name, dtype and shape of a weight in a bucket."""
@@ -61,6 +62,7 @@ class Channel:
             entries = [(name, str(weight.dtype), list(weight.shape)) for name, weight in bucket]
             flat = torch.cat([weight.flatten().view(torch.uint8) for _, weight in bucket]).to(self._device)
             bucket.clear()
+            # before the broadcast: receivers allocate the bucket from it
             self._store.set(self._key(number), json.dumps(entries))
             work = self._group.broadcast(flat, 0)
             if before is not None:
@@ -70,6 +72,7 @@ class Channel:
         if before is not None:
             self._complete(before[0])
         self._require_receivers()
+        # the store would grow with every transfer
         for key in (*range(1, number + 2), "received", "receivers"):
             self._store.delete_key(self._key(key))
         self._transfers += 1
@@ -81,6 +84,7 @@ class Channel:
         except BaseException as error:  # the sender would wait for this rank
             self._store.set(self._key("received"), f"{type(error).__name__}: {error}")
             raise
+        # the last receiver answers for all
         if self._store.add(self._key("receivers"), 1) == self._size - 1:
             self._store.set(self._key("received"), "")
         self._transfers += 1

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 BUCKET_BYTES = 256 << 20
-"""Size of a bucket of weights in transfer: bounds the memory beside the two models."""
+"""Size of a bucket of weights in transfer: bounds the memory in addition to the two models."""
 
 
 def weight_buckets(

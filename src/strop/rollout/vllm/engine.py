@@ -262,6 +262,7 @@ class VLLMRollout:
             max_tokens=params.max_tokens - done,
             stop_token_ids=[*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)],
             ignore_eos=True,  # stop_token_ids has the end-of-sequence ids unless params ignores them
+            # of the sampled token alone; n would add the n likeliest
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(self._options.get("stop")),  # stop strings are found in text
@@ -326,6 +327,7 @@ class VLLMRollout:
     def release(self) -> None:
         """Free weights and KV cache where vLLM can sleep (on a GPU)."""
         if self._sleeps and not self._asleep:
+            # level 2 drops the weights, which the next update sends; level 1 would copy them to the CPU
             self._llm.sleep(level=2)
             self._ledger.forget()
             self._asleep = True
@@ -384,6 +386,7 @@ def continued_seed(seed: int, done: int) -> int:
     if done == 0:
         return seed
     words = np.random.SeedSequence((seed, done)).generate_state(1, np.uint64)
+    # 63 bits: vLLM's seeds are signed 64-bit integers
     return int(words[0] >> np.uint64(1))
 
 

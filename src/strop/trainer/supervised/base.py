@@ -128,6 +128,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
 
     def rows_of_the_run(self) -> Sequence[int]:
         """Return the rows of the training set that this run visits from its start to its end."""
+        # a copy, whose position may move
         batches = copy.copy(self.train_loader.batches)
         if self.total_steps > len(batches):
             return range(len(self.train_loader.dataset))

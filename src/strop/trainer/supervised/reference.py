@@ -93,6 +93,8 @@ def rows_hash(dataset: AnsweredDataset) -> str:
     for row in range(len(dataset)):
         fields = dataset[row]
         for name in ("input_ids", "chosen", "rejected"):
+            # little-endian on every machine
             ids = fields[name].numpy().astype("<i8")
+            # with lengths: [1, 2], [3] must not hash as [1], [2, 3]
             whole.update(np.int64(len(ids)).astype("<i8").tobytes() + ids.tobytes())
     return whole.hexdigest()
