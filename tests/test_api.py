@@ -216,7 +216,7 @@ def test_few_rows_are_one_batch_unless_somebody_sets_its_size(monkeypatch, tmp_p
         (("m", (row for row in ROWS), len), {}, ("rows:train", "generator")),
         (("m", ROWS, len), {"trainer": {"total_stepz": 3}}, ("trainer.total_stepz", "unknown")),
         (("m", ROWS, len), {"learning_rate": 1e-5}, ("learning_rate", "actor_rollout_ref.actor.optim.lr")),
-        (("m", ROWS, len), {"trainer": {"test_freq": 3}}, ("trainer.test_freq=3", '"val_files": ...')),
+        (("m", ROWS, len), {"recipe": "grop"}, ("recipe grop", "grpo")),
         (("m", ROWS, len), {"trainer": {"seed": object()}}, ("trainer", "object")),
         (
             ("/nowhere/model", {"train_files": ROWS, "prompt_key": "question"}, lambda response: 0.0),

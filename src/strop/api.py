@@ -32,6 +32,7 @@ def train(
     reward: Reward = None,
     algorithm: Any = None,
     *,
+    recipe: str | Path | None = "grpo",
     config: str | Path | Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> Run:
@@ -49,16 +50,18 @@ def train(
             scorer of each row's ``data_source``. Functions run in a process of their own, as a copy made by
             cloudpickle; lambdas, closures and functions of a notebook work.
         algorithm: ``grpo``, ``ppo``, ``rloo``, ``reinforce++``, ``remax``, a value of
-            ``algorithm.adv_estimator``, or a dict of keys below ``algorithm``. If nobody names the
-            estimator, also not ``config``: grpo.
+            ``algorithm.adv_estimator``, or a dict of keys below ``algorithm``. None: that of ``config``, else
+            the recipe's.
+        recipe: values over the defaults and below ``config``: ``grpo``, ``ppo``, or a YAML file. None: the
+            defaults of ``strop train``.
         config: a YAML file laid over the defaults, or a dict of keys.
         overrides: further keys (docs/config.md), over ``config``: a section as a dict,
             ``trainer=dict(total_training_steps=100)``, or the whole name, ``**{"trainer.save_freq": 10}``.
 
-    Keys that nobody sets are those of the command line, but for the estimator, ``data.train_batch_size``
-    (32, or all rows if there are fewer), ``ppo_mini_batch_size`` (the same: one update for each batch),
-    ``actor_rollout_ref.rollout.n`` (8 for algorithms that compare the answers to a prompt), and
-    ``algorithm.kl_ctrl.kl_coef`` (0 for grpo: no penalty and no reference model).
+    The recipe ``grpo`` sets the estimator, ``data.train_batch_size`` (32, or all rows if there are fewer),
+    ``ppo_mini_batch_size`` (the same: one update for each batch), ``actor_rollout_ref.rollout.n`` (8 for
+    algorithms that compare the answers to a prompt), and ``algorithm.kl_ctrl.kl_coef`` (0 for grpo: no
+    penalty and no reference model).
 
     Raises:
         StropError: wrong keys, data or rewards, before a model is loaded.
@@ -66,12 +69,12 @@ def train(
             it wrote, and the same call goes on from its last checkpoint.
     """
     with session("train"):
-        given = _Given(config, overrides)
+        given = _Given(config, overrides, recipe)
         given.data(data)
         given.algorithm(algorithm)
         given.model("actor_rollout_ref.model", model)
         given.reward(reward)
-        return _train("train", given, _own_defaults(given))
+        return _train("train", given)
 
 
 def sft(
@@ -165,8 +168,14 @@ def evaluate(
 class _Given:
     """The arguments of a function as configuration keys, and the objects that these stand for."""
 
-    def __init__(self, config: str | Path | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any] | None,
+        overrides: Mapping[str, Any],
+        recipe: str | Path | None = None,
+    ) -> None:
         is_file = isinstance(config, str | Path)
+        self.recipe = recipe
         self.file = str(config) if is_file else None
         self.values: dict[str, Any] = {}
         self.rows: list[Rows] = []
@@ -262,7 +271,7 @@ class _Given:
         from strop.config.load import load_tree
 
         values = [below or {}, self.values, *self.overrides]
-        return load_tree(tree, config_path=self.file, defaults=defaults, values=values)
+        return load_tree(tree, config_path=self.file, recipe=self.recipe, defaults=defaults, values=values)
 
     def _with_sources(self, keys: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return keys as configuration has them, with names for rows in memory."""
@@ -292,54 +301,19 @@ def _is_section(data: Any) -> bool:
     return isinstance(data, Mapping) and type(data).__module__.partition(".")[0] != "datasets"
 
 
-def _own_defaults(given: _Given) -> dict[str, Any]:
-    """Return the keys of ``train`` that differ from those of the command line if nobody sets them.
-
-    Raises ``ConfigError`` for a validation that somebody turns on, without rows for it.
-    """
-    from strop.config.names import estimators
-    from strop.config.trees import PPO
-    from strop.errors import ConfigError
-    from strop.trainer.commands import SMALL_BATCH
-
-    own: dict[str, Any] = {
-        "algorithm.adv_estimator": "grpo",
-        "data.train_batch_size": SMALL_BATCH,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": "${data.train_batch_size}",
-    }
-    config = given.load(PPO, own)
-    if "uid" in estimators().get(config.algorithm.adv_estimator, ()):
-        own["actor_rollout_ref.rollout.n"] = 8
-    if config.algorithm.adv_estimator == "grpo":
-        own["algorithm.kl_ctrl.kl_coef"] = 0.0  # no penalty, so no reference model
-    if not config.data.val_files and not config.trainer.val_only:
-        values = {"test_freq": config.trainer.test_freq, "val_before_train": config.trainer.val_before_train}
-        on = [
-            f"trainer.{name}={value}"
-            for name, value in values.items()
-            if f"trainer.{name}" in (config.written or ()) and value not in (-1, False)
-        ]
-        if on:
-            raise ConfigError(
-                f"{' and '.join(on)}: there are no rows to validate on; pass them, "
-                'data={"train_files": ..., "val_files": ...}, or leave this out'
-            )
-    return own
-
-
 def _supervised(command: str, model: Any, data: Any, config: Any, overrides: Mapping[str, Any]) -> Run:
     with session(command):
         given = _Given(config, overrides)
         given.data(data)
         given.model("model", model)
-        return _train(command, given, {})
+        return _train(command, given)
 
 
-def _train(command: str, given: _Given, defaults: Mapping[str, Any]) -> Run:
+def _train(command: str, given: _Given) -> Run:
     from strop.config.trees import TREES
     from strop.trainer.commands import fitted, train
 
-    config, data, _ = fitted(lambda own: given.load(TREES[command], own), given.rows, defaults)
+    config, data, _ = fitted(lambda defaults: given.load(TREES[command], defaults), given.rows)
     with generators_kept():
         train(config, rows=given.rows, functions=given.functions, data=data)
     return Run(config.trainer.default_local_dir)

@@ -1,4 +1,4 @@
-"""The recipes of examples/ pass ``strop check`` without models and GPUs, with the values of the reference."""
+"""Shipped recipes, and those of examples/, which pass ``strop check`` without models and GPUs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,60 @@ import tulu3_data  # examples/ is on the path, see conftest.py
 from strop.cli.main import main
 from strop.config.checks.check import check
 from strop.config.keys import all_keys
-from strop.config.load import load_config
+from strop.config.load import load_config, load_tree
 from strop.config.placement import Placement
 from strop.config.schema import Config
+from strop.config.trees import PPO
+from strop.errors import ConfigError
 
 import tiny_model
 from builders import write_prompts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {"async_debug": ("gsm8k/train", "gsm8k/test"), "tulu3_ppo_8b": ("tulu3/train", "tulu3/val")}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "expected"),
+    [
+        ("grpo", [], ("grpo", 8, 0.0, 32, 32)),
+        ("grpo", ["data.train_batch_size=64"], ("grpo", 8, 0.0, 64, 64)),
+        ("grpo", ["algorithm.adv_estimator=rloo"], ("rloo", 8, 0.005, 32, 32)),
+        ("grpo", ["algorithm={adv_estimator: 'my:own'}"], ("my:own", 1, 0.005, 32, 32)),
+        ("grpo", ["algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=2"], ("gae", 2, 0.005, 32, 32)),
+        ("ppo", [], ("gae", 1, 0.005, 32, 32)),
+        ("ppo", ["algorithm.kl_ctrl.kl_coef=0.1"], ("gae", 1, 0.1, 32, 32)),
+        (None, [], ("gae", 1, 0.005, 1024, 256)),
+    ],
+)
+def test_values_of_a_shipped_recipe_follow_the_estimator(recipe, overrides, expected):
+    config = load_tree(PPO, overrides, recipe=recipe)
+    policy, algorithm = config.actor_rollout_ref, config.algorithm
+    sizes = config.data.train_batch_size, policy.actor.ppo_mini_batch_size
+    assert (algorithm.adv_estimator, policy.rollout.n, algorithm.kl_ctrl.kl_coef, *sizes) == expected
+
+
+def test_a_file_of_the_user_is_a_recipe_below_another_file_and_overrides(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("common.yaml").write_text("trainer: {seed: 3, save_freq: 3, total_epochs: 3}\n")
+    Path("own.yaml").write_text("trainer: {save_freq: 2, total_epochs: 2}\n")
+    config = load_tree(PPO, ["trainer.total_epochs=1"], config_path="own.yaml", recipe="common.yaml")
+    assert (config.trainer.seed, config.trainer.save_freq, config.trainer.total_epochs) == (3, 2, 1)
+    with pytest.raises(ConfigError, match=r"none\.yaml.*grpo, ppo"):
+        load_tree(PPO, recipe="none.yaml")
+
+
+def test_the_command_takes_a_recipe_and_names_a_wrong_one(tmp_path, capsys):
+    data = write_prompts(tmp_path / "train.parquet", 20)
+    options = [f"data.train_files={data}", "actor_rollout_ref.model.path=owner/name"]
+    assert main(["check", "--config-only", "--recipe", "grpo", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "algorithm.adv_estimator: grpo  (default: gae)" in shown
+    assert "data.train_batch_size=20: the default of 32" in shown
+    assert main(["check", "--config-only", "--recipe", "grpo", *options, "data.train_batch_size=64"]) == 2
+    assert "data.train_batch_size=20" not in capsys.readouterr().out
+    assert main(["train", "--recipe", "grop", *options]) == 2
+    assert "grpo, ppo" in capsys.readouterr().err
 
 
 @pytest.fixture(params=FILES)

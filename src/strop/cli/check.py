@@ -17,7 +17,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from strop.cli.train import add_config_arguments, load_arguments
+from strop.cli.train import add_train_arguments, load_arguments
 from strop.config.batch_plan import (
     MICRO_BATCHES,
     SUPERVISED_MICRO_BATCH,
@@ -53,7 +53,7 @@ _FORWARD_NAMES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the configuration's arguments and ``--config-only`` to ``parser``."""
-    add_config_arguments(parser)
+    add_train_arguments(parser)
     parser.add_argument(
         "--command", choices=TREES, default="train", help="command whose configuration is checked (train)"
     )

@@ -35,12 +35,12 @@ _CONFIG = "strop.cli.train:add_config_arguments"
 _COMMANDS = {
     "train": _Command(
         "train a model",
-        _CONFIG,
+        "strop.cli.train:add_train_arguments",
         "strop.cli.train:run_train",
         """\
-strop train actor_rollout_ref.model.path=MODEL data.train_files=sums.csv data.prompt_key=question \\
-    data.answer_key=answer custom_reward_function.path=my_reward.py data.train_batch_size=32 \\
-    algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-5
+strop train --recipe grpo actor_rollout_ref.model.path=MODEL data.train_files=sums.csv \\
+    data.prompt_key=question data.answer_key=answer custom_reward_function.path=my_reward.py \\
+    actor_rollout_ref.actor.optim.lr=1e-5
 strop train actor_rollout_ref.model.path=MODEL data.train_files=data/gsm8k/train.parquet \\
     data.val_files=data/gsm8k/test.parquet algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8
 strop train --config-path my.yaml trainer.default_local_dir=runs/first

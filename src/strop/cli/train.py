@@ -10,6 +10,7 @@ from typing import Any
 
 from strop.cli.options import log_to_console
 from strop.config.load import load_tree
+from strop.config.recipes import RECIPES
 from strop.config.trees import DPO, PPO, REWARD_MODELLING, SFT, Root, Tree
 from strop.trainer.commands import Loaded, fitted, train
 
@@ -21,6 +22,17 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides of the defaults")
     parser.add_argument("--config-name", "-cn", help="your own YAML file, laid over the defaults")
     parser.add_argument("--config-path", "-cp", help="the folder of that file, or the file itself")
+    parser.set_defaults(recipe=None)
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a configuration, and ``--recipe``."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help=f"values over the defaults and below your own: {', '.join(RECIPES)}, or your YAML file",
+    )
 
 
 def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> Loaded[Root]:
@@ -32,6 +44,7 @@ def load_arguments(tree: Tree[Root], arguments: argparse.Namespace) -> Loaded[Ro
             arguments.overrides,
             config_name=arguments.config_name,
             config_path=arguments.config_path,
+            recipe=arguments.recipe,
             defaults=defaults,
         )
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from strop.config.keys import OF_ALL_NUMBERS, all_keys, unknown_key
 from strop.config.memory.choices import with_choices
 from strop.config.overrides import apply_override, compose_file, locate, shipped_names, split_overrides
+from strop.config.recipes import read_recipe
 from strop.config.schema import Config, RootConfig
 from strop.config.trees import PPO, Root, Tree
 from strop.config.verl import OWN_FOLDERS, Translation, leaves, translate, without_foreign
@@ -43,6 +44,7 @@ def load_tree(
     *,
     config_name: str | None = None,
     config_path: str | Path | None = None,
+    recipe: str | Path | None = None,
     defaults: Mapping[str, Any] | None = None,
     values: Sequence[Mapping[str, Any]] = (),
 ) -> Root:
@@ -55,7 +57,8 @@ def load_tree(
         config_name: the user's file, with or without ".yaml".
         config_path: its folder (relative to the current one), or the file itself. The file needs only the
             keys that differ, and no `defaults:` list.
-        defaults: a command's own defaults, below the file.
+        recipe: name of a shipped recipe, or the path of the user's, which lies below the file.
+        defaults: a command's own defaults, between recipe and file.
         values: keys over the file, as {"trainer.save_freq": 5} or {"trainer": {"save_freq": 5}}; each mapping
             over the one before.
 
@@ -73,7 +76,8 @@ def load_tree(
     groups, settings, problems = split_overrides(overrides, file.parent if file else None)
     layer = compose_file(file, groups, tree.name) if file else OmegaConf.create({})
     OmegaConf.set_struct(layer, False)
-    layer = cast(DictConfig, OmegaConf.merge(_layer(defaults or {}), layer, *map(_layer, values)))
+    below = read_recipe(recipe, tree.name) if recipe is not None else OmegaConf.create({})
+    layer = cast(DictConfig, OmegaConf.merge(below, _layer(defaults or {}), layer, *map(_layer, values)))
     return _build(tree, layer, settings, problems, notes)
 
 

@@ -29,8 +29,7 @@ Result = TypeVar("Result")
 
 
 _BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
-SMALL_BATCH = 32
-"""Rows per iteration where nobody sets them: of ``strop.train``, and of files with fewer than the default."""
+_SMALL_BATCH = 32
 
 
 class Loaded(NamedTuple, Generic[Root]):
@@ -41,28 +40,26 @@ class Loaded(NamedTuple, Generic[Root]):
     batch_in_words: str
 
 
-def fitted(
-    load: Callable[[Mapping[str, Any]], Root], rows: Sequence[Rows] = (), own: Mapping[str, Any] | None = None
-) -> Loaded[Root]:
+def fitted(load: Callable[[Mapping[str, Any]], Root], rows: Sequence[Rows] = ()) -> Loaded[Root]:
     """Load a configuration; a default batch size above the number of training rows becomes one they fill.
 
-    ``load`` takes values of keys that nobody sets, and is called with ``own``. ``rows``: data in memory.
+    ``load`` takes values of keys that the user does not set. ``rows``: data in memory.
     """
     from strop.data.outline import outline  # pyarrow
 
-    own = own or {}
-    config = load(own)
-    data, written = outline(config, rows), (config.written or set()) - own.keys()
-    n_rows, size = data.train_rows, config.data.train_batch_size
-    if n_rows is None or n_rows >= size or _BATCH in written:
+    config = load({})
+    data, size = outline(config, rows), config.data.train_batch_size
+    if data.train_rows is None or data.train_rows >= size:
         return Loaded(config, data, "")
-    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size if isinstance(config, Config) else 0
-    smaller = min(n_rows, max(SMALL_BATCH, mini_batch if _MINI_BATCH in written else 0))
-    return Loaded(
-        load({**own, _BATCH: smaller}),
-        data,
-        f"{_BATCH}={smaller}: the default of {size} is more than the {n_rows} training rows",
-    )
+    mini_batch = 0
+    if isinstance(config, Config) and _MINI_BATCH in (config.written or ()):
+        mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    config = load({_BATCH: min(data.train_rows, max(_SMALL_BATCH, mini_batch))})
+    smaller = config.data.train_batch_size
+    if smaller == size:  # the user's own
+        return Loaded(config, data, "")
+    words = f"{_BATCH}={smaller}: the default of {size} is more than the {data.train_rows} training rows"
+    return Loaded(config, data, words)
 
 
 def require_valid(config: RootConfig, rows: Sequence[Rows] = (), data: Outline | None = None) -> None:

@@ -1,0 +1,39 @@
+"""Recipes: YAML files that lie over the shipped defaults, and below the user's file and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from strop.config.names import estimators
+from strop.config.overrides import compose_file
+from strop.config.paths import expand
+from strop.errors import ConfigError
+
+RECIPES = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.yaml"))}
+"""Name -> the shipped file."""
+
+
+def read_recipe(recipe: str | Path, default_name: str) -> DictConfig:
+    """Return the keys of a shipped recipe, or of the user's YAML file, with interpolations as they stand.
+
+    ``default_name``: name of the shipped defaults, see ``compose_file``. Raises ``ConfigError`` if there is
+    no such recipe, or if it does not compose.
+    """
+    file = RECIPES.get(str(recipe)) or Path(expand(recipe)).resolve()
+    if not file.is_file():
+        raise ConfigError(f"recipe {recipe}: expected {', '.join(RECIPES)}, or the path of a YAML file")
+    return compose_file(file, (), default_name)
+
+
+def _by_estimator(choices: Mapping[str, Any], *, _root_: DictConfig) -> Any:
+    """Return the first value whose key is the run's estimator, or an input of it, or ``else``."""
+    name = _root_.algorithm.adv_estimator
+    fitting = {name, "else", *estimators().get(name, ())}
+    return next(value for key, value in choices.items() if key in fitting)
+
+
+OmegaConf.register_new_resolver("by_estimator", _by_estimator, replace=True)
