@@ -1,4 +1,4 @@
-"""The columns of a batch: shape, dtype, unit, who writes each and who reads it.
+"""The columns of a batch: shape, dtype, unit, writer and readers.
 
 A batch is a :class:`~strop.protocol.DataProto`: tensors and object columns, one entry per row. ``COLUMNS``
 lists all that strop writes. ``SAMPLE_COLUMNS`` lists those of ``rollouts/*.parquet`` and

@@ -77,6 +77,7 @@ class MissingExtraError(StropError, ImportError):
             f"Install it with: pip install 'strop[{extra}]'"
         )
 
+    # pickle would call the constructor with args, the message alone
     def __reduce__(self) -> tuple[Any, ...]:
         return MissingExtraError, self._given
 
@@ -93,6 +94,7 @@ class Attempts:
             return step()
         except StropError as error:
             found = error.errors if isinstance(error, SeveralErrors) else [error]
+            # by text: each attempt raises another object for the same cause
             self.errors += [new for new in found if str(new) not in map(str, self.errors)]
             return None
 
@@ -120,6 +122,7 @@ def is_interrupt(error: BaseException | None) -> bool:
     """
     if error is None or isinstance(error, KeyboardInterrupt):
         return error is not None
+    # of a CheckpointException: rank -> (error, stack)
     of_ranks = [failure[0] for failure in getattr(error, "failures", {}).values()]
     return any(is_interrupt(behind) for behind in (*of_ranks, error.__cause__ or error.__context__))
 

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place and moved there by one rename."""
+"""Files that are whole or absent: written next to their place and moved there by one rename."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 @contextmanager
 def atomic_path(path: str | Path, *, durable: bool = True) -> Generator[Path]:
-    """Yield a temporary path beside ``path``, and move that file to ``path`` at the end.
+    """Yield a temporary path next to ``path``, and move that file to ``path`` at the end.
 
     The folder is created. After an exception the temporary file is removed and ``path`` is untouched.
-    ``durable`` forces the content to disk first: a power cut could otherwise leave an empty file.
+    ``durable`` forces the content to disk first.
 
     An OSError of the body that names no file, as for a full disk, gets ``path``.
     """
@@ -27,6 +27,7 @@ def atomic_path(path: str | Path, *, durable: bool = True) -> Generator[Path]:
         yield temporary
         if durable:
             with temporary.open("rb+") as handle:
+                # the rename may reach the disk before the content: a power cut would leave an empty file
                 os.fsync(handle.fileno())
         temporary.replace(path)
     except OSError as error:

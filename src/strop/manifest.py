@@ -2,7 +2,7 @@
 
 A digest finds damage (a bad disk, a cut-off copy), no intent: whoever can write the files can write the
 manifest. The processes that write large files take the digest of the bytes as they hand them to the system,
-and leave it beside the file (``leave_digest``) for the process that writes the manifest.
+and leave it next to the file (``leave_digest``) for the process that writes the manifest.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def digest_of(path: Path) -> str:
 
 
 def leave_digest(path: Path, digest: str | None = None) -> None:
-    """Write the digest of ``path`` beside it, where ``describe`` finds it; None: of the file's content."""
+    """Write the digest of ``path`` next to it, where ``describe`` finds it; None: of the file's content."""
     path.with_name(path.name + _LEFT).write_text(digest or digest_of(path))
 
 
 def describe(folder: Path, known: Mapping[str, Entry] | None = None) -> Manifest:
-    """Return the manifest of ``folder``; remove digests that were left beside files.
+    """Return the manifest of ``folder``; remove digests that were left next to files.
 
     A file is read unless a digest was left or is ``known``.
     """
@@ -103,6 +103,7 @@ def parse(text: str | bytes, where: str) -> Manifest | None:
 
 def _entry(value: object) -> Entry | None:
     match value:
+        # type(), not isinstance: True is an int
         case int(size) if type(size) is int:
             return Entry(size, None)
         case {"size": int(size), "xxh3_128": str(digest)} if type(size) is int and len(value) == 2:

@@ -107,6 +107,7 @@ class DataProto:
             return self._map(lambda t: t[rows], lambda a: a[rows])
         index = torch.as_tensor(rows)
         if index.dtype == torch.bool:
+            # row numbers: one index for tensors on any device and for arrays
             index = index.nonzero().flatten()
         index = index.to(torch.long)
         host_index = index.cpu().numpy()
@@ -118,6 +119,7 @@ class DataProto:
             raise ValueError(f"DataProto.union: {len(self)} rows and {len(other)} rows")
         for name in self.batch.keys() & other.batch.keys():
             mine, theirs = self.batch[name], other.batch[name]
+            # identity first: a comparison would fetch the bytes of a RemoteTensor
             if mine is not theirs and not (mine.shape == theirs.shape and torch.equal(mine, theirs)):
                 raise ValueError(f"DataProto.union: both have a column {name!r} and they differ")
         for name in self.non_tensor_batch.keys() & other.non_tensor_batch.keys():
@@ -193,6 +195,7 @@ class DataProto:
                 name: np.concatenate([part.non_tensor_batch[name] for part in parts])
                 for name in parts[0].non_tensor_batch
             },
+            # reversed, so that the first part is written last and wins
             {key: value for part in reversed(parts) for key, value in part.meta_info.items()},
         )
 

@@ -38,6 +38,7 @@ def total(figures: dict[str, float], device: torch.device) -> dict[str, float]:
     """Return the sum of every figure over all ranks; all have the same names. Collective."""
     if not several():
         return figures
+    # one order on all ranks: the sum is by position
     names = sorted(figures)
     sums = torch.tensor([figures[name] for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(sums)
@@ -59,6 +60,7 @@ def raise_together(error: Exception | None) -> None:
         if error is not None:
             raise error
         return
+    # an error that cannot be pickled would raise in the broadcast, on rank zero alone
     box = [error and portable(error)]
     dist.broadcast_object_list(box, src=0)
     if box[0] is not None:

@@ -157,6 +157,7 @@ class LocalWorkerGroup:
         self.worker = None
 
     def __getattr__(self, name: str) -> Any:
+        # pickle and copy look up names before __init__ has run, where self.worker would look itself up
         if name.startswith("_") or name == "worker":
             raise AttributeError(name)
         mark = require_mark(type(self.worker), name, self.name)

@@ -20,6 +20,7 @@ def open_store(address: str) -> tuple[Any, int]:
     import torch.distributed as dist
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # bound here and handed over: a free port that is looked up first may be taken meanwhile
     listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
     store = dist.TCPStore(

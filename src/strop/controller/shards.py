@@ -36,6 +36,7 @@ class Shards:
             raise ValueError(f"{sent} rows were sent to each rank, but {[len(r) for r in results]} returned")
         home = torch.empty(sum(map(len, self.rows)), dtype=torch.long)
         for rank, rows in enumerate(self.rows):
+            # rows beyond len(rows) are padding, to which no place refers
             home[rows] = rank * sent + torch.arange(len(rows))
         each = received // sent
         places = (home[:, None] * each + torch.arange(each)).flatten()
@@ -79,6 +80,7 @@ def _lengths(batch: DataProto) -> list[int]:
 def _deal(lengths: list[int], ranks: int, most: int) -> list[list[int]]:
     rows: list[list[int]] = [[] for _ in range(ranks)]
     open_ranks = [(0, 0, rank) for rank in range(ranks)]  # a heap of (tokens, rows, rank)
+    # sorted is stable, and the heap breaks ties by rows and rank: one deal for one batch
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         tokens, count, rank = heapq.heappop(open_ranks)
         rows[rank].append(row)

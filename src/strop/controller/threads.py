@@ -21,7 +21,8 @@ class PoolThread:
     """The thread of a pool: runs the calls to its groups in the order in which they were started."""
 
     def __init__(self, pool: ResourcePool) -> None:
-        own_threads = max(torch.get_num_threads() // len(pool.all_of_run), 1)  # for each thread's operations
+        # for each thread's operations: without it every pool would use all cores
+        own_threads = max(torch.get_num_threads() // len(pool.all_of_run), 1)
         self._executor = ThreadPoolExecutor(1, pool.name, torch.set_num_threads, (own_threads,))
         self._running: int | None = None
 

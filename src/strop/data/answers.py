@@ -40,8 +40,8 @@ class AnsweredDataset:
 
     Rows whose prompt or answer exceeds its limit are dropped with a warning, or, with
     ``filter_overlong=False``, handled by ``truncation``: ``error``, or cut the prompt (``left``, ``right``,
-    ``middle``: see ``RLHFDataset``). An answer that is cut keeps its first tokens and loses its end token,
-    like a response that reaches the length limit.
+    ``middle``: see ``RLHFDataset``). A cut answer is its first tokens, without the end token, like a response
+    that reaches the length limit.
 
     Raises :class:`DataError` for unusable files and rows, when no row is left, and if both answers
     are the same in every row.
@@ -64,7 +64,7 @@ class AnsweredDataset:
     ) -> None:
         """Read and tokenize; ``answer_keys`` maps names in the rows to columns of the files.
 
-        ``how`` says what becomes of prompts before they are tokenized, ``prompts_in_words`` says it.
+        ``how`` is the treatment of prompts before they are tokenized, ``prompts_in_words`` describes it.
         """
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
         self.truncation = truncation
@@ -105,6 +105,7 @@ class AnsweredDataset:
         row = int(self._rows[item])
         fields: dict[str, Any] = {"data_source": self._sources[row]}
         for name, tokens in self._tokens.items():
+            # an answer is cut as a rollout cuts it: its first tokens stay
             side = self.truncation if name == "input_ids" else "right"
             ids = truncate(tokens[row], self._limit(name), side)
             fields[name] = torch.from_numpy(ids.astype(np.int64))

@@ -63,7 +63,7 @@ def build_loaders(
 
 
 def _require_usable(sampler: Any, config: Config) -> None:
-    """Raise ``ConfigError`` for a sampler whose order the run cannot continue, or must know ahead."""
+    """Raise ``ConfigError`` for a sampler whose order the run cannot continue, or needs in advance."""
     kind, save_freq = type(sampler).__name__, config.trainer.save_freq
     missing = [name for name in ("state_dict", "load_state_dict") if not hasattr(sampler, name)]
     if missing and save_freq > 0:

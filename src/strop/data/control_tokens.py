@@ -41,6 +41,7 @@ class ControlTokens:
     def __init__(self, tokenizer: Any) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = set(tokenizer.all_special_tokens)
+        # weak: this object is a value of _KNOWN, and would keep its key alive
         self._tokenizer = weakref.ref(tokenizer)
         self._ids = {
             token_id: str(token)
@@ -49,6 +50,7 @@ class ControlTokens:
             if len(str(token)) > 1
             and (token.special or str(token) in special or _MARKER.fullmatch(str(token)))
         }
+        # longest first: a regular expression takes the first alternative that matches
         self.names = sorted(set(self._ids.values()), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
         self._beginnings = {name[:end] for name in self.names for end in range(2, len(name))}
@@ -69,7 +71,7 @@ class ControlTokens:
     def _escape_text(self, text: str) -> str:
         while self._pattern.search(text):  # again for a token that overlaps with one already broken
             text = self._pattern.sub(lambda found: f"{found[0][0]}{_BREAK}{found[0][1:]}", text)
-        # A part at either end could become whole beside the template's text or another message.
+        # A part at either end could become whole next to the template's text or another message.
         for size in range(min(self._longest, len(text)), 1, -1):
             if text[:size] in self._ends:
                 text = f"{text[0]}{_BREAK}{text[1:]}"
@@ -99,6 +101,7 @@ class ControlTokens:
             encoded[number] = ids
         own = self._plain.num_special_tokens_to_add() if add_special_tokens else 0
         for number in broken:
+            # a control token in the ids that the text has only without its breaks was meant as text
             held = Counter(self._pattern.findall(texts[number].replace(_BREAK, "")))
             meant = Counter(self._pattern.findall(texts[number]))
             found = Counter(self._ids.get(token_id) for token_id in encoded[number])

@@ -84,6 +84,7 @@ def local_path(url: str | Path, cache_dir: str | Path | None = None) -> Path:
         downloads.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
+                # renamed when it is complete: a folder with the final name is a whole one
                 partial = folder.with_name(f"{folder.name}.partial")
                 shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
                 try:

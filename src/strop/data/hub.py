@@ -76,6 +76,7 @@ def _from_hub(name: str, cache_dir: str | Path | None, *, weights: bool) -> Path
     locks = cache_folder(cache_dir) / "hub"
     try:
         locks.mkdir(parents=True, exist_ok=True)
+        # processes of one machine start together: the first downloads, the others find it complete
         with FileLock(locks / f"{name.replace('/', '--')}.lock"):
             folder = _small_files(name)
             files = {path.name for path in folder.glob("*")}

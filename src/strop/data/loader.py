@@ -223,6 +223,7 @@ class PromptLoader:
 
     def batch(self, number: int) -> DataProto:
         """Return batch ``number``, from 1, of the endless sequence of an :class:`EpochSampler`."""
+        # a copy with another position; the order is a function of (seed, epoch)
         batches: Any = copy.copy(self.batches)
         batches.epoch, batches.position = divmod(number - 1, len(batches))
         return next(iter(PromptLoader(self.dataset, batches, self.collate_fn)))

@@ -135,6 +135,7 @@ def _with_column(table: pa.Table, key: str, *, is_text: bool) -> pa.Table:
     column: Any = _nested(table, key)
     if is_text and (pa.types.is_primitive(column.type) or pa.types.is_decimal(column.type)):
         if pa.types.is_floating(column.type):
+            # pandas has NaN for a missing number: as text it would be the answer "nan"
             is_missing = column.is_null(nan_is_null=True)
             column = pc.call_function("if_else", [is_missing, pa.scalar(None, column.type), column])
         column = column.cast(pa.string())
@@ -226,7 +227,7 @@ def _nearest(what: str, key: str, found: Sequence[str]) -> str | None:
 def _require_names(fields: Iterable[pa.Field]) -> None:
     """Raise ``UnicodeDecodeError`` for a name, also of a nested field, that is not UTF-8."""
     for field in fields:
-        _ = field.name
+        _ = field.name  # decodes it
         _require_names(field.type.field(number) for number in range(field.type.num_fields))
 
 

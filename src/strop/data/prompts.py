@@ -1,7 +1,7 @@
 """Prompts and responses as token ids.
 
 A prompt is a list of chat messages, ``[{"role": ..., "content": ...}, ...]``, rendered with the tokenizer's
-chat template and a generation prompt, or a plain string. :class:`PromptFormat` says what becomes of both.
+chat template and a generation prompt, or a plain string. :class:`PromptFormat` is the treatment of both.
 Control tokens in these texts are text, unless it allows them.
 """
 
@@ -49,7 +49,7 @@ class PromptFormat:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def in_words(self, tokenizer: Any, *, is_text: bool, n_continued: int = 0) -> str:
-        """Return one line that says what becomes of prompts, of which ``n_continued`` end in an open turn.
+        """Return one line on the treatment of prompts, of which ``n_continued`` end in an open turn.
 
         Raises :class:`ModelError` for a chat template that is needed and missing, and :class:`DataError` for
         settings that such prompts cannot have.
@@ -208,6 +208,7 @@ def _encode(prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase, how: Pro
         if not is_escaped(chats):
             encoded: Any = tokenizer.apply_chat_template(chats, tokenize=True, **options)
             return encoded
+        # the template writes the BOS itself, so none is added to its text
         texts: Any = tokenizer.apply_chat_template(chats, tokenize=False, **options)
         return control.encode(texts, add_special_tokens=False)
 

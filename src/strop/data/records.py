@@ -136,6 +136,7 @@ def _mixed(name: str, records: Iterable[Located]) -> list[tuple[Any, ...]]:
             kind = "list"
             for item in value:
                 note(item, (*path, None), place)
+        # float64, which Arrow makes of mixed numbers, cannot hold it
         elif isinstance(value, int) and abs(value) >= 2**53:
             kind = "large number"
         elif isinstance(value, int | float) and not isinstance(value, bool):

@@ -66,6 +66,7 @@ class Rewriter:
         ]
         rows = control_tokens(self.writer).encode(texts, add_special_tokens=False)
         if self.max_length is not None:
+            # the end: a reward model scores at the last token
             rows = [row[-self.max_length :] for row in rows]
         longest = max(len(row) for row in rows)
         tensors = [{"input_ids": torch.tensor(row)} for row in rows]

@@ -49,7 +49,7 @@ class TokenLengths(NamedTuple):
 
 @runtime_checkable
 class MeasuredDataset(Protocol):
-    """A data set that knows its token lengths."""
+    """A data set with token lengths."""
 
     def __len__(self) -> int: ...
 
@@ -72,8 +72,8 @@ class RLHFDataset:
     (``left``), the first (``right``), or the first half and the last (``middle``).
 
     ``answer_key`` names a column whose values become the ground truths, in a column ``reward_model``;
-    ``data_source`` is that of files without the column ``reward_fn_key``. ``how`` says what becomes of
-    prompts before they are tokenized, and ``prompts_in_words`` says it in one line.
+    ``data_source`` is that of files without the column ``reward_fn_key``. ``how`` is the treatment of
+    prompts before they are tokenized, and ``prompts_in_words`` describes it in one line.
 
     ``cache_dir`` holds downloads and token ids; with None, ids are not cached and downloads go to
     ``~/.cache/strop``.
@@ -140,6 +140,7 @@ class RLHFDataset:
         row_number = int(self._rows[item])
         columns = self._table.row(row_number)
         prompt = columns[self.prompt_key]
+        # here, not in the cache of token ids, which serves every limit
         ids = truncate(self._tokens[row_number], self.max_prompt_length, self.truncation)
         columns["input_ids"] = torch.from_numpy(ids.astype(np.int64))
         columns["data_source"] = columns.setdefault(self.reward_fn_key, UNNAMED_SOURCE)
@@ -246,13 +247,13 @@ def prompt_options(data_config: Any) -> dict[str, Any]:
 def prompts_in_words(
     table: PromptTable, prompt_key: str, tokenizer: PreTrainedTokenizerBase, how: PromptFormat
 ) -> str:
-    """Return one line that says what becomes of prompts, raising as ``PromptFormat.in_words``."""
+    """Return one line on the treatment of prompts, raising as ``PromptFormat.in_words``."""
     n_continued = table.ending_with("assistant", prompt_key)
     return how.in_words(tokenizer, is_text=table.has_texts(prompt_key), n_continued=n_continued)
 
 
 def log_prompts(*datasets: Any) -> None:
-    """Log what becomes of the prompts of data sets that say so; once if it is the same."""
+    """Log the ``prompts_in_words`` of data sets that have them; once if they are the same."""
     lines = [dataset.prompts_in_words for dataset in datasets if hasattr(dataset, "prompts_in_words")]
     for line in dict.fromkeys(lines):
         logger.info("%s", line)

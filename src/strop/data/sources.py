@@ -341,6 +341,7 @@ def _delimiter(path: Path) -> str:
 
 def fingerprint(rows: Rows) -> tuple[str, int]:
     """Return a digest of the content, and the number of rows. Raises as ``read_table``."""
+    # neither pandas' metadata nor the cut into chunks is content
     table = read_table(rows).replace_schema_metadata().combine_chunks()
     sink = _Digest()
     with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema) as stream:

@@ -255,6 +255,7 @@ def _digest(table: pa.Table) -> str:
     """Return a digest of a table's content, which does not depend on the format that it was read from."""
     digest = hashlib.sha256(str(table.schema.types).encode())
     for start in range(0, len(table), CHUNK_ROWS):
+        # in equal chunks: readers of other formats cut a table differently
         for batch in table.slice(start, CHUNK_ROWS).combine_chunks().to_batches():
             digest.update(batch.serialize())
     return digest.hexdigest()

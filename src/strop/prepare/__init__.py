@@ -93,6 +93,7 @@ def _write_split(folder: Path, split: str, records: Split) -> Prepared:
             except DataError as error:
                 rejected.append({"row": index, "reason": str(error)})
             advance(1)
+    # before anything is written: sft, rm and rl files of one data set have the same names
     _require_same_columns(path, rows)
     _report(folder / f"{split}.rejected.jsonl", split, rejected, len(records.records))
     if not rows:

@@ -62,6 +62,7 @@ def splits(
         raise DataError(
             f"{train_rows + test_rows} rows exceed {_MAX_ROWS}; set train_size and a count for held_out"
         )
+    # numbers of pairs: a million operands have 10^12 pairs, which no list holds
     chosen = np.random.default_rng(seed).choice(pairs, train_rows + test_rows, replace=False)
     left, right = np.divmod(chosen, operands)
     terms = list(zip((left + min_operand).tolist(), (right + min_operand).tolist(), strict=True))
@@ -74,6 +75,7 @@ def _row(question: str, terms: tuple[int, int], split: str, index: int) -> dict[
     a, b = terms
     return make_row(
         data_source=DATA_SOURCE,
+        # not format, which other braces in a question would break
         prompt=question.replace("{a}", str(a)).replace("{b}", str(b)),
         ability="math",
         ground_truth=str(a + b),

@@ -34,7 +34,7 @@ def splits(
 ) -> dict[str, Split]:
     """Return every split of ``source`` (default: the hub) as rows for ``sft``, ``rm`` or ``rl``.
 
-    Records need ``chosen`` and ``rejected``: two transcripts, or two answers beside a ``prompt``.
+    Records need ``chosen`` and ``rejected``: two transcripts, or two answers and a ``prompt``.
     """
     if split_kind not in SPLIT_KINDS:
         raise DataError(f"split_kind={split_kind!r}: expected one of {', '.join(SPLIT_KINDS)}")
@@ -68,6 +68,7 @@ def dialogue(transcript: str) -> list[dict[str, str]]:
 
     Raises :class:`DataError` unless user and assistant alternate, with the user at both ends.
     """
+    # the group in the pattern: turns alternate between speaker and text
     head, *turns = _TURN.split(transcript)
     if head.strip() or not turns:
         raise DataError("the prompt does not start with a turn of the human")
@@ -101,6 +102,7 @@ def _row(kind: str, pair: Pair, split: str, index: int) -> dict[str, Any]:
 
 
 def _cut(transcript: str, name: str) -> tuple[str, str]:
+    # the last turn: earlier ones of the assistant belong to the prompt
     prompt, found, answer = transcript.rpartition(_ANSWER)
     if not found:
         raise DataError(f"the transcript of {name} has no turn of the assistant")

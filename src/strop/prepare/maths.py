@@ -85,6 +85,7 @@ def final_number(answer: str) -> str:
 
 def boxed_answer(solution: str) -> str:
     r"""Return the answer in the last ``\boxed{...}``, as the scorer reads it."""
+    # by the scorer's function: a ground truth that it would not find could never be matched
     answer = last_boxed(solution)
     if answer is None:
         raise DataError(

@@ -73,6 +73,7 @@ def _field(record: Any, name: str) -> Any:
         value = value_at(record, name)
     except KeyError:
         raise DataError(f"there is no field {name}; the record has {sorted(record)}") from None
+    # value != value: NaN, which pandas and CSV readers have for a missing number
     if value is None or value != value or (isinstance(value, str) and not value.strip()):
         raise DataError(f"field {name}: found {value!r}, expected a value")
     return value

@@ -2,7 +2,7 @@
 
 ``{"step": 1, "episode": 64, "critic/score/mean": 0.25, ...}``: keys in the order logged, floats
 with all bits. The file is strict JSON, which has no NaN or infinity: both are written as ``null`` and read as
-NaN. A line reaches the operating system before ``log`` returns, so a killed process loses nothing.
+NaN. A line reaches the operating system before ``log`` returns, so killing the process drops none.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class JsonlTracker:
             if written != len(line):
                 raise OSError(f"only {written} of {len(line)} bytes written (is the disk full?)")
         except OSError as error:
+            # half a line, with the next one after it, would make the file unreadable in the middle
             self._file.truncate(size_before)
             raise TrainingError(f"{self.path}: cannot record step {step}: {error}") from error
 
@@ -124,6 +125,7 @@ def _is_record(found: Any) -> TypeGuard[dict[str, Any]]:
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):
         return False
     return all(
+        # json reads 1e999 as infinity, and any number of digits as an int
         value is None or (isinstance(value, int | float) and not abs(value) > sys.float_info.max)
         for value in found.values()
     )

@@ -107,7 +107,7 @@ def _draw_panel(ax: Axes, key: str, shown: list[ColumnLengths]) -> None:
     names = list(dict.fromkeys(found.column for found in shown))
     splits = list(dict.fromkeys(found.split for found in shown))
     for found in shown:
-        # A panel of one column tells splits apart by colour, one of several columns by the line's style.
+        # A panel of one column shows splits by colour, one of several columns by the line's style.
         colour = COLOURS[(names.index(found.column) if len(names) > 1 else splits.index(found.split))]
         shares = binned(found.counts, edges) / max(found.rows, 1)
         over = (
@@ -140,6 +140,7 @@ def bin_edges(longest: int, *, is_log: bool) -> np.ndarray:
     """
     if is_log:
         steps = np.geomspace(1, longest + 1, BARS + 1).round()
+        # rounded steps repeat at the short end; edges at k - 0.5 put whole lengths inside bins
         return np.unique(np.append(steps, 2)) - 0.5
     width = max(math.ceil((longest + 1) / BARS), 1)
     return np.arange(0, longest + width + 1, width) - 0.5

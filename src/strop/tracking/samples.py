@@ -78,7 +78,7 @@ def write_table(path: Path, table: pa.Table) -> None:
     # Per-token floats rarely repeat, so dictionaries and statistics would cost time for nothing. Bytes at
     # one place in the numbers do repeat: exponents, and the zeros that rounding leaves.
     with (
-        atomic_path(path, durable=False) as temporary,
+        atomic_path(path, durable=False) as temporary,  # a power cut may cost samples, no state
         pq.ParquetWriter(
             temporary,
             schema,
@@ -169,6 +169,7 @@ def _rounded(values: np.ndarray, bits: int) -> np.ndarray:
     dropped = np.uint32(24 - bits)  # float32 has 24, one of them implied
     half = np.uint32(1) << (dropped - np.uint32(1))
     rounded = ((values.view(np.uint32) + half) >> dropped << dropped).view(np.float32)
+    # rounding up can carry into the exponent of infinity, and changes NaN's bits
     return np.where(np.isfinite(values) & np.isfinite(rounded), rounded, values)
 
 

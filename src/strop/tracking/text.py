@@ -107,6 +107,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     if not finite:
         return ""
     n_bars = min(width, len(finite))
+    # integers: shares differ by one value at most, and none is empty
     edges = [bar * len(finite) // n_bars for bar in range(n_bars + 1)]
     means = [sum(finite[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
     low, high = min(means), max(means)

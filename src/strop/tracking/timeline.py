@@ -1,4 +1,4 @@
-"""The picture of a run's last iterations: who generated, learned and waited, and when."""
+"""The picture of a run's last iterations: when its sides generated, learned and waited."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TIMELINE_FILE = "timeline.png"
 ITERATIONS = 20
-"""Iterations that the picture shows: more could not be told apart."""
+"""Iterations that the picture shows: more could not be distinguished."""
 
 _PHASES = {
     "generate": (COLOURS[0], ("gen", "gen_greedy")),

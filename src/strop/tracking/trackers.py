@@ -157,6 +157,7 @@ def resolve_tracker(name: str) -> Callable[[RunInfo], Any]:
 def _as_number(name: str, value: Any) -> int | float:
     """Return a plain int or float. Counts stay ints, so that ``episode`` is 64 and not 64.0."""
     try:
+        # operator.index: int() would also take a float and cut it
         return int(operator.index(value))
     except TypeError:
         pass

@@ -160,6 +160,7 @@ def take_places(pools: Sequence[ResourcePool], *, gpus: bool) -> dict[ResourcePo
     nodes = _choose_nodes(pools, resources)
     for pool in pools:
         for node, count in zip(nodes[pool], pool.processes_per_node, strict=True):
+            # a share of a resource that one node has: the group cannot be placed elsewhere
             bundle = dict.fromkeys(resources, 1.0) | {node.own_resource: 0.001}
             places[pool].append(placement_group([bundle] * count, strategy="STRICT_PACK"))
     for pool in pools:

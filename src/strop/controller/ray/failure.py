@@ -56,7 +56,7 @@ class Failure:
 
     @property
     def is_a_death(self) -> bool:
-        """True if the process ended; Ray's memory monitor has an error of its own."""
+        """True if the process ended; Ray's memory monitor raises another error."""
         return isinstance(self.error, RayActorError | OutOfMemoryError)
 
     @property
@@ -160,8 +160,8 @@ def last_lines(facts: Mapping[str, Any]) -> str:
 def last_phase(facts: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return role and method of the call in which a process died; None if unknown.
 
-    Read on its node: results of earlier calls can be lost with the process, so calls without a result do not
-    tell which one ran.
+    Read on its node: results of earlier calls can be lost with the process, so a call without a result need
+    not be the one that ran.
     """
     text = _on_node_of(facts, read_phase, facts["phase"]) if facts else None
     role, _, method = (text or "").partition("\n")
@@ -188,6 +188,7 @@ def _on_node_of(facts: Mapping[str, Any], function: Callable[..., str], *args: A
 
     there = NodeAffinitySchedulingStrategy(facts["node_id"], soft=False)
     try:
+        # num_cpus=0: the run's own processes may hold all of the node's
         remote = ray.remote(function).options(num_cpus=0, scheduling_strategy=there)
         return ray.get(remote.remote(*args), timeout=_READ_S)
     except RayError:
@@ -213,6 +214,7 @@ def read_end(paths: Sequence[str]) -> str:
             continue
         with path.open("rb") as log:
             log.seek(max(path.stat().st_size - _LOG_BYTES, 0))
+            # the seek may cut a character in two
             text = log.read().decode(errors="replace")
         lines += [line for line in text.splitlines() if line.strip() and not line.startswith(":")]
     return "\n".join(lines[-_LINES:])

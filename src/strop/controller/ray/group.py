@@ -67,6 +67,7 @@ class RayWorkerGroup:
             timeout_s=None if settings is None else settings.phase_timeout_s,
         )
         self._processes.groups.add(self.name)
+        # cloudpickle sends a class of a notebook or of __main__ by value: workers cannot import it
         worker = cloudpickle.dumps((worker_cls, dict(init_kwargs)))
         hosts = self._processes.hosts
         added = {
@@ -130,6 +131,7 @@ class RayWorkerGroup:
         how = "call_beside" if mark.beside_calls else "call"
         for rank, (message, references) in zip(ranks, messages, strict=True):
             remote = getattr(self._processes.hosts[rank], how).remote
+            # references as arguments of the call, not inside a value: Ray then fetches them before it runs
             infos[rank], objects[rank] = remote(self.name, method, message, self._read, *references)
         listeners = []
         if shards is not None:
@@ -197,4 +199,4 @@ class RayWorkerGroup:
 
 
 NVMegatronRayWorkerGroup = RayWorkerGroup
-"""verl's name for Megatron workers; a worker class says itself which ranks share rows."""
+"""verl's name for Megatron workers; a worker class has ``data_parallel_place`` for ranks that share rows."""

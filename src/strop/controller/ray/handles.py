@@ -99,6 +99,7 @@ class Layout:
 
     def take(self, rows: slice | Tensor) -> Layout:
         """Return these rows; the last result is cached, as all columns of a batch take the same rows."""
+        # by identity for a tensor: comparing indices would cost as much as taking them
         if self._last is not None and (
             self._last[0] is rows or (isinstance(rows, slice) and self._last[0] == rows)
         ):
@@ -136,6 +137,7 @@ class Layout:
         if self.index is None:
             return [(part, None) for part in self.parts], None
         index, starts = self.index.numpy(), np.cumsum([0, *(part.rows for part in self.parts)])
+        # right: of parts without rows, whose starts are equal, the last one owns the row
         owners = np.searchsorted(starts, index, side="right") - 1
         order = np.argsort(owners, kind="stable")
         present, first = np.unique(owners[order], return_index=True)
@@ -157,6 +159,7 @@ class RemoteTensor(Tensor):
     @staticmethod
     def of(column: str, layout: Layout, *, row_shape: Sequence[int], dtype: torch.dtype) -> RemoteTensor:
         """Return the named column, with one row of shape ``row_shape`` per row of the layout."""
+        # a tensor without storage: shape and dtype are known before any byte has arrived
         make: Any = Tensor._make_wrapper_subclass
         tensor = make(RemoteTensor, (len(layout), *row_shape), dtype=dtype)
         tensor.column, tensor.source, tensor._fetched = column, layout, None

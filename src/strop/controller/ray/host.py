@@ -69,6 +69,7 @@ class Reports:
     def fetch(self, key: str) -> tuple[list[tuple[Any, ...]], bool]:
         """Wait for reports; return the callback's arguments since the last fetch, and False when closed."""
         queue, reports = self._queue(key), []
+        # blocks until there is one, then takes what has queued up: one message for many reports
         while (arguments := queue.get()) is not None:
             reports.append(arguments)
             if queue.empty():
@@ -304,7 +305,7 @@ def _portable_errors() -> Generator[None]:
 _ACTOR: dict[str, Any] = {
     "max_restarts": 0,  # strop restarts the run, see ``trainer/commands.py``
     "max_task_retries": 0,
-    "concurrency_groups": {_WATCH: 4, _BESIDE: 1},
+    "concurrency_groups": {_WATCH: 4, _BESIDE: 1},  # lifetime takes one of four for ever
 }
 
 RemoteHost: Any = ray.remote(**_ACTOR)(WorkerHost)

@@ -1,4 +1,4 @@
-"""The private Ray cluster of a run, which a process of its own, the keeper, starts and ends.
+"""The private Ray cluster of a run, which a separate process, the keeper, starts and ends.
 
 In the driver, a raylet or GCS that dies while Ray starts would block ``ray.init`` for a minute, and then Ray
 may exit the process; a keeper is replaced. And when a driver is killed, Ray's agents would search for the
@@ -170,7 +170,7 @@ def _folder() -> Path:
         token.write_text(secrets.token_hex(32))
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
     logging.getLogger(authentication.__name__).setLevel(logging.ERROR)  # advice on how to disable it
-    authentication.enable_token_auth_by_default()  # unless RAY_AUTH_MODE says otherwise
+    authentication.enable_token_auth_by_default()  # RAY_AUTH_MODE takes precedence
     return folder
 
 
@@ -188,6 +188,7 @@ class _Keeper:
         self._node = Node.__new__(Node)  # ``_watch`` sees the processes that its constructor has started
 
     def run(self) -> None:
+        # Ray's daemons, whose parents end, become children of the keeper, which can then end them
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         threading.Thread(target=self._watch, daemon=True).start()
         # As ``ray.init`` does, but without a connection: native code may end a connected process with Ray.

@@ -267,6 +267,7 @@ def _failures(call: Call, done: list[Any]) -> list[Failure]:
             if (error := _error(reference)) is not None:
                 rank = lifetimes[reference]
                 role, method = processes._first_unfinished(rank)
+                # before the failures of peers, as the first of equal weight is the one reported
                 failures.insert(0, Failure(role, rank, method, processes.facts[rank], error))
     return failures
 

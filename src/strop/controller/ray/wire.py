@@ -61,6 +61,7 @@ def pack(value: Any) -> tuple[Packed, list[Any]]:
     numbers: dict[Any, int] = {}
 
     def number_of(reference: Any) -> int:
+        # columns of a batch share objects: each is sent once
         return numbers.setdefault(reference, len(numbers))
 
     def replace(leaf: Any) -> Any:
@@ -106,6 +107,7 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, DataProto):
         columns = {name: function(tensor) for name, tensor in value.batch.items()}
         meta = _map_leaves(function, value.meta_info)
+        # not a DataProto, whose columns have a length
         return _Batch(columns, value.non_tensor_batch, meta)
     if isinstance(value, _Batch):
         columns = {name: function(slot) for name, slot in value.columns.items()}

@@ -54,6 +54,7 @@ class RunFiles:
         """``DataError`` if ``folder`` has no metrics; a run that ``may_be_new`` has to have begun only."""
         self.folder = folder.resolve()
         self._may_be_new = may_be_new and any((folder / name).is_file() for name in _OF_A_NEW_RUN)
+        # by path and time of change: a resumed run writes files of the same names again
         self._columns = functools.lru_cache(maxsize=256)(self._read_columns)
         self._metrics = functools.lru_cache(maxsize=1)(self._read_metrics)
         self.steps_logged()

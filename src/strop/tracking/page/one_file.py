@@ -26,7 +26,7 @@ def write_report(path: Path, runs: Sequence[RunFiles], *, steps: int, samples: i
     found = [_run(run, steps=steps, samples=samples) for run in runs]
     data = json.dumps(found, allow_nan=False, separators=(",", ":")).encode()
     # In base64 no text of a sample can end the element that holds it.
-    packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()
+    packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()  # mtime=0: equal runs, equal bytes
     styles = "".join(f"<style>\n{(STATIC / name).read_text()}</style>\n" for name in STYLES)
     embedded = f'<script type="text/plain" id="data">{packed}</script>\n'
     scripts = "".join(f"<script>\n{(STATIC / name).read_text()}</script>\n" for name in SCRIPTS)

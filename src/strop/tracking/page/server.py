@@ -145,7 +145,7 @@ class PageServer(ThreadingHTTPServer):
             ipaddress.ip_address(name)
         except ValueError:
             return name in self.names
-        return True  # nobody resolves an address, so it cannot be rebound
+        return True  # an address is not resolved, so it cannot be rebound
 
 
 class _Handler(BaseHTTPRequestHandler):
