@@ -100,7 +100,7 @@ def tokenize_table(
     with progress_bar(f"tokenizing {prompt_key}", len(table), show=len(table) >= MIN_ROWS_FOR_BAR) as advance:
         chunks = _encode_all(table, tokenizer, prompt_key, partial(encode, how=how), workers, advance)
     arrays = [np.asarray(ids, dtype=np.int32) for chunk in chunks for ids in chunk]
-    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)  # all tokens may exceed 2^31, an id does not
     np.cumsum([len(array) for array in arrays], out=offsets[1:])
     result = TokenizedPrompts(np.concatenate(arrays), offsets)
     if cache is not None:

@@ -63,7 +63,7 @@ def step_progress(run: RunInfo) -> Progress:
         TimeElapsedColumn(),
         TextColumn(" left"),
         TimeRemainingColumn(),
-        auto_refresh=False,
+        auto_refresh=False,  # the live display draws it
         speed_estimate_period=SPEED_OVER_S,
     )
     title = printable(f"{run.project_name} / {run.experiment_name}")

@@ -213,7 +213,7 @@ class Run(ABC):
             self.tracking.log_image(self.trainer.global_step, LENGTHS_NAME, path)
 
     def _log_model_path(self) -> None:
-        """Log where the trained model is, for a user who set no folder for it."""
+        """Log where the trained model is: its folder may be a default."""
         model = newest_model(self.folder.path)
         if model is None or self.settings.val_only:
             return

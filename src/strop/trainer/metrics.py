@@ -169,7 +169,7 @@ def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dic
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:
-    values = values.float()
+    values = values.float()  # lengths are integers, which have no mean
     found = {"mean": values.mean(), "max": values.max(), "min": values.min()}
     return {f"{name}/{statistic}": value.item() for statistic, value in found.items()}
 
@@ -283,6 +283,7 @@ def speed_metrics(batch: DataProto, timing: Mapping[str, float], *, devices: int
     """Return tokens per second and milliseconds per token from ``timing_s/*``."""
     total = int(batch.batch["attention_mask"].sum())
     rewards = batch.meta_info.get("reward_metrics", {})
+    # with the groups that the filter dropped, which took time, too
     generated = rewards.get("filter/generated_tokens") or int(batch.batch["response_mask"].sum())
     step_s = timing["timing_s/step"]
     metrics = {

@@ -168,6 +168,7 @@ class Pipeline:
         With ``algorithm.filter_groups`` an iteration takes as many batches as it needs.
         """
         if self._cut is not None:
+            # the rollout runs calls in order: it writes its samples, then takes newer weights
             self._cut.cut()
             self._cut = None
         if self._filter is None:
@@ -269,6 +270,7 @@ class Pipeline:
 
 
 def _save(scored: DataProto, path: Path) -> None:
+    # a clone: torch.save would write the whole storage of a view
     tensors = {name: column.clone() for name, column in scored.batch.items()}
     uids = scored.non_tensor_batch["uid"].tolist()
     meta_info = {name: value for name, value in scored.meta_info.items() if not name.startswith("generation")}

@@ -156,6 +156,7 @@ class PPO:
         # A full KL in the loss alone needs no pass before the update.
         self.full_kl = uses_full_kl(config) and not self.sampler_is_old
         ahead = config.trainer.async_steps > 0
+        # ahead, the driver waits for a part of the generation only; the rollout reports the time of all
         self._phases = ("wait_samples", "wait_samples") if ahead else ("gen", "gen_greedy")
         self.is_one_step = (
             why_old_log_probs_are_computed_apart(config) is None
@@ -178,6 +179,7 @@ class PPO:
         """
         prompts, seeds_PN = self.named(prompts, batch), self._seeds(batch, len(prompts))
         loading = self.weights.to_rollout(timer := PhaseTimer())
+        # a numbered batch has rollout_versions; without a number all samples are of one version
         number = batch if is_off_policy(self.config) else None
         sampled = self._start(self._request(prompts, seeds_PN, "train", number), timer, self._phases[0])
         greedy = None

@@ -262,6 +262,7 @@ class RayPPOTrainer:
         warmup = self.config.trainer.critic_warmup if self.critic is not None else 0
         metrics |= staleness_metrics(batch, version=self.weights.version, warmup=warmup)
         if self.ppo.trains_actor(iteration):
+            # in the critic's warm-up the rollout keeps its weights, and none are sent
             self.weights.version = iteration
         self.timer.add(samples.timer)
         self._warn_of_hidden_tokens(batch)

@@ -51,6 +51,7 @@ class PendingScores:
         """Callback for each finished sample; None if the batch is only scored as a whole."""
         if not self._rewards.takes_samples:
             return None
+        # the samples of a prompt are adjacent rows
         return lambda prompt, number, token_ids: self._rewards.add(prompt * self._n + number, token_ids)
 
     def complete(self, batch: DataProto) -> None:
@@ -129,6 +130,7 @@ class Samples:
             metrics = {f"greedy_{name}": value for name, value in greedy.meta_info["reward_metrics"].items()}
             meta_info = {"greedy_reward_metrics": metrics}
             batch = batch.union(DataProto({"baseline_scores": baseline_B}, {}, meta_info))
+        # kept: a checkpoint of batches in flight may call this before the learner does
         self.batch, self.scores, self.greedy_scores = batch, None, None
         return batch
 

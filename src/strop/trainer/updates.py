@@ -57,6 +57,7 @@ class PendingUpdates:
         A call is one optimizer step. It returns metrics, or columns with ``metrics`` in ``meta_info``.
         """
         self._loss_agg_mode = loss_agg_mode
+        # all at once: a process runs its calls in order, and the next mini-batch waits there already
         self._calls = [(update.start(mini_batch), mini_batch.meta_info) for mini_batch in mini_batches]
 
     def get(self) -> tuple[dict[str, float], DataProto]:

@@ -52,6 +52,7 @@ class WeightSync:
                 self._load(receiving)
             else:
                 self._send_buckets()
+        # the first transfer, number 0, is always verified
         if self._verify_every and self._transfers % self._verify_every == 0:
             with timer.phase("verify_weights"):
                 expected = None if self._together else self._actor.weight_checksums()

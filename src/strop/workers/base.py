@@ -273,6 +273,7 @@ class Worker(Generic[Root]):
             (building / TRAINER_STATE).write_text(json.dumps({"global_step": iteration}) + "\n")
             write(building, describe(building))
             shutil.rmtree(folder, ignore_errors=True)
+            # renamed last: after a kill the new model is whole in NAME.tmp, or in its place
             building.rename(folder)
 
     @register(Dispatch.ONE_TO_ALL, beside_calls=True)

@@ -99,7 +99,9 @@ class ActorRolloutRefWorker(RoleWorker):
             compile=model.compile,
             checkpointing=model.enable_gradient_checkpointing,
             trained=policy.actor if trains else None,
+            # the reference is the base model
             lora=self.adapters_of(model, "actor_rollout_ref.model") if name == "actor" else None,
+            # the actor computes the full KL, from the reference's hidden states
             keeps_reference_head=name == "actor" and self.full_kl,
         )
 
@@ -143,6 +145,7 @@ class ActorRolloutRefWorker(RoleWorker):
         ``finished`` is called for samples that are complete before the call returns.
         """
         version = prompts.meta_info.get("weights_version", self.rollout_version)
+        # without this, samples of a stale policy would train without any error
         if version != self.rollout_version:
             raise ModelError(
                 f"the rollout has the weights of version {self.rollout_version}, and version {version} was "

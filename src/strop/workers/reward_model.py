@@ -51,6 +51,7 @@ class RewardModelWorker(RoleWorker):
     def compute_rm_score(self, batch: DataProto) -> DataProto:
         """Return ``rm_scores`` [B]."""
         inputs, micro = self._inputs(batch), self.micro_batching("reward_model")
+        # in its own tokens a sample may be longer than the cap, which the policy's limits bound
         return DataProto(self.engine.infer(inputs, micro.holding_rows_of(inputs)))
 
     def _inputs(self, batch: DataProto) -> DataProto:

@@ -198,7 +198,7 @@ class WorkerHost:
         store = self._store or dist.TCPStore(host, port, timeout=timeout)
         store.set_timeout(timeout)
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if gpu else "gloo",
+            backend="cpu:gloo,cuda:nccl" if gpu else "gloo",  # objects are exchanged on the CPU
             store=store,
             rank=rank,
             world_size=world_size,

@@ -105,7 +105,7 @@ class Processes:
                 strategy = PlacementGroupSchedulingStrategy(place, bundle)
                 options = {"num_cpus": 1, "num_gpus": int(gpus), "scheduling_strategy": strategy}
                 self.hosts.append(RemoteHost.options(**options).remote())
-        self.facts: list[dict[str, Any]] = [{} for _ in self.hosts]
+        self.facts: list[dict[str, Any]] = [{} for _ in self.hosts]  # until prepare has returned
         self.lifetimes = {host.lifetime.remote(): rank for rank, host in enumerate(self.hosts)}
         self.facts = self.all("prepare", sys.path, os.getcwd(), _threads(self.pool), gpus, starting=True)
         nodes = {facts["node_id"] for facts in self.facts}
@@ -249,6 +249,7 @@ class Processes:
             with contextlib.suppress(RayError):
                 ray.kill(host)
         self.hosts = []
+        # with the last processes also the places that none took
         for pool in [self.pool] if _LIVE else list(_PLACES):
             _release(pool)
 

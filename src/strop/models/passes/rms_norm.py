@@ -32,7 +32,7 @@ def replace_rms_norms(model: nn.Module) -> int:
     replaced = 0
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        # by name, as every family has a class of its own; _is_rms_norm decides
+        # by name, as every family has its own class; _is_rms_norm decides
         if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
             continue
         if [name for name, _ in module.named_parameters()] != ["weight"] or "forward" in vars(module):

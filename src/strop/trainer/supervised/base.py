@@ -132,6 +132,7 @@ class SupervisedTrainer(ABC, Generic[Supervised]):
         batches = copy.copy(self.train_loader.batches)
         if self.total_steps > len(batches):
             return range(len(self.train_loader.dataset))
+        # from the beginning, wherever a resume stands
         batches.epoch = batches.position = 0
         return [row for rows in itertools.islice(batches, self.total_steps) for row in rows]
 
@@ -217,7 +218,7 @@ class SupervisedRun(Run):
 
     def start(self) -> None:
         """See ``Run.start``."""
-        self.trainer.prepare(self.folder.path)
+        self.trainer.prepare(self.folder.path)  # before a checkpoint replaces the model as it was loaded
         super().start()
         if not self.settings.val_only:
             self.trainer.keep(self.folder.path)
