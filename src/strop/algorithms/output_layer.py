@@ -448,4 +448,5 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     else:
+        # torch.mm(out=) requires one dtype
         out.copy_(a @ b)

@@ -207,6 +207,7 @@ def _masked(loss: Tensor, ratio: Tensor, clipped: Tensor, k: Tensor, response_ma
         loss_BT=zero_masked(loss, response_mask),
         ratio_BT=zero_masked(ratio.detach(), response_mask),
         clipped_BT=zero_masked(clipped.to(loss.dtype), response_mask),
+        # k3 of KL(old || new): the samples are the old policy's, and exp(k) is new / old
         approx_kl_BT=zero_masked(k.exp() - 1 - k, response_mask),
     )
 

@@ -68,6 +68,7 @@ class PromptTable:
             lengths = (
                 pc.call_function("list_value_length", [chats]).fill_null(0).to_numpy(zero_copy_only=False)
             )
+            # the place of each chat's last message among the messages of all
             last = np.cumsum(lengths)[lengths > 0] - 1
             roles = _field(chats.flatten(), "role").take(pa.array(last))
             total += roles.to_pylist().count(role)
@@ -300,7 +301,6 @@ def require_ground_truths(
 
 
 def _is_string(kind: pa.DataType) -> bool:
-    """Return True for text columns."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 

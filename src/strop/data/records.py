@@ -71,6 +71,7 @@ def table_of(name: str, rows: Sequence[Any], texts: Collection[str] = ()) -> pa.
 
 
 def _joined(tables: Iterable[pa.Table]) -> pa.Table:
+    # the empty one: concat_tables of no table raises
     return pa.concat_tables([pa.table({}), *tables], promote_options="permissive")
 
 

@@ -310,6 +310,7 @@ def _csv_table(name: str, path: Path, texts: Collection[str]) -> pa.Table:
         return pyarrow.csv.read_csv(
             path,
             read_options=pyarrow.csv.ReadOptions(use_threads=False),  # else errors have no row number
+            # a quoted text may span lines, as solutions do
             parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             convert_options=pyarrow.csv.ConvertOptions(
                 column_types=dict.fromkeys(text_columns, pa.string()),

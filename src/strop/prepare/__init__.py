@@ -126,6 +126,7 @@ def _report(path: Path, split: str, rejected: list[dict[str, Any]], total: int) 
         return
     atomic_write_text(path, "".join(json.dumps(entry) + "\n" for entry in rejected))
     reasons = Counter(entry["reason"] for entry in rejected)
+    # reversed, so that the first row of a reason is written last and stays
     first_rows = {entry["reason"]: entry["row"] for entry in reversed(rejected)}
     shown = [
         f"{count} times, first in row {first_rows[reason]}: {reason}"

@@ -108,6 +108,7 @@ def called_function(code: str, test: str) -> str:
     """Return the name of the first function of ``code`` that ``test`` calls."""
     try:
         defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
+        # breadth first: of assert f(g(x)) == 1 the outer call comes first
         calls = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
     except SyntaxError as error:
         raise DataError(f"field code or test_list: not Python: {error}") from error

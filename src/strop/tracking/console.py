@@ -89,6 +89,7 @@ class PlainLines:
         eta = []
         if step < self._total_steps and left is not None:
             eta = [f"eta {timedelta(seconds=round(left))}"]
+        # flush: a file or pipe would get lines in blocks of 8 KiB
         print(printable("  ".join([f"step {step}/{self._total_steps}", *parts, *eta])), flush=True)
 
     def log_validation(self, step: int, report: ValidationReport) -> None:

@@ -168,6 +168,7 @@ def _rounded(values: np.ndarray, bits: int) -> np.ndarray:
     """Round float32 numbers to ``bits`` significant bits; NaN, infinity and what would become it stay."""
     dropped = np.uint32(24 - bits)  # float32 has 24, one of them implied
     half = np.uint32(1) << (dropped - np.uint32(1))
+    # on the bits: a carry out of the mantissa is the next exponent, which is the right number
     rounded = ((values.view(np.uint32) + half) >> dropped << dropped).view(np.float32)
     # rounding up can carry into the exponent of infinity, and changes NaN's bits
     return np.where(np.isfinite(values) & np.isfinite(rounded), rounded, values)

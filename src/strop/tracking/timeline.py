@@ -121,6 +121,7 @@ def busy_seconds(intervals: Iterable[Interval], start: float, end: float) -> flo
         begin, finish = (min(max(time, start), end) for time in interval[2:4])
         changes += [(begin, change), (finish, (-change[0], -change[1]))]
     seconds, working, waiting, last = 0.0, 0, 0, start
+    # a sweep over starts and ends: phases lie in one another, and each second counts once
     for time, (work, wait) in sorted(changes):
         if working and not waiting:
             seconds += time - last

@@ -254,6 +254,7 @@ def build_trainer(
     attempt = Attempts()
     attempt(lambda: check_models(config, tokenizer))
     for name in config.trainer.logger:
+        # name=name: the lambda would otherwise read the variable of the loop
         attempt(lambda name=name: resolve_tracker(name))
 
     policy = (Role.ActorRollout, Role.Actor, Role.Rollout, Role.RefPolicy, Role.ActorRolloutRef)

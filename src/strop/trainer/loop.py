@@ -85,6 +85,7 @@ class Run(ABC):
             experiment_name=settings.experiment_name,
             config=trainer.config.model_dump(),
             total_steps=trainer.total_steps or trainer.global_step,
+            # a tracker drops lines after its start, and validating an early checkpoint must drop none
             start_step=self.folder.last_logged_step() if settings.val_only else trainer.global_step,
             hf_repo_url=None if self.publication is None else self.publication.url,
         )
@@ -139,6 +140,7 @@ class Run(ABC):
             if trainer.global_step == trainer.total_steps:
                 break
         if settings.save_freq <= 0:
+            # with checkpoints the last one holds the model
             trainer.groups[self.trained[0]].export(self.folder.final_model, trainer.global_step)
 
     def save(self) -> None:

@@ -155,6 +155,7 @@ def merge_updates(records: Iterable[UpdateRecord], *, loss_agg_mode: str) -> dic
             merged[name] = sum(values)
         elif name == "grad_norm":
             taken = [v for v, r in zip(values, records, strict=True) if not r.metrics.get("skipped_steps")]
+            # skipped steps have a norm of NaN or infinity, which would be the mean
             merged[name] = sum(taken) / len(taken) if taken else float("nan")
         elif name in _SEQUENCE_LOSSES and loss_agg_mode != "token-mean":
             merged[name] = sum(v * r.n_seqs for v, r in zip(values, records, strict=True)) / n_seqs

@@ -399,7 +399,7 @@ class PPO:
         )
 
     def batch_metrics(self, batch: DataProto, beta: float) -> dict[str, float]:
-        """Metrics of the samples before the update; ``beta`` is the KL coefficient that was applied."""
+        """Return metrics of the samples before the update; ``beta`` is the KL coefficient that they had."""
         if self.use_reference and "kl" not in batch:  # the KL is in the loss: here it is only reported
             batch = batch.union(DataProto({"kl": self._kl(batch.batch)}))
         return {

@@ -387,6 +387,7 @@ class ReinforcementRun(Run):
         with self.trainer.timer.phase("testing"):
             if self.trainer.pipeline is not None:
                 self.trainer.pipeline.wait()
+            # samples are logged by the first and the last validation: the others would repeat their prompts
             is_last = step == self.trainer.total_steps
             samples = self.trainer.validator.samples(
                 self.trainer.timer, examine=is_last or not self.has_validated

@@ -112,6 +112,7 @@ class Worker(Generic[Root]):
             return None
         base, folder = model.path, model.lora_adapter_path
         return LoraSettings(
+            # adapter_config.json names the base model, wherever the folder is loaded from
             base=base if is_url(base) or is_hub_name(base) else os.path.abspath(expand(base)),
             rank=model.lora_rank,
             alpha=model.lora_alpha,

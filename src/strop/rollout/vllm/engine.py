@@ -175,7 +175,7 @@ class VLLMRollout:
         self._queue.restore(state)
 
     def _batch(self, prompts: DataProto, params: SamplingParams) -> InFlight:
-        """Every rank of a tensor-parallel group submits the samples of all."""
+        """Return the samples of all ranks of the tensor-parallel group, each of which submits all of them."""
         group = get_tp_group()
         columns = prompts.select(*(name for name in (*PROMPT_COLUMNS, "seeds") if name in prompts))
         of_ranks: list[Any] = [None] * group.world_size

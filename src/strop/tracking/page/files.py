@@ -51,7 +51,7 @@ class RunFiles:
     """The files of one run; methods may be called from several threads."""
 
     def __init__(self, folder: Path, *, may_be_new: bool = False) -> None:
-        """``DataError`` if ``folder`` has no metrics; a run that ``may_be_new`` has to have begun only."""
+        """Raise ``DataError`` if ``folder`` has no metrics, or with ``may_be_new`` no other file of a run."""
         self.folder = folder.resolve()
         self._may_be_new = may_be_new and any((folder / name).is_file() for name in _OF_A_NEW_RUN)
         # by path and time of change: a resumed run writes files of the same names again
