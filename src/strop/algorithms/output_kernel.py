@@ -1,6 +1,7 @@
 """Triton kernels of the output layer: logits of a tile in registers, their sums and their gradient.
 
-Shapes: N tokens, H hidden, V words, S splits of the vocabulary; ``WORDS`` words a split.
+Shapes: N tokens in B blocks, H hidden, V words, v of one chunk, S splits of the vocabulary; ``WORDS`` words
+a split.
 
 A product costs 4.4 ps a logit on an H100 (2 H operations at 700 TFLOP/s, H = 1536), and writing the gradient
 in 16 bits and reading it twice 1.8 ps (3.35 TB/s), so the backward pass writes it, in bounded chunks, for two

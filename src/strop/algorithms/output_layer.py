@@ -1,6 +1,6 @@
 """Log-probs and entropies of hidden states through an output layer, in blocks of the vocabulary.
 
-Shapes: N tokens, H hidden, V vocabulary, v words of one block.
+Shapes: N tokens, H hidden, V vocabulary, v words of one block, S splits.
 
 No tensor of [N, V] exists, unless it is small. The forward pass keeps a running maximum, the sum of
 exponentials and the sum of logits weighted by them, and saves three numbers per token, and the products of

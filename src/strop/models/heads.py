@@ -3,6 +3,8 @@
 transformers has sequence-classification classes for some families only. ``scorer_config`` registers the
 others, defined as transformers defines its own (``GenericForSequenceClassification``): the family's decoder
 under its name in the language model, and a linear layer ``score`` without bias.
+
+Shapes: B rows of L tokens, H hidden.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ and an exported critic loads with ``AutoModelForSequenceClassification``. ``stro
 class of families for which transformers has none. ``PairScorer`` is a reward model in
 training, which scores both answers to a prompt in one pass.
 
-Shapes: B rows, P prompt tokens, T response tokens, L = P + T, n chosen tokens, H hidden.
+Shapes: B rows, P prompt tokens, T response tokens, L = P + T, n chosen tokens (N of a
+value model), H hidden.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ tokens of some heads, and after it they exchange them back (Jacobs et al., arXiv
 Per-token outputs are summed to whole ones on every rank, so losses of whole sequences need no second version.
 
 Shapes: R ranks of a group, N tokens of a packed row, n = ceil(N / R) tokens of a piece, Q query heads, G
-key-value heads, D head size, X any features.
+key-value heads, A of either, D head size, X any features.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 its prompt, its seed and its tokens so far. So a checkpoint holds tokens, and no state of an engine or a
 generator.
 
-Shapes: B prompts, R = B x n samples, at most T tokens (``SamplingParams.max_tokens``), S new tokens.
+Shapes: B prompts, R = B x n samples, at most T tokens (``SamplingParams.max_tokens``), K samples that
+grow by S new tokens.
 """
 
 from __future__ import annotations

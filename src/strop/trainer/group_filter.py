@@ -2,7 +2,7 @@
 
 If all samples of a prompt have one score, group-relative advantages are 0 and the group teaches nothing.
 
-Shapes: B samples of G prompts.
+Shapes: B samples of G prompts, N of each.
 """
 
 from __future__ import annotations

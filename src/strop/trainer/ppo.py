@@ -6,7 +6,7 @@ while it learns from this one, if the rollout has a separate pool and weights ar
 only state is the KL controller, which ``learn`` updates.
 ``strop.trainer.ray_trainer`` runs the loop.
 
-Shapes: B samples (prompts x rollout.n), P prompt tokens, T response tokens.
+Shapes: B samples (prompts x rollout.n), T response tokens; seeds [P, N] of P prompts, N samples of each.
 """
 
 from __future__ import annotations

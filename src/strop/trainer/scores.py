@@ -1,4 +1,7 @@
-"""Scores computed while samples are generated and evaluated, and their columns in the batch."""
+"""Scores computed while samples are generated and evaluated, and their columns in the batch.
+
+Shapes: B samples, T response tokens.
+"""
 
 from __future__ import annotations
 

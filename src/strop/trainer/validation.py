@@ -1,4 +1,7 @@
-"""Validation: answers and scores of the validation prompts, and their statistics by data source."""
+"""Validation: answers and scores of the validation prompts, and their statistics by data source.
+
+Shapes: P prompts, N samples of each, B = P x N.
+"""
 
 from __future__ import annotations
 

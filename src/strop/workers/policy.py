@@ -1,4 +1,7 @@
-"""``ActorRolloutRefWorker``: actor, rollout and reference model of a policy, as its role requires."""
+"""``ActorRolloutRefWorker``: actor, rollout and reference model of a policy, as its role requires.
+
+Shapes: B samples, T response tokens, H hidden.
+"""
 
 from __future__ import annotations
 

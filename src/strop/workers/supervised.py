@@ -1,6 +1,8 @@
 """Workers of the supervised trainers: ``SftWorker``, ``RewardModellingWorker`` and ``PreferenceWorker``.
 
 Each holds one model and takes one optimizer step per batch.
+
+Shapes: B rows, T response tokens.
 """
 
 from __future__ import annotations

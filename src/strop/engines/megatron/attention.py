@@ -5,7 +5,7 @@ functions as packed passes of the engine ``fsdp`` (``strop.models.attention``), 
 flash-attention mean the same, and positions are rotated by the family's own module.
 
 Shapes: N tokens of the row, M with padding to a multiple of the tensor-parallel size; Q query heads and G
-key-value heads of this rank, D head size.
+key-value heads of this rank, A of either, D head size.
 """
 
 from __future__ import annotations

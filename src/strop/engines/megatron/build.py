@@ -2,6 +2,8 @@
 
 Layers are megatron-core's own (``ColumnParallelLinear`` and so on): they run on GPUs and CPUs alike and need
 neither Transformer Engine nor Apex.
+
+Shapes: M tokens of a packed row, which is the only row of a batch (B = 1), H hidden.
 """
 
 from __future__ import annotations

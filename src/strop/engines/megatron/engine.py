@@ -3,6 +3,8 @@
 Weights, gradients and moments are float32; passes run under autocast to the compute dtype, with
 the residual stream in float32. Passes are always packed. Checkpoints have the names and shapes of the
 Hugging Face model, in the format of the engine ``fsdp``, so either engine reads them on any layout.
+
+Shapes: M tokens of a packed row with its padding, H hidden.
 """
 
 from __future__ import annotations

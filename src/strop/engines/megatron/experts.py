@@ -1,7 +1,7 @@
 """Routed experts in megatron-core's layers: each rank holds some experts of a layer, whole.
 
-Shapes: N tokens of this rank, T tokens that were sent to it, R experts of this rank, E experts, H hidden, I
-intermediate.
+Shapes: N tokens of this rank, T tokens that were sent to it, R experts of this rank, E experts, H hidden, B
+sequences.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 One rank runs plain torch: whole weights, cast to the compute dtype once for all micro-batches. FSDP2 over one
 rank would shard nothing. On several ranks FSDP2 gathers copies of float32 shards in the compute dtype and
 reduces gradients in float32.
+
+Shapes: B rows of L columns.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Autocast casts every weight again in every micro-batch and keeps the residual stream in float32. Here weights
 are cast once for all passes in the body of ``low_precision``, and the residual stream is in 16 bits, as under
 FSDP2's mixed precision.
+
+Shapes: N tokens, V vocabulary, H hidden.
 """
 
 from __future__ import annotations

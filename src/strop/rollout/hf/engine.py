@@ -3,6 +3,8 @@
 ``HFRollout`` generates on the actor's own module where that is not sharded, or on the copy of a replica
 (``strop.rollout.hf.replica``). ``check_decoding`` compares step-by-step decoding with one forward pass when a
 rollout is built.
+
+Shapes: R rows (samples), T tokens, S stop ids.
 """
 
 from __future__ import annotations

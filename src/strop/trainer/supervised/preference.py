@@ -1,4 +1,7 @@
-"""``strop dpo``: preference optimization without a reward model (DPO and its relatives)."""
+"""``strop dpo``: preference optimization without a reward model (DPO and its relatives).
+
+Shapes: B pairs of a batch, N of a data set.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The reference is the model that training starts from, so no second model is held. A file has two float32
 numbers for each row of a data set, NaN where they were not needed, and in its metadata the hashes of the
 model that computed them and of the rows.
+
+Shapes: N rows of a data set.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``strop train-rm``: reward modelling; and what it shares with other trainers on pairs of answers."""
+"""``strop train-rm``: reward modelling; and what it shares with other trainers on pairs of answers.
+
+Shapes: N pairs of a data set, 2N answers.
+"""
 
 from __future__ import annotations
 
