@@ -24,9 +24,9 @@ from typing import Any
 
 from machine import description
 
+from strop.rewards.arguments import Sample
 from strop.rewards.batch import ErrorBudget, ScoringJob
-from strop.rewards.worker.pool import reward_process
-from strop.rewards.worker.records import Sample
+from strop.rewards.worker.pool import RewardPool
 
 WAIT_S = 0.3
 
@@ -82,7 +82,7 @@ def make_judge(port: int) -> Any:
 def measure(port: int, answers: int, concurrency: int) -> tuple[float, int]:
     """Return the seconds for a batch, and how many scores are wrong."""
     samples = [Sample("d", "x" * (row % 50), named={"prompt": f"question {row}"}) for row in range(answers)]
-    process = reward_process(make_judge(port), num_workers=1, timeout_s=10.0, max_concurrency=concurrency)
+    process = RewardPool(make_judge(port), num_workers=1, timeout_s=10.0, max_concurrency=concurrency)
     try:
         process.start()
         started = time.monotonic()

@@ -35,11 +35,11 @@ from typing import Any, NamedTuple
 
 from machine import description
 
+from strop.rewards.arguments import Sample
 from strop.rewards.batch import ErrorBudget, ScoringJob
 from strop.rewards.router import BuiltInScorer
+from strop.rewards.scorer import Outcome
 from strop.rewards.worker.pool import RewardPool
-from strop.rewards.worker.process import RewardProcess
-from strop.rewards.worker.records import Outcome, Sample
 
 WAIT_S = 0.02
 FAULTS = {0: "loop", 100: "sleep", 50: "exit", 150: "segfault"}
@@ -111,7 +111,7 @@ def in_this_process(samples: list[Sample], case: Case) -> tuple[list[float | Non
     return scores, time.process_time() - started
 
 
-def timed(evaluator: RewardProcess | RewardPool, samples: list[Sample]) -> tuple[list[Outcome | None], float]:
+def timed(evaluator: RewardPool, samples: list[Sample]) -> tuple[list[Outcome | None], float]:
     """Score a batch; return the outcomes and the wall-clock seconds."""
     started = time.monotonic()
     job = ScoringJob(evaluator, ErrorBudget(1.0), n_rows=len(samples), n_scored=len(samples))
@@ -131,8 +131,8 @@ def compare(case: Case, samples: list[Sample], *, workers: int, timeout_s: float
     """Measure a case; return its table row."""
     function = functools.partial(score, scorer=case.scorer(), wait_s=case.wait_s)
     expected, cpu_s = in_this_process(samples, case)
-    makers: dict[str, Callable[[], RewardProcess | RewardPool]] = {
-        "naive": lambda: RewardProcess(function, timeout_s=timeout_s),
+    makers: dict[str, Callable[[], RewardPool]] = {
+        "naive": lambda: RewardPool(function, num_workers=1, timeout_s=timeout_s),
         "prime": lambda: RewardPool(function, num_workers=workers, timeout_s=timeout_s),
     }
     seconds: dict[str, list[float]] = {name: [] for name in makers}

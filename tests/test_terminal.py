@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from strop.cli.main import main
+from strop.rewards.arguments import Sample
 from strop.rewards.reward_output import describe_sample
-from strop.rewards.worker.records import Sample
 from strop.terminal import printable
 from strop.tracking.base import RunInfo
 from strop.tracking.console import PlainLines, step_progress

@@ -20,7 +20,7 @@ from strop import ActorRolloutRefWorker
 from strop.checkpoint.folder import verify
 from strop.checkpoint.store import Checkpoints
 from strop.cli.main import main
-from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.pool import RewardProcess
 from strop.trainer.ppo import PPO
 
 import forked

@@ -11,7 +11,7 @@ import pytest
 
 from strop import ActorRolloutRefWorker
 from strop.checkpoint.folder import verify
-from strop.rewards.worker.process import RewardProcess
+from strop.rewards.worker.pool import RewardProcess
 
 from killing import kill
 from runs import hashes, make_inputs, metrics, overrides, train

@@ -17,13 +17,11 @@ import pytest
 
 from strop.errors import ConfigError
 from strop.protocol import DataProto
-from strop.rewards.arguments import Function
+from strop.rewards.arguments import Function, Sample
 from strop.rewards.custom import load_custom_reward
 from strop.rewards.manager import RewardManager
 from strop.rewards.scorer import Scorer, run
-from strop.rewards.worker.feed import Cancelled, Feed
-from strop.rewards.worker.process import RewardProcess
-from strop.rewards.worker.records import Sample
+from strop.rewards.worker.pool import Cancelled, Feed, RewardProcess
 
 from messages import naming
 

@@ -12,7 +12,7 @@ from strop.errors import ConfigError
 from strop.rewards.custom import CustomReward
 from strop.rewards.loading import load_reward_manager
 from strop.rewards.manager import RewardManager
-from strop.rewards.worker.pool import RewardPool, default_num_workers
+from strop.rewards.worker.pool import default_num_workers
 
 from messages import naming
 
@@ -21,7 +21,7 @@ def test_the_default_is_the_naive_manager_with_the_limits_of_the_configuration(t
     keys = ["reward_model.timeout_s=3", "reward_model.error_score=-1", "reward_model.max_error_rate=0.25"]
     manager = load_reward_manager(load_config([*keys, "data.reward_fn_key=origin"]), tokenizer, 2)
     assert type(manager) is RewardManager
-    assert manager._process.timeout_s == 3.0
+    assert manager._pool._processes[0].timeout_s == 3.0
     assert (manager.error_score, manager._budget.max_rate) == (-1.0, 0.25)
     assert (manager.reward_fn_key, manager.num_examine) == ("origin", 2)
 
@@ -31,9 +31,8 @@ def test_prime_is_the_manager_of_several_processes(tokenizer: Any):
     keys.append("reward_model.memory_limit_mb=300")
     manager = load_reward_manager(load_config(keys), tokenizer, 0)
     assert type(manager) is RewardManager
-    assert isinstance(manager._process, RewardPool)
-    assert [process.timeout_s for process in manager._process._processes] == [4.0] * 3
-    assert [process.memory_limit_mb for process in manager._process._processes] == [300] * 3
+    assert [process.timeout_s for process in manager._pool._processes] == [4.0] * 3
+    assert [process.memory_limit_mb for process in manager._pool._processes] == [300] * 3
     assert len(os.sched_getaffinity(0)) >= default_num_workers() >= 1
 
 
@@ -42,7 +41,7 @@ def test_reward_kwargs_are_passed_to_the_manager(tokenizer: Any):
         ["+reward_model.reward_kwargs={scorer_kwargs: {openai/gsm8k: {method: flexible}}, timeout_s: 4}"]
     )
     manager = load_reward_manager(config, tokenizer, 0, **config.reward_model.reward_kwargs)
-    assert manager._process.timeout_s == 4
+    assert manager._pool._processes[0].timeout_s == 4
     with pytest.raises(ConfigError, match=naming("method='loose'")):
         load_reward_manager(config, tokenizer, 0, scorer_kwargs={"openai/gsm8k": {"method": "loose"}})
 

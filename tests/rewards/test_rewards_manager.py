@@ -13,9 +13,9 @@ from rewards_support import WIDTH
 
 from strop.errors import ConfigError, RewardError
 from strop.protocol import DataProto
+from strop.rewards.arguments import Sample
 from strop.rewards.manager import RewardManager
 from strop.rewards.reward_output import at_last_token, describe_sample
-from strop.rewards.worker.records import Sample
 
 from messages import mentions, naming
 

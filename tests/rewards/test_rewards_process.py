@@ -17,11 +17,11 @@ import pytest
 from rewards_support import none_within
 
 from strop.errors import ConfigError, RewardError
+from strop.rewards.arguments import Sample
 from strop.rewards.custom import load_custom_reward
 from strop.rewards.router import BuiltInScorer
-from strop.rewards.worker.feed import Feed
-from strop.rewards.worker.process import RewardProcess
-from strop.rewards.worker.records import Outcome, Sample
+from strop.rewards.scorer import Outcome
+from strop.rewards.worker.pool import Feed, RewardProcess
 
 from messages import mentions, naming
 
@@ -215,9 +215,9 @@ def test_a_fork_cannot_answer_even_after_its_sample(process: RewardProcess, time
 FORGED_WITH_THE_TOKEN = """
 import json, os, sys
 frame = sys._getframe()
-while "tokens" not in frame.f_locals:
+while "token" not in frame.f_locals:
     frame = frame.f_back
-forged = {"token": frame.f_locals["tokens"][0], "status": "scored", "score": 1.0, "parts": {}, "error": ""}
+forged = {"token": frame.f_locals["token"], "status": "scored", "score": 1.0, "parts": {}, "error": ""}
 os.write(frame.f_locals["answers"].fileno(), json.dumps(forged).encode() + b"\\n")
 """
 WRITES_JUNK = WRITES.format(text=b"junk\n")
@@ -465,8 +465,8 @@ def test_a_custom_file_is_run_from_its_path(tmp_path: Path, running: Running):
 
 SCRIPT = """
 import os, sys
-from strop.rewards.worker.process import RewardProcess
-from strop.rewards.worker.records import Sample
+from strop.rewards.worker.pool import RewardProcess
+from strop.rewards.arguments import Sample
 
 def score(solution_str, **rest):
     exec(solution_str, {})

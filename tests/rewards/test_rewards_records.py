@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from strop.rewards.batch import ErrorBudget
-from strop.rewards.worker.records import Outcome, outcome_of, read_outcome
+from strop.rewards.scorer import Outcome, Scorer, outcome_of
+from strop.rewards.worker.process import read_answer
 
 from messages import naming
 
@@ -49,10 +50,16 @@ def answer(**changes: object) -> bytes:
     return json.dumps(whole | changes).encode()
 
 
+def read_outcome(line: bytes) -> Outcome:
+    token, outcome = read_answer(line)
+    assert token == "t"
+    return Scorer.checked(outcome)
+
+
 def test_an_answer_is_read():
-    assert read_outcome(answer(), "t") == Outcome("scored", 1.0, {"a": 0.5})
+    assert read_outcome(answer()) == Outcome("scored", 1.0, {"a": 0.5})
     failed = answer(status="raised", error="Traceback")
-    assert read_outcome(failed, "t") == Outcome("raised", 1.0, {"a": 0.5}, "Traceback")
+    assert read_outcome(failed) == Outcome("raised", 1.0, {"a": 0.5}, "Traceback")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,6 @@ def test_an_answer_is_read():
         b"\xff\xfe",
         b"[" * 100_000,
         b'{"score": ' + b"9" * 10_000 + b"}",
-        answer(token="other"),
         answer(token=None),
         answer(status="timeout"),
         answer(status=[]),
@@ -83,12 +89,20 @@ def test_an_answer_is_read():
 )
 def test_anything_else_in_the_pipe_is_refused(line: bytes):
     with pytest.raises(ValueError):
-        read_outcome(line, "t")
+        read_outcome(line)
+
+
+def test_the_pipe_carries_json_and_the_scorer_takes_numbers_alone():
+    found = {"turns": [{"role": "tool", "content": None}], "n": 2}
+    _, outcome = read_answer(answer(parts=found))
+    assert outcome == Outcome("scored", 1.0, found)
+    with pytest.raises(ValueError, match="turns"):
+        Scorer.checked(outcome)
 
 
 @pytest.mark.parametrize("name", ["a\ud800", "a\0", "a\nb", "\x1b[2J"])
 def test_a_part_with_an_unprintable_name_is_a_crash(name: str):
-    outcome = read_outcome(answer(parts={name: 1.0}), "t")
+    outcome = read_outcome(answer(parts={name: 1.0}))
     assert outcome.status == "crashed"
     assert outcome.error.encode().isascii()
 

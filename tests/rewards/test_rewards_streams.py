@@ -18,12 +18,11 @@ from rewards_support import none_within
 
 from strop.errors import RewardError
 from strop.rewards import batch as scoring
+from strop.rewards.arguments import Sample
 from strop.rewards.batch import ErrorBudget
 from strop.rewards.custom import load_custom_reward
-from strop.rewards.worker.feed import Cancelled, Feed
-from strop.rewards.worker.pool import RewardPool
-from strop.rewards.worker.process import RewardProcess
-from strop.rewards.worker.records import Outcome, Sample
+from strop.rewards.scorer import Outcome
+from strop.rewards.worker.pool import Cancelled, Feed, RewardPool, RewardProcess
 
 from messages import naming
 from runs import hashes, make_inputs, metrics, overrides, train

@@ -24,13 +24,11 @@ from strop.config.schema.base import MOST_PROCESSES, MOST_SECONDS
 from strop.data.prompt_table import UNNAMED_SOURCE
 from strop.data.sources import iterate, value_at
 from strop.errors import ConfigError, DataError, RewardError
-from strop.rewards.arguments import BATCH_NAMES, Function, Row, named_values, values_of
+from strop.rewards.arguments import BATCH_NAMES, Function, Row, Sample, ScoreFunction, named_values, values_of
 from strop.rewards.custom import CustomReward
 from strop.rewards.router import BuiltInScorer, Router
-from strop.rewards.scorer import Scorer
-from strop.rewards.worker.feed import Feed
-from strop.rewards.worker.pool import reward_process
-from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
+from strop.rewards.scorer import Outcome, Scorer
+from strop.rewards.worker.pool import Feed, RewardPool
 from strop.terminal import literal
 
 RESPONSE_COLUMNS = ("response", "responses", "solution_str", "solution", "answer")
@@ -125,7 +123,7 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     _require_ready(scorer, Counter(sample.data_source for sample in samples), arguments.timeout)
     by_source: defaultdict[str, list[Outcome]] = defaultdict(list)
     first_error = ""
-    pool = reward_process(
+    pool = RewardPool(
         scorer,
         num_workers=arguments.workers,
         timeout_s=arguments.timeout,

@@ -12,9 +12,8 @@
 ``verl``           names that reward managers written for verl import
 ``score``          the built-in scorers: pure functions of text
 ``sandbox``        runs untrusted programs
-``worker``         scoring processes, killed at a deadline: ``process`` starts ``child`` and sends it samples
-                   over a ``wire``; the processes of a ``pool`` share a ``feed``; ``concurrent`` has several
-                   samples in flight, for async functions (``loop``) and batches
+``worker``         scoring processes, killed at a deadline: a ``pool`` starts each ``process``, which runs
+                   ``child``, and decides which sample is at fault if one is lost
 ``process_tree``   kills a process with everything that it started
 
 Only ``base``, ``manager``, ``batch``, ``parts``, ``reward_output`` and ``verl`` import torch: a scoring

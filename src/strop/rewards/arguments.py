@@ -12,10 +12,32 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from strop.errors import ConfigError
-from strop.rewards.worker.records import KEYWORDS, Sample
+
+ScoreFunction = Callable[..., Any]
+"""Returns a number, or a dict with one under "score"; its parameters select what it is called with."""
+
+KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Keywords of verl's reward functions."""
+
+
+class Sample(NamedTuple):
+    """The input of a scorer: one response with its reference."""
+
+    data_source: str
+    solution_str: str
+    """The response alone, decoded, without special tokens."""
+    ground_truth: Any = None
+    extra_info: Any = None
+    parts: tuple[str, ...] | None = None
+    """Parts of the score to compute; None for a function without parts."""
+    n_tokens: int | None = None
+    """Sampled tokens of the response, with its stop token; None where only its text is known."""
+    named: Mapping[str, Any] | None = None
+    """Further values by name, those that the functions take."""
+
 
 SAMPLE_NAMES = {
     "response": "the response's text, without special tokens",

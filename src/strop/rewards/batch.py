@@ -21,12 +21,11 @@ from torch import Tensor
 
 from strop.errors import RewardError
 from strop.protocol import DataProto
+from strop.rewards.arguments import Sample
 from strop.rewards.base import PendingReward
 from strop.rewards.reward_output import RewardOutput, read_output, real_tokens
-from strop.rewards.worker.feed import Feed, Maker
-from strop.rewards.worker.pool import RewardPool
-from strop.rewards.worker.process import RewardProcess
-from strop.rewards.worker.records import Outcome, Sample
+from strop.rewards.scorer import Outcome
+from strop.rewards.worker.pool import Feed, Maker, RewardPool
 from strop.terminal import printable
 
 logger = logging.getLogger(__name__)
@@ -133,12 +132,12 @@ def with_errors(
 class ScoringJob:
     """Score the samples of one batch of B rows in a thread, in the order in which they are added.
 
-    Jobs use the process or pool in sequence; ``after`` is the preceding one.
+    Jobs use the pool in sequence; ``after`` is the preceding one.
     """
 
     def __init__(
         self,
-        process: RewardProcess | RewardPool,
+        pool: RewardPool,
         budget: ErrorBudget,
         *,
         n_rows: int,
@@ -148,7 +147,7 @@ class ScoringJob:
         """Start the thread; ``n_scored`` of the ``n_rows`` rows will be added."""
         self.samples: list[Sample | None] = [None] * n_rows
         """By row; None for rows that were not added."""
-        self._process, self._budget, self._n_scored = process, budget, n_scored
+        self._pool, self._budget, self._n_scored = pool, budget, n_scored
         self._feed = Feed()
         self._rows: list[int] = []  # row numbers in the order of the feed
         self._n_done = 0
@@ -225,7 +224,7 @@ class ScoringJob:
         def name(number: int) -> str:
             return name_row(self.samples, self._rows[number])
 
-        with contextlib.closing(self._process.evaluate_all(self._feed)) as outcomes:
+        with contextlib.closing(self._pool.evaluate_all(self._feed)) as outcomes:
             for number, outcome in enumerate(outcomes):
                 self._outcomes[self._rows[number]] = outcome
                 self._n_done = number + 1

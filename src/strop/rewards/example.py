@@ -12,7 +12,7 @@ from strop.errors import RewardError
 from strop.protocol import DataProto
 from strop.rewards.arguments import BATCH_NAMES, SAMPLE_NAMES, Function
 from strop.rewards.sample_values import GROUND_TRUTHS, row_fields
-from strop.rewards.worker.records import Outcome
+from strop.rewards.scorer import Outcome
 
 if TYPE_CHECKING:
     from strop.rewards.base import Reward

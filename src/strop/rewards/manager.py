@@ -15,7 +15,7 @@ from strop.algorithms.registry import name_of
 from strop.config.reward_parts import NON_STOP_PENALTY, REWARD_MODEL, RULE, read_parts
 from strop.errors import ConfigError
 from strop.protocol import DataProto
-from strop.rewards.arguments import Function
+from strop.rewards.arguments import Function, Sample, ScoreFunction
 from strop.rewards.base import BatchReward, PendingReward, Reward
 from strop.rewards.batch import ErrorBudget, PendingSamples, ScoringJob, log_first, name_row, with_errors
 from strop.rewards.custom import CustomReward
@@ -30,10 +30,8 @@ from strop.rewards.reward_output import (
 )
 from strop.rewards.router import BuiltInScorer, Router
 from strop.rewards.sample_values import SampleValues, row_fields, warn_without_ground_truths
-from strop.rewards.scorer import Scorer
-from strop.rewards.worker.feed import Feed
-from strop.rewards.worker.pool import reward_process
-from strop.rewards.worker.records import Outcome, Sample, ScoreFunction
+from strop.rewards.scorer import Outcome, Scorer
+from strop.rewards.worker.pool import Feed, RewardPool
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +120,7 @@ class RewardManager(Reward):
         self._unused_parts = UnusedParts(self.composition.parts)
         self._budget = ErrorBudget(max_error_rate)  # of functions
         self._final_budget = ErrorBudget(max_error_rate)  # also of what is added to their scores
-        self._process = reward_process(
+        self._pool = RewardPool(
             self.scorer,
             num_workers=num_workers,
             timeout_s=timeout_s,
@@ -160,7 +158,7 @@ class RewardManager(Reward):
         fields = [fields for fields in row_fields(prompts, self.reward_fn_key) for _ in range(n)]
         required = [parts for parts in self._required(prompts, has_model=with_model) for _ in range(n)]
         self._last_job = ScoringJob(
-            self._process,
+            self._pool,
             self._budget,
             n_rows=len(fields),
             n_scored=sum(map(bool, required)),
@@ -330,7 +328,7 @@ class RewardManager(Reward):
             ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
             sample = self._sample(values, 0, fields, parts, ids, truncated=False)
             copies = n if self.scorer.is_batch else 1
-            outcome, *_ = self._process.evaluate_all(Feed.of([sample] * copies))
+            outcome, *_ = self._pool.evaluate_all(Feed.of([sample] * copies))
             return Example(what, text, outcome, function)
 
         answers, is_taken = example_answers(own, prompts, self.prompt_key, self.reward_fn_key)
@@ -369,14 +367,14 @@ class RewardManager(Reward):
 
     def start(self) -> None:
         """Start the scoring process before the first batch. Raises ``RewardError`` if it cannot start."""
-        self._process.start()
+        self._pool.start()
 
     def close(self) -> None:
         """Cancel what is being scored and end the scoring process. It also ends with the program."""
         if self._last_job is not None:
             self._last_job.cancel(with_earlier=True)
             self._last_job.wait()
-        self._process.close()
+        self._pool.close()
 
     def _required(self, prompts: DataProto, *, has_model: bool) -> list[tuple[str, ...]]:
         """Return the parts that functions compute for each row; check all rows before scoring the first."""

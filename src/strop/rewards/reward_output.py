@@ -17,7 +17,8 @@ from torch import Tensor
 from strop.config.reward_parts import REWARD_MODEL, RULE
 from strop.errors import RewardError
 from strop.protocol import DataProto
-from strop.rewards.worker.records import Outcome, Sample
+from strop.rewards.arguments import Sample
+from strop.rewards.scorer import Outcome
 from strop.terminal import printable
 
 logger = logging.getLogger(__name__)

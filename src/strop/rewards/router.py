@@ -12,8 +12,7 @@ from typing import Any
 from strop.config.backends import load_backend
 from strop.config.reward_parts import SCORERS
 from strop.errors import ConfigError, RewardError, StropError
-from strop.rewards.arguments import Function
-from strop.rewards.worker.records import KEYWORDS, ScoreFunction
+from strop.rewards.arguments import KEYWORDS, Function, ScoreFunction
 
 
 class BuiltInScorer:

@@ -1,7 +1,7 @@
 """``Scorer``: all functions that score a sample, called for one sample or for a whole batch.
 
 Its methods are coroutines. Without ``async def`` functions they never wait, and ``run`` completes them
-without an event loop.
+without an event loop. ``Outcome`` is what they return, also for a sample that could not be scored.
 """
 
 from __future__ import annotations
@@ -9,13 +9,36 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
-from strop.config.reward_parts import KEY, RULE
-from strop.rewards.arguments import Function
-from strop.rewards.worker.records import Outcome, Sample, ScoreFunction, outcome_of
+from strop.config.reward_parts import KEY, RESERVED, RULE
+from strop.rewards.arguments import Function, Sample, ScoreFunction
 
 Found = TypeVar("Found")
+
+_LARGEST = 3.4028234663852886e38  # of float32, the type of the columns of scores
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result for one sample: a score, or the reason why there is none."""
+
+    status: Literal["scored", "raised", "timeout", "crashed"]
+    score: float | None = 0.0
+    """Valid for ``scored``; None if the function does not apply to the sample."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Further named values; those of a ``Scorer`` are numbers, which ``score`` does not include."""
+    error: str = ""
+    """The traceback, or how the process ended; "" for ``scored`` alone."""
+
+
+def timed_out(timeout_s: float, *, batch: int | None = None) -> Outcome:
+    """Return the outcome of a sample whose deadline has passed; ``batch``: of a call for so many samples."""
+    found = f"the reward function took longer than {timeout_s:g} s and was cut off"
+    if batch is not None:
+        found += f": a batch of {batch} samples is one call; reward_model.timeout_s is its limit"
+    return Outcome("timeout", error=found)
 
 
 class Scorer:
@@ -71,6 +94,25 @@ class Scorer:
             for row, outcome in zip(rows[name], column, strict=True):
                 found[row][name] = outcome
         return [_combined_or_error(own) for own in found]
+
+    @staticmethod
+    def checked(outcome: Outcome) -> Outcome:
+        """Return an outcome that came through the pipe of a scoring process.
+
+        A number that is NaN, infinite or beyond float32 gives the status ``raised``; a part whose name does
+        not consist of printable characters, ``crashed``. Raises ``ValueError`` for parts that are no numbers.
+        """
+        for name, value in outcome.parts.items():
+            if name in RESERVED or not isinstance(value, float):
+                raise ValueError(f"the part {name!r:.80} is {value!r:.80}")
+            if not name.isprintable():  # files of metrics and samples, and terminals, do not take all
+                found = f"the reward function named a part {name!r:.80}: expected printable characters"
+                return Outcome("crashed", error=found)
+        numbers = outcome.parts if outcome.score is None else {"score": outcome.score, **outcome.parts}
+        if bad := [f"{name}={value}" for name, value in numbers.items() if not abs(value) <= _LARGEST]:
+            found = f"the reward function returned {', '.join(bad)}: expected finite numbers"
+            return Outcome("raised", error=found)
+        return outcome
 
     def _functions(self, sample: Sample) -> dict[str, Function]:
         if sample.parts is None:
@@ -141,6 +183,32 @@ def _combined(found: Mapping[str, Outcome | None]) -> Outcome:
         if name != RULE and outcome is not None and outcome.score is not None:
             numbers[name] = outcome.score
     return Outcome("scored", None if own is None else own.score, numbers)
+
+
+def outcome_of(result: Any) -> Outcome:
+    """Convert a returned number, or a mapping with a number under "score" and further named numbers."""
+    if not isinstance(result, Mapping):
+        return Outcome("scored", _number(result, "the score"))
+    if "score" not in result:
+        raise ValueError(f"the returned dict has no key 'score'; it has {sorted(map(str, result))}")
+    parts = {str(name): _number(value, f"part {name!r}") for name, value in result.items() if name != "score"}
+    if taken := [name for name in RESERVED if name in parts]:
+        raise ValueError(
+            f"the returned dict names a part {taken[0]!r}, which is reserved; choose another name"
+        )
+    return Outcome("scored", _number(result["score"], "the score"), parts)
+
+
+def _number(value: Any, name: str) -> float:
+    # float() accepts strings: a function that returns its answer instead of a score would go unnoticed.
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{name} is {value!r:.80}: expected a number, found text (leave such parts out)")
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} is {value!r:.80}: expected a number, found {type(value).__name__}"
+        ) from error
 
 
 def run(scoring: Coroutine[Any, Any, Found]) -> Found:

@@ -1,11 +1,12 @@
 """The process that scores: ``python -m strop.rewards.worker.child LIFELINE MEMORY``, of ``RewardProcess``.
 
-It runs one scorer on one sample after another, so that a sample which hangs or crashes costs a process and
-not the run. Requests arrive on standard input and answers leave on standard output; the scorer sees an empty
-standard input, and its prints go to standard error. Requests are pickles: first ``sys.path`` and the pickled
-function, then tokens with pickled ``Sample``s; the outer pickles mark their ends. Answers are lines of JSON,
-with the token of their request: unpickling would let a scorer run code in the run's own process, and without
-a token a line that a scorer writes into the pipe would be taken for the answer to the next sample.
+A sample that hangs or crashes costs this process and not the run. Requests arrive on standard input and
+answers leave on standard output; the scorer sees an empty standard input, and its prints go to standard
+error. Requests are pickles: first ``sys.path``, the pickled scorer, and how it is run, then a token with
+pickled ``Sample``s: one, or all of a batch; the outer pickles mark their ends. The answer is a line of JSON
+for each sample, with the token of its request: unpickling would let a scorer run code in the run's own
+process, and without a token a line that a scorer writes into the pipe would be taken for the answer to the
+next sample.
 
 LIFELINE is the descriptor of a pipe to which nothing is written. It closes when the starter ends, even by
 SIGKILL, and then this process group is killed.
@@ -32,12 +33,14 @@ import sys
 import threading
 import traceback
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from strop.rewards.scorer import Scorer, run
-from strop.rewards.worker.records import Outcome, Sample
+from strop.rewards.arguments import Sample
+from strop.rewards.scorer import Outcome, Scorer, run, timed_out
+
+Answer = Callable[[str, Sequence[Outcome]], None]
 
 _F_SETSIG = 10  # Linux; the module fcntl does not name it on Python 3.11
 _MAX_ERROR_CHARACTERS = 8000
@@ -88,29 +91,90 @@ def serve(requests: IO[bytes], answers: IO[str], memory_mb: int) -> None:
         return
     _send(answers, {"status": "ready", "error": ""})
 
-    def answer(tokens: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+    def answer(token: str, outcomes: Sequence[Outcome]) -> None:
+        with contextlib.suppress(Exception):  # the scorer may have closed or replaced them
+            sys.stdout.flush()
+            sys.stderr.flush()
         if os.getpid() != own_id:  # a fork of the scorer returned from the call
             os._exit(0)
         if broken := _broken(pipes):
             os.write(2, f"the reward function removed or replaced {broken} of its process\n".encode())
             os._exit(1)
-        for token, outcome in zip(tokens, outcomes, strict=True):
+        for outcome in outcomes:
             _send(answers, {"token": token, **vars(outcome)})
 
     if scorer.is_async:
-        from strop.rewards.worker.loop import serve_on_loop  # asyncio doubles the start time
-
-        serve_on_loop(scorer, messages, answer, memory_mb, timeout_s, max_concurrency)
+        _serve_concurrently(scorer, messages, answer, memory_mb, timeout_s, max_concurrency)
         return
-    for message in messages:
-        tokens, contents = unpack(message)
-        answer(tokens, evaluate(scorer, contents, memory_mb))
+    for token, contents in messages:
+        try:
+            outcomes = run(_score(scorer, contents))
+        # User code may raise anything, SystemExit included; a bad sample must not end the process.
+        except BaseException as error:  # noqa: BLE001
+            outcomes = [_failed(error, memory_mb)] * len(contents)
+        answer(token, outcomes)
 
 
-def unpack(message: Any) -> tuple[list[str], list[bytes]]:
-    """Return tokens and pickled samples of a message: one pair, or a list of them for a batch."""
-    pairs = message if isinstance(message, list) else [message]
-    return [token for token, _ in pairs], [content for _, content in pairs]
+async def _score(scorer: Scorer, contents: Sequence[bytes], *, limit: int = 1) -> Sequence[Outcome]:
+    """Score the pickled samples of a request; exceptions of the functions propagate."""
+    samples: list[Sample] = [pickle.loads(content) for content in contents]
+    if not scorer.is_async:  # several samples of an async function share the generators
+        _seed_generators(samples[0])
+    return (
+        await scorer.score_all(samples, limit=limit) if scorer.is_batch else [await scorer.score(samples[0])]
+    )
+
+
+def _serve_concurrently(
+    scorer: Scorer,
+    messages: Iterator[Any],
+    answer: Answer,
+    memory_mb: int,
+    timeout_s: float,
+    max_concurrency: int,
+) -> None:
+    """Answer requests for async functions on one event loop, ``max_concurrency`` at the same time.
+
+    They are begun in their order. A call that takes longer than ``timeout_s`` is cancelled.
+    """
+    import asyncio  # doubles the start time
+
+    ending, places = False, asyncio.Semaphore(max_concurrency)
+
+    async def respond(token: str, contents: Sequence[bytes]) -> None:
+        await places.acquire()
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                outcomes = await _score(scorer, contents, limit=max_concurrency)
+        # User code may raise anything; a bad sample must not end the process.
+        except BaseException as error:
+            if ending:
+                raise
+            found = _failed(error, memory_mb)
+            if deadline.expired():
+                found = timed_out(timeout_s, batch=len(contents) if scorer.is_batch else None)
+            outcomes = [found] * len(contents)
+        answer(token, outcomes)
+        places.release()
+
+    async def serve_all() -> None:
+        nonlocal ending
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue()
+
+        def read() -> None:
+            for message in messages:
+                loop.call_soon_threadsafe(arrived.put_nowait, message)
+            loop.call_soon_threadsafe(arrived.put_nowait, None)
+
+        threading.Thread(target=read, daemon=True).start()
+        running = set()
+        while (message := await arrived.get()) is not None:
+            running.add(task := loop.create_task(respond(*message)))
+            task.add_done_callback(running.discard)
+        ending = True
+
+    asyncio.run(serve_all())
 
 
 def _broken(pipes: Mapping[int, tuple[int, int]]) -> str:
@@ -143,22 +207,7 @@ def _send(answers: IO[str], answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def evaluate(scorer: Scorer, contents: Sequence[bytes], memory_mb: int = 0) -> list[Outcome]:
-    """Score pickled samples; any exception, ``SystemExit`` included, becomes the outcome of all of them."""
-    try:
-        samples: list[Sample] = [pickle.loads(content) for content in contents]
-        _seed_generators(samples[0])
-        outcomes = run(scorer.score_all(samples) if scorer.is_batch else scorer.score(samples[0]))
-    # User code may raise anything; a bad sample must not end the process.
-    except BaseException as error:  # noqa: BLE001
-        outcomes = failed(error, memory_mb)
-    with contextlib.suppress(Exception):  # the scorer may have closed or replaced them
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return outcomes if isinstance(outcomes, list) else [outcomes] * len(contents)
-
-
-def failed(error: BaseException, memory_mb: int) -> Outcome:
+def _failed(error: BaseException, memory_mb: int) -> Outcome:
     """Return the outcome for the exception that is being handled.
 
     With a limit of memory, running out of it is a crash: what a library does after that is not defined.
