@@ -1,7 +1,7 @@
 """Errors that strop raises on purpose.
 
 Each is also the standard error that it resembles, so ``except ValueError`` works as expected.
-The message says what was found, what was expected and what to do; the command line prints it without a
+The message has what was found, what was expected and what to do; the command line prints it without a
 traceback and exits with status 2 (``--debug`` shows the traceback).
 """
 

@@ -3,7 +3,7 @@
 Shapes: B samples, T response tokens.
 
 A sampler with other kernels, precision or older weights computes other log-probs for the same tokens than the
-trainer. Every run that knows both measures the difference; importance weights can correct for it.
+trainer. Every run that has both measures the difference; importance weights can correct for it.
 """
 
 from __future__ import annotations

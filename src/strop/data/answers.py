@@ -109,6 +109,7 @@ class AnsweredDataset:
             side = self.truncation if name == "input_ids" else "right"
             ids = truncate(tokens[row], self._limit(name), side)
             fields[name] = torch.from_numpy(ids.astype(np.int64))
+        # by item: these columns have an entry for each row that is served, not for each of the files
         return fields | {name: column[item] for name, column in self.columns.items()}
 
     def data_sources(self) -> set[str]:

@@ -186,6 +186,7 @@ def require_readable(name: str, table: pa.Table, *, first_row: int = 0) -> None:
     """
     for column, values in zip(table.column_names, table.columns, strict=True):
         try:
+            # in full: Arrow compares lengths and offsets otherwise, and does not look at UTF-8
             values.validate(full=True)
             if not _MAY_NOT_CONVERT.search(str(values.type)):
                 continue

@@ -70,6 +70,7 @@ def require_eager_figures(
             require_numbers(model, expected)
             bound = TOLERANCE
             if dtype != torch.float32:
+                # half of eps: the largest relative error of rounding to nearest
                 with _embeddings_rounded(model, torch.finfo(dtype).eps / 2):
                     noise = _differences(module.own_figures(batch), expected, batch)
                 bound += _NOISE * float(noise.square().mean().sqrt())

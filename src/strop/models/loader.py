@@ -197,7 +197,7 @@ def without_jitter(model: PreTrainedModel, override_config: Mapping[str, Any] | 
 
     The configuration is left alone: Phi-3.5-MoE's ``router_jitter_noise`` also has a meaning in evaluation
     (experts within that distance of the best share the token), and in training it samples experts. A jitter
-    in ``override_config`` is wanted.
+    in ``override_config`` is deliberate and stays.
     """
     if not any("jitter" in key and value for key, value in (override_config or {}).items()):
         for module in model.modules():
@@ -220,7 +220,7 @@ def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[s
     try:
         arguments = model_arguments(path, **options)
         if auto_class is AutoModelForSequenceClassification:
-            # a class that heads._scorer_class made says how the file names its weights
+            # a class that heads._scorer_class made has the names of its weights in files
             scorer = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(arguments["config"]), None)
             arguments["key_mapping"] = getattr(scorer, "key_mapping", {})
         with bars:
@@ -241,7 +241,7 @@ def _load(auto_class: Any, path: str | Path, **options: Any) -> tuple[Any, set[s
 
 
 def load_failure(error: Exception) -> str:
-    """Return an error's name and message, without transformers' list of all classes that it knows."""
+    """Return an error's name and message, without transformers' list of all of its classes."""
     return f"{type(error).__name__}: {error}".partition("\nModel type should be one of")[0]
 
 

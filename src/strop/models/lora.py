@@ -290,7 +290,7 @@ def _inject(model: PreTrainedModel, config: Any, settings: LoraSettings, whole: 
     config.modules_to_save = None  # peft would wrap them
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # later checks say more
+            warnings.simplefilter("ignore")  # later checks raise errors that name the layer
             peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     except ValueError as error:
         raise ConfigError(

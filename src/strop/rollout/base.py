@@ -278,7 +278,7 @@ def answer(
         generated["stop_tokens"] = ends.sum(1)
     if hidden_token_ids is not None:
         position = torch.arange(params.max_tokens, device=device)
-        # the stop token ends a response on purpose: it is hidden from the text and not counted
+        # the stop token at the end is not in the text either, as it should be: it is not counted
         is_end = ~truncated[:, None] & (position == lengths[:, None] - 1)
         generated["hidden_tokens"] = (_is_any(responses, hidden_token_ids) & sampled & ~is_end).sum(1)
     return rest.repeat(params.n).union(DataProto.from_dict(generated))

@@ -102,6 +102,7 @@ def window(intervals: Sequence[Interval]) -> tuple[float, float]:
     unknown, and must not count as idle.
     """
     lanes = _lanes(intervals)
+    # the latest first start, and the earliest last end
     start = max(min(interval.start for interval in lane) for lane in lanes.values())
     end = min(max(interval.end for interval in lane) for lane in lanes.values())
     if end <= start:
@@ -121,7 +122,7 @@ def busy_seconds(intervals: Iterable[Interval], start: float, end: float) -> flo
         begin, finish = (min(max(time, start), end) for time in interval[2:4])
         changes += [(begin, change), (finish, (-change[0], -change[1]))]
     seconds, working, waiting, last = 0.0, 0, 0, start
-    # a sweep over starts and ends: phases lie in one another, and each second counts once
+    # a sweep over starts and ends: phases are nested, and each second counts once
     for time, (work, wait) in sorted(changes):
         if working and not waiting:
             seconds += time - last

@@ -121,6 +121,7 @@ class GroupFilter:
             "reward/errors": float(counts["errors"]),
             "reward/error_rate": counts["errors"] / (counts["groups"] * self.n),
             "reward/timeouts": float(counts["timeouts"]),
+            # NaN: the part does not apply to the sample
             **{f"{name}/mean": values_B.nanmean().item() for name, values_B in parts.items()},
             "filter/batches": float(counts["batches"]),
             "filter/kept_groups": counts["kept"] / counts["groups"],

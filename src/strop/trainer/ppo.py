@@ -218,6 +218,7 @@ class PPO:
     @staticmethod
     def named(prompts: DataProto, batch: int) -> DataProto:
         """Add the column ``uid``, the name of each prompt of batch number ``batch``."""
+        # unique in the run; a resume finds the prompt of a saved sample by it (Pipeline._load)
         uids = [f"{batch}-{row}" for row in range(len(prompts))]
         return prompts.union(DataProto.from_dict(non_tensors={"uid": uids}))
 
@@ -352,7 +353,7 @@ class PPO:
         return DataProto(columns, batch.non_tensor_batch, batch.meta_info)
 
     def _kl(self, columns: dict[str, Tensor]) -> Tensor:
-        """Return the KL [B, T] to the reference, estimated as ``algorithm.kl_penalty`` says."""
+        """Return the KL [B, T] to the reference by the estimator ``algorithm.kl_penalty``."""
         kind = self.config.algorithm.kl_penalty
         if kind == "full":
             return columns["full_kl"]
@@ -390,6 +391,7 @@ class PPO:
     ) -> Iterator[DataProto]:
         return mini_batches(
             batch,
+            # the key counts prompts, for the critic too: without n it would take n times as many steps
             size=section.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
             epochs=section.ppo_epochs,
             shuffle_seed=(self.config.trainer.seed, name) if section.shuffle else None,

@@ -62,7 +62,7 @@ class WeightSync:
         return self._loading
 
     def _connected(self) -> bool:
-        """Return True if there is a broadcast channel, which the first call opens where one is wanted."""
+        """Return True if there is a broadcast channel, which the first call opens where one is configured."""
         if self._broadcasts is None:
             address = self._actor.address_for(self._rollout)
             port = None if address is None else self._actor.open_channel(address)

@@ -223,6 +223,7 @@ class _Keeper:
             if lost:
                 cause = f"its process {lost} died, which ended the run too; start the run again"
                 with contextlib.suppress(OSError):
+                    # Ray's native code has ended the driver, which can report nothing any more
                     os.write(self._console, f"WorkerError: {_not_started(cause)}\n".encode())
         os._exit(0)  # Ray's own exit would wait for the processes that were killed
 

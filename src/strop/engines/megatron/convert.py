@@ -2,7 +2,7 @@
 
 Every Hugging Face tensor is a view of a parameter here: the query, key and value rows of a group of heads
 lie next to each other in one parameter, gate and up projection in another. A rank holds one chunk of a tensor
-along one dimension, so a ``Place`` says where a whole tensor's chunk is, for loading, transfers, gradients
+along one dimension, so a ``Place`` is where a whole tensor's chunk lies, for loading, transfers, gradients
 and checkpoints alike.
 """
 

@@ -101,6 +101,7 @@ def decode(
                         _report(finished, ended_R, tokens_TR[:step], limits_R[ended_R], stop_ids_S)
                     rows_R, tokens_R = rows_R[keep], tokens_R[keep]
                     positions_R1, active_R = positions_R1[keep], active_R[keep]
+                    # rows keep their order, so the awaited ones are still the first
                     awaited = left
             positions_R1 = positions_R1 + 1
             logits_RV = _last_logits(

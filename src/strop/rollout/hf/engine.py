@@ -221,7 +221,7 @@ def _facts_of(model: PreTrainedModel) -> ModelFacts:
 
 
 class _Row(NamedTuple):
-    """A sample to go on with: its batch, its number there, and its tokens so far."""
+    """A sample to continue: its batch, its number there, and its tokens so far."""
 
     batch: InFlight
     sample: int
@@ -251,7 +251,7 @@ def _contexts_of(part: Sequence[_Row], device: torch.device) -> Contexts:
 def _uniforms_of(part: Sequence[_Row]) -> Tensor:
     """Return the random numbers [R, T] of each row's next tokens; T is the most that a row needs."""
     tokens = part[0].batch.params.max_tokens
-    # from the stream's beginning: a sample goes on without a generator's state
+    # from the stream's beginning: a sample is continued without a generator's state
     uniforms_RT = draw_uniforms([row.batch.seeds[row.sample] for row in part], tokens)
     lengths_R1 = torch.tensor([[row.length] for row in part])
     columns_RT = lengths_R1 + torch.arange(tokens - int(lengths_R1.min()))

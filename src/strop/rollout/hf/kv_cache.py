@@ -115,6 +115,7 @@ class DecodeCache(Cache):
     def write_prompts(self, states: Sequence[KeysAndValues], rows: Tensor, sources: Tensor) -> None:
         """Copy prompts ``sources`` of ``states`` to ``rows``; a prompt is computed once for its samples."""
         for layer, (keys, values) in zip(self.layers, states, strict=True):
+            # right-aligned: this pass may be narrower than the longest prompt
             start = self.length - keys.shape[2]
             layer.stored_keys[rows, :, start : self.length] = keys[sources].to(layer.stored_keys.dtype)
             layer.stored_values[rows, :, start : self.length] = values[sources].to(layer.stored_values.dtype)

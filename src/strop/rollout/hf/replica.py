@@ -43,6 +43,7 @@ class HFReplica:
         self._layout = CheckpointLayout(model)
         for owner in model.modules():
             for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+                # a deferred model has the values of its buffers; its parameters come with the first update
                 setattr(owner, name, buffer.to(device))
         self.update_weights(weights)
         self._rollout = HFRollout(model, **options)

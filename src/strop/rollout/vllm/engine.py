@@ -248,7 +248,7 @@ class VLLMRollout:
         return [*outputs.values()]
 
     def _sampling(self, batch: InFlight, row: int, kind: RequestOutputKind) -> VLLMSamplingParams:
-        """Return the parameters of the request that goes on with a sample."""
+        """Return the parameters of the request that continues a sample."""
         params, options, done = batch.params, dict(self._options), int(batch.lengths[row])
         if "min_tokens" in options:
             options["min_tokens"] = max(options["min_tokens"] - done, 0)
@@ -278,6 +278,7 @@ class VLLMRollout:
             self._ledger.begin()
             self._waiting.clear()
             self._worker.start_weight_update()
+            # engines send parameters only, and vLLM's model holds persistent buffers, too
             weights = itertools.chain(self._buffers.items(), weights)
         try:
             saved = self._layout.convert(self._counted(weights), self._waiting)
@@ -310,6 +311,7 @@ class VLLMRollout:
         )
         found = add_up(parts)
         for name, original in self._tied.items():
+            # where vLLM holds a tied weight twice, both copies must be the actor's
             if found.pop(name, found[original]) != found[original]:
                 found[original] = UNEQUAL
         names = self._layout.shapes().keys()
@@ -382,7 +384,7 @@ def _tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def continued_seed(seed: int, done: int) -> int:
-    """Return the seed of a request that goes on after ``done`` tokens; the sample's own for the first."""
+    """Return the seed of a request that continues after ``done`` tokens; the sample's own for the first."""
     if done == 0:
         return seed
     words = np.random.SeedSequence((seed, done)).generate_state(1, np.uint64)

@@ -136,6 +136,7 @@ class _RowShard(NamedTuple):
 def _row_shards(layer: Any, rows: int) -> list[_RowShard]:
     rank, ranks = layer.tp_rank, layer.tp_size
     if isinstance(layer, QKVParallelLinear):
+        # with fewer key-value heads than ranks several ranks hold one head, and one of them counts it
         group, counts = rank // layer.num_kv_head_replicas, rank % layer.num_kv_head_replicas == 0
         groups = ranks // layer.num_kv_head_replicas
         query = layer.num_heads * layer.head_size
@@ -179,6 +180,7 @@ def _experts(layer: Any, path: str) -> Iterator[Held]:
     above = path.rpartition("experts.")[0]  # of the path's last part, as the mapping's names begin with it
     for _, name, expert, shard in layer.get_expert_mapping():
         part = stacked["w2" if shard == "w2" else "w13"][expert]
+        # w13 is w1 (gate) on top of w3 (up), each padded to the same rows
         first = padded if shard == "w3" else 0
         held = part[:, :width] if shard == "w2" else part[first : first + width]
         yield Held(f"{above}{name}weight", held, columns if shard == "w2" else rows)

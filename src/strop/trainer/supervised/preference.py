@@ -56,6 +56,7 @@ class PreferenceTrainer(PairTrainer[PreferenceConfig]):
         """Compute the reference's log-probs with the model as it was loaded, or read those in ``folder``."""
         if not needs_reference(self._loss):
             return
+        # the same weights compute other log-probs with other entries of config.json
         settings = json.dumps(self.config.model.override_config, sort_keys=True, default=str)
         weights = self.group.reference_hash()
         self._reference_model = hashlib.sha256(f"{weights} {settings}".encode()).hexdigest()
