@@ -75,12 +75,12 @@ def _rules() -> list[tuple[str, Rule]]:
         (pattern, Rule(**({"to": rule} if isinstance(rule, str) else rule)))
         for pattern, rule in table["renamed"].items()
     ]
-    for kind in ("refused", "unused"):
+    for kind, default in (("refused", ()), ("unused", None)):
         for group in table[kind]:
-            for pattern, values in group["keys"].items():
-                default = None if values == "any" else values
-                reason = {name: text for name, text in group.items() if name != "keys"}
-                found.append((pattern, Rule(default=default, **reason)))
+            keys = group["keys"]
+            defaults = keys if isinstance(keys, dict) else dict.fromkeys(keys, default)
+            reason = {name: text for name, text in group.items() if name != "keys"}
+            found += [(pattern, Rule(default=values, **reason)) for pattern, values in defaults.items()]
     return found
 
 
